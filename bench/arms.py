@@ -145,18 +145,11 @@ class FrameworkCache:
 class Monarchfs:
     """A mount of this project. ``warm``: another mount was there before and left its copies."""
 
-    def __init__(
-        self,
-        name: str,
-        *options: str,
-        warm: bool = False,
-        freshness: str = "immutable",
-    ) -> None:
+    freshness = "immutable"
+
+    def __init__(self, name: str, *, warm: bool = False) -> None:
         self.name = name
-        self.freshness = freshness
         self._warm = warm
-        mode = freshness.replace("ttl ", "ttl=").removesuffix(" s")
-        self._options = ("--freshness", mode, *options)
 
     @contextmanager
     def reach(
@@ -164,7 +157,7 @@ class Monarchfs:
     ) -> Iterator[Reached]:
         size = "100%" if capacity is None else f"{capacity >> 10}K"
         # The capacity is what limits, not what else lies on that file system.
-        options = (*self._options, "-o", "reserve_percent=0")
+        options = ("--freshness", self.freshness, "-o", "reserve_percent=0")
         if self._warm:
             with unhindered(pfs), Mount(pfs.path, place / "m", *options, size=size) as first:
                 monarchfs("warm", str(first.path), "--wait", seconds=SETTLE_SECONDS)

@@ -186,11 +186,9 @@ class Tree:
     def _say(self, what: str) -> None:
         self._task.say(f"{self.files:,} files: {what}")
 
-    def _figure(
-        self, name: str, value: float, unit: str, *, at_most: float | None = None, why: str = ""
-    ) -> None:
+    def _figure(self, name: str, value: float, unit: str, *, at_most: float | None = None) -> None:
         what = f"{self.files:,} files: {name}"
-        self._result.figure(what, value, unit, at_most=at_most, arm=COLD.name, why=why)
+        self._result.figure(what, value, unit, at_most=at_most, arm=COLD.name)
 
     def _compare(
         self,

@@ -6,20 +6,21 @@ import argparse
 import errno
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from monarchfs.cli.progress import Progress
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
-from monarchfs.control.client import Connection
+from monarchfs.control.client import connect
 from monarchfs.control.messages import too_long
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import FoundMount, find_all
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
-_CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 5.0
 _BATCH_BYTES = 32 << 10
 """Of paths in one request, which may have 64 KiB (``control.MOST_REQUEST_BYTES``)."""
 
@@ -74,10 +75,7 @@ def ask(
 ) -> dict[str, Any]:
     """The worker's answer; ``progress`` gets what it reports before. Raises OperationError, with
     the remedy, if there is no answer."""
-    daemon = found.daemon
-    with Connection(daemon.socket_path, _CONNECT_SECONDS) as connection:
-        if connection.peer_uid != daemon.owner_uid:
-            raise OperationError(f"the daemon of {found.mountpoint} is not who it says")
+    with connect(found.daemon, CONNECT_SECONDS) as connection:
         return connection.long_request(request, progress)
 
 
@@ -106,6 +104,11 @@ def _relative(path: str, mountpoints: Sequence[str]) -> str:
         if plain != ".." and not plain.startswith("../"):
             return "" if plain == "." else plain
     raise UsageError(f"{path} is not below {mountpoints[0]}: name what lies inside the mount")
+
+
+def opened_list(name: str) -> BinaryIO:
+    """A list to read, by its lines; - is standard input."""
+    return open(sys.stdin.fileno() if name == "-" else name, "rb", closefd=name != "-")
 
 
 def batches(paths: Sequence[str]) -> Iterator[list[str]]:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO
 
-from monarchfs.cli.ask import below
+from monarchfs.cli.ask import CONNECT_SECONDS, below, opened_list
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
-from monarchfs.control.client import Connection
+from monarchfs.control.client import connect
 from monarchfs.supervisor.recover import required
-from monarchfs.types import OperationError, UsageError
+from monarchfs.types import UsageError
 
-_CONNECT_SECONDS = 5.0
 _LINES_BYTES = 1 << 20
 """About so many bytes of a list are sent together."""
 
@@ -29,9 +27,7 @@ def order_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     found = required(typed, search_of(environ))
     total = 0
     for file in arguments.file:
-        with _opened(file) as lines, Connection(found.daemon.socket_path, _CONNECT_SECONDS) as to:
-            if to.peer_uid != found.daemon.owner_uid:
-                raise OperationError(f"the daemon of {found.mountpoint} is not who it says")
+        with opened_list(file) as lines, connect(found.daemon, CONNECT_SECONDS) as to:
             request = {"command": "order", "stream": os.path.basename(file)}
             parts = _parts(lines, (typed, found.mountpoint), inodes=arguments.inodes)
             total += int(to.send_list(request, parts).get("files", 0))
@@ -40,10 +36,6 @@ def order_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     else:
         print(f"announced: {total:,} {'file' if total == 1 else 'files'}")
     return 0
-
-
-def _opened(file: str) -> BinaryIO:
-    return open(sys.stdin.fileno() if file == "-" else file, "rb", closefd=file != "-")
 
 
 def _parts(lines: BinaryIO, mountpoints: tuple[str, str], *, inodes: bool) -> Iterator[bytes]:

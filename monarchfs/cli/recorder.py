@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-from monarchfs.control.client import Connection
+from monarchfs.cli.ask import CONNECT_SECONDS
+from monarchfs.control.client import Connection, connect
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.control.registration import Registered
 from monarchfs.insight.recording import EVENT, File, RecordingWriter
 from monarchfs.types import OperationError
 
-_CONNECT_SECONDS = 5.0
 _AGAIN_SECONDS = 0.2
 _BACK_SECONDS = 60.0
 """A worker that is away for longer does not come back."""
@@ -35,10 +35,8 @@ def open_events(
 ) -> tuple[Connection, dict[str, Any]]:
     """A connection on which events come, and what the mount says of itself before. Raises
     OperationError if it cannot be recorded."""
-    connection = Connection(daemon.socket_path, _CONNECT_SECONDS)
+    connection = connect(daemon, CONNECT_SECONDS)
     try:
-        if connection.peer_uid != daemon.owner_uid:
-            raise OperationError("the mount's daemon is not who it says")
         connection.ask({"command": "record", **options})
         return connection, connection.next(SILENCE_SECONDS)[0]["progress"]
     except (OperationError, ConnectionError) as error:

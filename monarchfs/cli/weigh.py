@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
-from monarchfs.cli.ask import add, ask, below
+from monarchfs.cli.ask import add, ask, below, opened_list
 from monarchfs.cli.progress import Progress
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
@@ -24,7 +23,7 @@ def weigh_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     name, typed = arguments.file, parse_path(arguments.mountpoint)
     found = required(typed, search_of(environ))
     total: dict[str, Any] = {"files": 0, "unknown": 0}
-    with Progress() as progress, _opened(name) as lines:
+    with Progress() as progress, opened_list(name) as lines:
         weights = _weights(lines, name, (typed, found.mountpoint))
         for request in weight_requests(weights, replace=arguments.replace):
             total = add(total, ask(found, request, lambda so_far: None))
@@ -33,10 +32,6 @@ def weigh_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     text += f", {total['unknown']} are not in the mount" if total["unknown"] else ""
     print(json.dumps(total) if arguments.json else text)
     return int(bool(total["unknown"]))
-
-
-def _opened(name: str) -> BinaryIO:
-    return open(sys.stdin.fileno() if name == "-" else name, "rb", closefd=name != "-")
 
 
 def _weights(file: BinaryIO, name: str, mountpoints: Sequence[str]) -> Iterator[tuple[str, float]]:

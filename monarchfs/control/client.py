@@ -200,6 +200,16 @@ class Connection:
         return part
 
 
+def connect(registered: Registered, timeout: float) -> Connection:
+    """A connection to the registered daemon. Raises OperationError if nobody listens within
+    ``timeout`` seconds, or somebody else does."""
+    connection = Connection(registered.socket_path, timeout)
+    if connection.peer_uid != registered.owner_uid:
+        connection.__exit__()
+        raise OperationError(f"somebody else listens on {registered.socket_path}")
+    return connection
+
+
 def request(registered: Registered, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
     """The result of one command sent to the registered daemon.
 
@@ -207,7 +217,5 @@ def request(registered: Registered, message: Mapping[str, Any], timeout: float) 
     ``timeout`` seconds, or with the daemon's own words if it refuses.
     """
     deadline = time.monotonic() + timeout
-    with Connection(registered.socket_path, timeout) as connection:
-        if connection.peer_uid != registered.owner_uid:
-            raise OperationError(f"somebody else listens on {registered.socket_path}")
+    with connect(registered, timeout) as connection:
         return connection.request(message, max(0.1, deadline - time.monotonic()))

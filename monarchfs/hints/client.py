@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from monarchfs.config.places import search_of
-from monarchfs.control.client import Connection
+from monarchfs.control.client import Connection, connect
 from monarchfs.control.registration import Registered
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import find_all
-from monarchfs.types import MonarchError, OperationError
+from monarchfs.types import MonarchError
 
 log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 5.0
 
 
 class JobMount(NamedTuple):
@@ -41,16 +40,7 @@ class JobMount(NamedTuple):
 
     def connect(self) -> Connection:
         """Raises OperationError."""
-        connection = Connection(self.daemon.socket_path, CONNECT_SECONDS)
-        if connection.peer_uid != self.daemon.owner_uid:
-            connection.__exit__()
-            raise OperationError(f"somebody else listens on {self.daemon.socket_path}")
-        return connection
-
-    def request(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The result of one command. Raises OperationError."""
-        with self.connect() as connection:
-            return connection.request(message, ANSWER_SECONDS)
+        return connect(self.daemon, CONNECT_SECONDS)
 
 
 def find_mount(path: str | os.PathLike[str]) -> JobMount | None:

@@ -14,6 +14,7 @@ from monarchfs.insight.recording import HANDED, Event, Kind, Recording
 from monarchfs.insight.replay import Replay
 from monarchfs.insight.results import (
     CHECKS,
+    ELSEWHERE,
     MEMORY,
     SOURCE,
     TIER,
@@ -94,22 +95,24 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
 
 def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, int, Event]]:
     """(number of the epoch, from 0 on, where the bytes come from, event) of all that somebody waits
-    for. What is in memory after the source answered the open came from there. An open that hands
-    the file to the kernel has the file's size: it is taken to be read whole, from a tier."""
+    for. What the open brought into memory came from who answered it. An open that hands the file
+    to the kernel has the file's size: it is taken to be read whole, from a tier."""
     begins = [*found.begins[1:], float("inf")]
-    number, by_source = 0, set[int]()
+    number, brought = 0, dict[int, int]()
     for event in in_order(recording.events):
         if event.kind is not Kind.RELEASE:
             while event.begin >= begins[number]:
                 number += 1
             origin = cause_of(event)
             if event.kind is Kind.OPEN:
-                (by_source.add if origin == SOURCE else by_source.discard)(event.ino)
+                brought.pop(event.ino, None)
+                if origin in ELSEWHERE:
+                    brought[event.ino] = origin
                 if event.source_of in HANDED:
                     file = recording.files.get(event.ino)
                     origin, event = TIER, event._replace(size=file.size if file else 0)
-            elif origin == MEMORY and event.ino in by_source:
-                origin = SOURCE
+            elif origin == MEMORY:
+                origin = brought.get(event.ino, MEMORY)
             yield number, origin, event
 
 

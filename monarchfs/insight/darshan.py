@@ -64,9 +64,8 @@ class FileReads:
         return self.read_seconds + self.meta_seconds
 
     def add(self, other: FileReads) -> None:
-        for name in ("opens", "reads", "bytes", "read_seconds", "meta_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("sized", "small", "sequential"):
+        numbers = ("opens", "reads", "bytes", "sized", "small", "sequential")
+        for name in (*numbers, "read_seconds", "meta_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.extent = max(self.extent, other.extent)
         self.first = min(self.first, other.first)

@@ -20,7 +20,6 @@ _MOST_OF_IT = 0.9
 """The dataset's directory is where so much of what was read lies."""
 
 _WORTH_SAYING = 0.25
-_SMALL_FILE = 1 << 20
 _ROOMS = (0.25, 0.5, 1.0)
 _SLOWEST = 10
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from monarchfs.insight.histogram import LogHistogram
 from monarchfs.insight.recording import Event, Kind
-from monarchfs.insight.results import CAUSES, COPY, LOCAL, PEER, SOURCE, Latency
+from monarchfs.insight.results import CAUSES, ELSEWHERE, LOCAL, SOURCE, Latency
 from monarchfs.plan.times import RELAY_BYTES_PER_SECOND, RELAY_FILES_PER_SECOND
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 1 << 62)
 _SMALL, _MIDDLE, _LARGE, _ = SIZES
 _ENOUGH = 20
-REMOTE = (SOURCE, PEER, COPY)
 
 
 def size_class(size: int) -> int:
@@ -58,7 +57,7 @@ class Latencies:
     def expected(self, local: bool) -> list[float]:
         """The seconds that a read takes, by class of sizes, from memory and tiers or from
         elsewhere; where too few were seen, from the mean of all, or what the program can do."""
-        causes = LOCAL if local else REMOTE
+        causes = LOCAL if local else ELSEWHERE
         seen = {
             key: one for key, one in self._histograms.items() if key[0] in causes and key[1] >= 0
         }

@@ -11,9 +11,10 @@ from monarchfs.insight.recording import AnsweredBy, Event, File, Kind
 CAUSES = ("source", "checks", "memory", "tier", "peer", "copy", "names", "unknown")
 """What a request waits for: ``checks`` are look-ups and opens that asked the source for names and
 attributes, not for data; ``memory`` is that of the daemon, ``copy`` one that is under way,
-``names`` are look-ups and opens without the source."""
+``names`` are look-ups and opens that were answered on the node."""
 SOURCE, CHECKS, MEMORY, TIER, PEER, COPY, NAMES, UNKNOWN = range(len(CAUSES))
 LOCAL = (MEMORY, TIER)
+ELSEWHERE = (SOURCE, PEER, COPY)
 _MOST_WITH_OPEN = 1 << 20
 
 _OF_ANSWER = [UNKNOWN] * len(AnsweredBy)
@@ -26,13 +27,11 @@ _OF_ANSWER[AnsweredBy.CHECKED] = _OF_ANSWER[AnsweredBy.CHECKED_KERNEL] = CHECKS
 
 
 def cause_of(event: Event) -> int:
-    """Small files come with the open, so an open that the source answers waits for the source."""
+    """Small files come with the open, so an open waits for who gives the data."""
     cause = _OF_ANSWER[event.source_of]
-    if event.kind is Kind.READ or cause == CHECKS:
-        return cause
-    if cause == SOURCE:
-        return CHECKS if event.kind is Kind.LOOKUP else SOURCE
-    return NAMES
+    if event.kind is Kind.LOOKUP and cause == SOURCE:
+        return CHECKS
+    return cause if event.kind is Kind.READ or cause in (*ELSEWHERE, CHECKS) else NAMES
 
 
 def moved_bytes(event: Event, files: Mapping[int, File]) -> int:

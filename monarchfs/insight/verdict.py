@@ -38,7 +38,7 @@ _WORDS = {
     TIER: "the tiers",
     PEER: "other nodes",
     COPY: "copies under way",
-    NAMES: "look-ups and opens without the source",
+    NAMES: "look-ups and opens that the node answered",
 }
 
 

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from monarchfs.insight.latencies import REMOTE, size_class
+from monarchfs.insight.latencies import size_class
 from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind
-from monarchfs.insight.results import CHECKS, moved_bytes
+from monarchfs.insight.results import CHECKS, ELSEWHERE, moved_bytes
 from monarchfs.insight.sampling import hashed, one_of
 from monarchfs.plan.times import RELAY_BYTES_PER_SECOND
 
@@ -127,7 +127,7 @@ class Visits:
             self._asked[pid] = begin + duration
         if answer in HANDED:
             visit.unseen += read / RELAY_BYTES_PER_SECOND
-        if origin in REMOTE:
+        if origin in ELSEWHERE:
             visit.remote_bytes += read
             visit.remote += duration
             visit.local += min(duration, self._local[of_class])

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 
 from monarchfs.config.places import Search
-from monarchfs.control.client import Connection
+from monarchfs.control.client import Connection, connect
 from monarchfs.control.registration import (
     UNKNOWN_CONNECTION,
     Registered,
@@ -194,9 +194,7 @@ def _supervisor_did_it(found: FoundMount, deadline: float) -> bool:
     left = deadline - time.monotonic()
     reserve = min(_FORCE_SECONDS, left / 3)
     try:
-        with Connection(found.registered.socket_path, left - reserve) as connection:
-            if connection.peer_uid != found.registered.owner_uid:
-                return False
+        with connect(found.registered, left - reserve) as connection:
             asked = {"command": "umount", "timeout": left - reserve}
             connection.request(asked, deadline - reserve - time.monotonic())
             return connection.wait_closed(1.0)

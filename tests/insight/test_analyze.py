@@ -102,7 +102,7 @@ def test_half_and_half(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.56, 0.02, 0.001), many_files(1000, 100 * KIB))
+    job = Job(source_until_copied(0.56, 0.02), many_files(1000, 100 * KIB))
     tiers = [{"path": "/scratch", "capacity": int(1000 * 0.56 * 100 * KIB + 4 * KIB)}]
     found = analyzed(job, tmp_path, tiers=tiers)
     assert found.verdict.kind == "input-bound"
@@ -118,7 +118,7 @@ def test_what_does_not_fit(tmp_path: Path) -> None:
 
 
 def test_what_nodes_that_share_would_bring(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.25, 0.02, 0.001), many_files(1000, 100 * KIB))
+    job = Job(source_until_copied(0.25, 0.02), many_files(1000, 100 * KIB))
     tiers = [{"path": "/scratch", "capacity": int(1000 * 0.25 * 100 * KIB + 4 * KIB)}]
     outcomes = {
         nodes: next(
@@ -141,7 +141,7 @@ def test_the_estimate_is_what_the_job_takes_with_that_tier(
     compute: float, readers: int, tmp_path: Path
 ) -> None:
     def job(fits: float) -> Job:
-        answer = source_until_copied(fits, 0.02, 0.001)
+        answer = source_until_copied(fits, 0.02)
         return Job(answer, many_files(500, 100 * KIB), readers, compute=compute)
 
     tiers = [{"path": "/scratch", "capacity": 250 * 100 * KIB}]
@@ -158,7 +158,7 @@ def test_what_immutable_would_bring(fits: float, compute: float, tmp_path: Path)
     does less against it."""
 
     def job(immutable: bool) -> Job:
-        answer = source_until_copied(fits, 0.006, 0.001)
+        answer = source_until_copied(fits, 0.006)
         files = many_files(500, 100 * KIB)
         return Job(answer, files, compute=compute, asked=0.005, immutable=immutable)
 
@@ -180,7 +180,7 @@ def test_what_immutable_would_bring(fits: float, compute: float, tmp_path: Path)
 
 
 def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.5, 0.02, 0.001), many_files(400, MIB), request_bytes=MIB)
+    job = Job(source_until_copied(0.5, 0.02), many_files(400, MIB), request_bytes=MIB)
     events = handed(job.events())
     job.events = lambda: events  # type: ignore[method-assign]
     tiers = [{"path": "/scratch", "capacity": 201 * MIB}]
@@ -264,7 +264,7 @@ def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
 
 
 def test_a_sample_of_files_is_replayed_in_a_part_of_the_tiers(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.5, 0.02, 0.001), many_files(1000, 100 * KIB))
+    job = Job(source_until_copied(0.5, 0.02), many_files(1000, 100 * KIB))
     tiers = [{"path": "/scratch", "capacity": 500 * 100 * KIB}]
     found = analyzed(job, tmp_path, tiers=tiers, sampled=4)
     assert found.epochs[1].files == pytest.approx(250, abs=30)
@@ -438,7 +438,7 @@ def test_epochs_of_more_files_than_are_kept_in_memory(monkeypatch: pytest.Monkey
 def test_epochs_of_few_large_files_that_turn_local(readers: int) -> None:
     """What is local is one event a file, what is not many; and others read it in each epoch."""
     for seed in range(20):
-        answer = source_until_copied(0.56, 0.02, 0.001)
+        answer = source_until_copied(0.56, 0.02)
         files = many_files(40, 4 * MIB)
         job = Job(answer, files, readers, epochs=3, random=Random(seed), request_bytes=512 * KIB)
         assert survey(in_order(handed(job.events()))).begins == pytest.approx(job.begins)
@@ -476,7 +476,7 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    path = Job(source_until_copied(0.5, 0.02, 0.001)).record(tmp_path / "job.rec")
+    path = Job(source_until_copied(0.5, 0.02)).record(tmp_path / "job.rec")
     page, trace = tmp_path / "job.html", tmp_path / "job.json"
     run = command(path, "--html", page, "--trace", trace)
     assert (run.returncode, run.stderr) == (0, "")
@@ -533,15 +533,32 @@ def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:
     assert "50% of the waiting was for look-ups and opens" in said(found)
 
 
-def test_small_files_come_with_the_open(tmp_path: Path) -> None:
-    job = Job(always(SOURCE, 0.01))
+def with_open(answered_by: AnsweredBy) -> Job:
+    """Each file comes with its open, in 10 ms, and is read from memory."""
+    job = Job(always(answered_by, 0.01))
     events = job.events()
     opens = [e._replace(kind=Kind.OPEN, size=0) for e in events]
     quick = [
         e._replace(begin=e.begin + e.duration, source_of=MEMORY, duration=1e-4) for e in events
     ]
     job.events = lambda: sorted([*opens, *quick])  # type: ignore[method-assign]
-    found = analyzed(job, tmp_path)
+    return job
+
+
+@pytest.mark.parametrize(
+    ("answered_by", "words"),
+    [(AnsweredBy.PEER, "other nodes"), (AnsweredBy.WAITED, "copies under way")],
+)
+def test_an_open_waits_for_who_gives_the_file(
+    tmp_path: Path, answered_by: AnsweredBy, words: str
+) -> None:
+    found = analyzed(with_open(answered_by), tmp_path)
+    assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
+    assert f"99% of the waiting was for {words}" in said(found)
+
+
+def test_small_files_come_with_the_open(tmp_path: Path) -> None:
+    found = analyzed(with_open(SOURCE), tmp_path)
     assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
     assert found.epochs[1].source_files == 400
     assert "99% of the waiting was for the source: 400 files (39M)" in said(found)

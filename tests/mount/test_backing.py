@@ -135,7 +135,7 @@ def test_how_many() -> None:
 class Kernel:
     """Registers whatever it is given."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, directory: Path, most: int = 3) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, directory: Path) -> None:
         self.ids: set[int] = set()
         self.made = 0
         patch.setattr(backing, "register", self._register)
@@ -146,7 +146,7 @@ class Kernel:
         self.table = make_table(16)
         self.directory = os.open(directory, os.O_PATH)
         self.supervisor = BackingFiles(config, -1, [self.directory], self.table)
-        self.supervisor.most = most
+        self.supervisor.most = 3
         self.supervisor._devices = frozenset((directory.stat().st_dev,))
         (directory / "file").touch()
         self.file = Offer(0, "file", (directory / "file").stat().st_ino)

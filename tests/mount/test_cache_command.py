@@ -137,11 +137,11 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     assert list((work.path / "other").iterdir()) == []
 
 
-def made_former(work: Bench, state: str) -> Path:
+def made_former(work: Bench) -> Path:
     """What an earlier release would have left of the cache, which is not mounted."""
     (made,) = (work.path / "tier").iterdir()
     (made / "owner").unlink()
-    (work.path / state / "tiers").unlink()
+    (work.path / "state" / "tiers").unlink()
     former = work.path / "tier" / dataset_id(f"{work.path}/src", 0)
     made.rename(former)
     return former
@@ -150,7 +150,7 @@ def made_former(work: Bench, state: str) -> Path:
 def test_copies_in_the_layout_of_earlier_releases(work: Bench) -> None:
     """They belong to the state directory that was mounted with the tier; else they are stranded."""
     assert mounted(work, "state").umount().returncode == 0
-    former = made_former(work, "state")
+    former = made_former(work)
     state = ("--state-dir", f"{work.path}/state")
     (row,) = of_test(work, cache(work, "list", *state))
     (tier,) = row["tiers"]
@@ -180,7 +180,7 @@ def test_copies_in_the_layout_of_earlier_releases(work: Bench) -> None:
 def test_copies_in_the_former_layout_that_nobody_claims(work: Bench) -> None:
     """Their source is not known. What is only called like such a directory is none."""
     assert mounted(work, "state").umount().returncode == 0
-    former = made_former(work, "state")
+    former = made_former(work)
     shutil.rmtree(work.path / "state")
     for name, inside in (("a" * 16, "notes.txt"), ("b" * 16, "parts/keep/../x"), ("c" * 16, "")):
         (work.path / "tier" / name / inside).mkdir(parents=True)

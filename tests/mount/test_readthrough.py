@@ -15,8 +15,6 @@ from tests.support.mounting import Bench, FaultySource, requires_fuse, requires_
 
 pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
 
-ALL_OPERATIONS = ("lookup", "getattr", "readdir", "open", "read", "xattr")
-
 
 @pytest.fixture
 def source(work: Bench) -> FaultySource:

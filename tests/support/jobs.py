@@ -123,14 +123,14 @@ def always(answered_by: AnsweredBy, seconds: float) -> Answer:
     return lambda job, _now, _ino, _size: (answered_by, seconds * job.random.uniform(0.8, 1.2))
 
 
-def source_until_copied(fits: float, source: float, tier: float) -> Answer:
-    """The share ``fits`` of files is copied when it is read first."""
+def source_until_copied(fits: float, source: float) -> Answer:
+    """The share ``fits`` of files is copied when it is read first. A tier answers in 1 ms."""
 
     def answer(job: Job, _now: float, ino: int, _size: int) -> tuple[AnsweredBy, float]:
         local = ino in job.resident and job.epoch > 0
         if len(job.resident) < fits * len(job.files):
             job.resident.add(ino)
-        seconds = (tier if local else source) * job.random.uniform(0.8, 1.2)
+        seconds = (0.001 if local else source) * job.random.uniform(0.8, 1.2)
         return AnsweredBy.TIER if local else AnsweredBy.SOURCE, seconds
 
     return answer
