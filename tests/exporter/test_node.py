@@ -26,8 +26,7 @@ from tests.support.mounting import (
     Mount,
     as_user,
     free_port,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     run,
     wait_for,
 )
@@ -44,7 +43,7 @@ from tests.support.scraping import (
 )
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 NOBODY = pwd.getpwnam("nobody")
 OTHER = pwd.getpwnam("daemon")

@@ -22,8 +22,7 @@ from tests.support.mounting import (
     Mount,
     free_port,
     fuse_mounts,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     run,
     wait_for,
 )
@@ -41,7 +40,7 @@ from tests.support.scraping import (
 )
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 

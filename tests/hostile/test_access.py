@@ -17,17 +17,9 @@ import pytest
 
 from tests.support import trees
 from tests.support.fake_mounts import device_mode, interpreter_for
-from tests.support.mounting import (
-    MONARCHFS,
-    Bench,
-    Mount,
-    fuse_mounts,
-    requires_fuse,
-    requires_root,
-    wait_for,
-)
+from tests.support.mounting import MONARCHFS, Bench, Mount, fuse_mounts, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 NOBODY = pwd.getpwnam("nobody")
 DAEMON = pwd.getpwnam("daemon")

@@ -35,16 +35,9 @@ from tests.support.fake_mounts import (
     status,
     umount,
 )
-from tests.support.mounting import (
-    Bench,
-    as_user,
-    fuse_mounts,
-    requires_fuse,
-    requires_root,
-    wait_for,
-)
+from tests.support.mounting import Bench, as_user, fuse_mounts, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 ANSWER_SECONDS = 5.0
 

@@ -26,16 +26,9 @@ from tests.hostile import places
 from tests.hostile.places import ANYWHERE, CONTENT, USER, Cache, Spoil, Untouched
 from tests.support import on_disk, trees
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import (
-    Mount,
-    fuse_mounts,
-    processes_about,
-    requires_fuse,
-    requires_root,
-    run,
-)
+from tests.support.mounting import Mount, fuse_mounts, processes_about, requires_mounts, run
 
-pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(300)]
+pytestmark = [*requires_mounts, pytest.mark.timeout(300)]
 
 DIRECTORIES = (
     *("state directory", "index", "tier's directory", "inside of the tier", "segments"),

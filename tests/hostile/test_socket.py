@@ -22,9 +22,9 @@ from monarchfs.control import registration
 from monarchfs.supervisor import supervise
 from monarchfs.worker import commands
 from tests.support import trees
-from tests.support.mounting import Mount, bench, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Mount, bench, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 ANSWER_SECONDS = 5.0
 MOST_GROWTH_BYTES = 48 << 20

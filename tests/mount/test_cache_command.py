@@ -23,13 +23,12 @@ from tests.support.mounting import (
     Mount,
     as_user,
     bench,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     run,
     wait_for,
 )
 
-pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(120)]
+pytestmark = [*requires_mounts, pytest.mark.timeout(120)]
 
 FILES = 3
 BIN = pwd.getpwnam("bin").pw_uid

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, Mount, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 RECORD = 64
 ROUNDS = 60

@@ -16,9 +16,9 @@ from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.fuse import mount as mount_module
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import NOBODY, Area, area, assert_refused, device_mode
-from tests.support.mounting import requires_fuse, requires_root
+from tests.support.mounting import requires_mounts
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 
 @pytest.fixture

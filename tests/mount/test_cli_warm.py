@@ -14,7 +14,7 @@ import pytest
 
 from monarchfs.cli import warm as warm_module
 from monarchfs.cli.warm import RateEstimate, summary
-from tests.support import surroundings
+from tests.support import surroundings, trees
 from tests.support.mounting import (
     MONARCHFS,
     Bench,
@@ -38,10 +38,7 @@ BYTES = 30_000
 
 
 def fill(source: Path) -> Path:
-    for number in range(FILES):
-        path = source / f"d{number % 4}" / f"file {number}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(os.urandom(BYTES))
+    trees.write_files(source, {f"d{n % 4}/file {n}": os.urandom(BYTES) for n in range(FILES)})
     (source / "link").symlink_to("d1")
     (source / "away").symlink_to("/etc")
     os.mkfifo(source / "fifo")

@@ -14,6 +14,7 @@ import pytest
 from monarchfs.cli.why import describe
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.text.escaping import printable
+from tests.support import trees
 from tests.support.mounting import (
     Bench,
     Mount,
@@ -30,10 +31,7 @@ KIB = 1024
 
 
 def fill(source: Path) -> Path:
-    for name in ("a", "d/b", "d/c"):
-        path = source / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(os.urandom(60 * KIB))
+    trees.write_files(source, {name: os.urandom(60 * KIB) for name in ("a", "d/b", "d/c")})
     (source / "link").symlink_to("d/b")
     (source / "away").symlink_to("/etc")
     (source / "loop").symlink_to("loop")

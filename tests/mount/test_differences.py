@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Bench, as_user, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, as_user, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE, IN_ALL_EVENTS, IN_ISDIR = 0x20, 0x1, 0x10, 0xFFF, 0x40000000
 libc = ctypes.CDLL(None, use_errno=True)

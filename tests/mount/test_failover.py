@@ -26,10 +26,10 @@ from tests.support.fake_mounts import (
     status,
     umount,
 )
-from tests.support.mounting import REPOSITORY, fuse_mounts, requires_fuse, requires_root, wait_for
+from tests.support.mounting import REPOSITORY, fuse_mounts, requires_mounts, wait_for
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 
 @pytest.fixture

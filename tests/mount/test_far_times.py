@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from tests.support.mounting import Bench, requires_fuse, requires_root
+from tests.support.mounting import Bench, requires_mounts
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 
 @pytest.mark.parametrize("prefetch", ["none", "access"])

@@ -6,22 +6,14 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import (
-    Bench,
-    FaultySource,
-    Mount,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support import trees
+from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, run, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 FILES = 60
 TOTAL = sum(1000 + 7 * number for number in range(FILES))
@@ -37,16 +29,9 @@ def name(number: int) -> str:
 
 
 @pytest.fixture
-def source(work: Bench) -> Iterator[FaultySource]:
-    backing = work.path / "backing"
-    for number in range(FILES):
-        path = backing / name(number)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content(number))
-    source = work.faulty_source(backing)
-    yield source
-    if source.process.poll() is None:
-        source.faults()
+def source(faulty: FaultySource) -> FaultySource:
+    trees.write_files(faulty.backing, {name(number): content(number) for number in range(FILES)})
+    return faulty
 
 
 def mounted(work: Bench, source: FaultySource, *options: str) -> Mount:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings, trees
-from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
+from tests.support.mounting import Bench, Mount, requires_mounts, run, wait_for
 
-pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
+pytestmark = [*requires_mounts, pytest.mark.smoke]
 
 MIB = 1 << 20
 OLD, NEW = trees.random_bytes(2 * MIB, 1), trees.random_bytes(2 * MIB, 2)

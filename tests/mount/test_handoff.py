@@ -10,11 +10,10 @@ import time
 
 import pytest
 
-from tests.support.mounting import Bench, Mount, requires_fuse, requires_root
+from tests.support.mounting import Bench, Mount, requires_mounts
 
 pytestmark = [
-    requires_root,
-    requires_fuse,
+    *requires_mounts,
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of statx"),
 ]
 

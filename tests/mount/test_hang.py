@@ -15,17 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.support import trees
-from tests.support.mounting import (
-    Bench,
-    FaultySource,
-    Mount,
-    requires_fuse,
-    requires_root,
-    wait_for,
-)
+from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, wait_for
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 READER = "import sys; [open(path, 'rb').read() for path in sys.argv[1:]]"
 WAITING = 1500

@@ -13,10 +13,10 @@ from typing import Any
 
 from monarchfs.control import client, registration
 from tests.support import trees
-from tests.support.mounting import Bench, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, requires_mounts, wait_for
 from tests.support.processes import READER, Processes, clean_after, some_files
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 KILLS = 30
 MOST_ROUND_SECONDS = 20.0

@@ -12,19 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import (
-    Bench,
-    Mount,
-    as_user,
-    free_port,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support.mounting import Bench, Mount, as_user, free_port, requires_mounts, run, wait_for
 from tests.support.scraping import scrape
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 FILES = 300
 

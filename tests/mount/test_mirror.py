@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 
 from tests.support import trees
-from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, Mount, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 
 @pytest.fixture

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import (
-    Bench,
-    FaultySource,
-    Mount,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support import trees
+from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, run, wait_for
 
-pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
+pytestmark = [*requires_mounts, pytest.mark.smoke]
 
 FILES = 60
 MODES = ["immutable", "ttl=3600", "open"]
@@ -30,13 +22,9 @@ def content(number: int) -> bytes:
 
 
 @pytest.fixture
-def source(work: Bench) -> FaultySource:
-    backing = work.path / "backing"
-    for number in range(FILES):
-        path = backing / f"{number % 3}" / f"{number}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content(number))
-    return work.faulty_source(backing)
+def source(faulty: FaultySource) -> FaultySource:
+    trees.write_files(faulty.backing, {f"{n % 3}/{n}": content(n) for n in range(FILES)})
+    return faulty
 
 
 def read_all(root: Path) -> None:
@@ -44,22 +32,12 @@ def read_all(root: Path) -> None:
         assert (root / f"{number % 3}" / f"{number}").read_bytes() == content(number)
 
 
-def old(source: FaultySource) -> None:
-    """No file is so young that it might still be written."""
-
-    def is_old() -> bool:
-        newest = max(path.stat().st_ctime for path in source.backing.rglob("*"))
-        return newest < time.time() - 1.1
-
-    wait_for(is_old, "the files to be old")
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("prefetch", ["none", "access"])
 def test_each_file_is_opened_and_read_once(
     work: Bench, source: FaultySource, mode: str, prefetch: str
 ) -> None:
-    old(source)
+    source.wait_old()
     mount = work.mount(source.path, "--freshness", mode, "--prefetch", prefetch)
     read_all(mount.path)
     total = sum(len(content(number)) for number in range(FILES))
@@ -79,7 +57,7 @@ def test_each_file_is_opened_and_read_once(
 def test_who_has_a_file_open_keeps_its_version(
     work: Bench, source: FaultySource, mode: str
 ) -> None:
-    old(source)
+    source.wait_old()
     mount = work.mount(source.path, "--freshness", mode, "--prefetch", "none")
     path = mount.path / "1/1"
     fd = os.open(path, os.O_RDONLY)
@@ -98,7 +76,7 @@ def test_who_has_a_file_open_keeps_its_version(
 
 
 def test_a_new_worker_reads_what_was_open(work: Bench, source: FaultySource) -> None:
-    old(source)
+    source.wait_old()
     mount = work.mount(source.path, "--freshness", "ttl=3600", "--prefetch", "none")
     fds = [os.open(mount.path / f"{n % 3}" / f"{n}", os.O_RDONLY) for n in range(FILES)]
     try:
@@ -114,7 +92,7 @@ def test_a_new_worker_reads_what_was_open(work: Bench, source: FaultySource) -> 
 
 
 def test_what_the_source_says_reaches_the_reader(work: Bench, source: FaultySource) -> None:
-    old(source)
+    source.wait_old()
     mount = work.mount(source.path, "--freshness", "ttl=3600", "--prefetch", "none")
     source.faults(fail={"open *": errno.EIO})
     with pytest.raises(OSError, match="Input/output error"):
@@ -124,7 +102,7 @@ def test_what_the_source_says_reaches_the_reader(work: Bench, source: FaultySour
 
 
 def test_a_tier_that_is_too_small_keeps_what_fits(work: Bench, source: FaultySource) -> None:
-    old(source)
+    source.wait_old()
     mount = work.mount(source.path, "--prefetch", "access", tier="80K")
     read_all(mount.path)
     status = mount.wait_idle()
@@ -137,7 +115,7 @@ def test_a_tier_that_is_too_small_keeps_what_fits(work: Bench, source: FaultySou
 def test_directories_that_change_places(work: Bench, source: FaultySource) -> None:
     """A directory that the C part knows goes on meaning what it did. The version tells whether the
     file is the one that was meant."""
-    old(source)
+    source.wait_old()
     mount = work.mount(source.path, "--freshness", "open", "--prefetch", "none")
     read_all(mount.path)
     backing = source.backing

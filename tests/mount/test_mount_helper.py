@@ -21,12 +21,11 @@ from tests.support.mounting import (
     Bench,
     fuse_mounts,
     processes_about,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     wait_for,
 )
 
-pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
+pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
 AS_NOBODY = "setpriv --reuid=nobody --regid=nogroup --clear-groups"
 NAMESPACE = ["unshare", "--mount", "--propagation", "private"]

@@ -22,9 +22,9 @@ from tests.support.fake_mounts import (
     status,
     umount,
 )
-from tests.support.mounting import fuse_mounts, requires_fuse, requires_root, wait_for
+from tests.support.mounting import fuse_mounts, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 
 @pytest.fixture(params=[None, NOBODY], ids=["root", "user"])

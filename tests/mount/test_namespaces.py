@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support import surroundings
-from tests.support.mounting import MONARCHFS, Bench, Mount, requires_fuse, requires_root, run
+from tests.support.mounting import MONARCHFS, Bench, Mount, requires_mounts, run
 
-pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
+pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
 NAMESPACES = {
     "mounts": ["--mount", "--propagation", "private"],

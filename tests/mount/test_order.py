@@ -16,17 +16,10 @@ from monarchfs import hints
 from monarchfs.control.client import Connection
 from monarchfs.hints.client import find_mount
 from monarchfs.types import OperationError
-from tests.support.mounting import (
-    Bench,
-    FaultySource,
-    Mount,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support import trees
+from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, run, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 FILES = 120
 SIZE = 20_000
@@ -41,17 +34,12 @@ def name_of(number: int) -> str:
 
 
 @pytest.fixture
-def source(work: Bench) -> FaultySource:
-    backing = work.path / "backing"
-    for number in range(FILES):
-        path = backing / name_of(number)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content(number))
+def source(faulty: FaultySource) -> FaultySource:
+    trees.write_files(faulty.backing, {name_of(n): content(n) for n in range(FILES)})
+    for path in faulty.backing.rglob("*"):
         os.utime(path, (1e9, 1e9))
-    source = work.faulty_source(backing)
-    newest = max(path.stat().st_ctime for path in backing.rglob("*"))
-    wait_for(lambda: newest < time.time() - 1.1, "the files to be old")
-    return source
+    faulty.wait_old()
+    return faulty
 
 
 def announce(mount: Mount, numbers: Sequence[int], stream: str = "test") -> None:

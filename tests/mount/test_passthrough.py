@@ -23,16 +23,12 @@ from tests.support.mounting import (
     WATCHDOG_SECONDS,
     Bench,
     Mount,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     run,
     wait_for,
 )
 
-pytestmark = [
-    requires_root,
-    requires_fuse,
-]
+pytestmark = requires_mounts
 
 LOAD = str(REPOSITORY / "tests" / "support" / "passthrough_load.py")
 SECONDS = float(os.environ.get("PASSING_SECONDS", "6"))

@@ -11,9 +11,9 @@ import pytest
 
 from monarchfs.supervisor.tierdirs import OWNER
 from tests.support import trees
-from tests.support.mounting import Bench, FaultySource, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, FaultySource, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse, pytest.mark.smoke]
+pytestmark = [*requires_mounts, pytest.mark.smoke]
 
 
 @pytest.fixture

@@ -21,13 +21,12 @@ from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     run,
     wait_for,
 )
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 KIB = 1024
 FILES = 20

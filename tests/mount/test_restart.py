@@ -17,19 +17,11 @@ import pytest
 from monarchfs.control import client, registration
 from tests.support import trees
 from tests.support.fake_mounts import NOBODY
-from tests.support.mounting import (
-    Bench,
-    FaultySource,
-    Mount,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, run, wait_for
 from tests.support.processes import READER, Processes, clean_after, open_slots, some_files
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 SERVING = ("serving", "safe mode", "source not responding")
 

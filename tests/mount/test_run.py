@@ -26,14 +26,13 @@ from tests.support.mounting import (
     Bench,
     fuse_mounts,
     processes_about,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     run,
     wait_for,
 )
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse, surroundings.requires_namespaces]
+pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
 NOBODY = pwd.getpwnam("nobody")
 GROUP = 4

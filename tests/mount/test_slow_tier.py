@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings, trees
-from tests.support.mounting import Bench, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse, surroundings.program("bindfs")]
+pytestmark = [*requires_mounts, surroundings.program("bindfs")]
 
 THREADS, READERS = 10, 24
 """The threads that take requests from the kernel, and more than those."""

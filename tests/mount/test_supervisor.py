@@ -34,13 +34,12 @@ from tests.support.mounting import (
     REPOSITORY,
     fuse_mounts,
     processes_about,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     wait_for,
 )
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 
 @pytest.fixture

@@ -16,17 +16,10 @@ import pytest
 
 from tests.support import trees
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import (
-    MONARCHFS,
-    REPOSITORY,
-    free_port,
-    requires_fuse,
-    requires_root,
-    wait_for,
-)
+from tests.support.mounting import MONARCHFS, REPOSITORY, free_port, requires_mounts, wait_for
 from tests.support.systemd import Booted, booted
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 FILES = 6
 UNIT = "monarchfs@mnt-data.service"

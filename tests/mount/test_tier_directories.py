@@ -15,18 +15,9 @@ import pytest
 
 from monarchfs.config.places import dataset_id
 from tests.support.fake_mounts import NOBODY, interpreter_for
-from tests.support.mounting import (
-    Bench,
-    Mount,
-    as_user,
-    bench,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support.mounting import Bench, Mount, as_user, bench, requires_mounts, run, wait_for
 
-pytestmark = [requires_root, requires_fuse, pytest.mark.timeout(120)]
+pytestmark = [*requires_mounts, pytest.mark.timeout(120)]
 
 FILES = 5
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
-from tests.support.mounting import Bench, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, requires_mounts, wait_for
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support import trees
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import Bench, as_user, free_port, requires_fuse, requires_root, run
+from tests.support.mounting import Bench, as_user, free_port, requires_mounts, run
 from tests.support.scraping import scrape
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 NOBODY = pwd.getpwnam("nobody")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_mounts import Area, area, assert_refused
-from tests.support.mounting import requires_fuse, requires_root
+from tests.support.mounting import requires_mounts
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 LONG = "x" * 5000
 

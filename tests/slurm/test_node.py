@@ -34,15 +34,14 @@ from tests.support.mounting import (
     Mount,
     as_user,
     fuse_mounts,
-    requires_fuse,
-    requires_root,
+    requires_mounts,
     run,
     wait_for,
 )
 from tests.support.processes import priorities
 from tests.support.timing import Stopwatch
 
-pytestmark = [requires_root, requires_fuse]
+pytestmark = requires_mounts
 
 NOBODY = pwd.getpwnam("nobody")
 

@@ -37,6 +37,7 @@ WATCHDOG_SECONDS = 240.0
 
 requires_root = surroundings.requires_root
 requires_fuse = surroundings.requires_fuse
+requires_mounts = [requires_root, requires_fuse]
 
 
 def wait_for(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> Any:
@@ -201,6 +202,11 @@ class FaultySource:
 
     def counts(self, *, reset: bool = False) -> dict[str, Any]:
         return self._ask({"do": "counts", "reset": reset})
+
+    def wait_old(self) -> None:
+        """Until no file is so young that it might still be written."""
+        newest = max(path.stat().st_ctime for path in self.backing.rglob("*"))
+        wait_for(lambda: newest < time.time() - 1.1, "the files to be old")
 
     def data_operations(self) -> int:
         return sum(self.counts()["operations"].values())

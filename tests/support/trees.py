@@ -7,7 +7,7 @@ import random
 import socket
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 COMPARED = (
@@ -20,6 +20,14 @@ def random_bytes(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
+def write_files(root: Path, contents: Mapping[str, bytes]) -> Path:
+    """Files by their paths; the root."""
+    for path, content in contents.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(content)
+    return root
+
+
 def dataset(root: Path, files: int = 40, largest: int = 3 << 20, seed: int = 1) -> dict[str, bytes]:
     """Files of mixed sizes in some directories; path -> content."""
     rng = random.Random(seed)
@@ -28,8 +36,7 @@ def dataset(root: Path, files: int = 40, largest: int = 3 << 20, seed: int = 1) 
         size = int(largest ** rng.random()) if number else largest
         path = f"class{number % 4}/sample{number:04d}.bin"
         contents[path] = rng.randbytes(size)
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_bytes(contents[path])
+    write_files(root, contents)
     return contents
 
 
