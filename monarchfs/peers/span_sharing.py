@@ -248,7 +248,7 @@ def _of_span(digests: Data, span: int) -> bytes:
 class SpanNodes:
     """As ``prefetch.spans.Nodes``: asks the owners of spans what they have, and reads it. Changing:
     ``_asking``, the owners being asked; ``_asked``, when each was last asked; ``_quiet``, since
-    when an owner has had nothing new; ``_lost``, those that are avoided."""
+    when an owner has had nothing new; ``_lost``, those that were avoided when ``run`` looked."""
 
     def __init__(
         self, jobs: CopyJobs, service: SpanService, ownership: Ownership, following: Following
@@ -273,13 +273,18 @@ class SpanNodes:
         number = self._ownership.number(name, span)
         if number == self._own or self._taken.has(name, span):
             return None
-        if number in self._lost:
+        if self._is_lost(number):
             other = self._ownership.stand_in(name, span)
             if other == self._own:
                 return None
-            if other not in self._lost:
+            if not self._is_lost(other):
                 return other
         return number
+
+    def _is_lost(self, number: int) -> bool:
+        """Whether another node stands in for it. Asked anew each time: whoever takes a node for
+        there that is avoided reads the source (``waits_for``), though the stand-in has it."""
+        return number != self._own and not self._starts(number) and _replicas.counts(number)[-1]
 
     @property
     def view(self) -> int:
@@ -287,12 +292,7 @@ class SpanNodes:
 
     def _look(self) -> None:
         """See which nodes are avoided."""
-        numbers = range(len(self._answered))
-        lost = frozenset(
-            number
-            for number in numbers
-            if number != self._own and not self._starts(number) and _replicas.counts(number)[-1]
-        )
+        lost = frozenset(filter(self._is_lost, range(len(self._answered))))
         self._views += lost != self._lost
         self._lost = lost
 

@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -15,7 +17,10 @@ from hypothesis import strategies as st
 
 from monarchfs.engine._units import GONE, READ, WRONG
 from monarchfs.engine.units import Unit
+from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
+from monarchfs.peers.nodes import parse_nodes
+from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.span_messages import (
     MOST_SPANS,
     HeldSpan,
@@ -25,6 +30,7 @@ from monarchfs.peers.span_messages import (
     encode_held,
     encode_wanted,
 )
+from monarchfs.peers.span_sharing import SpanNodes, TakenSpans
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
 from monarchfs.prefetch.spans import (
     BLOCK_BYTES,
@@ -245,6 +251,36 @@ def test_what_was_wrong_is_not_asked_for_again() -> None:
     read(spans)
     chunks = ChunkMap(SPAN_BYTES, CHUNK)
     assert spans.next_run(chunks, 2, owned_only=False) == (0, 2)
+
+
+def test_a_node_that_is_avoided_is_stood_in_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ownership = Ownership(parse_nodes(["a", "b", "c"], 1))
+    avoided: set[int] = set()
+    monkeypatch.setattr(_replicas, "counts", lambda number: (0, 0, 0, 0, 0, number in avoided))
+    stood_in = set()
+
+    async def main() -> None:
+        answered = [trio.Event() for _ in ownership.nodes]
+        for event in answered:
+            event.set()
+        jobs: Any = None
+        service: Any = SimpleNamespace(digests=None, taken=TakenSpans())
+        following: Any = SimpleNamespace(own=0, answered=answered)
+        nodes = SpanNodes(jobs, service, ownership, following)
+        for span in range(32):
+            if (owner := ownership.number(NAME, span)) == 0:
+                continue
+            other = ownership.stand_in(NAME, span) or None
+            avoided.clear()
+            assert nodes.owner(NAME, span) == owner
+            avoided.add(owner)
+            assert nodes.owner(NAME, span) == other
+            avoided.update((1, 2))
+            assert nodes.owner(NAME, span) == (owner if other else None)
+            stood_in.add((owner, other))
+
+    trio.run(main)
+    assert stood_in == {(1, 2), (1, None), (2, 1), (2, None)}
 
 
 wanted_spans = st.builds(
