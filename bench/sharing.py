@@ -80,15 +80,17 @@ class Found:
     copy_seconds: float = 0.0
 
 
+def name_of(number: int) -> str:
+    return f"{number // 200:03d}/{number:06d}"
+
+
 def generate(path: Path, dataset: Dataset) -> None:
     """Files in directories of 200."""
     rng = random.Random(1)
     for number in range(dataset.files):
-        directory = path / f"{number // 200:03d}"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{number:06d}").write_bytes(
-            number.to_bytes(8, "big") + rng.randbytes(dataset.file_bytes - 8)
-        )
+        file = path / name_of(number)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(number.to_bytes(8, "big") + rng.randbytes(dataset.file_bytes - 8))
     for entry in path.rglob("*"):
         os.utime(entry, (1.6e9, 1.6e9))
 
@@ -102,7 +104,7 @@ def read_all(task: tuple[str, Dataset, int, bool]) -> float:
     random.Random(seed).shuffle(order)
     started = time.perf_counter()
     for number in order:
-        with open(f"{root}/{number // 200:03d}/{number:06d}", "rb") as file:
+        with open(f"{root}/{name_of(number)}", "rb") as file:
             data = file.read()
             if drops:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

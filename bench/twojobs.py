@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.harness import Mount, drop_caches, reader_processes
 from bench.pfs import ParallelFileSystem, Profile
 from bench.report import Result
-from bench.sharing import Dataset, generate, read_all
+from bench.sharing import Dataset, generate, name_of, read_all
 from bench.task import Task
 
 MB = 1e6
@@ -119,7 +119,7 @@ def greedy(task: tuple[str, list[str], int]) -> int:
 
 def fairness(task: Task, data: Path, dataset: Dataset, pool: Pool, result: Result) -> None:
     """One reader, of files that are not kept, beside a process that reads with many threads."""
-    names = [f"{number // 200:03d}/{number:06d}" for number in range(dataset.files)]
+    names = [name_of(number) for number in range(dataset.files)]
     own, theirs = names[::2], names[1::2]
     place = data.parent / "fair"
     place.mkdir()

@@ -18,14 +18,14 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.control import messages
+from monarchfs.control.weights import weights_of
 from monarchfs.fs.find import Finder
 from monarchfs.fs.refresh import Refresh, RefreshResult
 from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.warm import Warm, Warming, What
-from monarchfs.types import MonarchError, Node, OperationError
-from monarchfs.worker.weighing import Weighing
+from monarchfs.types import EvictionPolicy, MonarchError, Node, OperationError
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Commands:
         self._why = why
         self._reports = reports
         self._talks = talks
-        self._weighing = Weighing(NamedFiles(tree.names, tree.index.node, finder.find), cache)
+        self._files = NamedFiles(tree.names, tree.index.node, finder.find)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -128,7 +128,7 @@ class Commands:
             case "why":
                 return await self._explain(paths, so_far)
             case "weigh":
-                return await self._weighing.answer(request)
+                return await self._weigh(paths, request)
         # All of them first: if a name does not exist, nothing is done.
         nodes = [await self._finder.find(path) for path in paths]
         if request["command"] == "warm":
@@ -169,6 +169,21 @@ class Commands:
             except OperationError as exc:
                 reports.append({"path": path, "error": str(exc)})
         return {"paths": reports}
+
+    async def _weigh(self, paths: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
+        if self._cache.eviction is not EvictionPolicy.WEIGHTED:
+            evict = self._cache.eviction.value
+            raise OperationError(f"the mount has --evict {evict}: weights need --evict weighted")
+        try:
+            weights = weights_of(request)
+        except ValueError as exc:
+            raise OperationError(str(exc)) from None
+        nodes = await self._files.nodes([os.fsencode(path) for path in paths])
+        pairs = zip(nodes, weights, strict=True)
+        found = [(node.ino, weight) for node, weight in pairs if node is not None]
+        # At once, so that a job is never weighed by half of a request.
+        self._cache.weigh(found, replace=request.get("replace") is True)
+        return {"files": len(found), "unknown": len(weights) - len(found)}
 
     async def _warm(
         self, nodes: Sequence[Node], request: dict[str, Any], so_far: dict[str, Any]
