@@ -38,15 +38,7 @@ _ROWS = 20
 _FRAME_LINES = 6
 """Of a screen, beside the rows: headings, and the footer, which may be folded."""
 
-_ANSWERS = {
-    AnsweredBy.UNKNOWN: "unknown",
-    AnsweredBy.MEMORY: "memory",
-    AnsweredBy.TIER: "tier",
-    AnsweredBy.PEER: "peer",
-    AnsweredBy.SOURCE: "source",
-    AnsweredBy.WAITED: "copy",
-    AnsweredBy.KERNEL: "kernel",
-}
+_ANSWERS = {by: by.name.lower() for by in AnsweredBy} | {AnsweredBy.WAITED: "copy"}
 _NUMBERS = ("reads/s", "opens/s", "names/s", "read", "waiting")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from monarchfs.insight.recording import EVENT, AnsweredBy, File, Kind
+from monarchfs.insight.recording import EVENT, HANDED, AnsweredBy, File, Kind
 
 KEPT_FILES = 200_000
 """Twice as many as the worker remembers that it has told of (``worker.recording.MOST_KNOWN``)."""
@@ -15,6 +15,9 @@ KEPT_FILES = 200_000
 _OPEN, _READ = int(Kind.OPEN), int(Kind.READ)
 _ANSWERS = len(AnsweredBy)
 _MEMORY, _KERNEL = int(AnsweredBy.MEMORY), int(AnsweredBy.KERNEL)
+_BRINGS = (AnsweredBy.SOURCE, AnsweredBy.PEER, AnsweredBy.WAITED)
+"""Opens with which a small file came."""
+
 _TOOK_BITS = 40
 _MOST_TOOK = (1 << _TOOK_BITS) - 1
 _UNKNOWN = "?"
@@ -57,8 +60,8 @@ class _Sum:
 
 class Interval:
     """Adds up events by process, or by directory. Changing: the sums; which files are known; who
-    answered the opens of files; until when each one's waiting was counted in the interval before.
-    """
+    brought files with their opens; until when each one's waiting was counted in the interval
+    before."""
 
     def __init__(self, *, by_directory: bool) -> None:
         self._by_directory = by_directory
@@ -90,9 +93,11 @@ class Interval:
             one.kinds[kind] += sample
             one.bytes += size * sample
             if kind == _OPEN:
-                opened[ino] = by
-                if by == _KERNEL:
-                    one.answered[by] += sample
+                opened.pop(ino, None)
+                if by in HANDED:
+                    one.answered[_KERNEL] += sample
+                elif by in _BRINGS:
+                    opened[ino] = by
             elif kind == _READ:
                 # What the open brought is in memory.
                 origin = opened.get(ino, by) if by == _MEMORY else by

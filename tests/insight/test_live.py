@@ -65,6 +65,17 @@ def test_bytes_that_came_with_the_open_are_of_who_answered_that() -> None:
     )
 
 
+def test_opens_that_asked_about_changes_bring_nothing() -> None:
+    """Where the kernel got the file, it reads by itself; else reads say who has the bytes."""
+    interval = Interval(by_directory=False)
+    interval.add(packed(Kind.OPEN, AnsweredBy.CHECKED_KERNEL, ino=1), 1)
+    interval.add(packed(Kind.OPEN, AnsweredBy.SOURCE, ino=2), 1)
+    interval.add(packed(Kind.OPEN, AnsweredBy.CHECKED, ino=2), 1)
+    interval.add(packed(Kind.READ, AnsweredBy.MEMORY, ino=2), 1)
+    (found,) = interval.end(1.0).values()
+    assert found.answered == {AnsweredBy.KERNEL: 0.5, AnsweredBy.MEMORY: 0.5}
+
+
 def test_directories() -> None:
     interval = Interval(by_directory=True)
     interval.know({1: File("a/b/f", 1)})
