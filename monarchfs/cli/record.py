@@ -21,12 +21,12 @@ from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path, parse_seconds, parse_size
 from monarchfs.control.registration import Registered
+from monarchfs.insight.recording import MOST_SAMPLE
 from monarchfs.supervisor.recover import required
 from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-MOST_SAMPLE = 1 << 16
 
 
 def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:

@@ -14,7 +14,7 @@ from monarchfs.control.registration import Registered
 from monarchfs.insight.recording import EVENT, File, RecordingWriter
 from monarchfs.types import OperationError
 
-_AGAIN_SECONDS = 0.2
+AGAIN_SECONDS = 0.2
 _BACK_SECONDS = 60.0
 """A worker that is away for longer does not come back."""
 
@@ -152,7 +152,7 @@ class EventRecorder:
             except OperationError as error:
                 self.stopped = str(error)
                 return None
-            if select.select([end], [], [], _AGAIN_SECONDS)[0]:
+            if select.select([end], [], [], AGAIN_SECONDS)[0]:
                 return None
 
     def _receive(

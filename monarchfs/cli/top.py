@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from monarchfs.cli.recorder import HIDDEN, hidden_by, open_events
+from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
 from monarchfs.cli.text import format_count, printable
 from monarchfs.cli.watch import Moment, View, show
 from monarchfs.config.places import search_of
@@ -33,7 +33,6 @@ RATE = 20_000
 """So many events a second are asked for: they take one or two hundredths of a processor here."""
 
 _LEAST_SECONDS, _MOST_SECONDS = 0.1, 60.0
-_AGAIN_SECONDS = 0.2
 _ROWS = 20
 _FRAME_LINES = 6
 """Of a screen, beside the rows: headings, and the footer, which may be folded."""
@@ -149,7 +148,7 @@ class Feed:
         """What comes next within this time; whether there is still a mount."""
         try:
             if self._connection is None:
-                time.sleep(min(seconds, _AGAIN_SECONDS))
+                time.sleep(min(seconds, AGAIN_SECONDS))
                 self._daemon()
                 self._open_again()
             elif self._connection.received or _readable(self._connection, seconds):

@@ -75,6 +75,9 @@ BLOCK = struct.Struct("<cIII")
 
 HEADER, EVENTS, FILES, END = b"H", b"E", b"F", b"Z"
 MOST_BLOCK_BYTES = 64 << 20
+MOST_SAMPLE = 1 << 16
+"""At least one of so many files is recorded."""
+
 EVENTS_A_BLOCK = 16384
 _KINDS = {kind.value: kind for kind in Kind}
 _ANSWERED_BY = {answer.value: answer for answer in AnsweredBy}

@@ -20,7 +20,7 @@ import trio
 
 from monarchfs.control import messages
 from monarchfs.index.index import Index
-from monarchfs.insight.recording import EVENT, File
+from monarchfs.insight.recording import EVENT, MOST_SAMPLE, File
 from monarchfs.types import ROOT_INO, OperationError
 
 TICK_SECONDS = 0.1
@@ -34,8 +34,6 @@ QUIET_SECONDS = 1.0
 
 NAMES_A_TICK = 200
 """Paths cost some 4 us each; the rest of them comes at the end."""
-
-MOST_SAMPLE = 1 << 16
 
 RATE_SECONDS = 1.0
 """How often the sample is fitted to the rate that a client asked for."""
