@@ -136,12 +136,10 @@ class Cache(Groups):
         """It was opened without ``acquire``, or somebody asked for it: others go before it."""
         if not self.tracks:
             return
-        record = self.index.replica(ino)
-        if record is None or record.tier not in self.tiers:
-            self._handle(Accessed(ino, None))
-        else:
-            resident = record.state is ReplicaState.RESIDENT
-            self._handle(Accessed(ino, record.tier if resident else None))
+        record, tier = self.index.replica(ino), None
+        if record is not None and record.state is ReplicaState.RESIDENT:
+            tier = record.tier if record.tier in self.tiers else None
+        self._handle(Accessed(ino, tier))
 
     def release(self, replica: OpenReplica) -> None:
         replica.uses -= 1

@@ -125,26 +125,31 @@ static uint64_t *numbers_in(PyObject *given)
 	return numbers;
 }
 
-static PyObject *py_misses_forget(PyObject *self, PyObject *given)
-{
-	(void)self;
-	uint64_t *inos = numbers_in(given);
-	if (!inos)
-		return NULL;
-	misses_forget(inos, (size_t)PyList_GET_SIZE(given));
-	free(inos);
-	Py_RETURN_NONE;
-}
+/* A function of a list of numbers, without a result. */
+#define TELLS_NUMBERS(name)                                         \
+	static PyObject *py_##name(PyObject *self, PyObject *given) \
+	{                                                           \
+		(void)self;                                         \
+		uint64_t *numbers = numbers_in(given);              \
+		if (!numbers)                                       \
+			return NULL;                                \
+		name(numbers, (size_t)PyList_GET_SIZE(given));      \
+		free(numbers);                                      \
+		Py_RETURN_NONE;                                     \
+	}
 
-static PyObject *py_misses_hurry(PyObject *self, PyObject *given)
+TELLS_NUMBERS(misses_forget)
+TELLS_NUMBERS(misses_hurry)
+TELLS_NUMBERS(misses_window_drop)
+
+/* Those in the list that were not begun. */
+static PyObject *not_begun(PyObject *given, const bool *begun)
 {
-	(void)self;
-	uint64_t *inos = numbers_in(given);
-	if (!inos)
-		return NULL;
-	misses_hurry(inos, (size_t)PyList_GET_SIZE(given));
-	free(inos);
-	Py_RETURN_NONE;
+	PyObject *refused = PyList_New(0);
+	for (Py_ssize_t n = 0; refused && n < PyList_GET_SIZE(given); n++)
+		if (!begun[n] && PyList_Append(refused, PyList_GET_ITEM(given, n)) < 0)
+			Py_CLEAR(refused);
+	return refused;
 }
 
 static PyObject *py_misses_exclude(PyObject *self, PyObject *args)
@@ -166,18 +171,12 @@ static PyObject *py_misses_fetch(PyObject *self, PyObject *args)
 		return NULL;
 	size_t count = (size_t)PyList_GET_SIZE(given);
 	uint64_t *inos = numbers_in(given);
-	bool *begun = malloc(count + 1);
-	PyObject *refused = inos ? PyList_New(0) : NULL;
-	if (!begun && inos)
-		PyErr_NoMemory();
-	if (!begun)
-		Py_CLEAR(refused);
-	if (refused)
+	bool *begun = inos ? malloc(count + 1) : NULL;
+	if (begun)
 		misses_fetch(inos, count, threads, begun);
-	for (size_t n = 0; refused && n < count; n++)
-		if (!begun[n] &&
-		    PyList_Append(refused, PyList_GET_ITEM(given, (Py_ssize_t)n)) < 0)
-			Py_CLEAR(refused);
+	else if (inos)
+		PyErr_NoMemory();
+	PyObject *refused = begun ? not_begun(given, begun) : NULL;
 	free(begun);
 	free(inos);
 	return refused;
@@ -197,29 +196,15 @@ static PyObject *py_misses_window(PyObject *self, PyObject *args)
 	}
 	uint64_t *inos = numbers_in(given), *until = inos ? numbers_in(given_until) : NULL;
 	bool *begun = until ? malloc(count + 1) : NULL;
-	PyObject *refused = begun ? PyList_New(0) : NULL;
-	if (until && !begun)
-		PyErr_NoMemory();
-	if (refused)
+	if (begun)
 		misses_window(inos, (int64_t *)until, count, threads, begun);
-	for (size_t n = 0; refused && n < count; n++)
-		if (!begun[n] && PyList_Append(refused, PyList_GET_ITEM(given, (Py_ssize_t)n)) < 0)
-			Py_CLEAR(refused);
+	else if (until)
+		PyErr_NoMemory();
+	PyObject *refused = begun ? not_begun(given, begun) : NULL;
 	free(begun);
 	free(until);
 	free(inos);
 	return refused;
-}
-
-static PyObject *py_misses_window_drop(PyObject *self, PyObject *given)
-{
-	(void)self;
-	uint64_t *inos = numbers_in(given);
-	if (!inos)
-		return NULL;
-	misses_window_drop(inos, (size_t)PyList_GET_SIZE(given));
-	free(inos);
-	Py_RETURN_NONE;
 }
 
 TELLS_NUMBER(misses_window_limit)

@@ -75,20 +75,6 @@ static PyObject *remove_all(PyObject *self, PyObject *number)
 	Py_RETURN_NONE;
 }
 
-static PyObject *has(PyObject *self, PyObject *arg)
-{
-	(void)self;
-	Py_buffer name;
-	if (PyObject_GetBuffer(arg, &name, PyBUF_SIMPLE) < 0)
-		return NULL;
-	struct place place;
-	PyObject *result = NULL;
-	if (is_name(&name))
-		result = PyBool_FromLong(places_get(name.buf, &place));
-	PyBuffer_Release(&name);
-	return result;
-}
-
 static PyObject *available(PyObject *self, PyObject *arg)
 {
 	(void)self;
@@ -247,7 +233,6 @@ static PyMethodDef methods[] = {
 	 "put(peer, rows): the replicas (name, checksum, size, tier, segment, offset) that a peer has; segment 0:\n"
 	 "that it has no more. How many were entered."},
 	{"remove_all", remove_all, METH_O, "remove_all(peer): it has none any more."},
-	{"has", has, METH_O, "has(name): whether a peer has this replica."},
 	{"available", available, METH_O, "available(name): whether a peer has it that is not avoided."},
 	{"peer", peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
 	{"pin", pin, METH_O, "pin(digest): the public key that peers must have; \"\" without TLS. Raises OSError."},

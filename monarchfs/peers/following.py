@@ -28,6 +28,9 @@ PEERS_A_SECOND = 64
 
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
+START_SECONDS = 10.0
+"""How long to wait for each node: the nodes of a job start at about the same time."""
+
 ANSWER_SECONDS = 5.0
 MAX_ANSWER_BYTES = 1 << 20
 THREADS = 8
@@ -36,7 +39,8 @@ THREADS = 8
 class Following:
     """The catalogues of all peers.
 
-    Constant: ``nodes``, in the order of their numbers; ``own``, this one's number. Changing:
+    Constant: ``nodes``, in the order of their numbers; ``own``, this one's number;
+    ``starts_until``, until when those that have not answered may be starting. Changing:
     ``errors``, why a peer does not answer, by number; ``answered``, by number, set once a peer's
     whole catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
     """
@@ -50,8 +54,17 @@ class Following:
         self._secret = peers.secret
         self._tls = bool(peers.pin)
         _replicas.pin(peers.pin)
+        self.starts_until = trio.current_time() + START_SECONDS
         self._threads = trio.CapacityLimiter(THREADS)
         self._least = len(nodes) / PEERS_A_SECOND
+
+    def starts(self, number: int) -> bool:
+        """Whether it may not have been mounted yet."""
+        return trio.current_time() < self.starts_until and not self.answered[number].is_set()
+
+    async def until_started(self, number: int) -> None:
+        with trio.move_on_at(self.starts_until):
+            await self.answered[number].wait()
 
     async def run(self) -> None:
         """Follow all peers until cancelled."""

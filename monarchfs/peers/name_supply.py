@@ -20,15 +20,12 @@ from monarchfs.types import (
     Node,
     PeerListing,
     PeerNames,
-    SourceStat,
 )
 
 log = logging.getLogger(__name__)
 
 MOST_RUNNING = 64
 """Questions for which the source is being asked. Where it hangs, further ones get what is known."""
-
-Row = tuple[bytes, SourceStat, bytes]
 
 
 def _lane(question: NamesQuestion) -> Lane:
@@ -87,19 +84,15 @@ class NameSupply:
         """
         arrived_ns = time.time_ns()
         since_ns, lane = self._since_ns(question, arrived_ns), _lane(question)
-        names: list[bytes] = []
-        parent: int | None = None
+        parent, names = 0, list[bytes]()
         with trio.move_on_after(answer_seconds(question)):
-            parent = await self._find_directory(question, lane)
-            if parent is not None:
-                names = self._served(parent, question, question.names)
-                lacking = [name for name in names if self._known(parent, name, since_ns) is None]
-                if lacking:
-                    await self._run(partial(self._find, parent, lacking, lane))
-        rows: list[Row] = []
+            parent, names = await self._served(question, question.names, lane)
+            lacking = [name for name in names if self._known(parent, name, since_ns) is None]
+            if lacking:
+                await self._run(partial(self._find, parent, lacking, lane))
+        rows = []
         oldest_ns = arrived_ns
         for name in names:
-            assert parent is not None
             if (found := self._known(parent, name, since_ns)) is not None:
                 asked_ns, node = found
                 oldest_ns = min(oldest_ns, asked_ns)
@@ -112,8 +105,8 @@ class NameSupply:
         arrived_ns = time.time_ns()
         since_ns, lane = self._since_ns(question, arrived_ns), _lane(question)
         with trio.move_on_after(answer_seconds(question)):
-            parent = await self._find_directory(question, lane)
-            if parent is None or not self._served(parent, question, [b"."]):
+            parent, served = await self._served(question, [b"."], lane)
+            if not served:
                 return None
             if self._listed(parent, since_ns) is None:
                 await self._run(partial(self._list, parent, lane))
@@ -128,17 +121,20 @@ class NameSupply:
         since_ns = arrived_ns - question.most_age_ns
         return since_ns if since_ns < 0 else max(since_ns, self._names.mount_ns + 1)
 
-    async def _find_directory(self, question: NamesQuestion, lane: Lane) -> int | None:
+    async def _served(
+        self, question: NamesQuestion, names: Sequence[bytes], lane: Lane
+    ) -> tuple[int, list[bytes]]:
+        """The directory, and those of the names that this node owns, or stands in for."""
         try:
-            return await self._directory(question.path, lane)
+            ino = await self._directory(question.path, lane)
         except (OSError, IndexWriteError, MonarchError):
-            return None  # the peer will meet the same error in the source
-
-    def _served(self, parent: int, question: NamesQuestion, names: Sequence[bytes]) -> list[bytes]:
-        node, directory = self._index.node(parent), self._index.dirref(parent)
+            return 0, []  # the peer will meet the same error in the source
+        node = None if ino is None else self._index.node(ino)
+        directory = None if ino is None else self._index.dirref(ino)
         if node is None or directory is None or node.stat.device or node.stat.ino != question.ino:
-            return []
-        return self._owners.served(directory, node.stat.size if question.names else 0, names)
+            return 0, []
+        size = node.stat.size if question.names else 0
+        return node.ino, self._owners.served(directory, size, names)
 
     async def _run(self, ask: Callable[[], Awaitable[object]]) -> None:
         """Ask the source. Answers are recorded even if they come too late for this question."""

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.owners import START_SECONDS
+from monarchfs.peers.following import Following
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import is_path
 from monarchfs.snapshot.file import FoundName, MalformedSnapshot, decode_entry, encode_entry
@@ -64,15 +64,12 @@ class NamesQuestion(NamedTuple):
 
 
 class NameOwners:
-    """Constant: who owns what, this node's number, which nodes have answered, and until when nodes
-    that have not may be starting."""
+    """Constant: who owns what, and the nodes."""
 
-    def __init__(self, ownership: Ownership, own: int, answered: Sequence[trio.Event]) -> None:
-        """``answered``: of each node, see ``Following``."""
+    def __init__(self, ownership: Ownership, following: Following) -> None:
         self._ownership = ownership
-        self._own = own
-        self._answered = answered
-        self._starts_until = trio.current_time() + START_SECONDS
+        self._following = following
+        self._own = following.own
         self._threads = trio.CapacityLimiter(THREADS)
 
     def divide(
@@ -99,7 +96,11 @@ class NameOwners:
 
     def _whom_to_ask(self, key: bytes, part: int) -> int:
         owner = self._ownership.number(key, part)
-        if owner == self._own or trio.current_time() < self._starts_until or not _avoided(owner):
+        if (
+            owner == self._own
+            or trio.current_time() < self._following.starts_until
+            or not _avoided(owner)
+        ):
             return owner
         other = self._ownership.stand_in(key, part)
         return self._own if _avoided(other) else other
@@ -124,8 +125,7 @@ class NameOwners:
         self, path: str, owner: int, question: NamesQuestion, decode: Callable[[bytes], T]
     ) -> T | None:
         if not question.demand:
-            with trio.move_on_at(self._starts_until):
-                await self._answered[owner].wait()
+            await self._following.until_started(owner)
         question = question._replace(most_age_ns=max(0, question.most_age_ns))
 
         def ask() -> T:

@@ -11,6 +11,7 @@ import trio
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import decode
 from monarchfs.peers.errors import PeerError
+from monarchfs.peers.following import Following
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, WantedReplica, encode
 from monarchfs.system.threads import run_sync
@@ -21,41 +22,34 @@ log = logging.getLogger(__name__)
 MARGIN_SECONDS = 2.0
 """For the way to the owner and back."""
 
-START_SECONDS = 10.0
-"""How long to wait for each node: the nodes of a job start at about the same time."""
-
 MAX_ANSWER_BYTES = 64 << 10
 THREADS = 16
-
 
 Wanted = tuple[Node, WantedReplica]
 
 
 class Owners:
-    """Constant: who owns what, this node's number, where directories lie, and which replicas this
-    node copies instead of their owners."""
+    """Constant: who owns what, the nodes, where directories lie, and which replicas this node copies
+    instead of their owners."""
 
     def __init__(
         self,
         ownership: Ownership,
-        own: int,
+        following: Following,
         directory: Callable[[int], DirRef | None],
-        answered: Sequence[trio.Event],
         stands_in: Callable[[bytes], bool],
     ) -> None:
-        """``answered``: of each node, see ``Following``."""
         self._ownership = ownership
-        self._own = own
+        self._following = following
         self._directory = directory
-        self._answered = answered
         self._stands_in = stands_in
-        self._starts_until = trio.current_time() + START_SECONDS
         self._threads = trio.CapacityLimiter(THREADS)
 
     def elsewhere(self, node: Node) -> bool:
         """Whether the file, which must be a small one, is to come from another node."""
         name = node.stat.version.replica_name
-        return self._ownership.number(name) != self._own and not self._stands_in(name)
+        own = self._following.own
+        return self._ownership.number(name) != own and not self._stands_in(name)
 
     async def ask(self, nodes: Sequence[Node]) -> list[Node]:
         """Wait until the owners of these have copied them, or who stands in where an owner fails,
@@ -66,7 +60,7 @@ class Owners:
             wanted: defaultdict[int, list[Wanted]] = defaultdict(list)
             for one in left:
                 wanted[choice(one[1].name)].append(one)
-            wanted.pop(self._own, None)
+            wanted.pop(self._following.own, None)
             left = []
             async with trio.open_nursery() as nursery:
                 for number, rows in wanted.items():
@@ -88,8 +82,7 @@ class Owners:
     async def _ask(
         self, owner: int, wanted: list[Wanted], late: list[Node], failed: list[Wanted]
     ) -> None:
-        with trio.move_on_at(self._starts_until):
-            await self._answered[owner].wait()
+        await self._following.until_started(owner)
         began = trio.current_time()
         try:
             status, data = await run_sync(

@@ -15,7 +15,6 @@ from monarchfs.engine.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
 from monarchfs.peers.following import Following
-from monarchfs.peers.owners import START_SECONDS
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.span_messages import (
     MOST_SPANS,
@@ -259,9 +258,8 @@ class SpanNodes:
         self._lost: frozenset[int] = frozenset()
         self._views = 0
         self._ownership = ownership
+        self._following = following
         self._own = following.own
-        self._answered = following.answered
-        self._began = trio.current_time()
         self._asking: set[int] = set()
         self._asked: dict[int, float] = {}
         self._quiet: dict[int, float] = {}
@@ -284,7 +282,8 @@ class SpanNodes:
     def _is_lost(self, number: int) -> bool:
         """Whether another node stands in for it. Asked anew each time: whoever takes a node for
         there that is avoided reads the source (``waits_for``), though the stand-in has it."""
-        return number != self._own and not self._starts(number) and _replicas.counts(number)[-1]
+        started = not self._following.starts(number)
+        return number != self._own and started and _replicas.counts(number)[-1]
 
     @property
     def view(self) -> int:
@@ -292,18 +291,13 @@ class SpanNodes:
 
     def _look(self) -> None:
         """See which nodes are avoided."""
-        lost = frozenset(filter(self._is_lost, range(len(self._answered))))
+        lost = frozenset(filter(self._is_lost, range(len(self._following.nodes))))
         self._views += lost != self._lost
         self._lost = lost
 
-    def _starts(self, number: int) -> bool:
-        """Whether it may not have been mounted yet."""
-        young = trio.current_time() - self._began < START_SECONDS
-        return young and not self._answered[number].is_set()
-
     def waits_for(self, owner: int) -> bool:
         now = trio.current_time()
-        if self._starts(owner):
+        if self._following.starts(owner):
             return True
         if _replicas.counts(owner)[-1]:
             return False

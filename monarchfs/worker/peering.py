@@ -71,9 +71,7 @@ class Peering:
             lambda name: bool(self._holdings.rows([name])[0].segment),
             lambda name: owners.serves(peers.own, name),
         )
-        self._owners = Owners(
-            owners, peers.own, index.dirref, self.following.answered, supply.copies
-        )
+        self._owners = Owners(owners, self.following, index.dirref, supply.copies)
         copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
         spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
@@ -81,7 +79,7 @@ class Peering:
         self._taken = spans.taken
         self._nodes = SpanNodes(copier.jobs, spans, owners, self.following)
         copier.files.nodes = self._nodes
-        name_owners = NameOwners(owners, peers.own, self.following.answered)
+        name_owners = NameOwners(owners, self.following)
         tree.shared.bind(name_owners)
         self._lists_elsewhere = lambda ino: not tree.shared.serves(ino)
         name_supply = NameSupply(

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.peers.errors import PeerError
+from monarchfs.peers.following import Following
 from monarchfs.peers.names import (
     LARGE_BYTES,
     MOST_NAMES,
@@ -29,7 +30,7 @@ from monarchfs.peers.names import (
     encode_listing,
     encode_question,
 )
-from monarchfs.peers.nodes import PeerNode
+from monarchfs.peers.nodes import PeerNode, Peers
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.web_server import find_nginx
 from monarchfs.types import DirRef, FileType, PeerListing, PeerNames, SourceStat
@@ -136,12 +137,13 @@ def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
 ) -> None:
     avoided: set[int] = set()
     monkeypatch.setattr("monarchfs.peers.names._avoided", avoided.__contains__)
-    monkeypatch.setattr("monarchfs.peers.names.START_SECONDS", 0)
+    monkeypatch.setattr("monarchfs.peers.following.START_SECONDS", 0)
     names = [b"%d" % number for number in range(1000)]
 
     async def main() -> None:
-        nodes = Ownership([PeerNode(name, name, 1) for name in "abc"])
-        owners = [NameOwners(nodes, own, []) for own in range(3)]
+        nodes = tuple(PeerNode(name, name, 1) for name in "abc")
+        each = [Following(Peers(nodes, own, "secret")) for own in range(3)]
+        owners = [NameOwners(Ownership(nodes), following) for following in each]
         for ino in range(2, 40):
             for size in (LARGE_BYTES - 1, LARGE_BYTES):
                 directory = DirRef(b"d", ino)

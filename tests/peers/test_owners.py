@@ -11,15 +11,17 @@ import trio.testing
 
 from monarchfs.peers import _replicas, owners
 from monarchfs.peers.catalogue import Page, PageState, Row, encode
-from monarchfs.peers.nodes import parse_nodes
-from monarchfs.peers.owners import START_SECONDS, Owners
+from monarchfs.peers.following import START_SECONDS, Following
+from monarchfs.peers.nodes import Peers, parse_nodes
+from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, decode
 from monarchfs.types import DirRef, Node, SourceStat
 
-NODES = 3
-OWNERSHIP = Ownership(parse_nodes(["a", "b", "c"], 1))
+PEERS = Peers(tuple(parse_nodes(["a", "b", "c"], 1)), 0, "secret")
 """This node is the first."""
+
+OWNERSHIP = Ownership(PEERS.nodes)
 
 
 def node(number: int) -> Node:
@@ -27,7 +29,7 @@ def node(number: int) -> Node:
     return Node(number, stat, 7, b"%d" % number, 0, False, b"")
 
 
-class Peers:
+class Asked:
     """Instead of the C part: ``asked``, the owner and the paths of each request."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,15 +70,15 @@ class Peers:
 
 
 @pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Peers:
-    return Peers(monkeypatch)
+def peers(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    return Asked(monkeypatch)
 
 
 def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
 
     async def main() -> list[Node]:
-        answered = [trio.Event() for _ in range(NODES)]
-        asking = Owners(OWNERSHIP, 0, lambda ino: DirRef(b"a/b", 1), answered, lambda name: False)
+        following = Following(PEERS)
+        asking = Owners(OWNERSHIP, following, lambda ino: DirRef(b"a/b", 1), lambda name: False)
         found: list[Node] = []
 
         async def ask() -> None:
@@ -85,7 +87,7 @@ def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await trio.sleep(start_seconds)
-            for event in answered:
+            for event in following.answered:
                 event.set()
         return found
 
@@ -96,7 +98,7 @@ def owner_of(one: Node) -> int:
     return OWNERSHIP.number(one.stat.version.replica_name)
 
 
-def test_each_owner_is_asked_once_for_what_it_owns(peers: Peers) -> None:
+def test_each_owner_is_asked_once_for_what_it_owns(peers: Asked) -> None:
     nodes = [node(number) for number in range(60)]
     assert ask(nodes) == []
     theirs = {owner: [one for one in nodes if owner_of(one) == owner] for owner in (1, 2)}
@@ -108,21 +110,21 @@ def test_each_owner_is_asked_once_for_what_it_owns(peers: Peers) -> None:
     assert len(peers.asked) == 2  # all is known
 
 
-def test_no_request_is_too_long(peers: Peers) -> None:
+def test_no_request_is_too_long(peers: Asked) -> None:
     nodes = [node(number) for number in range(6 * MAX_WANTED)]
     ask(nodes)
     assert all(len(paths) <= MAX_WANTED for _owner, paths in peers.asked)
     assert len(peers.known) == sum(owner_of(one) != 0 for one in nodes)
 
 
-def test_what_an_owner_refuses_is_left_to_the_source(peers: Peers) -> None:
+def test_what_an_owner_refuses_is_left_to_the_source(peers: Asked) -> None:
     nodes = [node(number) for number in range(20)]
     peers.refuses = {one.stat.version.replica_name for one in nodes[:10]}
     assert ask(nodes) == []
     assert not peers.known & peers.refuses
 
 
-def test_what_is_still_being_copied_is_asked_for_again(peers: Peers) -> None:
+def test_what_is_still_being_copied_is_asked_for_again(peers: Asked) -> None:
     nodes = [node(number) for number in range(20)]
     slow = [one for one in nodes[:10] if owner_of(one) != 0]
     peers.refuses = {one.stat.version.replica_name for one in slow}
@@ -131,7 +133,7 @@ def test_what_is_still_being_copied_is_asked_for_again(peers: Peers) -> None:
 
 
 @pytest.mark.parametrize("what", ["refused", "status"])
-def test_a_peer_that_fails_is_not_waited_for(peers: Peers, what: str) -> None:
+def test_a_peer_that_fails_is_not_waited_for(peers: Asked, what: str) -> None:
     if what == "refused":
         peers.error = OSError(errno.ECONNREFUSED, "refused")
     else:
@@ -140,7 +142,7 @@ def test_a_peer_that_fails_is_not_waited_for(peers: Peers, what: str) -> None:
     assert not peers.known
 
 
-def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Peers) -> None:
+def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Asked) -> None:
     peers.error, peers.failed = OSError(errno.ECONNREFUSED, "refused"), {1}
     nodes = [node(number) for number in range(60)]
     assert ask(nodes) == []
@@ -156,7 +158,7 @@ def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
     taken = {one.stat.version.replica_name for one in nodes[::2]}
 
     async def main() -> None:
-        owners = Owners(OWNERSHIP, 0, lambda ino: None, (), taken.__contains__)
+        owners = Owners(OWNERSHIP, Following(PEERS), lambda ino: None, taken.__contains__)
         for one in nodes:
             taken_or_own = one.stat.version.replica_name in taken or owner_of(one) == 0
             assert owners.elsewhere(one) != taken_or_own
@@ -165,7 +167,7 @@ def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, 5, 20])
-def test_a_peer_that_starts_is_waited_for(peers: Peers, seconds: float) -> None:
+def test_a_peer_that_starts_is_waited_for(peers: Asked, seconds: float) -> None:
     began = trio.testing.MockClock().current_time()
     assert ask([node(number) for number in range(20)], seconds) == []
     assert peers.asked_at == pytest.approx([began + min(seconds, START_SECONDS)] * 2)

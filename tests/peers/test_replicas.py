@@ -122,7 +122,7 @@ def test_what_is_not_the_replica_is_not_asked_for_again(
     else:
         size = 4999
     assert _replicas.fetch(name, size) == WRONG
-    assert not _replicas.has(name)
+    assert _replicas.fetch(name, size) == UNKNOWN
     assert not _replicas.counts(0)[-1]
 
 
@@ -142,7 +142,6 @@ def test_who_has_no_token_gets_nothing(peer: Peer, token: str) -> None:
     name = replica(data, 0, 100)
     _replicas.token(token, "127.0.0.1")
     assert _replicas.fetch(name, 100) == FAILED
-    assert _replicas.has(name)
     assert _replicas.fetch(name, 100) == AVOIDED
 
 
@@ -216,12 +215,12 @@ def test_many_come_and_go() -> None:
             _replicas.put(peer, [(name, 0, 0, 0, 0, 0)])
             if held.get(name) == peer:
                 del held[name]
-    assert all(_replicas.has(name) == (name in held) for name in names)
+    assert all((_replicas.fetch(name, 1) != UNKNOWN) == (name in held) for name in names)
     counts = _replicas.known(2)
     assert counts == [list(held.values()).count(0), list(held.values()).count(1)]
     _replicas.remove_all(0)
     assert _replicas.known(2) == [0, counts[1]]
-    assert all(_replicas.has(name) == (held.get(name) == 1) for name in names)
+    assert all((_replicas.fetch(name, 1) != UNKNOWN) == (held.get(name) == 1) for name in names)
     _replicas.remove_all(1)
     assert _replicas.known(2) == [0, 0]
 

@@ -19,7 +19,8 @@ from monarchfs.engine._units import GONE, READ, WRONG
 from monarchfs.engine.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.nodes import parse_nodes
+from monarchfs.peers.following import Following
+from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.span_messages import (
     MOST_SPANS,
@@ -260,12 +261,11 @@ def test_a_node_that_is_avoided_is_stood_in_for_at_once(monkeypatch: pytest.Monk
     stood_in = set()
 
     async def main() -> None:
-        answered = [trio.Event() for _ in ownership.nodes]
-        for event in answered:
+        following = Following(Peers(ownership.nodes, 0, "secret"))
+        for event in following.answered:
             event.set()
         jobs: Any = None
         service: Any = SimpleNamespace(digests=None, taken=TakenSpans())
-        following: Any = SimpleNamespace(own=0, answered=answered)
         nodes = SpanNodes(jobs, service, ownership, following)
         for span in range(32):
             if (owner := ownership.number(NAME, span)) == 0:
