@@ -5,6 +5,7 @@
 #include "_unit.h"
 
 #include <errno.h>
+#include <structmember.h>
 
 struct object {
 	PyObject_HEAD
@@ -68,8 +69,8 @@ static void dealloc(PyObject *self)
 static PyObject *do_read(PyObject *self, PyObject *args)
 {
 	struct object *object = (struct object *)self;
-	struct unit_source source;
-	if (!PyArg_ParseTuple(args, "ii", &source.fd, &source.direct))
+	struct unit_source source = {.direct = -1};
+	if (!PyArg_ParseTuple(args, "i|i", &source.fd, &source.direct))
 		return NULL;
 	enum unit_end end;
 	int error;
@@ -227,46 +228,43 @@ static PyObject *digests(PyObject *self, PyObject *args)
 					 (Py_ssize_t)(count * UNIT_DIGEST_BYTES));
 }
 
-static PyObject *number_of_bytes(PyObject *self, void *unused)
-{
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(((struct object *)self)->read_bytes);
-}
-
-static PyObject *number_of_bytes_elsewhere(PyObject *self, void *unused)
-{
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(((struct object *)self)->elsewhere_bytes);
-}
-
-static PyObject *was_direct(PyObject *self, void *unused)
-{
-	(void)unused;
-	return PyBool_FromLong(((struct object *)self)->direct);
-}
-
 static PyMethodDef object_methods[] = {
-	{"read", do_read, METH_VARARGS, "See units.Unit, as for all methods."},
-	{"read_elsewhere", read_elsewhere, METH_VARARGS, NULL},
-	{"write", do_write, METH_VARARGS, NULL},
-	{"show", show, METH_NOARGS, NULL},
-	{"finish", finish, METH_NOARGS, NULL},
-	{"stop", stop, METH_NOARGS, NULL},
-	{"empty", empty, METH_NOARGS, NULL},
-	{"peek", peek, METH_VARARGS, NULL},
-	{"needed", needed, METH_NOARGS, NULL},
-	{"stored", stored, METH_NOARGS, NULL},
-	{"dropped", dropped, METH_NOARGS, NULL},
-	{"is_stored", is_stored, METH_O, NULL},
-	{"digests", digests, METH_VARARGS, NULL},
+	{"read", do_read, METH_VARARGS,
+	 "read(fd, direct=-1): read it from the source; False where that has another version, or not all of these\n"
+	 "bytes: what came before is good all the same. direct is a descriptor with O_DIRECT that is to be read\n"
+	 "instead, where that can be done. Raises the source's OSError."},
+	{"read_elsewhere", read_elsewhere, METH_VARARGS,
+	 "read_elsewhere(read, peer, path, digests): read it from another node, before read, which reads the rest;\n"
+	 "all blocks are compared with digests. read is a capsule. READ, or why not all came: GONE (the file is not\n"
+	 "there, or ends early), WRONG, FAILED."},
+	{"write", do_write, METH_VARARGS,
+	 "write(fd, seconds): write what arrives to a part file; False where nothing did for so long, and there is\n"
+	 "more to come. Raises OSError of the tier."},
+	{"show", show, METH_NOARGS,
+	 "Those who read the file without Python have just been told of it: of this, too."},
+	{"finish", finish, METH_NOARGS, "Nothing more arrives, as at the end of read."},
+	{"stop", stop, METH_NOARGS, "Nothing more of it is written, or shown to anybody."},
+	{"empty", empty, METH_NOARGS, "Nobody needs its bytes any more, and nobody writes them."},
+	{"peek", peek, METH_VARARGS,
+	 "peek(offset, end): the bytes from offset on, as far as they are in memory: perhaps none."},
+	{"needed", needed, METH_NOARGS, "How many bytes of blocks it takes to write what is in memory."},
+	{"stored", stored, METH_NOARGS, "The ranges that were written, as (start, end)."},
+	{"dropped", dropped, METH_NOARGS, "The ranges for which there was no memory."},
+	{"is_stored", is_stored, METH_O, "is_stored(offset): whether this byte was written."},
+	{"digests", digests, METH_VARARGS,
+	 "digests(start, end): the digests of the blocks of store.checksum in a range that was written."},
 	{NULL, NULL, 0, NULL},
 };
 
-static PyGetSetDef object_values[] = {
-	{"direct", was_direct, NULL, NULL, NULL},
-	{"elsewhere_bytes", number_of_bytes_elsewhere, NULL, NULL, NULL},
-	{"read_bytes", number_of_bytes, NULL, NULL, NULL},
-	{NULL, NULL, NULL, NULL, NULL},
+#define MEMBER(name, type, doc) {#name, type, offsetof(struct object, name), READONLY, doc}
+
+static PyMemberDef object_values[] = {
+	MEMBER(start, T_ULONGLONG, NULL),
+	MEMBER(end, T_ULONGLONG, NULL),
+	MEMBER(direct, T_BOOL, "Whether it was read past the source's page cache."),
+	MEMBER(elsewhere_bytes, T_ULONGLONG, "How much other nodes gave."),
+	MEMBER(read_bytes, T_ULONGLONG, "How much the source gave."),
+	{NULL, 0, 0, 0, NULL},
 };
 
 static PyTypeObject object_type = {
@@ -274,11 +272,11 @@ static PyTypeObject object_type = {
 	.tp_name = "monarchfs.engine._units.Unit",
 	.tp_doc = "See units.Unit.",
 	.tp_basicsize = sizeof(struct object),
-	.tp_flags = Py_TPFLAGS_DEFAULT,
+	.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
 	.tp_new = new,
 	.tp_dealloc = dealloc,
 	.tp_methods = object_methods,
-	.tp_getset = object_values,
+	.tp_members = object_values,
 };
 
 static PyObject *memory(PyObject *self, PyObject *unused)
@@ -296,7 +294,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef module = {
 	PyModuleDef_HEAD_INIT,
 	.m_name = "monarchfs.engine._units",
-	.m_doc = "Reads of large files in the source on behalf of their copies; see text/sizes.py.",
+	.m_doc = "Reads of large files in the source on behalf of their copies; see units.py.",
 	.m_size = -1,
 	.m_methods = methods,
 };

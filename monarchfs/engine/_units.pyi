@@ -1,3 +1,5 @@
+from typing_extensions import Self
+
 READ: int
 GONE: int
 WRONG: int
@@ -7,9 +9,11 @@ class Unit:
     direct: bool
     elsewhere_bytes: int
     read_bytes: int
+    start: int
+    end: int
 
-    def __init__(
-        self,
+    def __new__(
+        cls,
         ino: int,
         start: int,
         size: int,
@@ -17,8 +21,8 @@ class Unit:
         version: tuple[int, ...],
         readers: object,
         most_bytes: int = 0,
-    ) -> None: ...
-    def read(self, fd: int, direct: int) -> bool: ...
+    ) -> Self: ...
+    def read(self, fd: int, direct: int = -1) -> bool: ...
     def read_elsewhere(self, read: object, peer: int, path: str, digests: bytes) -> int: ...
     def write(self, fd: int, seconds: float) -> bool: ...
     def show(self) -> None: ...

@@ -96,11 +96,8 @@ class NameOwners:
 
     def _whom_to_ask(self, key: bytes, part: int) -> int:
         owner = self._ownership.number(key, part)
-        if (
-            owner == self._own
-            or trio.current_time() < self._following.starts_until
-            or not _avoided(owner)
-        ):
+        young = trio.current_time() < self._following.starts_until
+        if owner == self._own or young or not _avoided(owner):
             return owner
         other = self._ownership.stand_in(key, part)
         return self._own if _avoided(other) else other

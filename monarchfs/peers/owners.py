@@ -29,8 +29,8 @@ Wanted = tuple[Node, WantedReplica]
 
 
 class Owners:
-    """Constant: who owns what, the nodes, where directories lie, and which replicas this node copies
-    instead of their owners."""
+    """Constant: who owns what, the nodes, where directories lie, and which replicas this node
+    copies instead of their owners."""
 
     def __init__(
         self,
