@@ -17,7 +17,7 @@ SHORT_LAG = 256
 
 FIRST_BYTES = 1 << 20
 """What may be read ahead of readers before any of the order was opened. It grows by twice of what
-was opened, and what was wasted counts against it, so a wrong order costs little."""
+was opened, and what was wasted counts against it, so a wrong order costs no more than this."""
 
 NEAR = 8
 """An open agrees with the order if one of so many files before it was opened, too, of those that
@@ -39,7 +39,8 @@ class Order:
     Changing: how many names were taken; by inode number, the places of files that were found and
     not opened yet (``_places``), in the order of places (``_found``); those of them that were not
     fetched yet (``_next``), and the sizes of those that were (``fetched``); the places that were
-    read (``_read``), and the last of them; how far opens agree with the order.
+    read (``_read``), and the last of them; how many bytes may be ahead of readers (``_allowed``);
+    how far opens agree with the order, and whether the last one did (``_agreed_last``).
     """
 
     def __init__(self, names: bytes) -> None:
@@ -55,7 +56,8 @@ class Order:
         self._read: set[int] = set()
         self._read_to = 0
         self._looked_at = self._remote = 1
-        self._agreed_bytes = self._wasted_bytes = 0
+        self._allowed = FIRST_BYTES
+        self._agreed_last = False
         self._agreement = 1.0
         self._searches = self._since_search = 0
 
@@ -140,7 +142,9 @@ class Order:
         place = self._take_out(ino)
         if place:
             self._read_to = max(self._read_to, place)
-            self._agreed_bytes += size
+            # In a wrong order few opens agree by chance, and hardly two of them in a row.
+            self._allowed += 2 * size if self._agreed_last else size
+            self._agreed_last = True
             self._agreement += SHARE * (1 - self._agreement)
             self._since_search += 1
             if self._since_search > LAG:
@@ -150,6 +154,7 @@ class Order:
         """A file was opened that no order expects. Whether it is to be looked for in this one,
         because too many were."""
         self._take_out(ino)
+        self._agreed_last = False
         self._agreement -= SHARE * self._agreement
         return self._agreement < LOST
 
@@ -162,7 +167,7 @@ class Order:
         return place
 
     def _limit(self, distance: int) -> int:
-        return min(distance, FIRST_BYTES + 2 * self._agreed_bytes - self._wasted_bytes)
+        return min(distance, self._allowed)
 
     def passed(self, distance: int) -> list[int]:
         """What was fetched and will not be opened. It is not expected any more."""
@@ -177,7 +182,7 @@ class Order:
             if self._places.pop(ino, None) is not None and (size := self.fetched.get(ino)):
                 excess -= size
                 self.fetched_bytes -= self.fetched.pop(ino)
-                self._wasted_bytes += size
+                self._allowed -= size
                 given_up.append(ino)
         if len(self._read) > 4 * LAG:
             self._read = {place for place in self._read if place > self._read_to - 2 * LAG}
@@ -200,7 +205,7 @@ class Order:
             return False
         self._at = at + len(name) + 2
         self._taken = self._read_to = self._since_search = 0
-        self._agreed_bytes = self._wasted_bytes = self.fetched_bytes = 0
+        self._allowed = self.fetched_bytes = 0
         self.fetched, self._places, self._read = {}, {}, set()
         self._found.clear()
         self._next.clear()

@@ -340,6 +340,8 @@ class Window:
             with suppress(OSError, SourceChanged):
                 await self._source.open_directory(directory, Lane.BACKGROUND)
         files = self._jobs.files
+        if order not in self.orders.values():
+            return  # it was dropped meanwhile: nobody would give these up
         # Some may have been opened meanwhile. No checkpoint from here on.
         nodes = [node for node in nodes if order.wants(node.ino) and files.get(node.ino) is None]
         largest = self.limit_bytes // SHARE_OF_FILE

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.prefetch.order import FIRST_BYTES, LAG, MOST_SEARCHES, Order
+from monarchfs.prefetch.order import LAG, Order
 from monarchfs.prefetch.window import Threads
 from monarchfs.types import Node, SourceStat
 
@@ -116,8 +116,8 @@ def test_a_wrong_order_is_given_up_at_little_cost(seed: int, share: float) -> No
     for number in numbers[:1000]:
         reading.open(number)
     assert reading.given_up
-    most = (MOST_SEARCHES + 1) * (FIRST_BYTES + 40 * SIZE) // SIZE
-    assert len(reading.fetched) < most
+    # Of what the source gives without an order: each file that is not local is read once.
+    assert len(reading.fetched) <= 0.02 * (len(numbers) - len(local))
 
 
 def test_readers_that_begin_in_the_middle_are_found() -> None:
