@@ -188,8 +188,27 @@ def asked(pfs: ParallelFileSystem, script: str, *arguments: object) -> Counts:
     return pfs.counts() - before
 
 
-def test_each_operation_is_counted(backing: Path, mounted: Mounter) -> None:
-    pfs = mounted()
+def drops() -> list[str]:
+    """How often anybody on this machine had the kernel drop names and pages."""
+    lines = Path("/proc/vmstat").read_text().splitlines()
+    return [line for line in lines if line.startswith("drop_")]
+
+
+def test_each_operation_is_counted(mounted: Mounter) -> None:
+    while True:
+        before, pfs = drops(), mounted()
+        try:
+            count_each_operation(pfs)
+            return
+        except AssertionError:
+            # What another test had dropped is asked for again, and counted.
+            if drops() == before:
+                raise
+        finally:
+            pfs.__exit__(None, None, None)
+
+
+def count_each_operation(pfs: ParallelFileSystem) -> None:
     assert pfs.counts() == Counts()
     names = [pfs.path / "many" / f"{number:03}" for number in range(100, 110)]
     # The directory's name and theirs, then nothing but the opens: it is all still valid.
