@@ -67,14 +67,16 @@ class Reading:
 
 
 def in_turns(numbers: list[int], readers: int, batch: int, rng: random.Random) -> Iterator[int]:
-    """As processes of a loader read that take batches in turn, each as fast as it is."""
+    """As processes of a loader read that take batches in turn, each as fast as it is. None is more
+    than two batches ahead of the slowest: what PyTorch's DataLoader asks for (``prefetch_factor``).
+    """
     queues = [
         [n for start in range(at * batch, len(numbers), readers * batch) for n in
          numbers[start : start + batch]]
         for at in range(readers)
     ]  # fmt: skip
-    while any(queues):
-        queue = rng.choice([queue for queue in queues if queue])
+    while longest := max(map(len, queues)):
+        queue = rng.choice([q for q in queues if q and longest - len(q) <= 2 * batch])
         yield queue.pop(0)
 
 
