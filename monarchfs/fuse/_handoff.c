@@ -23,7 +23,7 @@
 #include <pthread.h>
 
 /* How long to wait for the next request. The kernel adds 50 us (PR_SET_TIMERSLACK). */
-#define NEXT_NS 200000
+#define NEXT_NS 600000
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static handoff_answer answer_now; /* under `lock`; NULL: nobody is parked */

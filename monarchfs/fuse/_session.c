@@ -45,7 +45,7 @@
 #define RETURNS_KEPT 64
 
 /* How long requests are answered before the event loop's other tasks run. */
-#define TURN_NS 1000000
+#define TURN_NS 3000000
 
 static uint64_t current_unique, current_node;
 static enum relay_past current_past;
