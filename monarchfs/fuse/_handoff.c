@@ -22,7 +22,8 @@
 #include <poll.h>
 #include <pthread.h>
 
-/* How long to wait for the next request. The kernel adds 50 us (PR_SET_TIMERSLACK). */
+/* How long to wait for the next request. Between two look-ups a program may open, read and close a file, which
+ * other threads answer. The kernel adds 50 us (PR_SET_TIMERSLACK). */
 #define NEXT_NS 600000
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
