@@ -58,8 +58,8 @@ class WorkerOutput:
         return bool(part)
 
     def tick(self) -> None:
-        """Say how many lines were left out, if there may be one more."""
-        if self._throttle.left_out and self._throttle.take(time.monotonic()):
+        """Say how many lines were left out, once no more come."""
+        if self._throttle.take_for_count(time.monotonic()):
             self._write(self._count())
 
     def close(self) -> None:
@@ -75,7 +75,6 @@ class WorkerOutput:
 
     def _line(self, line: bytes, now: float) -> str:
         if not self._throttle.take(now):
-            self._throttle.left_out += 1
             return ""
         return self._count() + self._shown(line)
 

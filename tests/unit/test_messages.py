@@ -142,6 +142,17 @@ def test_a_throttle_lets_so_many_through(steps: list[float]) -> None:
     assert throttle.take(now + 2.001)
 
 
+def test_a_count_takes_no_turn_of_a_line() -> None:
+    """However often the count is asked for while lines come."""
+    throttle, said, counts = Throttle(0.5, 1), 0, 0
+    for step in range(1000):
+        counts += throttle.take_for_count(step / 10)
+        said += throttle.take(step / 10)
+        counts += throttle.take_for_count(step / 10)
+    assert (said, counts, throttle.left_out) == (50, 0, 950)
+    assert throttle.take_for_count(103.0)
+
+
 def test_what_was_left_out_is_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     now = 0.0
