@@ -7,14 +7,31 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 _UCRED = struct.Struct("=iII")
 
 
+class AnySocket(Protocol):
+    """A socket, also one of trio."""
+
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
+
+
 def peer_uid(connection: socket.socket) -> int:
     """The effective uid of whoever connected or listens (SO_PEERCRED, unix(7))."""
+    return _credentials(connection)[1]
+
+
+def peer_pid(connection: AnySocket) -> int:
+    """The process that connected or listens; 0 if it has no number in this pid namespace."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: AnySocket) -> tuple[int, int, int]:
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    return int(_UCRED.unpack(packed)[1])
+    pid, uid, gid = _UCRED.unpack(packed)
+    return pid, uid, gid
 
 
 def may_ask(connection: socket.socket, uid: int) -> bool:

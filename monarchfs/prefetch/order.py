@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from monarchfs.types import Node
@@ -32,23 +33,32 @@ LOST = 0.5
 MOST_SEARCHES = 2
 """How often the readers' place in an order is looked for, unless LAG files agreed since."""
 
+DESERTED_SECONDS = 10.0
+"""If who announced an order has exited, it is suspended when no open agreed with it for so long."""
+
 
 class Order:
     """``names`` are separated by NUL: paths relative to the mount, or ``/`` and an inode number.
 
     Changing: how many names were taken; by inode number, the places of files that were found and
     not opened yet (``_places``), in the order of places (``_found``); those of them that were not
-    fetched yet (``_next``), and the sizes of those that were (``fetched``); the places that were
+    fetched yet (``_next``), and those that were (``fetched``); the places that were
     read (``_read``), and the last of them; how many bytes may be ahead of readers (``_allowed``);
-    how far opens agree with the order, and whether the last one did (``_agreed_last``).
+    how far opens agree with the order, whether the last one did (``_agreed_last``), and when one
+    did last (``agreed_at``; infinite before the first); ``suspended``, whether nothing is fetched
+    until one does again.
     """
 
-    def __init__(self, names: bytes) -> None:
+    def __init__(self, names: bytes, exited: Callable[[], bool] = lambda: False) -> None:
+        """``exited`` tells whether the process has that announced it, as far as that is known."""
         self._names = b"\0%s\0" % names.strip(b"\0")
+        self._exited = exited
         self._at = 1
-        self.fetched: dict[int, int] = {}
+        self.fetched: dict[int, Node] = {}
         self.fetched_bytes = 0
         self.opened_at = 0.0
+        self.agreed_at = math.inf
+        self.suspended = False
         self._taken = 0
         self._places: dict[int, int] = {}
         self._found: deque[tuple[int, int]] = deque()
@@ -118,12 +128,12 @@ class Order:
 
     def fetch(self, node: Node) -> None:
         """It is fetched now. The order ``wants`` it."""
-        self.fetched[node.ino] = node.stat.size
+        self.fetched[node.ino] = node
         self.fetched_bytes += node.stat.size
 
     def takes_back(self, ino: int) -> bool:
         """It was not fetched after all. Whether the order ``wants`` it now."""
-        self.fetched_bytes -= self.fetched.pop(ino, 0)
+        self._forget_fetched(ino)
         return self.wants(ino)
 
     # -- what was opened
@@ -137,10 +147,11 @@ class Order:
         before = range(place - reach, place)
         return before.start <= 0 or not self._read.isdisjoint(before)
 
-    def opened(self, ino: int, size: int) -> None:
+    def opened(self, ino: int, size: int, now: float) -> None:
         """A file was opened that it ``expects``, or one that is local."""
         place = self._take_out(ino)
         if place:
+            self.agreed_at, self.suspended = now, False
             self._read_to = max(self._read_to, place)
             # In a wrong order few opens agree by chance, and hardly two of them in a row.
             self._allowed += 2 * size if self._agreed_last else size
@@ -163,8 +174,15 @@ class Order:
         place = self._places.pop(ino, 0)
         if place:
             self._read.add(place)
-            self.fetched_bytes -= self.fetched.pop(ino, 0)
+            self._forget_fetched(ino)
         return place
+
+    def _forget_fetched(self, ino: int) -> int:
+        """How many bytes of it were fetched."""
+        node = self.fetched.pop(ino, None)
+        size = 0 if node is None else node.stat.size
+        self.fetched_bytes -= size
+        return size
 
     def _limit(self, distance: int) -> int:
         return min(distance, self._allowed)
@@ -179,9 +197,8 @@ class Order:
             if ino in self._places and not (is_behind or place < self._read_to - LAG):
                 break
             self._found.popleft()
-            if self._places.pop(ino, None) is not None and (size := self.fetched.get(ino)):
+            if self._places.pop(ino, None) is not None and (size := self._forget_fetched(ino)):
                 excess -= size
-                self.fetched_bytes -= self.fetched.pop(ino)
                 self._allowed -= size
                 given_up.append(ino)
         if len(self._read) > 4 * LAG:
@@ -191,7 +208,23 @@ class Order:
     def _behind_bytes(self) -> int:
         """What was fetched and lies farther behind than SHORT_LAG."""
         behind = takewhile(lambda found: found[0] < self._read_to - SHORT_LAG, self._found)
-        return sum(self.fetched.get(ino, 0) for _place, ino in behind)
+        nodes = (self.fetched.get(ino) for _place, ino in behind)
+        return sum(node.stat.size for node in nodes if node is not None)
+
+    def deserted(self, now: float) -> bool:
+        """Whether it is time to ``suspend`` it. Only after a first open that agreed: a command that
+        announces an order exits before anybody reads."""
+        since = now - self.agreed_at
+        return since >= DESERTED_SECONDS and not self.suspended and self._exited()
+
+    def suspend(self) -> list[int]:
+        """Perhaps nobody reads in it any more. What was fetched is to be given up; it comes first
+        when an open agrees."""
+        given_up = sorted(self.fetched, key=self._places.__getitem__)
+        self._next.extendleft(self.fetched[ino] for ino in reversed(given_up))
+        self.fetched, self.fetched_bytes, self._allowed = {}, 0, 0
+        self._agreed_last, self.suspended = False, True
+        return given_up
 
     def seek(self, name: bytes) -> bool:
         """``strayed`` said so: go on behind this name. False if that was done too often. What was

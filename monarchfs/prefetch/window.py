@@ -124,7 +124,7 @@ class Window:
         self._misses, self._size = misses, size
         self._threads = Threads(threads)
 
-    def announce(self, name: str, names: bytes) -> None:
+    def announce(self, name: str, names: bytes, exited: Callable[[], bool]) -> None:
         """Files will be read in this order (see ``Order``). It takes the place of what was
         announced under the same ``name``. Raises OperationError. No checkpoint."""
         self._drop(name)
@@ -134,7 +134,7 @@ class Window:
             raise OperationError("the orders that this mount was told of take too much memory")
         while len(self.orders) >= MOST_ORDERS:
             self._drop(next(iter(self.orders)))
-        order = self.orders[name] = Order(names)
+        order = self.orders[name] = Order(names, exited)
         order.opened_at = trio.current_time()
         self._news.unpark_all()
 
@@ -145,8 +145,8 @@ class Window:
         ino, orders = node.ino, self.orders.values()
         agree = list(orders) if local else [order for order in orders if order.expects(ino)]
         for order in agree:
-            order.opened(ino, node.stat.size)
             order.opened_at = trio.current_time()
+            order.opened(ino, node.stat.size, order.opened_at)
             self._agreed += not local
         self._to_tier.discard(ino)
         self._opened.append(ino)
@@ -226,7 +226,8 @@ class Window:
     @property
     def _distance_of_each(self) -> int:
         most = max(self.limit_bytes, FIRST_DISTANCE)
-        return min(self._distance, most) // max(1, len(self.orders))
+        followed = sum(not order.suspended for order in self.orders.values())
+        return min(self._distance, most) // max(1, followed)
 
     def _look(self, now: float) -> None:
         """Find out how far the readers are."""
@@ -244,6 +245,8 @@ class Window:
         }
         for name, order in list(self.orders.items()):
             self._give_up(order.passed(self._distance_of_each))
+            if order.deserted(now):
+                self._give_up(order.suspend())
             if order.ended or now - order.opened_at > IDLE_SECONDS:
                 self._drop(name)
 
@@ -300,7 +303,13 @@ class Window:
         await trio.lowlevel.checkpoint()
         names = order.take(BATCH)
         if names:
-            order.found(await self._files.nodes(names))
+            before = len(self._opened)
+            order.found(found := await self._files.nodes(names))
+            sizes = {node.ino: node.stat.size for node in found if node is not None}
+            for ino in self._opened[before:]:
+                # It was opened while its name was looked up.
+                if ino in sizes and order.expects(ino):
+                    order.opened(ino, sizes[ino], trio.current_time())
         refused = [ino for ino in self._refused if order.takes_back(ino)]
         self._refused.difference_update(refused)
         nodes = list(order.next_files(BATCH, self._distance_of_each))

@@ -209,7 +209,7 @@ class Parts:
                 "record": Recordings(
                     fuse_session.hooks, self.index, partial(_facts, self), relays=relays
                 ).answer,
-                "order": Announcing(self.window if relays else None).answer,
+                "order": Announcing(self.window if relays else None, nursery).answer,
             },
         )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)

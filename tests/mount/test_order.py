@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from monarchfs.hints.client import find_mount
 from monarchfs.types import OperationError
 from tests.support import trees
 from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, run, wait_for
+from tests.support.processes import Processes
 
 pytestmark = requires_mounts
 
@@ -40,6 +41,24 @@ def source(faulty: FaultySource) -> FaultySource:
         os.utime(path, (1e9, 1e9))
     faulty.wait_old()
     return faulty
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.close()
+
+
+JOB = """
+import sys
+from monarchfs import hints
+files = sys.stdin.readline().split()
+hints.announce_files(files)
+for line in sys.stdin:
+    print(len(open(line.split()[1], "rb").read()), flush=True)
+"""
+"""Announces the files of its first line, and reads those of the others."""
 
 
 def announce(mount: Mount, numbers: Sequence[int], stream: str = "test") -> None:
@@ -92,6 +111,7 @@ def test_what_has_room_is_copied_in_that_order(work: Bench, source: FaultySource
     mount = work.mount(source.path, "--prefetch", "access")
     order = list(range(FILES))[::-1]
     announce(mount, order)
+    wait_for(lambda: mount.status()["files"]["resident"] >= 10, "copies before the first open")
     for number in order:
         assert (mount.path / name_of(number)).read_bytes() == content(number)
     mount.wait_idle()
@@ -250,3 +270,32 @@ def test_a_sampler_announces_each_epoch(work: Bench, source: FaultySource) -> No
     for number in [5, *drawn]:
         assert Path(files[number]).read_bytes() == content(number)
     assert window(mount)["hits"] >= 10
+
+
+def test_the_window_of_a_killed_job_is_given_up_until_somebody_reads_on(
+    work: Bench, source: FaultySource, processes: Processes
+) -> None:
+    mount = without_room(work, source, "--freshness", "immutable")
+    source.faults(delay=0.002, delayed=["open"])  # what is as fast as memory is not fetched
+    living, killed = range(40), range(40, 80)  # less than 1 MiB each
+    announce(mount, living, "living")  # by this process
+    for number in living[:2]:
+        (mount.path / name_of(number)).read_bytes()
+    job = processes.start(JOB)
+    job.tell("", " ".join(str(mount.path / name_of(number)) for number in killed))
+    wait_for(lambda: window(mount)["orders"] == 2, "both orders")
+    for number in killed[:5]:
+        assert job.ask("read", mount.path / name_of(number)) == str(SIZE)
+    of_living = (40 - 2) * SIZE
+    wait_for(
+        lambda: window(mount)["used_bytes"] == of_living + (40 - 5) * SIZE, "the rest in the window"
+    )
+    job.process.kill()
+    wait_for(lambda: window(mount)["used_bytes"] == of_living, "the window of the killed job empty")
+    assert window(mount)["orders"] == 2
+    read = window(mount)["files"]
+    for number in killed[5:]:
+        assert (mount.path / name_of(number)).read_bytes() == content(number)
+    assert window(mount)["files"] > read
+    wait_for(lambda: window(mount)["orders"] == 1, "its order to have ended")
+    assert window(mount)["used_bytes"] == of_living

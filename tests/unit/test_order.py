@@ -39,6 +39,7 @@ class Reading:
         self.late = 0
         self.wasted: list[int] = []
         self.given_up = False
+        self.now = 0.0
 
     def look(self) -> None:
         while names := self.order.take(32):
@@ -50,7 +51,8 @@ class Reading:
                 self.order.fetch(file)
                 self.fetched.add(file.ino)
         self.wasted += self.order.passed(DISTANCE)
-        assert self.order.fetched_bytes == sum(self.order.fetched.values()) <= DISTANCE + 32 * SIZE
+        assert self.order.fetched_bytes == len(self.order.fetched) * SIZE
+        assert self.order.fetched_bytes <= DISTANCE + 32 * SIZE
 
     def open(self, number: int) -> None:
         if number in self.local or self.given_up:
@@ -58,7 +60,7 @@ class Reading:
         ino = 1000 + number
         self.late += ino not in self.fetched
         if self.order.expects(ino):
-            self.order.opened(ino, SIZE)
+            self.order.opened(ino, SIZE, self.now)
         elif self.order.strayed(ino):
             self.wasted += self.order.fetched
             self.given_up = not self.order.seek(b"%d" % number)
@@ -187,9 +189,9 @@ def test_what_was_opened_is_not_wanted_any_more() -> None:
     order.fetch(second)
     assert not order.wants(first.ino)
     assert order.takes_back(first.ino)  # it could not be fetched
-    order.opened(first.ino, SIZE)
+    order.opened(first.ino, SIZE, 0.0)
     assert not order.wants(first.ino)
     assert not order.takes_back(first.ino)
-    order.opened(second.ino, SIZE)
+    order.opened(second.ino, SIZE, 0.0)
     assert order.ended
     assert order.fetched_bytes == 0

@@ -1,0 +1,162 @@
+"""Who announces an order, and whether that process has exited."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import trio
+import trio.testing
+
+from monarchfs.worker.announcing import Announcing
+from tests.support.surroundings import requires_root
+
+CLIENT = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect(sys.argv[1])
+    client.sendall(sys.argv[2].encode())
+    client.shutdown(socket.SHUT_WR)
+    while client.recv(100):
+        pass
+    print("announced", flush=True)
+    sys.stdin.read()
+"""
+
+SERVER = """
+import socket, sys
+from monarchfs.control.peers import peer_pid
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("ready", flush=True)
+connection, _ = listener.accept()
+print(peer_pid(connection), flush=True)
+"""
+
+
+class Orders:
+    """In place of the window. ``exited`` tells of those who announced, oldest first."""
+
+    def __init__(self) -> None:
+        self.exited: list[Callable[[], bool]] = []
+
+    def announce(self, _name: str, _names: bytes, exited: Callable[[], bool]) -> None:
+        self.exited.append(exited)
+
+
+class Daemon:
+    """Takes announcements on a socket."""
+
+    def __init__(self, path: str, nursery: trio.Nursery) -> None:
+        self.path, self.orders = path, Orders()
+        self.announcing = Announcing(cast(Any, self.orders), nursery)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(path)
+        self._socket.listen()
+
+    async def run(self, clients: int) -> None:
+        with trio.socket.from_stdlib_socket(self._socket) as listener:
+            for _ in range(clients):
+                connection, _ = await listener.accept()
+                async with trio.SocketStream(connection) as stream:
+                    await self.announcing.answer({}, stream)
+
+
+def client(path: str, names: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CLIENT, path, names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    with trio.fail_after(20):
+        while not condition():
+            await trio.testing.wait_all_tasks_blocked(0.01)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_exit_of_an_announcer_is_seen(tmp_path: Any) -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            daemon = Daemon(str(tmp_path / "socket"), nursery)
+            before = descriptors()
+            first, second = (client(daemon.path, name) for name in ("a", "b"))
+            try:
+                await daemon.run(2)
+                exited = daemon.orders.exited
+                assert [one() for one in exited] == [False, False]
+                # Which of them was first is not known.
+                first.kill()
+                await until(lambda: exited[0]() or exited[1]())
+                assert sorted(one() for one in exited) == [False, True]
+                second.kill()  # nobody waits for it (wait(2)) yet
+                await until(lambda: exited[0]() and exited[1]())
+            finally:
+                for process in (first, second):
+                    process.kill()
+                    process.communicate()
+            await until(lambda: descriptors() < before)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_one_descriptor_is_kept_for_all_orders_of_a_process(tmp_path: Any) -> None:
+    """A job announces each epoch."""
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            daemon = Daemon(str(tmp_path / "socket"), nursery)
+            nursery.start_soon(daemon.run, 20)
+            before = descriptors()
+            for _ in range(20):
+                async with await trio.open_unix_socket(daemon.path) as stream:
+                    await stream.send_eof()
+                    while await stream.receive_some():
+                        pass
+            assert descriptors() <= before + 1
+            assert not any(exited() for exited in daemon.orders.exited)
+            nursery.cancel_scope.cancel()
+
+    trio.run(main)
+
+
+def test_what_was_announced_from_another_pid_namespace_is_kept() -> None:
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            announcing = Announcing(None, nursery)
+            assert not announcing._exit_of(0)()
+
+    trio.run(main)
+
+
+@requires_root
+def test_a_process_outside_of_the_pid_namespace_has_no_number(tmp_path: Any) -> None:
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs pid namespaces: CAP_SYS_ADMIN")
+    path = str(tmp_path / "socket")
+    asked = subprocess.Popen(
+        [*unshare, sys.executable, "-c", SERVER, path], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert asked.stdout is not None
+        assert asked.stdout.readline() == "ready\n"
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            assert asked.stdout.readline() == "0\n"
+    finally:
+        asked.kill()
+        asked.communicate(timeout=10)
