@@ -40,11 +40,10 @@ static PyTypeObject file_bytes_type = {
 	.tp_as_sequence = &sequence,
 };
 
-static PyObject *py_misses_start(PyObject *self, PyObject *args)
+static PyObject *py_misses_start(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long memory_bytes, device;
 	int keeps, layouts, nice;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KKppi", &memory_bytes, &device, &keeps, &layouts, &nice))
 		return NULL;
 	const struct miss_options options = {
@@ -58,25 +57,23 @@ static PyObject *py_misses_start(PyObject *self, PyObject *args)
 	return fd < 0 ? failed(-fd) : PyLong_FromLong(fd);
 }
 
-static PyObject *py_misses_directory(PyObject *self, PyObject *args)
+static PyObject *py_misses_directory(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned number;
 	int fd;
 	const char *path;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "Iiy", &number, &fd, &path))
 		return NULL;
 	return none_unless(misses_directory(number, fd, path));
 }
 
-static PyObject *py_misses_put(PyObject *self, PyObject *args)
+static PyObject *py_misses_put(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, source_ino, size;
 	long long mtime_ns, ctime_ns, fresh_until_ns = 0;
 	unsigned number;
 	const char *name, *replica_name = NULL;
 	Py_ssize_t length, replica_bytes = 0;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KIy#KKLL|y#L", &ino, &number, &name, &length, &source_ino, &size,
 			      &mtime_ns, &ctime_ns, &replica_name, &replica_bytes, &fresh_until_ns))
 		return NULL;
@@ -92,9 +89,8 @@ static PyObject *py_misses_put(PyObject *self, PyObject *args)
 					  replica_name ? &replica : NULL));
 }
 
-static PyObject *py_misses_peers(PyObject *self, PyObject *capsule)
+static PyObject *py_misses_peers(PyObject *Py_UNUSED(self), PyObject *capsule)
 {
-	(void)self;
 	miss_peers *read = (miss_peers *)PyCapsule_GetPointer(capsule, MISS_PEERS);
 	if (!read)
 		return NULL;
@@ -126,94 +122,73 @@ static uint64_t *numbers_in(PyObject *given)
 }
 
 /* A function of a list of numbers, without a result. */
-#define TELLS_NUMBERS(name)                                         \
-	static PyObject *py_##name(PyObject *self, PyObject *given) \
-	{                                                           \
-		(void)self;                                         \
-		uint64_t *numbers = numbers_in(given);              \
-		if (!numbers)                                       \
-			return NULL;                                \
-		name(numbers, (size_t)PyList_GET_SIZE(given));      \
-		free(numbers);                                      \
-		Py_RETURN_NONE;                                     \
+#define TELLS_NUMBERS(name)                                                    \
+	static PyObject *py_##name(PyObject *Py_UNUSED(self), PyObject *given) \
+	{                                                                      \
+		uint64_t *numbers = numbers_in(given);                         \
+		if (!numbers)                                                  \
+			return NULL;                                           \
+		name(numbers, (size_t)PyList_GET_SIZE(given));                 \
+		free(numbers);                                                 \
+		Py_RETURN_NONE;                                                \
 	}
 
 TELLS_NUMBERS(misses_forget)
 TELLS_NUMBERS(misses_hurry)
 TELLS_NUMBERS(misses_window_drop)
 
-/* Those in the list that were not begun. */
-static PyObject *not_begun(PyObject *given, const bool *begun)
-{
-	PyObject *refused = PyList_New(0);
-	for (Py_ssize_t n = 0; refused && n < PyList_GET_SIZE(given); n++)
-		if (!begun[n] && PyList_Append(refused, PyList_GET_ITEM(given, n)) < 0)
-			Py_CLEAR(refused);
-	return refused;
-}
+ASKS_OF_TWO(misses_exclude, bool_of, "Kp", unsigned long long, int)
 
-static PyObject *py_misses_exclude(PyObject *self, PyObject *args)
+/* Begins to read files, into the window where they have a time. Those of which it does not. */
+static PyObject *begin(PyObject *given, PyObject *given_until, unsigned threads)
 {
-	unsigned long long ino;
-	int excluded;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "Kp", &ino, &excluded))
-		return NULL;
-	return PyBool_FromLong(misses_exclude(ino, excluded));
-}
-
-static PyObject *py_misses_fetch(PyObject *self, PyObject *args)
-{
-	PyObject *given;
-	unsigned threads;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!I", &PyList_Type, &given, &threads))
-		return NULL;
 	size_t count = (size_t)PyList_GET_SIZE(given);
-	uint64_t *inos = numbers_in(given);
-	bool *begun = inos ? malloc(count + 1) : NULL;
-	if (begun)
-		misses_fetch(inos, count, threads, begun);
-	else if (inos)
-		PyErr_NoMemory();
-	PyObject *refused = begun ? not_begun(given, begun) : NULL;
-	free(begun);
-	free(inos);
-	return refused;
-}
-
-static PyObject *py_misses_window(PyObject *self, PyObject *args)
-{
-	PyObject *given, *given_until;
-	unsigned threads;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "O!O!I", &PyList_Type, &given, &PyList_Type, &given_until, &threads))
-		return NULL;
-	size_t count = (size_t)PyList_GET_SIZE(given);
-	if ((size_t)PyList_GET_SIZE(given_until) != count) {
-		PyErr_SetString(PyExc_ValueError, "each number has a time");
-		return NULL;
-	}
-	uint64_t *inos = numbers_in(given), *until = inos ? numbers_in(given_until) : NULL;
-	bool *begun = until ? malloc(count + 1) : NULL;
-	if (begun)
+	uint64_t *inos = numbers_in(given), *until = inos && given_until ? numbers_in(given_until) : NULL;
+	bool *begun = until || (inos && !given_until) ? PyMem_Malloc(count + 1) : NULL;
+	PyObject *refused = NULL;
+	if (begun && given_until)
 		misses_window(inos, (int64_t *)until, count, threads, begun);
-	else if (until)
+	else if (begun)
+		misses_fetch(inos, count, threads, begun);
+	else if (!PyErr_Occurred())
 		PyErr_NoMemory();
-	PyObject *refused = begun ? not_begun(given, begun) : NULL;
-	free(begun);
+	if (begun)
+		refused = PyList_New(0);
+	for (size_t n = 0; refused && n < count; n++)
+		if (!begun[n] && PyList_Append(refused, PyList_GET_ITEM(given, (Py_ssize_t)n)) < 0)
+			Py_CLEAR(refused);
+	PyMem_Free(begun);
 	free(until);
 	free(inos);
 	return refused;
 }
 
+static PyObject *py_misses_fetch(PyObject *Py_UNUSED(self), PyObject *args)
+{
+	PyObject *given;
+	unsigned threads;
+	if (!PyArg_ParseTuple(args, "O!I", &PyList_Type, &given, &threads))
+		return NULL;
+	return begin(given, NULL, threads);
+}
+
+static PyObject *py_misses_window(PyObject *Py_UNUSED(self), PyObject *args)
+{
+	PyObject *given, *given_until;
+	unsigned threads;
+	if (!PyArg_ParseTuple(args, "O!O!I", &PyList_Type, &given, &PyList_Type, &given_until, &threads))
+		return NULL;
+	if (PyList_GET_SIZE(given_until) == PyList_GET_SIZE(given))
+		return begin(given, given_until, threads);
+	PyErr_SetString(PyExc_ValueError, "each number has a time");
+	return NULL;
+}
+
 TELLS_NUMBER(misses_window_limit)
 
-static PyObject *py_misses_window_state(PyObject *self, PyObject *unused)
+static PyObject *py_misses_window_state(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
 	struct miss_window now;
-	(void)self;
-	(void)unused;
 	misses_window_state(&now);
 	return Py_BuildValue("KKKKKKKKK", (unsigned long long)now.bytes, (unsigned long long)now.read,
 			     (unsigned long long)now.read_bytes, (unsigned long long)now.took_ns,
@@ -221,12 +196,7 @@ static PyObject *py_misses_window_state(PyObject *self, PyObject *unused)
 			     (unsigned long long)now.wasted, (unsigned long long)now.wasted_bytes);
 }
 
-static PyObject *py_misses_source_ns(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(misses_source_ns());
-}
+ASKS(misses_source_ns, number_of)
 
 /* Takes the bytes over. */
 static PyObject *object_of(struct miss_bytes *bytes)
@@ -241,10 +211,8 @@ static PyObject *object_of(struct miss_bytes *bytes)
 	return (PyObject *)object;
 }
 
-static PyObject *py_misses_events(PyObject *self, PyObject *unused)
+static PyObject *py_misses_events(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
-	(void)self;
-	(void)unused;
 	PyObject *found = PyList_New(0);
 	struct miss_event *event = misses_events();
 	while (event) {

@@ -1,10 +1,8 @@
 /* Units (_unit.h) for Python. See engine/units.py. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "../fuse/_python.h"
 
 #include "_unit.h"
 
-#include <errno.h>
 #include <structmember.h>
 
 struct object {
@@ -14,12 +12,6 @@ struct object {
 	uint64_t read_bytes, elsewhere_bytes;
 	bool direct;
 };
-
-static PyObject *failed(int error)
-{
-	errno = error;
-	return PyErr_SetFromErrno(PyExc_OSError);
-}
 
 static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *named)
 {
@@ -117,13 +109,12 @@ static PyObject *do_write(PyObject *self, PyObject *args)
 	Py_BEGIN_ALLOW_THREADS
 	done = unit_write(object->unit, fd, (int64_t)(seconds * 1e9));
 	Py_END_ALLOW_THREADS
-	return done < 0 ? failed(-done) : PyBool_FromLong(done);
+	return done < 0 ? failed(-done) : bool_of(done);
 }
 
-static PyObject *show(PyObject *self, PyObject *unused)
+static PyObject *show(PyObject *self, PyObject *Py_UNUSED(unused))
 {
 	struct object *object = (struct object *)self;
-	(void)unused;
 	Py_BEGIN_ALLOW_THREADS
 	unit_show(object->unit);
 	Py_END_ALLOW_THREADS
@@ -132,9 +123,8 @@ static PyObject *show(PyObject *self, PyObject *unused)
 
 /* A method without arguments and result, whose C function does not block. */
 #define UNIT_METHOD(name)                                            \
-	static PyObject *name(PyObject *self, PyObject *unused)      \
+	static PyObject *name(PyObject *self, PyObject *Py_UNUSED(unused)) \
 	{                                                            \
-		(void)unused;                                        \
 		unit_##name(((struct object *)self)->unit);          \
 		Py_RETURN_NONE;                                      \
 	}
@@ -158,11 +148,10 @@ static PyObject *peek(PyObject *self, PyObject *args)
 	return bytes;
 }
 
-static PyObject *needed(PyObject *self, PyObject *unused)
+static PyObject *needed(PyObject *self, PyObject *Py_UNUSED(unused))
 {
 	struct object *object = (struct object *)self;
 	uint64_t bytes;
-	(void)unused;
 	Py_BEGIN_ALLOW_THREADS
 	bytes = unit_needed(object->unit);
 	Py_END_ALLOW_THREADS
@@ -191,22 +180,20 @@ static PyObject *ranges(const struct object *object, enum unit_state state)
 	return found;
 }
 
-static PyObject *stored(PyObject *self, PyObject *unused)
+static PyObject *stored(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-	(void)unused;
 	return ranges((struct object *)self, UNIT_STORED);
 }
 
-static PyObject *dropped(PyObject *self, PyObject *unused)
+static PyObject *dropped(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-	(void)unused;
 	return ranges((struct object *)self, UNIT_DROPPED);
 }
 
 static PyObject *is_stored(PyObject *self, PyObject *given)
 {
-	unsigned long long offset = PyLong_AsUnsignedLongLong(given);
-	if (offset == (unsigned long long)-1 && PyErr_Occurred())
+	uint64_t offset;
+	if (!number_in(given, &offset))
 		return NULL;
 	return PyBool_FromLong(unit_state(((struct object *)self)->unit, offset) == UNIT_STORED);
 }
@@ -279,15 +266,10 @@ static PyTypeObject object_type = {
 	.tp_members = object_values,
 };
 
-static PyObject *memory(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	return PyLong_FromSize_t(unit_memory());
-}
+ASKS(unit_memory, number_of)
 
 static PyMethodDef methods[] = {
-	{"memory_bytes", memory, METH_NOARGS, "What all units have in memory."},
+	{"memory_bytes", py_unit_memory, METH_NOARGS, "What all units have in memory."},
 	{NULL, NULL, 0, NULL},
 };
 

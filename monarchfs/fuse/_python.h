@@ -48,36 +48,49 @@ static inline bool number_in(PyObject *given, uint64_t *number)
 	return !(*number == (uint64_t)-1 && PyErr_Occurred());
 }
 
-/* A function of one number. `object` (above) makes a Python object of its result. */
-#define ASKS_OF_NUMBER(name, object)                                    \
-	static PyObject *py_##name(PyObject *self, PyObject *given)     \
-	{                                                               \
-		uint64_t number;                                        \
-		(void)self;                                             \
+/* A list of numbers. */
+static inline PyObject *numbers_of(const uint64_t *numbers, size_t count)
+{
+	PyObject *list = PyList_New((Py_ssize_t)count);
+	for (size_t i = 0; list && i < count; i++) {
+		PyObject *number = number_of(numbers[i]);
+		if (!number)
+			Py_CLEAR(list);
+		else
+			PyList_SET_ITEM(list, (Py_ssize_t)i, number);
+	}
+	return list;
+}
+
+/* The Python functions py_NAME of simple C functions. `object` (above) makes a Python object of the result; */
+#define NONE_AFTER(call) ((call), Py_NewRef(Py_None)) /* of a function without one. */
+
+#define ASKS(name, object)                                                               \
+	static PyObject *py_##name(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none)) \
+	{                                                                                \
+		return object(name());                                                   \
+	}
+
+#define ASKS_OF_NUMBER(name, object)                                           \
+	static PyObject *py_##name(PyObject *Py_UNUSED(self), PyObject *given) \
+	{                                                                      \
+		uint64_t number;                                               \
 		return number_in(given, &number) ? object(name(number)) : NULL; \
 	}
 
-/* A function of one number, without a result. */
-#define TELLS_NUMBER(name)                                          \
-	static PyObject *py_##name(PyObject *self, PyObject *given) \
-	{                                                           \
-		uint64_t number;                                    \
-		(void)self;                                         \
-		if (!number_in(given, &number))                     \
-			return NULL;                                \
-		name(number);                                       \
-		Py_RETURN_NONE;                                     \
+/* Of two arguments, of these types, as `format` has them parsed. */
+#define ASKS_OF_TWO(name, object, format, type, other)                        \
+	static PyObject *py_##name(PyObject *Py_UNUSED(self), PyObject *args) \
+	{                                                                     \
+		type first;                                                   \
+		other second;                                                 \
+		if (!PyArg_ParseTuple(args, format, &first, &second))         \
+			return NULL;                                          \
+		return object(name(first, second));                           \
 	}
 
-/* A function without argument and result. */
-#define TELLS(name)                                                  \
-	static PyObject *py_##name(PyObject *self, PyObject *unused) \
-	{                                                            \
-		(void)self;                                          \
-		(void)unused;                                        \
-		name();                                              \
-		Py_RETURN_NONE;                                      \
-	}
+#define TELLS(name) ASKS(name, NONE_AFTER)
+#define TELLS_NUMBER(name) ASKS_OF_NUMBER(name, NONE_AFTER)
 
 #define METHOD(name, flags) {#name, py_##name, flags, NULL}
 

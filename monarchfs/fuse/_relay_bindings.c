@@ -20,28 +20,13 @@
 
 /* -- counts */
 
-static PyObject *numbers_object(const uint64_t *numbers, unsigned count)
-{
-	PyObject *found = PyTuple_New(count);
-	for (unsigned i = 0; found && i < count; i++) {
-		PyObject *number = number_of(numbers[i]);
-		if (!number)
-			Py_CLEAR(found);
-		else
-			PyTuple_SET_ITEM(found, i, number);
-	}
-	return found;
-}
-
-static PyObject *py_counts(PyObject *self, PyObject *unused)
+static PyObject *py_counts(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
 	struct counts now;
-	(void)self;
-	(void)unused;
 	counts_read(&now);
 	PyObject *durations = PyTuple_New(DURATIONS);
 	for (unsigned i = 0; durations && i < DURATIONS; i++) {
-		PyObject *took = numbers_object(now.durations[i].took, MOST_BOUNDS + 1);
+		PyObject *took = numbers_of(now.durations[i].took, MOST_BOUNDS + 1);
 		PyObject *each = took ? Py_BuildValue("KN", (unsigned long long)
 								   now.durations[i].total_ns,
 						      took) : NULL;
@@ -50,7 +35,7 @@ static PyObject *py_counts(PyObject *self, PyObject *unused)
 		else
 			PyTuple_SET_ITEM(durations, i, each);
 	}
-	PyObject *numbers = durations ? numbers_object(now.numbers, COUNTS) : NULL;
+	PyObject *numbers = durations ? numbers_of(now.numbers, COUNTS) : NULL;
 	if (!numbers)
 		Py_CLEAR(durations);
 	return durations ? Py_BuildValue("NN", numbers, durations) : NULL;
@@ -58,9 +43,8 @@ static PyObject *py_counts(PyObject *self, PyObject *unused)
 
 /* -- the table of open files */
 
-static PyObject *py_table_attach(PyObject *self, PyObject *given)
+static PyObject *py_table_attach(PyObject *Py_UNUSED(self), PyObject *given)
 {
-	(void)self;
 	long fd = PyLong_AsLong(given);
 	if (fd == -1 && PyErr_Occurred())
 		return NULL;
@@ -74,22 +58,20 @@ static PyObject *py_table_attach(PyObject *self, PyObject *given)
 TELLS(table_detach)
 
 /* Of a handle whose RELEASE is Python's. */
-static PyObject *py_table_add(PyObject *self, PyObject *args)
+static PyObject *py_table_add(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, unique;
 	unsigned backing_id = 0;
 	uint64_t number;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KK|I", &ino, &unique, &backing_id))
 		return NULL;
 	int result = table_add(ino, unique, backing_id, OWNED | HELD, &number);
 	return result < 0 ? failed(-result) : number_of(number);
 }
 
-static PyObject *py_table_end(PyObject *self, PyObject *given)
+static PyObject *py_table_end(PyObject *Py_UNUSED(self), PyObject *given)
 {
 	uint64_t number;
-	(void)self;
 	if (!number_in(given, &number))
 		return NULL;
 	uint64_t ino = table_end(number, false, NULL);
@@ -102,10 +84,8 @@ ASKS_OF_NUMBER(table_ino, ino_of)
 ASKS_OF_NUMBER(table_own, bool_of)
 
 /* [(number, ino, unique, backing id)]. */
-static PyObject *py_table_list(PyObject *self, PyObject *unused)
+static PyObject *py_table_list(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
-	(void)self;
-	(void)unused;
 	PyObject *found = PyList_New(0);
 	struct slot slot;
 	uint64_t number;
@@ -121,37 +101,23 @@ static PyObject *py_table_list(PyObject *self, PyObject *unused)
 	return found;
 }
 
-static PyObject *py_table_length(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	return PyLong_FromSize_t(table_length());
-}
+ASKS(table_length, number_of)
 
 /* -- resident files */
 
-static PyObject *py_resident_start(PyObject *self, PyObject *args)
+static PyObject *py_resident_start(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned files, uid;
 	long long lasting_ns;
 	int free_opens, tells;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "IILpp", &files, &uid, &lasting_ns, &free_opens, &tells))
 		return NULL;
 	return none_unless(resident_start(files, (uid_t)uid, lasting_ns, free_opens, tells));
 }
 
-static PyObject *py_resident_tier(PyObject *self, PyObject *args)
-{
-	unsigned number;
-	int dir_fd;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "Ii", &number, &dir_fd))
-		return NULL;
-	return none_unless(resident_tier(number, dir_fd));
-}
+ASKS_OF_TWO(resident_tier, none_unless, "Ii", unsigned, int)
 
-static PyObject *py_resident_put(PyObject *self, PyObject *args)
+static PyObject *py_resident_put(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, checksum, size, segment, offset;
 	long long until_ns;
@@ -159,7 +125,6 @@ static PyObject *py_resident_put(PyObject *self, PyObject *args)
 	const char *name;
 	Py_ssize_t name_bytes;
 	int seen;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KIy#KKLpKK", &ino, &replica.tier, &name, &name_bytes,
 			      &checksum, &size, &until_ns, &seen, &segment, &offset))
 		return NULL;
@@ -184,44 +149,23 @@ ASKS_OF_NUMBER(resident_has, bool_of)
 ASKS_OF_NUMBER(resident_used, bool_of)
 ASKS_OF_NUMBER(resident_seen, bool_of)
 
-static PyObject *py_resident_opened(PyObject *self, PyObject *unused)
+static PyObject *py_resident_opened(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none))
 {
 	static uint64_t inos[MOST_TOLD]; /* under the GIL */
-	(void)self;
-	(void)unused;
-	size_t count = resident_opened(inos, MOST_TOLD);
-	PyObject *found = PyList_New((Py_ssize_t)count);
-	for (size_t i = 0; found && i < count; i++) {
-		PyObject *ino = number_of(inos[i]);
-		if (!ino)
-			Py_CLEAR(found);
-		else
-			PyList_SET_ITEM(found, (Py_ssize_t)i, ino);
-	}
-	return found;
+	return numbers_of(inos, resident_opened(inos, MOST_TOLD));
 }
 
-static PyObject *py_backed_delegate(PyObject *self, PyObject *args)
-{
-	unsigned long long ino;
-	unsigned backing_id;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "KI", &ino, &backing_id))
-		return NULL;
-	return PyBool_FromLong(backed_delegate(ino, backing_id));
-}
-
+ASKS_OF_TWO(backed_delegate, bool_of, "KI", unsigned long long, unsigned)
 ASKS_OF_NUMBER(backed_reclaim, number_of)
 ASKS_OF_NUMBER(backed_cached, number_of)
 
 /* -- files that are not resident (yet) */
 
-static PyObject *py_nonresident_source(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_source(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, size;
 	long long mtime_ns, ctime_ns;
 	int fd;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KiKLL", &ino, &fd, &size, &mtime_ns, &ctime_ns))
 		return NULL;
 	return PyBool_FromLong(nonresident_source(ino, fd, size, mtime_ns, ctime_ns));
@@ -229,76 +173,46 @@ static PyObject *py_nonresident_source(PyObject *self, PyObject *args)
 
 TELLS_NUMBER(nonresident_no_source)
 
-static PyObject *py_nonresident_fill(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_fill(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, size, chunk_bytes;
 	const char *states;
 	Py_ssize_t count;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KKKy#", &ino, &size, &chunk_bytes, &states, &count))
 		return NULL;
 	return PyBool_FromLong(nonresident_fill(ino, size, chunk_bytes, states, (size_t)count));
 }
 
-static PyObject *py_nonresident_part(PyObject *self, PyObject *args)
-{
-	unsigned long long ino;
-	int fd;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "Ki", &ino, &fd))
-		return NULL;
-	return PyBool_FromLong(nonresident_part(ino, fd));
-}
+ASKS_OF_TWO(nonresident_part, bool_of, "Ki", unsigned long long, int)
 
-static PyObject *py_nonresident_chunks(PyObject *self, PyObject *args)
+static PyObject *py_nonresident_chunks(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, first, last;
 	unsigned state;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KKKI", &ino, &first, &last, &state))
 		return NULL;
 	nonresident_chunks(ino, first, last, (enum chunk_state)state);
 	Py_RETURN_NONE;
 }
 
-static PyObject *py_nonresident_ahead(PyObject *self, PyObject *args)
-{
-	unsigned long long ino, chunk;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "KK", &ino, &chunk))
-		return NULL;
-	nonresident_ahead(ino, chunk);
-	Py_RETURN_NONE;
-}
+ASKS_OF_TWO(nonresident_ahead, NONE_AFTER, "KK", unsigned long long, unsigned long long)
 
-static PyObject *py_nonresident_units(PyObject *self, PyObject *unused)
+static PyObject *py_nonresident_units(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
 	static struct nonresident_units functions = {nonresident_arrived, nonresident_chunks};
-	(void)self;
-	(void)unused;
 	return PyCapsule_New(&functions, NONRESIDENT_UNITS, NULL);
 }
 
 TELLS_NUMBER(nonresident_stop)
 ASKS_OF_NUMBER(nonresident_used, bool_of)
 
-static PyObject *py_waiting_leave_older(PyObject *self, PyObject *args)
-{
-	unsigned long long before_ns;
-	unsigned most;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "KI", &before_ns, &most))
-		return NULL;
-	return PyLong_FromUnsignedLong(waiting_leave_older(before_ns, most));
-}
-
+ASKS_OF_TWO(waiting_leave_older, number_of, "KI", unsigned long long, unsigned)
 ASKS_OF_NUMBER(waiting_any_since, bool_of)
 
 /* -- attributes that files do not have */
 
-static PyObject *py_absent_add(PyObject *self, PyObject *inos)
+static PyObject *py_absent_add(PyObject *Py_UNUSED(self), PyObject *inos)
 {
-	(void)self;
 	PyObject *each, *iterator = PyObject_GetIter(inos);
 	while (iterator && (each = PyIter_Next(iterator))) {
 		uint64_t ino;
@@ -314,11 +228,10 @@ static PyObject *py_absent_add(PyObject *self, PyObject *inos)
 	Py_RETURN_NONE;
 }
 
-static PyObject *py_absent_name(PyObject *self, PyObject *args)
+static PyObject *py_absent_name(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	const char *name;
 	int error;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "yi", &name, &error))
 		return NULL;
 	return PyBool_FromLong(absent_name(name, error) == 0);
@@ -327,10 +240,9 @@ static PyObject *py_absent_name(PyObject *self, PyObject *args)
 /* -- recordings */
 
 /* Returns when it began, on CLOCK_MONOTONIC. */
-static PyObject *py_record_begin(PyObject *self, PyObject *given)
+static PyObject *py_record_begin(PyObject *Py_UNUSED(self), PyObject *given)
 {
 	uint64_t sample, now_ns = monotonic_ns();
-	(void)self;
 	if (!number_in(given, &sample))
 		return NULL;
 	int error = record_begin(now_ns, (uint32_t)sample);
@@ -341,22 +253,19 @@ TELLS_NUMBER(record_sample)
 TELLS(record_end)
 
 /* The oldest events, packed, and how many were lost so far. */
-static PyObject *py_record_drain(PyObject *self, PyObject *unused)
+static PyObject *py_record_drain(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
 	static struct record_event events[MOST_DRAINED]; /* under the GIL */
 	uint64_t lost;
-	(void)self;
-	(void)unused;
 	size_t count = record_drain(events, MOST_DRAINED, &lost);
 	return Py_BuildValue("y#K", (const char *)events, (Py_ssize_t)(count * sizeof(*events)),
 			     (unsigned long long)lost);
 }
 
-static PyObject *py_record_answered(PyObject *self, PyObject *args)
+static PyObject *py_record_answered(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long unique, ino;
 	unsigned by, size;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "KIKI", &unique, &by, &ino, &size))
 		return NULL;
 	if (recording())

@@ -340,26 +340,20 @@ int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
 }
 
 /* Of the request that was received last, until its handler's first checkpoint. */
-static PyObject *py_current(PyObject *self, PyObject *unused)
+static PyObject *py_current(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
-	(void)self;
-	(void)unused;
 	return Py_BuildValue("KIIK", (unsigned long long)current_unique, current_opcode, current_pid,
 			     (unsigned long long)current_node);
 }
 
 /* The open that is answered with this handle next has the kernel read the backing file. */
-static PyObject *py_back_open(PyObject *self, PyObject *args)
+static void back_open(uint64_t fh, int id)
 {
-	unsigned long long fh;
-	int id;
-	(void)self;
-	if (!PyArg_ParseTuple(args, "Ki", &fh, &id))
-		return NULL;
 	backed_fh = fh;
 	backing_id = id;
-	Py_RETURN_NONE;
 }
+
+ASKS_OF_TWO(back_open, NONE_AFTER, "Ki", unsigned long long, int)
 
 static PyObject *set_handler(PyObject **place, PyObject *handler)
 {
@@ -375,39 +369,34 @@ static PyObject *set_handler(PyObject **place, PyObject *handler)
 
 /* handler(unique) is called when the kernel says that the process of this request got a signal. It returns False if
  * it does not know the request. Without a handler (None), interrupts go to libfuse, which ignores them. */
-static PyObject *py_set_interrupt_handler(PyObject *self, PyObject *handler)
+static PyObject *py_set_interrupt_handler(PyObject *Py_UNUSED(self), PyObject *handler)
 {
-	(void)self;
 	return set_handler(&on_interrupt, handler);
 }
 
 /* handler(opcode, node id, body) is called with requests that it may answer at once. It returns the body of the
  * answer (bytes), its errno (a number), None to leave the request to pyfuse3, or True to have the threads' code try
  * again. */
-static PyObject *py_set_request_handler(PyObject *self, PyObject *handler)
+static PyObject *py_set_request_handler(PyObject *Py_UNUSED(self), PyObject *handler)
 {
-	(void)self;
 	return set_handler(&on_request, handler);
 }
 
 /* There will be no threads: pyfuse3 waits for libfuse's descriptor. Called before pyfuse3's init. */
-static PyObject *py_read_directly(PyObject *self, PyObject *unused)
+static PyObject *py_read_directly(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
-	(void)self;
-	(void)unused;
 	directly = true;
 	Py_RETURN_NONE;
 }
 
 /* See _relay.h. False if pyfuse3 does not wait for the right descriptor. */
-static PyObject *py_start_relay(PyObject *self, PyObject *args)
+static PyObject *py_start_relay(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	int init_fd, fd;
 	unsigned threads, waiting_reads, bounds = 0;
 	int free_opens;
 	PyObject *given;
 	uint64_t bounds_ns[MOST_BOUNDS];
-	(void)self;
 	if (!PyArg_ParseTuple(args, "iiIIpO!", &init_fd, &fd, &threads, &waiting_reads, &free_opens,
 			      &PyTuple_Type, &given))
 		return NULL;
@@ -429,9 +418,8 @@ static PyObject *py_start_relay(PyObject *self, PyObject *args)
 	return error < 0 ? failed(-error) : bool_of(true);
 }
 
-static PyObject *py_journal(PyObject *self, PyObject *given)
+static PyObject *py_journal(PyObject *Py_UNUSED(self), PyObject *given)
 {
-	(void)self;
 	long fd = PyLong_AsLong(given);
 	if (fd == -1 && PyErr_Occurred())
 		return NULL;
@@ -439,15 +427,7 @@ static PyObject *py_journal(PyObject *self, PyObject *given)
 }
 
 /* The handler of this request ends now, and pyfuse3 answers. With a journal only. */
-static PyObject *py_answered_soon(PyObject *self, PyObject *given)
-{
-	uint64_t unique;
-	(void)self;
-	if (!number_in(given, &unique))
-		return NULL;
-	answering(unique);
-	Py_RETURN_NONE;
-}
+TELLS_NUMBER(answering)
 
 static void take_again(void)
 {
@@ -457,10 +437,9 @@ static void take_again(void)
 
 TELLS(take_again)
 
-static PyObject *py_answer_opens(PyObject *self, PyObject *args)
+static PyObject *py_answer_opens(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	int here, direct = false;
-	(void)self;
 	if (!PyArg_ParseTuple(args, "p|p", &here, &direct))
 		return NULL;
 	relay_answer_opens(here, direct);
@@ -475,7 +454,7 @@ static PyMethodDef methods[] = {
 	METHOD(read_directly, METH_NOARGS),
 	METHOD(start_relay, METH_VARARGS),
 	METHOD(journal, METH_O),
-	METHOD(answered_soon, METH_O),
+	{"answered_soon", py_answering, METH_O, NULL},
 	METHOD(take_again, METH_NOARGS),
 	METHOD(answer_opens, METH_VARARGS),
 	{NULL, NULL, 0, NULL},

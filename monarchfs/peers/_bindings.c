@@ -1,6 +1,5 @@
 /* _places.h and _fetch.h for Python. See replicas.py. */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "../fuse/_python.h"
 
 #include "_want.h"
 
@@ -8,14 +7,7 @@
 #include "../engine/_unit.h"
 #include "../fuse/_counts.h"
 
-#include <errno.h>
 #include <stdlib.h>
-
-static PyObject *failed(int error)
-{
-	errno = error;
-	return PyErr_SetFromErrno(PyExc_OSError);
-}
 
 static bool is_name(const Py_buffer *name)
 {
@@ -25,9 +17,8 @@ static bool is_name(const Py_buffer *name)
 	return false;
 }
 
-static PyObject *put(PyObject *self, PyObject *args)
+static PyObject *put(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	(void)self;
 	PyObject *rows;
 	unsigned peer;
 	if (!PyArg_ParseTuple(args, "IO", &peer, &rows))
@@ -63,11 +54,10 @@ static PyObject *put(PyObject *self, PyObject *args)
 	return PyLong_FromUnsignedLong(kept);
 }
 
-static PyObject *remove_all(PyObject *self, PyObject *number)
+static PyObject *remove_all(PyObject *Py_UNUSED(self), PyObject *given)
 {
-	(void)self;
-	unsigned long peer = PyLong_AsUnsignedLong(number);
-	if (PyErr_Occurred())
+	uint64_t peer;
+	if (!number_in(given, &peer))
 		return NULL;
 	Py_BEGIN_ALLOW_THREADS
 	places_remove_all((unsigned)peer);
@@ -75,9 +65,8 @@ static PyObject *remove_all(PyObject *self, PyObject *number)
 	Py_RETURN_NONE;
 }
 
-static PyObject *available(PyObject *self, PyObject *arg)
+static PyObject *available(PyObject *Py_UNUSED(self), PyObject *arg)
 {
-	(void)self;
 	Py_buffer name;
 	if (PyObject_GetBuffer(arg, &name, PyBUF_SIMPLE) < 0)
 		return NULL;
@@ -89,46 +78,17 @@ static PyObject *available(PyObject *self, PyObject *arg)
 	return result;
 }
 
-static PyObject *peer(PyObject *self, PyObject *args)
-{
-	(void)self;
-	unsigned number;
-	const char *url;
-	if (!PyArg_ParseTuple(args, "Is", &number, &url))
-		return NULL;
-	int result = fetch_peer(number, url);
-	if (result < 0)
-		return failed(-result);
-	Py_RETURN_NONE;
-}
+ASKS_OF_TWO(fetch_peer, none_unless, "Is", unsigned, const char *)
+ASKS_OF_TWO(fetch_token, none_unless, "ss", const char *, const char *)
 
-static PyObject *token(PyObject *self, PyObject *args)
+static PyObject *pin(PyObject *Py_UNUSED(self), PyObject *digest)
 {
-	(void)self;
-	const char *text, *address;
-	if (!PyArg_ParseTuple(args, "ss", &text, &address))
-		return NULL;
-	int result = fetch_token(text, address);
-	if (result < 0)
-		return failed(-result);
-	Py_RETURN_NONE;
-}
-
-static PyObject *pin(PyObject *self, PyObject *digest)
-{
-	(void)self;
 	const char *text = PyUnicode_AsUTF8(digest);
-	if (!text)
-		return NULL;
-	int result = fetch_pin(text);
-	if (result < 0)
-		return failed(-result);
-	Py_RETURN_NONE;
+	return text ? none_unless(fetch_pin(text)) : NULL;
 }
 
-static PyObject *owners(PyObject *self, PyObject *args)
+static PyObject *owners(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	(void)self;
 	Py_buffer given;
 	unsigned own;
 	if (!PyArg_ParseTuple(args, "y*I", &given, &own))
@@ -137,14 +97,11 @@ static PyObject *owners(PyObject *self, PyObject *args)
 	if (given.len == 2 * OWNER_BUCKETS * (Py_ssize_t)sizeof(uint16_t))
 		result = want_owners(given.buf, own);
 	PyBuffer_Release(&given);
-	if (result < 0)
-		return failed(-result);
-	Py_RETURN_NONE;
+	return none_unless(result);
 }
 
-static PyObject *fetch(PyObject *self, PyObject *args)
+static PyObject *fetch(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	(void)self;
 	Py_buffer name;
 	Py_ssize_t size;
 	if (!PyArg_ParseTuple(args, "y*n", &name, &size))
@@ -164,9 +121,8 @@ static PyObject *fetch(PyObject *self, PyObject *args)
 	return PyLong_FromLong(result);
 }
 
-static PyObject *ask(PyObject *self, PyObject *args)
+static PyObject *ask(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	(void)self;
 	unsigned number;
 	const char *path;
 	Py_buffer body = {0};
@@ -190,43 +146,34 @@ static PyObject *ask(PyObject *self, PyObject *args)
 	return result;
 }
 
-static PyObject *counts(PyObject *self, PyObject *number)
+static PyObject *counts(PyObject *Py_UNUSED(self), PyObject *given)
 {
-	(void)self;
-	unsigned long peer = PyLong_AsUnsignedLong(number);
-	if (PyErr_Occurred())
-		return NULL;
+	uint64_t peer;
 	struct peer_counts of;
+	if (!number_in(given, &peer))
+		return NULL;
 	fetch_count((unsigned)peer, &of);
 	return Py_BuildValue("KKKKKN", of.files, of.bytes, of.wrong, of.failed, of.nanoseconds,
-			     PyBool_FromLong(fetch_avoided((unsigned)peer)));
+			     bool_of(fetch_avoided((unsigned)peer)));
 }
 
-static PyObject *known(PyObject *self, PyObject *number)
+static PyObject *known(PyObject *Py_UNUSED(self), PyObject *given)
 {
-	(void)self;
-	Py_ssize_t count = PyLong_AsSsize_t(number);
-	if (PyErr_Occurred())
+	uint64_t count;
+	if (!number_in(given, &count))
 		return NULL;
-	uint64_t *of = PyMem_Calloc(count > 0 ? (size_t)count : 1, sizeof(*of));
+	uint64_t *of = PyMem_Calloc(count ? count : 1, sizeof(*of));
 	if (!of)
 		return PyErr_NoMemory();
 	Py_BEGIN_ALLOW_THREADS
-	places_count(of, (size_t)count);
+	places_count(of, count);
 	Py_END_ALLOW_THREADS
-	PyObject *list = PyList_New(count);
-	for (Py_ssize_t n = 0; list && n < count; n++)
-		PyList_SET_ITEM(list, n, PyLong_FromUnsignedLongLong(of[n]));
+	PyObject *list = numbers_of(of, count);
 	PyMem_Free(of);
 	return list;
 }
 
-static PyObject *bypassed(PyObject *self, PyObject *unused)
-{
-	(void)self;
-	(void)unused;
-	return PyLong_FromUnsignedLongLong(want_bypassed());
-}
+ASKS(want_bypassed, number_of)
 
 static PyMethodDef methods[] = {
 	{"put", put, METH_VARARGS,
@@ -234,9 +181,9 @@ static PyMethodDef methods[] = {
 	 "that it has no more. How many were entered."},
 	{"remove_all", remove_all, METH_O, "remove_all(peer): it has none any more."},
 	{"available", available, METH_O, "available(name): whether a peer has it that is not avoided."},
-	{"peer", peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
+	{"peer", py_fetch_peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
 	{"pin", pin, METH_O, "pin(digest): the public key that peers must have; \"\" without TLS. Raises OSError."},
-	{"token", token, METH_VARARGS, "token(text, address): what each request has behind its path, and where it comes from. Raises OSError."},
+	{"token", py_fetch_token, METH_VARARGS, "token(text, address): what each request has behind its path, and where it comes from. Raises OSError."},
 	{"owners", owners, METH_VARARGS,
 	 "owners(numbers, own): the owner of each bucket of names, 16 bits each, then who stands in for each, and this\n"
 	 "node's number. Raises OSError."},
@@ -247,7 +194,7 @@ static PyMethodDef methods[] = {
 	 "body is None. Waits for the peer. Raises OSError: EAGAIN while it is avoided."},
 	{"counts", counts, METH_O,
 	 "counts(peer): files, bytes, wrong, failed, nanoseconds, whether it is avoided."},
-	{"bypassed", bypassed, METH_NOARGS, "bypassed(): how many files their owners were not asked for, because that takes too long."},
+	{"bypassed", py_want_bypassed, METH_NOARGS, "bypassed(): how many files their owners were not asked for, because that takes too long."},
 	{"known", known, METH_O, "known(count): how many replicas each of so many peers is known to have."},
 	{0},
 };

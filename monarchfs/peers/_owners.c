@@ -47,9 +47,8 @@ static void own(const uint64_t *seeds, const double *weights, size_t nodes, uint
 	}
 }
 
-static PyObject *owners(PyObject *self, PyObject *args)
+static PyObject *owners(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	(void)self;
 	Py_buffer seeds, weights;
 	Py_ssize_t buckets;
 	if (!PyArg_ParseTuple(args, "y*y*n", &seeds, &weights, &buckets))

@@ -92,9 +92,8 @@ static PyObject *answers(const struct asked *asked, Py_ssize_t count, unsigned l
 	return results;
 }
 
-static PyObject *stat_each(PyObject *self, PyObject *args)
+static PyObject *stat_each(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	(void)self;
 	int directory;
 	unsigned long long device;
 	PyObject *sequence;

@@ -40,9 +40,8 @@ static int put_record(const struct record *record)
 	return 0;
 }
 
-static PyObject *put_each(PyObject *self, PyObject *sequence)
+static PyObject *put_each(PyObject *Py_UNUSED(self), PyObject *sequence)
 {
-	(void)self;
 	PyObject *wanted = PySequence_Tuple(sequence);
 	if (!wanted)
 		return NULL;
@@ -97,9 +96,8 @@ static int punch_range(int fd, const struct range *range)
 	return failed ? errno : 0;
 }
 
-static PyObject *punch(PyObject *self, PyObject *args)
+static PyObject *punch(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	(void)self;
 	int fd, error = 0;
 	PyObject *sequence;
 	if (!PyArg_ParseTuple(args, "iO", &fd, &sequence))
