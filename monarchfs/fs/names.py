@@ -70,25 +70,39 @@ class Names:
         return None if isinstance(found, Missing) else found.node
 
     async def find_each(
-        self, parent: int, names: list[bytes], lane: Lane, *, publish: bool = False
+        self,
+        parent: int,
+        names: list[bytes],
+        lane: Lane,
+        *,
+        publish: bool = False,
+        scanned: bool = False,
     ) -> list[Node | None]:
         """``find`` for many names of a directory, with few calls of the source for all that are
         not known. Raises OSError if the directory cannot be used; None for a name that fails.
-        ``publish``: readers will want them soon."""
+        ``publish``: readers will want those that were not known soon. ``scanned``: they may want
+        all at any time."""
         found: dict[bytes, Node | None] = {}
         unknown = []
+        scanned = scanned and self._siblings.fits
         for name in names:
             known = self._known.lookup(parent, name)
             if known is None:
                 unknown.append(name)
             else:
-                found[name] = None if isinstance(known, Missing) else known.node
+                entry = None if isinstance(known, Missing) else known
+                found[name] = entry and entry.node
+                if scanned:
+                    self._siblings.scanned(parent, name, entry)
         if unknown:
             answers = await self._batches.find_each(parent, unknown, lane)
             if publish and self._siblings.fits:
                 self._batches.publish(parent, answers)
             for name, answer in answers.items():
-                found[name] = None if isinstance(answer, OSError) else answer
+                found[name] = node = None if isinstance(answer, OSError) else answer
+                if scanned and node is not None:
+                    entry = self._known.entry(node.fetched_ns, node, time.time_ns())
+                    self._siblings.scanned(parent, name, entry)
         return [found[name] for name in names]
 
     async def _fetch(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:

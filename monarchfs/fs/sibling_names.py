@@ -1,8 +1,8 @@
 """Names that are published to those who answer look-ups without Python.
 
-A scan, a request to warm or an index file may know a dataset before anybody looks up a name. To
-publish all of it would push out what is needed. So each look-up that Python answers publishes some
-more names of the same directory.
+A scan of the whole dataset publishes what it finds. An index file, a request to warm or an earlier
+mount may also know names before anybody looks them up: each look-up that Python answers publishes
+some more names of the same directory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ FEW = 3
 PAUSE_SECONDS = 10.0
 """After its last name, a directory begins again after this time."""
 
-MOST_NAMES = 131_072
-"""As in _names.c: of more, most would be pushed out before they are looked up."""
+MOST_NAMES = 1_000_000
+"""As many as _names.c holds: of more, most would be pushed out before they are looked up."""
 
 DIRECTORIES_KEPT = 30_000
+
+Publish = Callable[[int, bytes, Entry], None]
+"""Gets a directory, a name in it and what that stands for."""
 
 
 class SiblingNames:
@@ -35,10 +38,11 @@ class SiblingNames:
 
     Not only the thread of the event loop calls ``looked_up`` (_handoff.c)."""
 
-    def __init__(self, known: KnownMetadata, publish: Callable[[int, bytes, Entry], None]) -> None:
-        """``publish`` gets (directory, name, what it stands for)."""
+    def __init__(self, known: KnownMetadata, publish: Publish, publish_name: Publish) -> None:
+        """``publish`` has the file ready for an open, too; ``publish_name`` does not."""
         self._known = known
         self._publish = publish
+        self._publish_name = publish_name
         self._directories: OrderedDict[int, tuple[int, int, float]] = OrderedDict()
 
     @property
@@ -50,6 +54,11 @@ class SiblingNames:
         """``name`` was asked for at ``checked_ns``; it is published if it may be believed."""
         if (entry := self._known.entry(checked_ns, node, time.time_ns())) is not None:
             self._publish(parent, name, entry)
+
+    def scanned(self, parent: int, name: bytes, entry: Entry | None) -> None:
+        """A scan found it: nobody need be about to read the file."""
+        if entry is not None:
+            self._publish_name(parent, name, entry)
 
     def looked_up(self, parent: int) -> None:
         """Python answered a look-up there. No checkpoint."""

@@ -189,13 +189,17 @@ class Relay:
         if self.misses is not None:
             self.misses.offer(node)
 
-    def known(self, parent: int, name: bytes, entry: Entry) -> None:
-        """``found``; and the threads answer those who look it up, for as long as the kernel may
-        keep the answer. Names of directories, whose attributes change, are left out."""
+    def name_known(self, parent: int, name: bytes, entry: Entry) -> None:
+        """The threads answer those who look it up, for as long as the kernel may keep the answer.
+        Names of directories, whose attributes change, are left out."""
         node, seconds, _ = entry
         if self.misses is not None and seconds > 0 and not node.stat.is_directory:
             self._hooks.names_put(parent, name, seconds, node)
-        self.found(node)
+
+    def known(self, parent: int, name: bytes, entry: Entry) -> None:
+        """``name_known`` and ``found``."""
+        self.name_known(parent, name, entry)
+        self.found(entry.node)
 
     # -- as Readers
 

@@ -35,7 +35,13 @@ class NameFinder(Protocol):
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
 
     async def find_each(
-        self, parent: int, names: list[bytes], lane: Lane, *, publish: bool = False
+        self,
+        parent: int,
+        names: list[bytes],
+        lane: Lane,
+        *,
+        publish: bool = False,
+        scanned: bool = False,
     ) -> list[Node | None]: ...
 
 
@@ -170,7 +176,7 @@ class Scan:
             names = [dirent.name for dirent, *_rest in batch if dirent.type in WANTED]
             names = [name for name in names if name not in (b".", b"..")]
             try:
-                nodes = await self._tree.names.find_each(ino, names, Lane.BACKGROUND)
+                nodes = await self._tree.names.find_each(ino, names, Lane.BACKGROUND, scanned=True)
             except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 break

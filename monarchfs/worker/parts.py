@@ -162,6 +162,7 @@ class Parts:
             nursery,
             deadline=config.source_deadline_seconds,
             publish=self.relay.known,
+            publish_name=self.relay.name_known,
             on_moved=self._directory_moved,
         )
         opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)

@@ -1,6 +1,6 @@
 /* Names that are looked up while others put, replace and forget them: for a sanitizer. Whoever looks one
  * up sees what it stands for until he is done, and never what had been forgotten before. The argument:
- * how many look-ups. */
+ * how many look-ups. NAMES_BYTES is the room for names. */
 #define _GNU_SOURCE
 #include "../../monarchfs/engine/_names.h"
 
@@ -11,7 +11,8 @@
 #include <string.h>
 
 #define NAMES 50
-#define MORE 140000 /* than there is room for */
+#define MORE (NAMES_BYTES / 60) /* than there is room for */
+#define KNOWN 3000              /* the names of `compare` */
 #define DIRECTORY 7
 #define HOUR_NS 3600000000000ULL
 #define LOOKERS 3
@@ -110,7 +111,7 @@ static void fill(void)
 		names_leave();
 		kept++;
 	}
-	CHECK(kept == 1 << 17);
+	CHECK(kept > MORE / 5 * 4 && kept < MORE);
 	CHECK(!enter(DIRECTORY + 1, MORE - 1, &out));
 	put(MORE - 1, 5);
 	CHECK(enter(DIRECTORY, MORE - 1, &out) && out.nodeid == 5);
@@ -119,11 +120,105 @@ static void fill(void)
 	CHECK(!enter(DIRECTORY, MORE - 1, &out));
 }
 
+static struct fuse_attr should_be[KNOWN]; /* ino 0: unknown */
+
+static size_t long_name_of(unsigned number, char *name)
+{
+	size_t length = name_of(number, name), whole = number % 10 ? length : 16 + number % 240;
+	for (; length < whole; length++)
+		name[length] = 'x';
+	return length;
+}
+
+/* Whether it is known; what is known is true. */
+static bool is_known(unsigned number)
+{
+	char name[256];
+	struct fuse_entry_out out;
+	if (!names_enter(DIRECTORY, name, long_name_of(number, name), &out))
+		return false;
+	CHECK(should_be[number].ino && out.nodeid == should_be[number].ino);
+	CHECK(memcmp(&out.attr, &should_be[number], sizeof(out.attr)) == 0);
+	names_leave();
+	return true;
+}
+
+static struct fuse_attr any_attr(unsigned *seed, uint64_t ino)
+{
+	uint64_t size = (uint64_t)rand_r(seed) << (unsigned)rand_r(seed) % 20;
+	uint64_t time = (uint64_t)rand_r(seed) - (rand_r(seed) % 8 ? 0 : 4000000000);
+	struct fuse_attr attr = {
+		.ino = ino, .size = size, .blocks = (size + 4095) / 4096 * 8, .mode = 0100644,
+		.nlink = 1, .blksize = 4096, .mtime = time, .ctime = time, .atime = time,
+	};
+	if (rand_r(seed) % 2)
+		attr.uid = (uint32_t)rand_r(seed) % 600; /* more than there are classes */
+	if (rand_r(seed) % 4 == 0)
+		attr.blocks += 8;
+	if (rand_r(seed) % 4 == 0)
+		attr.atimensec = (uint32_t)rand_r(seed) % 1000000000;
+	if (rand_r(seed) % 4 == 0)
+		attr.ctime++;
+	if (rand_r(seed) % 4 == 0)
+		attr.mtimensec = 999999999;
+	return attr;
+}
+
+/* With a plain table. */
+static void compare(void)
+{
+	char name[256];
+	unsigned seed = 5, known = 0;
+	for (uint64_t step = 1; step < 40 * KNOWN; step++) {
+		unsigned number = (unsigned)rand_r(&seed) % KNOWN;
+		switch (rand_r(&seed) % 10) {
+		case 0:
+			names_forget(DIRECTORY, name, long_name_of(number, name));
+			should_be[number].ino = 0;
+			CHECK(!is_known(number));
+			break;
+		case 1:
+			for (unsigned i = 0; i < KNOWN && should_be[number].ino; i++)
+				if (i != number && should_be[i].ino == should_be[number].ino)
+					should_be[i].ino = 0;
+			names_forget_ino(should_be[number].ino);
+			should_be[number].ino = 0;
+			CHECK(!is_known(number));
+			break;
+		case 2:
+			is_known(number);
+			break;
+		case 3:
+			should_be[number] = (struct fuse_attr){.ino = step, .mtime = 10000000000};
+			names_put(DIRECTORY, name, long_name_of(number, name), &should_be[number],
+				  HOUR_NS);
+			should_be[number].ino = 0; /* such a time does not fit */
+			CHECK(!is_known(number));
+			break;
+		default:
+			/* Some have the number of the name beside them. */
+			should_be[number] = any_attr(&seed, step - step % 3 + 1);
+			names_put(DIRECTORY, name, long_name_of(number, name), &should_be[number],
+				  HOUR_NS);
+			CHECK(is_known(number));
+		}
+		if (step % (10 * KNOWN) == 0) {
+			for (unsigned i = 0; i < KNOWN; i++)
+				known += is_known(i);
+			names_forget_all();
+			memset(should_be, 0, sizeof(should_be));
+		}
+	}
+	CHECK(known > KNOWN / 2);
+	names_forget_all();
+}
+
 int main(int count, char **arguments)
 {
 	CHECK(count == 2);
 	lookups = (unsigned)atoi(arguments[1]);
 	fill();
+	compare();
 	pthread_t lookers[LOOKERS], changer;
 	CHECK(pthread_create(&changer, NULL, change, NULL) == 0);
 	for (uintptr_t i = 0; i < LOOKERS; i++)

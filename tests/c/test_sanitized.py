@@ -102,9 +102,11 @@ def test_events_of_a_recording(tmp_path: Path, sanitizers: str) -> None:
 
 
 @SANITIZERS
-def test_names_while_they_change(tmp_path: Path, sanitizers: str) -> None:
+@pytest.mark.parametrize("size", [1 << 16, 8 << 20], ids=["little room", "more room"])
+def test_names_while_they_change(tmp_path: Path, size: int, sanitizers: str) -> None:
     """No look-up shows what had been forgotten before."""
-    program = build(tmp_path, "names", f"-fsanitize={sanitizers}", parts=("engine/_names",))
+    flags = (f"-fsanitize={sanitizers}", f"-DNAMES_BYTES={size}")
+    program = build(tmp_path, "names", *flags, parts=("engine/_names",))
     run(program, 10 * REQUESTS)
 
 

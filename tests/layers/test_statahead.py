@@ -693,6 +693,22 @@ async def test_names_that_are_asked_for_are_told_of(many: Area) -> None:
         await until(lambda: set(told.names) == set(all_names(FILES)), "all")
 
 
+async def test_a_scan_tells_of_names_alone(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with many.mount(mode=IMMUTABLE) as mirror:
+        told = Told(mirror, d := await mirror.ino("d"))
+        scanned: list[bytes] = []
+        mirror.tree.siblings._publish_name = lambda parent, name, entry: scanned.append(name)
+        for _ in ("unknown", "known"):
+            await mirror.tree.names.find_each(
+                d, [*all_names(FILES), b"none"], Lane.BACKGROUND, scanned=True
+            )
+            assert sorted(scanned) == all_names(FILES)
+            scanned.clear()
+        monkeypatch.setattr(sibling_names, "MOST_NAMES", FILES)
+        await mirror.tree.names.find_each(d, all_names(FILES), Lane.BACKGROUND, scanned=True)
+        assert scanned == told.names == []
+
+
 async def test_with_open_nothing_is_told_of(many: Area) -> None:
     async with many.mount(mode=OPEN) as mirror:
         told = Told(mirror, d := await mirror.ino("d"))
