@@ -18,7 +18,7 @@
 
 #define WORD 4
 #ifndef NAMES_BYTES
-#define NAMES_BYTES (80U << 20) /* a million names of 20 bytes whose times differ */
+#define NAMES_BYTES (64U << 20) /* a million names of 20 bytes, two of whose times differ */
 #endif
 #define WORDS (NAMES_BYTES / WORD)
 #define FIRST 1U          /* the place of the first record: 0 is none */
@@ -33,23 +33,29 @@ struct class {
 	uint32_t mode, nlink, uid, gid, rdev, blksize, flags;
 };
 
+/* The upper halves of numbers. */
+struct high {
+	uint32_t parent, ino, size;
+};
+
 enum { /* what else a record holds, before the name */
-	HAS_BLOCKS = 1,
-	HAS_ATIME = 2,
-	HAS_CTIME = 4,
-	IS_DROPPED = 8,
+	HAS_HIGH = 1,
+	HAS_BLOCKS = 2,
+	HAS_ATIME = 4,
+	HAS_CTIME = 8,
+	IS_DROPPED = 16,
 };
 
 struct known {
-	uint32_t next, next_of_ino; /* in their buckets */
-	uint64_t parent, ino, size;
+	uint32_t next, next_of_ino;  /* in their buckets */
+	uint32_t parent, ino, size;  /* the lower halves */
+	uint32_t until;              /* ticks of the monotonic clock */
 	int64_t mtime_ns;
-	uint32_t until; /* ticks of the monotonic clock */
 	uint8_t class, has, length;
 	unsigned char rest[];
 } __attribute__((packed, aligned(WORD), may_alias));
 
-#define MOST_REST (sizeof(struct class) + 3 * sizeof(int64_t) + UINT8_MAX)
+#define MOST_REST (sizeof(struct class) + sizeof(struct high) + 3 * sizeof(int64_t) + UINT8_MAX)
 
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static uint32_t buckets[BUCKETS], of_ino[BUCKETS]; /* the places of records in `ring` */
@@ -72,7 +78,27 @@ static size_t bucket_of(uint64_t number)
 static size_t before_name(const struct known *known)
 {
 	return (known->class == OWN_CLASS ? sizeof(struct class) : 0) +
+	       (known->has & HAS_HIGH ? sizeof(struct high) : 0) +
 	       8 * (size_t)__builtin_popcount(known->has & (HAS_BLOCKS | HAS_ATIME | HAS_CTIME));
+}
+
+static struct high high_of(const struct known *known)
+{
+	struct high high = {0};
+	if (known->has & HAS_HIGH)
+		memcpy(&high, known->rest + (known->class == OWN_CLASS ? sizeof(struct class) : 0),
+		       sizeof(high));
+	return high;
+}
+
+static uint64_t parent_of(const struct known *known)
+{
+	return (uint64_t)high_of(known).parent << 32 | known->parent;
+}
+
+static uint64_t ino_of(const struct known *known)
+{
+	return (uint64_t)high_of(known).ino << 32 | known->ino;
 }
 
 static uint32_t words_of(const struct known *known)
@@ -90,7 +116,7 @@ static uint32_t *place_of(uint64_t parent, const void *name, size_t length)
 	uint32_t *place = &buckets[bucket_of(hash)];
 	for (struct known *known; *place; place = &known->next) {
 		known = at(*place);
-		if (known->parent == parent && known->length == length &&
+		if (parent_of(known) == parent && known->length == length &&
 		    memcmp(known->rest + before_name(known), name, length) == 0)
 			break;
 	}
@@ -102,7 +128,7 @@ static void drop(uint32_t *place)
 	uint32_t dropped = *place;
 	struct known *known = at(dropped);
 	*place = known->next;
-	place = &of_ino[bucket_of(known->ino)];
+	place = &of_ino[bucket_of(ino_of(known))];
 	while (*place != dropped)
 		place = &at(*place)->next_of_ino;
 	*place = known->next_of_ino;
@@ -111,7 +137,7 @@ static void drop(uint32_t *place)
 
 static void drop_known(const struct known *known)
 {
-	drop(place_of(known->parent, known->rest + before_name(known), known->length));
+	drop(place_of(parent_of(known), known->rest + before_name(known), known->length));
 }
 
 static bool wrapped(void)
@@ -192,7 +218,7 @@ static void append(struct known *known, uint8_t flag, const void *value)
 	known->has |= flag;
 }
 
-static bool pack(struct known *known, const struct fuse_attr *attr)
+static bool pack(struct known *known, uint64_t parent, const struct fuse_attr *attr)
 {
 	int64_t mtime_ns, atime_ns, ctime_ns;
 	if (!to_ns(attr->mtime, attr->mtimensec, &mtime_ns) ||
@@ -201,12 +227,19 @@ static bool pack(struct known *known, const struct fuse_attr *attr)
 		return false;
 	const struct class class = {attr->mode, attr->nlink,   attr->uid,  attr->gid,
 				    attr->rdev, attr->blksize, attr->flags};
-	known->ino = attr->ino;
-	known->size = attr->size;
+	const struct high high = {(uint32_t)(parent >> 32), (uint32_t)(attr->ino >> 32),
+				  (uint32_t)(attr->size >> 32)};
+	known->parent = (uint32_t)parent;
+	known->ino = (uint32_t)attr->ino;
+	known->size = (uint32_t)attr->size;
 	known->mtime_ns = mtime_ns;
 	known->class = class_of(&class);
 	if (known->class == OWN_CLASS)
 		memcpy(known->rest, &class, sizeof(class));
+	if (high.parent || high.ino || high.size) {
+		memcpy(known->rest + before_name(known), &high, sizeof(high));
+		known->has |= HAS_HIGH;
+	}
 	if (attr->blocks != usual_blocks(attr->size))
 		append(known, HAS_BLOCKS, &attr->blocks);
 	if (atime_ns != mtime_ns)
@@ -227,10 +260,12 @@ static void unpack(const struct known *known, struct fuse_attr *attr)
 	} else {
 		class = classes[known->class];
 	}
+	uint64_t size = (uint64_t)high_of(known).size << 32 | known->size;
+	rest += known->has & HAS_HIGH ? sizeof(struct high) : 0;
 	*attr = (struct fuse_attr){
-		.ino = known->ino,
-		.size = known->size,
-		.blocks = usual_blocks(known->size),
+		.ino = ino_of(known),
+		.size = size,
+		.blocks = usual_blocks(size),
 		.mode = class.mode,
 		.nlink = class.nlink,
 		.uid = class.uid,
@@ -267,9 +302,8 @@ void names_put(uint64_t parent, const char *name, size_t length, const struct fu
 	uint32_t *place = place_of(parent, name, length), put = *place;
 	if (put)
 		drop(place);
-	*known = (struct known){.parent = parent,
-				.until = until < UINT32_MAX ? (uint32_t)until : UINT32_MAX};
-	if (length <= UINT8_MAX && pack(known, attr)) {
+	*known = (struct known){.until = until < UINT32_MAX ? (uint32_t)until : UINT32_MAX};
+	if (length <= UINT8_MAX && pack(known, parent, attr)) {
 		known->length = (uint8_t)length;
 		memcpy(known->rest + before_name(known), name, length);
 		uint32_t words = words_of(known);
@@ -300,7 +334,7 @@ void names_forget_ino(uint64_t ino)
 	pthread_rwlock_wrlock(&lock);
 	for (uint32_t place = of_ino[bucket_of(ino)], next; place; place = next) {
 		next = at(place)->next_of_ino;
-		if (at(place)->ino == ino)
+		if (ino_of(at(place)) == ino)
 			drop_known(at(place));
 	}
 	pthread_rwlock_unlock(&lock);
@@ -332,7 +366,7 @@ bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_e
 	uint64_t seconds = (until_ns - now_ns) / SECOND_NS;
 	uint32_t rest_ns = (uint32_t)((until_ns - now_ns) % SECOND_NS);
 	*out = (struct fuse_entry_out){
-		.nodeid = at(place)->ino,
+		.nodeid = ino_of(at(place)),
 		.entry_valid = seconds,
 		.entry_valid_nsec = rest_ns,
 		.attr_valid = seconds,

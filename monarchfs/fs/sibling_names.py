@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import NamedTuple
 
 from monarchfs.fs.known import Entry, KnownMetadata
 from monarchfs.types import Node
@@ -32,17 +33,25 @@ Publish = Callable[[int, bytes, Entry], None]
 """Gets a directory, a name in it and what that stands for."""
 
 
+class Publishing(NamedTuple):
+    """``name`` alone is published; or ``file``, too, ready for an open."""
+
+    name: Publish
+    file: Publish
+
+
+UNPUBLISHED = Publishing(*2 * (lambda parent, name, entry: None,))
+
+
 class SiblingNames:
     """Constant: its parts. Changing: by directory, the number of look-ups, the cookie up to which
     names were published, and the time (time.monotonic) before which none is.
 
     Not only the thread of the event loop calls ``looked_up`` (_handoff.c)."""
 
-    def __init__(self, known: KnownMetadata, publish: Publish, publish_name: Publish) -> None:
-        """``publish`` has the file ready for an open, too; ``publish_name`` does not."""
+    def __init__(self, known: KnownMetadata, publishing: Publishing) -> None:
         self._known = known
-        self._publish = publish
-        self._publish_name = publish_name
+        self._publish_name, self._publish = publishing
         self._directories: OrderedDict[int, tuple[int, int, float]] = OrderedDict()
 
     @property

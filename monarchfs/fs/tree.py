@@ -15,7 +15,7 @@ from monarchfs.fs.names import Names
 from monarchfs.fs.recorder import Recorder
 from monarchfs.fs.shared_listings import SharedListings
 from monarchfs.fs.shared_names import SharedNames
-from monarchfs.fs.sibling_names import Publish, SiblingNames
+from monarchfs.fs.sibling_names import UNPUBLISHED, Publishing, SiblingNames
 from monarchfs.fs.stale_on_timeout import StaleOnTimeout
 from monarchfs.fs.statahead import Statahead
 from monarchfs.index.index import Index
@@ -40,19 +40,17 @@ class Tree:
         nursery: trio.Nursery,
         *,
         deadline: float,
-        publish: Publish = lambda parent, name, entry: None,
-        publish_name: Publish = lambda parent, name, entry: None,
+        publishing: Publishing = UNPUBLISHED,
         on_moved: Callable[[int], None] = lambda now_ns: None,
     ) -> None:
         """``deadline``: seconds for which a revalidation waits for a source that does not answer,
-        where something is known that can be served instead. For ``publish`` and
-        ``publish_name`` see ``SiblingNames``, for ``on_moved`` ``Recorder``."""
+        where something is known that can be served instead. For ``on_moved`` see ``Recorder``."""
         self.index = index
         self.freshness = freshness
         self._asking = asking = StaleOnTimeout(source, freshness, metrics, nursery, deadline)
         self.known = known = KnownMetadata(index, freshness)
         self.recorder = recorder = Recorder(known, on_moved)
-        self.siblings = SiblingNames(known, publish, publish_name)
+        self.siblings = SiblingNames(known, publishing)
         self.shared = SharedNames(known, recorder, metrics)
         batches = BatchLookups(source, known, recorder, self.siblings, self.shared)
         statahead = Statahead(

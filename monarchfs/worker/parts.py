@@ -23,6 +23,7 @@ from monarchfs.fs.load import Load
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.refresh import Refresh
+from monarchfs.fs.sibling_names import Publishing
 from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
@@ -161,8 +162,7 @@ class Parts:
             self.metrics,
             nursery,
             deadline=config.source_deadline_seconds,
-            publish=self.relay.known,
-            publish_name=self.relay.name_known,
+            publishing=Publishing(self.relay.name_known, self.relay.known),
             on_moved=self._directory_moved,
         )
         opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)

@@ -11,7 +11,7 @@
 #include <string.h>
 
 #define NAMES 50
-#define MORE (NAMES_BYTES / 60) /* than there is room for */
+#define MORE (NAMES_BYTES / 48) /* than there is room for */
 #define KNOWN 3000              /* the names of `compare` */
 #define DIRECTORY 7
 #define HOUR_NS 3600000000000ULL
@@ -113,6 +113,7 @@ static void fill(void)
 	}
 	CHECK(kept > MORE / 5 * 4 && kept < MORE);
 	CHECK(!enter(DIRECTORY + 1, MORE - 1, &out));
+	CHECK(!enter(DIRECTORY + (1ULL << 32), MORE - 1, &out));
 	put(MORE - 1, 5);
 	CHECK(enter(DIRECTORY, MORE - 1, &out) && out.nodeid == 5);
 	names_leave();
@@ -146,6 +147,8 @@ static bool is_known(unsigned number)
 static struct fuse_attr any_attr(unsigned *seed, uint64_t ino)
 {
 	uint64_t size = (uint64_t)rand_r(seed) << (unsigned)rand_r(seed) % 20;
+	if (rand_r(seed) % 4 == 0)
+		size >>= 20;
 	uint64_t time = (uint64_t)rand_r(seed) - (rand_r(seed) % 8 ? 0 : 4000000000);
 	struct fuse_attr attr = {
 		.ino = ino, .size = size, .blocks = (size + 4095) / 4096 * 8, .mode = 0100644,
@@ -162,6 +165,13 @@ static struct fuse_attr any_attr(unsigned *seed, uint64_t ino)
 	if (rand_r(seed) % 4 == 0)
 		attr.mtimensec = 999999999;
 	return attr;
+}
+
+/* Some names stand for the same file; some numbers take more than 32 bits. */
+static uint64_t number_of(uint64_t step)
+{
+	uint64_t number = step - step % 3 + 1;
+	return number % 5 ? number : number << 30;
 }
 
 /* With a plain table. */
@@ -196,8 +206,7 @@ static void compare(void)
 			CHECK(!is_known(number));
 			break;
 		default:
-			/* Some have the number of the name beside them. */
-			should_be[number] = any_attr(&seed, step - step % 3 + 1);
+			should_be[number] = any_attr(&seed, number_of(step));
 			names_put(DIRECTORY, name, long_name_of(number, name), &should_be[number],
 				  HOUR_NS);
 			CHECK(is_known(number));
