@@ -15,7 +15,8 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.engine.misses import Misses, WindowState
-from monarchfs.metrics import Metrics
+from monarchfs.metrics import NS, Metrics
+from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.order import Order
@@ -89,12 +90,14 @@ class Window:
         source: Source,
         cache: Cache,
         jobs: CopyJobs,
+        governor: Governor,
         seen: Callable[[int], bool],
         *,
         evicts: bool,
     ) -> None:
-        """``seen``: whether a local file was opened or read, even if nobody called ``opened``;
-        ``evicts``: files may have to go for others."""
+        """``governor`` hears of all reads, and says how much is allowed; ``seen``: whether a local
+        file was opened or read, even if nobody called ``opened``; ``evicts``: files may have to go
+        for others."""
         self.orders: dict[str, Order] = {}
         self.limit_bytes = 0
         self._given_up = 0
@@ -104,6 +107,7 @@ class Window:
         self._source = source
         self._cache = cache
         self._jobs = jobs
+        self._governor = governor
         self._seen = seen
         self._evicts = evicts
         self._threads = Threads(1)
@@ -113,7 +117,7 @@ class Window:
         self._lost: dict[Order, Node] = {}
         self._opened: list[int] = []
         self._agreed = 0
-        self._counted = self._adapted = WindowState()
+        self._counted = self._adapted = self._told = WindowState()
         self._news = trio.lowlevel.ParkingLot()
         self._memory = MemoryProbe()
         jobs.observers.append(self._stepped)
@@ -200,6 +204,7 @@ class Window:
             if now - looked >= LOOK_SECONDS:
                 looked = now
                 self._look(now)
+                self._tell_governor(now)
                 self._adapt()
             moved = False
             for order in list(self.orders.values()):
@@ -226,8 +231,9 @@ class Window:
     @property
     def _distance_of_each(self) -> int:
         most = max(self.limit_bytes, FIRST_DISTANCE)
+        allowed = max(FIRST_DISTANCE, int(min(self._distance, most) * self._governor.share))
         followed = sum(not order.suspended for order in self.orders.values())
-        return min(self._distance, most) // max(1, followed)
+        return allowed // max(1, followed)
 
     def _look(self, now: float) -> None:
         """Find out how far the readers are."""
@@ -281,6 +287,16 @@ class Window:
         if inos and self._misses is not None:
             self._misses.window_drop(inos)
 
+    def _tell_governor(self, now: float) -> None:
+        if self._misses is None:
+            return
+        state, before = self._misses.window_state(), self._told
+        self._told = state
+        if files := state.read - before.read:
+            seconds = (state.took_ns - before.took_ns) / files / NS
+            size = (state.read_bytes - before.read_bytes) // files
+            self._governor.record(now, None, seconds, size, files)
+
     def _adapt(self) -> None:
         if self._misses is None:
             return
@@ -294,7 +310,7 @@ class Window:
         if is_late:
             self._distance = min(2 * self._distance, max(self.limit_bytes, FIRST_DISTANCE))
         if files:
-            self._threads.adapt((now.took_ns - before.took_ns) / files / 1e9, late=is_late)
+            self._threads.adapt((now.took_ns - before.took_ns) / files / NS, late=is_late)
 
     # -- fetching
 

@@ -190,7 +190,7 @@ class Parts:
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
         self.window = Window(
             NamedFiles(self.tree.names, self.index.node, finder.find),
-            *(self.source, self.cache, self.copier.jobs),
+            *(self.source, self.cache, self.copier.jobs, self.copier.governor),
             self.relay.seen,
             evicts=config.evict is not EvictionPolicy.KEEP,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -12,13 +13,17 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.engine.misses import WindowState
+from monarchfs.cache.replicas import Reservation
+from monarchfs.engine.misses import Served, WindowState
+from monarchfs.prefetch.arrivals import Arrivals
+from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.order import DESERTED_SECONDS
+from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.window import FIRST_DISTANCE, IDLE_SECONDS, LOOK_SECONDS, Window
 from monarchfs.types import Node, SourceStat
 
 SIZE = 1 << 20
-FILES = 60
+FILES = 90
 WINDOW_BYTES = 64 * SIZE
 NO_TIME = 10**18
 
@@ -35,6 +40,8 @@ class Memory:
     source_seconds = 0.001
 
     def __init__(self) -> None:
+        self.took_ns = 0
+        self.each_ns = 1_000_000
         self.held: set[int] = set()
         self.asked: list[int] = []
         self.hits: list[int] = []
@@ -45,6 +52,7 @@ class Memory:
     def window(self, nodes: Sequence[Node], threads: int, most_bytes: int) -> list[int]:
         self.held.update(node.ino for node in nodes)
         self.asked += [node.ino for node in nodes]
+        self.took_ns += len(nodes) * self.each_ns
         return []
 
     def window_drop(self, inos: Sequence[int]) -> None:
@@ -55,7 +63,26 @@ class Memory:
 
     def window_state(self) -> WindowState:
         read, hits = len(self.asked), len(self.hits)
-        return WindowState(len(self.held) * SIZE, read, read * SIZE, read * 1_000_000, hits=hits)
+        return WindowState(len(self.held) * SIZE, read, read * SIZE, self.took_ns, hits=hits)
+
+
+class ToldGovernor(Governor):
+    """``told`` has what it was told. Its share is what a test says, if that says something."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1.0, lambda: (0, 0))
+        self.fixed: float | None = None
+        self.told: list[tuple[float, int, int]] = []
+
+    def record(
+        self, now: float, target: int | None, seconds: float, size: int, count: int = 1
+    ) -> None:
+        self.told.append((seconds, size, count))
+        super().record(now, target, seconds, size, count)
+
+    @property
+    def share(self) -> float:
+        return super().share if self.fixed is None else self.fixed
 
 
 class Following:
@@ -64,6 +91,7 @@ class Following:
     def __init__(self, clock: trio.testing.MockClock, nursery: trio.Nursery) -> None:
         self.clock = clock
         self.memory = Memory()
+        self.governor = ToldGovernor()
         self.look_up = trio.Event()
         """Names are looked up when it is set."""
         self.look_up.set()
@@ -72,6 +100,7 @@ class Following:
             cast(Any, SimpleNamespace()),
             cast(Any, self._cache()),
             cast(Any, SimpleNamespace(observers=[], keeps=False, files={})),
+            self.governor,
             lambda _ino: False,
             evicts=False,
         )
@@ -248,3 +277,120 @@ def test_what_is_opened_while_its_name_is_looked_up_is_not_fetched() -> None:
         assert not following.window.orders
 
     follow(test)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.01, 0.25, 0.3, 0.5, 1.0]), min_size=1, max_size=8))
+def test_the_distance_is_what_the_governor_allows_and_never_below_the_first(
+    shares: list[float],
+) -> None:
+    async def test(following: Following) -> None:
+        memory, most = following.memory, WINDOW_BYTES // SIZE
+        following.window._distance = WINDOW_BYTES  # as after readers had to wait
+        following.announce("one", range(1, 10 * FILES), lambda: False)
+        following.announce("two", range(20 * FILES, 30 * FILES), lambda: False)
+        following.governor.fixed = 1.0
+        await following.wait()
+        for place in range(most):
+            following.open(1 + place)
+            await following.wait()
+        opened = 1 + most
+        for share in shares:
+            following.governor.fixed = share
+            for _ in range(most):  # what is ahead is read first
+                following.open(opened)
+                opened += 1
+                await following.wait()
+            of_one = [ino for ino in memory.held if ino < 20 * FILES]
+            allowed = max(FIRST_DISTANCE, share * WINDOW_BYTES)
+            assert len(of_one) == math.ceil(allowed / 2 / SIZE)
+
+    follow(test)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 20), max_size=12))
+def test_each_read_is_told_to_the_governor_once(steps: list[int]) -> None:
+    async def test(following: Following) -> None:
+        memory, told = following.memory, following.governor.told
+        following.announce("one", range(1, FILES + 1), lambda: False)
+        await following.wait()
+        opened = 0
+        for step in steps:
+            memory.each_ns = step * 1_000_000
+            for _ in range(step):
+                opened += 1
+                following.open(opened)
+            await following.wait()
+        assert sum(count for _, _, count in told) == len(memory.asked)
+        assert sum(size * count for _, size, count in told) == len(memory.asked) * SIZE
+        assert round(sum(seconds * count for seconds, _, count in told) * 1e9) == memory.took_ns
+
+    follow(test)
+
+
+def test_a_slow_source_brings_the_readers_nearer() -> None:
+    """With the governor itself: the window's reads alone make it hold back, and let go."""
+
+    async def test(following: Following) -> None:
+        memory, governor = following.memory, Governor(4, 0.25, lambda: (0, 0))
+        following.window._governor = governor
+        following.window._distance = WINDOW_BYTES
+        following.announce("one", range(1, 1000), lambda: False)
+        await following.wait()
+        most = WINDOW_BYTES // SIZE
+        opened = 0
+
+        async def read(seconds: float) -> None:
+            nonlocal opened
+            opened += 1
+            following.open(opened)
+            await following.wait(seconds)
+
+        for _ in range(100):
+            await read(0.2)
+        assert governor.share == 1.0
+        assert len(memory.held) == most
+        memory.each_ns *= 4
+        for _ in range(100):
+            await read(1.0)
+        assert governor.share == 0.25
+        assert len(memory.held) == most // 4
+        memory.each_ns //= 4
+        for _ in range(200):
+            await read(0.2)
+        assert governor.share == 1.0
+        assert len(memory.held) == most
+
+    follow(test)
+
+
+def test_the_copier_tells_of_no_read_of_the_window() -> None:
+    """Nor of bytes that were in memory already."""
+    cache = SimpleNamespace(index=SimpleNamespace(nodes_of=lambda _inos: {}))
+    jobs = SimpleNamespace(retries=SimpleNamespace(forget_failures=lambda _ino: None))
+    data = memoryview(bytes(SIZE))
+    served = [
+        Served(1, 0, False, data, 0, took_ns=5),
+        Served(2, 0, False, data, 0, took_ns=7, from_window=True),
+        Served(3, 0, False, data, 0, took_ns=0),
+    ]
+    parts = [
+        SimpleNamespace(served=lambda: served),
+        None,
+        cache,
+        jobs,
+        None,
+        SimpleNamespace(start_soon=lambda _function: None),
+        None,
+        None,
+    ]
+    arrivals = Arrivals(*cast(Any, parts))
+
+    async def main() -> None:
+        places = [SimpleNamespace(node=node(ino), size=SIZE) for ino in (1, 2, 3)]
+        batch = arrivals.want(cast(list[Reservation], places), Priority.HINTED)
+        arrivals.take_events()
+        assert (batch.unread, batch.took_ns, batch.sizes) == (0, 5, [SIZE])
+
+    trio.run(main)
