@@ -8,6 +8,7 @@ together, as those of one dataset do; up to 400 more where only one number in 64
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
@@ -24,47 +25,58 @@ class Policy(Protocol):
     """Orders the replicas of each tier by how cold they are.
 
     If ``tracks``, it hears of every replica that it may name. It may name replicas that are gone:
-    the caller checks. No method raises for a replica that is unknown, or known already.
+    the caller checks. No method raises for a replica that is unknown, or known already. What is
+    here names nobody, and to it all files are the same but for when they are used.
     """
 
-    tracks: bool
+    tracks: bool = True
     """Whether it has to hear of replicas and opens."""
 
-    selective: bool
+    selective: bool = False
     """Whether a file may push out only those that it ``displaces``."""
 
     def added(self, tier: int, ino: int) -> None:
         """A replica was stored: the hottest from now on, unless it is known."""
+        return
 
     def known(self, tier: int, ino: int) -> None:
         """A replica is left from an earlier mount: the coldest from now on, unless it is known."""
+        return
 
     def accessed(self, tier: int, ino: int) -> None:
         """It was opened. One that is not known is added."""
+        return
 
     def removed(self, tier: int, ino: int) -> None:
         """It is gone, or about to go."""
+        return
 
     def moved(self, ino: int, tier: int, to: int) -> None:
         """It is in the tier ``to`` now."""
+        return
 
     def missed(self, ino: int) -> None:
         """A file without a complete replica was opened."""
+        return
 
     def weigh(self, weights: Iterable[tuple[int, float]], *, replace: bool) -> None:
         """Users gave these files (number, weight) weights; ``replace``: others have none now."""
+        return
 
     def last_access(self, tier: int, ino: int) -> int:
         """A number that rises with the time of the last access (or arrival); 0 if the replica may
         not change places with one in a faster tier."""
+        return 0
 
     def outranks(self, ino: int, last_access: int, cold: int, tier: int) -> bool:
         """Whether a replica that was just opened, and before that at ``last_access``, may take the
         place of the coldest one, ``cold``, of the faster ``tier``."""
+        return self.last_access(tier, cold) < last_access
 
     def displaces(self, ino: int, victim: int) -> bool:
         """Whether the victim may go for the file ``ino``: asked of a policy that is
         ``selective``."""
+        return True
 
     def victims(self, tier: int) -> Iterator[int]:
         """The tier's replicas, coldest first, each once.
@@ -73,9 +85,11 @@ class Policy(Protocol):
         asked for stays tracked: if it was ``spared``, or the policy goes by time, behind those that
         were not yielded yet. No other method may be called in between.
         """
+        return iter(())
 
     def spared(self, tier: int, ino: int) -> None:
         """It was named, and may not go now: it is open or pinned."""
+        return
 
 
 def make_policy(eviction: EvictionPolicy) -> Policy:
@@ -90,55 +104,32 @@ def make_policy(eviction: EvictionPolicy) -> Policy:
             return Weighted()
 
 
-class _Unweighted:
-    """A policy to which all files are the same but for when they are used."""
-
-    selective = False
-
-    def missed(self, ino: int) -> None:
-        pass
-
-    def weigh(self, weights: Iterable[tuple[int, float]], *, replace: bool) -> None:
-        pass
-
-    def last_access(self, tier: int, ino: int) -> int:
-        return 0
-
-    def outranks(self, ino: int, last_access: int, cold: int, tier: int) -> bool:
-        return self.last_access(tier, cold) < last_access
-
-    def displaces(self, ino: int, victim: int) -> bool:
-        return True
-
-    def spared(self, tier: int, ino: int) -> None:
-        pass
-
-
-class Keep(_Unweighted):
+class Keep(Policy):
     """Names nobody."""
 
     tracks = False
 
-    def added(self, tier: int, ino: int) -> None:
-        pass
+
+class _Queued(Policy):
+    """Has a queue of the replicas for each tier, with a number for each, 0 for one that is left
+    from an earlier mount."""
+
+    def __init__(self, numbers: array[int] | bytearray) -> None:
+        self._tiers = defaultdict[int, _Queue](lambda: _Queue(numbers[:]))
 
     def known(self, tier: int, ino: int) -> None:
-        pass
-
-    def accessed(self, tier: int, ino: int) -> None:
-        pass
+        queue = self._tiers[tier]
+        if not queue.find(ino):
+            queue.push_oldest(ino)
 
     def removed(self, tier: int, ino: int) -> None:
-        pass
-
-    def moved(self, ino: int, tier: int, to: int) -> None:
-        pass
-
-    def victims(self, tier: int) -> Iterator[int]:
-        return iter(())
+        queue = self._tiers[tier]
+        slot = queue.find(ino)
+        if slot:
+            queue.remove(slot)
 
 
-class Lru(_Unweighted):
+class Lru(_Queued):
     """Least recently used first. Changing: a clock that ticks with each access, and per tier a
     queue and the time of each replica's last access.
 
@@ -146,53 +137,40 @@ class Lru(_Unweighted):
     these are the hottest in the queue, and keep their time.
     """
 
-    tracks = True
-
     def __init__(self) -> None:
+        super().__init__(array("q", [0]))
         self._clock = 0
-        self._tiers: dict[int, _TimedQueue] = {}
 
     def added(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
+        queue = self._tiers[tier]
         if not queue.find(ino):
             self._clock += 1
-            queue.times[queue.push_newest(ino)] = self._clock
-
-    def known(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
-        if not queue.find(ino):
-            queue.times[queue.push_oldest(ino)] = 0
+            queue.numbers[queue.push_newest(ino)] = self._clock
 
     def accessed(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
+        queue = self._tiers[tier]
         slot = queue.find(ino)
         if slot:
             queue.to_newest(slot)
         else:
             slot = queue.push_newest(ino)
         self._clock += 1
-        queue.times[slot] = self._clock
-
-    def removed(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
-        slot = queue.find(ino)
-        if slot:
-            queue.remove(slot)
+        queue.numbers[slot] = self._clock
 
     def moved(self, ino: int, tier: int, to: int) -> None:
         accessed_at = self.last_access(tier, ino)
         self.removed(tier, ino)
-        queue = self._queue(to)
+        queue = self._tiers[to]
         if not queue.find(ino):
-            queue.times[queue.push_newest(ino)] = accessed_at
+            queue.numbers[queue.push_newest(ino)] = accessed_at
 
     def last_access(self, tier: int, ino: int) -> int:
-        queue = self._queue(tier)
+        queue = self._tiers[tier]
         slot = queue.find(ino)
-        return queue.times[slot] if slot else 0
+        return queue.numbers[slot] if slot else 0
 
     def victims(self, tier: int) -> Iterator[int]:
-        queue = self._queue(tier)
+        queue = self._tiers[tier]
         for _ in range(len(queue)):
             slot = queue.oldest
             if not slot:
@@ -202,14 +180,8 @@ class Lru(_Unweighted):
             if queue.find(ino) == slot:
                 queue.to_newest(slot)
 
-    def _queue(self, tier: int) -> _TimedQueue:
-        queue = self._tiers.get(tier)
-        if queue is None:
-            queue = self._tiers[tier] = _TimedQueue()
-        return queue
 
-
-class Sieve(_Unweighted):
+class Sieve(_Queued):
     """SIEVE. Changing, per tier: a queue in order of arrival, a mark on the replicas that were
     accessed since, and a hand, which moves from the oldest to the newest and stays where it
     stopped.
@@ -217,49 +189,34 @@ class Sieve(_Unweighted):
     The hand removes the mark of each replica that it passes. The first one without a mark goes.
     """
 
-    tracks = True
-
     def __init__(self) -> None:
-        self._tiers: dict[int, _SieveQueue] = {}
+        super().__init__(bytearray(1))
 
     def added(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
+        queue = self._tiers[tier]
         if not queue.find(ino):
-            queue.visited[queue.push_newest(ino)] = 0
-
-    def known(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
-        if not queue.find(ino):
-            queue.visited[queue.push_oldest(ino)] = 0
+            queue.push_newest(ino)
 
     def accessed(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
+        queue = self._tiers[tier]
         slot = queue.find(ino)
         if slot:
-            queue.visited[slot] = 1
+            queue.numbers[slot] = 1
         else:
-            queue.visited[queue.push_newest(ino)] = 0
-
-    def removed(self, tier: int, ino: int) -> None:
-        queue = self._queue(tier)
-        slot = queue.find(ino)
-        if slot:
-            if queue.hand == slot:
-                queue.hand = queue.newer[slot]
-            queue.remove(slot)
+            queue.push_newest(ino)
 
     def moved(self, ino: int, tier: int, to: int) -> None:
         self.removed(tier, ino)
         self.added(to, ino)
 
     def victims(self, tier: int) -> Iterator[int]:
-        queue = self._queue(tier)
+        queue = self._tiers[tier]
         steps = VISITED_STEPS
         for _ in range(len(queue)):
             slot = queue.hand or queue.oldest
-            while queue.visited[slot] and steps:
+            while queue.numbers[slot] and steps:
                 steps -= 1
-                queue.visited[slot] = 0
+                queue.numbers[slot] = 0
                 slot = queue.newer[slot] or queue.oldest
             if not slot:
                 return
@@ -267,14 +224,8 @@ class Sieve(_Unweighted):
             yield queue.inos[slot]
             if queue.hand == slot:
                 # Spared because it is in use: that counts as an access.
-                queue.visited[slot] = 1
+                queue.numbers[slot] = 1
                 queue.hand = queue.newer[slot]
-
-    def _queue(self, tier: int) -> _SieveQueue:
-        queue = self._tiers.get(tier)
-        if queue is None:
-            queue = self._tiers[tier] = _SieveQueue()
-        return queue
 
 
 class _Queue:
@@ -282,10 +233,13 @@ class _Queue:
 
     A doubly linked list in arrays; objects would take ten times the memory. Slot 0 is the end on
     both sides: ``newer[0]`` is the oldest, ``older[0]`` the newest. Unused slots are chained by
-    ``newer``.
+    ``newer``. ``numbers`` has a number for each slot, ``hand`` is a slot, for the policy.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: array[int] | bytearray) -> None:
+        """``numbers``: one 0."""
+        self.numbers = numbers
+        self.hand = 0
         self.inos = array("q", [0])
         self.newer = array("i", [0])
         self.older = array("i", [0])
@@ -321,6 +275,8 @@ class _Queue:
         self._link(slot, self.older[0], 0)
 
     def remove(self, slot: int) -> None:
+        if self.hand == slot:
+            self.hand = self.newer[slot]
         self._unlink(slot)
         self._slots.put(self.inos[slot], 0)
         self.newer[slot] = self._unused
@@ -343,34 +299,13 @@ class _Queue:
         if slot:
             self._unused = self.newer[slot]
             self.inos[slot] = ino
+            self.numbers[slot] = 0
         else:
             slot = len(self.inos)
             self.inos.append(ino)
             self.newer.append(0)
             self.older.append(0)
-            self._grow()
+            self.numbers.append(0)
         self._slots.put(ino, slot)
         self._length += 1
         return slot
-
-    def _grow(self) -> None:
-        """There is one slot more."""
-
-
-class _TimedQueue(_Queue):
-    def __init__(self) -> None:
-        super().__init__()
-        self.times = array("q", [0])
-
-    def _grow(self) -> None:
-        self.times.append(0)
-
-
-class _SieveQueue(_Queue):
-    def __init__(self) -> None:
-        super().__init__()
-        self.visited = bytearray(1)
-        self.hand = 0
-
-    def _grow(self) -> None:
-        self.visited.append(0)

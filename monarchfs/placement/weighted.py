@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
@@ -42,7 +43,7 @@ class Weighted:
     selective = True
 
     def __init__(self) -> None:
-        self._tiers: dict[int, InodeHeap] = {}
+        self._tiers = defaultdict[int, InodeHeap](InodeHeap)
         self._given: ByInode[float] | None = None
         self._opens = ByInode(array("d", [0.0]))
         self._unit = 1.0
@@ -51,7 +52,7 @@ class Weighted:
         self._spared: dict[int, int] = {}
 
     def added(self, tier: int, ino: int) -> None:
-        if ino not in self._heap(tier):
+        if ino not in self._tiers[tier]:
             self._put(tier, ino)
 
     def known(self, tier: int, ino: int) -> None:
@@ -72,11 +73,11 @@ class Weighted:
 
     def accessed(self, tier: int, ino: int) -> None:
         self.missed(ino)
-        if self._given is None or ino in self._spared or ino not in self._heap(tier):
+        if self._given is None or ino in self._spared or ino not in self._tiers[tier]:
             self._put(tier, ino)
 
     def removed(self, tier: int, ino: int) -> None:
-        heap = self._heap(tier)
+        heap = self._tiers[tier]
         if ino in heap:
             heap.remove(ino)
             self._spared.pop(ino, None)
@@ -86,7 +87,7 @@ class Weighted:
         self.added(to, ino)
 
     def spared(self, tier: int, ino: int) -> None:
-        heap = self._heap(tier)
+        heap = self._tiers[tier]
         if ino in heap:
             heap.put(ino, math.inf)
             self._spared[ino] = tier
@@ -118,20 +119,14 @@ class Weighted:
     def victims(self, tier: int) -> Iterator[int]:
         for ino, at in list(islice(self._spared.items(), _RESTORED)):
             self._put(at, ino)
-        yield from self._heap(tier).ascending()
+        yield from self._tiers[tier].ascending()
 
     def _weight(self, ino: int) -> float:
         return (self._opens if self._given is None else self._given).get(ino)
 
     def _put(self, tier: int, ino: int) -> None:
         self._spared.pop(ino, None)
-        self._heap(tier).put(ino, self._weight(ino))
-
-    def _heap(self, tier: int) -> InodeHeap:
-        heap = self._tiers.get(tier)
-        if heap is None:
-            heap = self._tiers[tier] = InodeHeap()
-        return heap
+        self._tiers[tier].put(ino, self._weight(ino))
 
     def _scale_down(self) -> None:
         for heap in self._tiers.values():
