@@ -191,6 +191,10 @@ class PeerNames(NamedTuple):
     found: list[tuple[bytes, SourceStat, bytes]]
 
 
+MOST_LISTED = 4096
+"""Entries of a listing that nodes share. Larger ones cost few calls for each name."""
+
+
 class PeerListing(NamedTuple):
     """All entries of a directory (name, type, source ino), as the source said at most ``age_ns``
     before the node that knows them was asked. Times (ns): the directory's, from before that."""

@@ -13,12 +13,12 @@ from monarchfs.fs.cached_listings import BARE_SECONDS
 from monarchfs.fs.freshness import FOREVER_SECONDS, NS, past_racy_window
 from monarchfs.fs.known import KnownMetadata
 from monarchfs.fs.recorder import Recorder
-from monarchfs.fs.shared_listings import MOST_ENTRIES, Entries, SharedListings
+from monarchfs.fs.shared_listings import Entries, SharedListings
 from monarchfs.fs.stale_on_timeout import StaleOnTimeout
 from monarchfs.fs.statahead import Statahead
 from monarchfs.fs.unlisted import Unlisted
 from monarchfs.source.source import Source
-from monarchfs.types import ROOT_INO, Dirent, FileType, Lane, Node
+from monarchfs.types import MOST_LISTED, ROOT_INO, Dirent, FileType, Lane, Node
 
 SELF_COOKIE, PARENT_COOKIE = 1, 2
 """The readdir offsets of ``.`` and ``..``; the index gives out higher ones."""
@@ -151,8 +151,7 @@ class Directories:
             batch = [(*entry, 0) for entry in listing.entries[at : at + LISTING_BATCH]]
             self._add(ino, sequence, batch, asked_ns, None, compares=known)
             await trio.lowlevel.checkpoint()
-        times = (listing.mtime_ns, listing.ctime_ns)
-        await self.finish_listing(ino, sequence, times, asked_ns)
+        await self.finish_listing(ino, sequence, (listing.mtime_ns, listing.ctime_ns), asked_ns)
         return True
 
     async def list_again(
@@ -161,30 +160,16 @@ class Directories:
         lane: Lane,
         batch_names: int = LISTING_BATCH,
         differences: Differences | None = None,
-    ) -> None:
-        """Ask the source for a whole listing, whatever is known. Raises OSError, and
-        IndexWriteError."""
-        self._unlisted.stop(ino)
-        await self._list(ino, lane, batch_names, differences)
-
-    async def _list_ahead(
-        self, ino: int, most_names: int, on_batch: Callable[[], None]
-    ) -> int | None:
-        if await self._list_by_peers(ino, Lane.BACKGROUND):
-            return self.index.count_entries(ino, MOST_ENTRIES)
-        return await self._list(ino, Lane.BACKGROUND, LISTING_BATCH, None, most_names, on_batch)
-
-    async def _list(
-        self,
-        ino: int,
-        lane: Lane,
-        batch_names: int,
-        differences: Differences | None,
+        *,
         most_names: float = math.inf,
-        on_batch: Callable[[], object] = lambda: None,
+        on_batch: Callable[[], object] | None = None,
     ) -> int | None:
-        """``list_again``; returns the number of names, or None where there are more than
-        ``most_names``. Those that were found until then stay recorded."""
+        """Ask the source for a whole listing, whatever is known. Returns the number of names, or
+        None where there are more than ``most_names``: those that were found until then stay
+        recorded. ``on_batch``: it is listed ahead, and this is called with each batch. Raises
+        OSError, and IndexWriteError."""
+        if on_batch is None:
+            self._unlisted.stop(ino)
         directory = self._known.directory(ino)
         compares = differences is not None or self.index.listing(ino) is not None
         count, asked_ns = 0, time.time_ns()
@@ -196,19 +181,28 @@ class Directories:
                 async for batch in batches:
                     if (count := count + len(batch)) > most_names:
                         return None
-                    on_batch()
+                    if on_batch is not None:
+                        on_batch()
                     self._add(ino, sequence, batch, asked_ns, differences, compares=compares)
-                    if count <= MOST_ENTRIES:
+                    if count <= MOST_LISTED:
                         entries += [entry[:3] for entry in batch]
                     if differences is not None:
                         await differences.pause()
-        times = (stat.mtime_ns, stat.ctime_ns)
         if compares:
             await self._outdate_gone(ino, asked_ns, batch_names, differences)
-        await self._record_listed(ino, sequence, times, asked_ns)
+        await self._record_listed(ino, sequence, (stat.mtime_ns, stat.ctime_ns), asked_ns)
         if len(entries) == count:
             self.shared.keep(ino, asked_ns, entries)
         return count
+
+    async def _list_ahead(
+        self, ino: int, most_names: int, on_batch: Callable[[], None]
+    ) -> int | None:
+        if await self._list_by_peers(ino, Lane.BACKGROUND):
+            return self.index.count_entries(ino, MOST_LISTED)
+        return await self.list_again(
+            *(ino, Lane.BACKGROUND, LISTING_BATCH), most_names=most_names, on_batch=on_batch
+        )
 
     async def finish_listing(
         self, ino: int, sequence: int, times: tuple[int, int], asked_ns: int
@@ -237,24 +231,14 @@ class Directories:
     ) -> None:
         known = [self.index.dirent(ino, e[0]) for e in batch] if compares else []
         self.index.add_entries(ino, sequence, batch, asked_ns)
-        if compares:
-            self._compare(ino, known, batch, differences)
-
-    def _compare(
-        self,
-        ino: int,
-        before: list[Dirent | None],
-        batch: Sequence[FoundName],
-        differences: Differences | None,
-    ) -> None:
-        for known, (name, _type, _source_ino, _device) in zip(before, batch, strict=True):
-            if known is not None:
+        for before, (name, *_) in zip(known, batch, strict=False):
+            if before is not None:
                 now = self.index.dirent(ino, name)
-                if now is None or now.ino == known.ino:
+                if now is None or now.ino == before.ino:
                     continue
-                self._recorder.replaced(ino, name, known.ino)
+                self._recorder.replaced(ino, name, before.ino)
             if differences is not None:
-                differences.name(name, known)
+                differences.name(name, before)
 
     async def _outdate_gone(
         self,

@@ -14,12 +14,11 @@ import trio
 
 from monarchfs.fs.known import KnownMetadata
 from monarchfs.fs.shared_names import SharedNames
-from monarchfs.types import FileType, Lane, PeerListing
+from monarchfs.types import MOST_LISTED, FileType, Lane, PeerListing
 
 MOST_BYTES = 128 << 10
 """Of a directory whose listing peers are asked for: some thousand names."""
 
-MOST_ENTRIES = 4096
 MOST_KEPT = 100_000
 """Entries of all listings that are remembered: 15 MB."""
 
@@ -46,7 +45,7 @@ class SharedListings:
     def keep(self, ino: int, fetched_ns: int, entries: Entries) -> None:
         """The source has listed a directory, completely."""
         self._forget(ino)
-        if len(entries) <= MOST_ENTRIES and self._names.serves(ino):
+        if len(entries) <= MOST_LISTED and self._names.serves(ino):
             self._kept[ino] = Kept(fetched_ns, entries)
             self._entries += len(entries)
             while self._entries > MOST_KEPT:
@@ -72,13 +71,13 @@ class SharedListings:
         return confirmed_ns, PeerListing(0, listing.mtime_ns, listing.ctime_ns, entries)
 
     def _from_index(self, ino: int) -> Entries | None:
-        rows = self._index.entries(ino, 0, MOST_ENTRIES + 1)
+        rows = self._index.entries(ino, 0, MOST_LISTED + 1)
         entries: Entries = []
         for dirent, node in rows:
             if node is None or node.outdated or node.stat.device:
                 return None
             entries.append((dirent.name, dirent.type, node.stat.ino))
-        return entries if len(rows) <= MOST_ENTRIES else None
+        return entries if len(rows) <= MOST_LISTED else None
 
     async def ask(self, ino: int, lane: Lane) -> tuple[int, PeerListing] | None:
         """What the directory's owner says, and when it is to count as read. Raises OSError."""

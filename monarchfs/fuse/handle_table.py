@@ -92,8 +92,7 @@ def read_vitals(fd: int) -> Vitals:
 
 
 def make_table(slots: int = MOST_SLOTS) -> int:
-    """A descriptor of new, empty memory for a table; it cannot change its size (memfd_create(2)).
-    Takes memory only where slots are used."""
+    """``make_memory`` for a new, empty table."""
     fd = make_memory("monarchfs-handles", HEADER_BYTES + slots * _SLOT.size)
     os.pwrite(fd, _HEAD.pack(MAGIC, slots, 0), 0)
     return fd

@@ -19,9 +19,10 @@ then   512 each    entries: u64, the length of the request (0: none), and the re
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
+
+from monarchfs.fuse.handle_table import make_memory
 
 MAGIC = int.from_bytes(b"mnrchrq1", "little")
 HEADER_BYTES = 4096
@@ -35,11 +36,8 @@ _HEAD = struct.Struct("=QII")
 
 
 def make_journal() -> int:
-    """A descriptor of a new, empty journal; it cannot change its size (memfd_create(2)). Takes
-    memory only where it is used."""
-    fd = os.memfd_create("monarchfs-requests", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, HEADER_BYTES + BUFFERS * BUFFER_BYTES + ENTRIES * ENTRY_BYTES)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    """``make_memory`` with a new, empty journal."""
+    size = HEADER_BYTES + BUFFERS * BUFFER_BYTES + ENTRIES * ENTRY_BYTES
+    fd = make_memory("monarchfs-requests", size)
     os.pwrite(fd, _HEAD.pack(MAGIC, BUFFERS, ENTRIES), 0)
     return fd

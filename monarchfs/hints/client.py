@@ -30,12 +30,13 @@ class JobMount(NamedTuple):
     daemon: Registered
     mountpoints: Sequence[str]
 
-    def below(self, path: str) -> str | None:
-        """An absolute path without dots, relative to the mount; None if it is outside."""
-        for mountpoint in self.mountpoints:
-            prefix = mountpoint.rstrip("/") + "/"
-            if path.startswith(prefix):
-                return path[len(prefix) :]
+    def below(self, path: str | os.PathLike[str]) -> str | None:
+        """The path relative to the mount, without dots if it has none; None if it is outside."""
+        for text in (given := os.fspath(path), os.path.abspath(given)):
+            for mountpoint in self.mountpoints:
+                prefix = mountpoint.rstrip("/") + "/"
+                if text.startswith(prefix) and text != prefix:
+                    return text[len(prefix) :]
         return None
 
     def connect(self) -> Connection:

@@ -101,14 +101,9 @@ def _parts(mount: JobMount, first: Path, rest: Iterator[Path]) -> Iterator[bytes
     """What lies in the mount, as the daemon takes it."""
     part: list[bytes] = []
     for path in chain([first], rest):
-        part += _name(mount, path)
+        if (name := mount.below(path)) is not None:
+            part.append(os.fsencode(name))
         if len(part) >= _PART:
             yield b"\0".join(part) + b"\0"
             part.clear()
     yield b"\0".join(part)
-
-
-def _name(mount: JobMount, path: Path) -> list[bytes]:
-    text = os.fspath(path)
-    name = mount.below(text) or mount.below(os.path.abspath(text))
-    return [] if name is None else [os.fsencode(name)]

@@ -44,7 +44,5 @@ def weigh(
 def _below(mount: JobMount, weights: Iterable[tuple[Path, float]]) -> Iterator[tuple[str, float]]:
     """Of those that lie in the mount."""
     for path, weight in weights:
-        text = os.fspath(path)
-        name = mount.below(text) or mount.below(os.path.abspath(text))
-        if name is not None:
+        if (name := mount.below(path)) is not None:
             yield name, weight

@@ -23,8 +23,8 @@ import lmdb
 
 from monarchfs.index import records
 from monarchfs.index.consistency import inconsistencies
+from monarchfs.index.environment import DATABASES
 from monarchfs.index.records import (
-    DATABASES,
     FORMAT,
     ID,
     ID_PAIR,

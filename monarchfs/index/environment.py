@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import lmdb
 
 from monarchfs.index import records
-from monarchfs.index.records import DATABASES, FIRST_ID, FORMAT, ID, SCHEMA_VERSION
+from monarchfs.index.records import FIRST_ID, FORMAT, ID, SCHEMA_VERSION
 from monarchfs.types import IndexUnusable, IndexWriteError
 
 MAP_BYTES = 1 << 30
@@ -27,7 +27,7 @@ _DAMAGE = (
 
 
 class Databases(NamedTuple):
-    """The handles of LMDB's named databases, in the order of ``records.DATABASES``."""
+    """The handles of LMDB's named databases."""
 
     meta: Any
     nodes: Any
@@ -44,6 +44,9 @@ class Databases(NamedTuple):
     stale: Any
     outdated: Any
     pins: Any
+
+
+DATABASES = tuple(name.encode() for name in Databases._fields)
 
 
 def open_environment(path: str, source_id: str, map_bytes: int) -> tuple[Any, Databases, int]:
@@ -70,25 +73,17 @@ def open_environment(path: str, source_id: str, map_bytes: int) -> tuple[Any, Da
             databases, next_id = _create(env, source_id)
         else:
             databases, next_id = _recognise(env, source_id)
-    except _DAMAGE as error:
-        _close(env)
-        raise IndexUnusable(f"the index in {path} is damaged: {error}") from error
-    except lmdb.Error as error:
-        _close(env)
-        if getattr(error, "code", None) == errno.EACCES:
-            detail = os.strerror(errno.EACCES)
-        else:
-            detail = str(error)
+    except (lmdb.Error, IndexUnusable) as error:
+        if env is not None:
+            env.close()
+        if isinstance(error, IndexUnusable):
+            raise
+        if isinstance(error, _DAMAGE):
+            raise IndexUnusable(f"the index in {path} is damaged: {error}") from error
+        denied = getattr(error, "code", None) == errno.EACCES
+        detail = os.strerror(errno.EACCES) if denied else str(error)
         raise IndexWriteError(f"the index in {path} cannot be opened: {detail}") from error
-    except IndexUnusable:
-        _close(env)
-        raise
     return env, databases, next_id
-
-
-def _close(env: Any) -> None:
-    if env is not None:
-        env.close()
 
 
 def _is_empty(env: Any) -> bool:

@@ -45,24 +45,6 @@ from monarchfs.types import (
 FORMAT = b"monarchfs index"
 SCHEMA_VERSION = 3
 
-DATABASES = (
-    b"meta",
-    b"nodes",
-    b"by_source",
-    b"names",
-    b"entries",
-    b"listings",
-    b"replicas",
-    b"xattrs",
-    b"files",
-    b"segments",
-    b"records",
-    b"journal",
-    b"stale",
-    b"outdated",
-    b"pins",
-)
-
 # Rows of the meta database.
 META_FORMAT = b"format"  # FORMAT: says that the environment is ours
 META_SCHEMA = b"schema"  # ID: SCHEMA_VERSION

@@ -36,6 +36,20 @@ MAX_ANSWER_BYTES = 1 << 20
 THREADS = 8
 
 
+def ask(number: int, path: str, body: bytes | None, seconds: float, most_bytes: int) -> bytes:
+    """What a peer's worker answers; a POST unless ``body`` is None. Waits for it. Raises OSError
+    and PeerError."""
+    status, data = _replicas.ask(number, path, body, seconds, most_bytes)
+    if status != 200:
+        raise PeerError(f"status {status}")
+    return data
+
+
+def avoided(number: int) -> bool:
+    """Whether a peer is asked nothing now, because it fails."""
+    return bool(_replicas.counts(number)[-1])
+
+
 class Following:
     """The catalogues of all peers.
 
@@ -120,12 +134,9 @@ class Following:
     async def _ask(self, number: int, follower: Follower) -> tuple[bool, int]:
         """Ask once. Returns whether to ask again at once, and how many rows came."""
         path = f"/ask/catalogue?{follower.query()}"
-        status, data = await run_sync(
-            _replicas.ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES,
-            limiter=self._threads,
-        )  # fmt: skip
-        if status != 200:
-            raise PeerError(f"status {status}")
+        data = await run_sync(
+            ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES, limiter=self._threads
+        )
         page = decode(data)
         self.heard[number] = trio.current_time()
         void, again = follower.take(page)

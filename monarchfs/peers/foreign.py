@@ -14,7 +14,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.engine.misses import MOST_BYTES
 from monarchfs.peers import _replicas
-from monarchfs.peers.following import Following
+from monarchfs.peers.following import Following, avoided
 from monarchfs.peers.ownership import Ownership
 
 BATCH = 128
@@ -57,4 +57,4 @@ class ForeignReplicas:
         if size <= MOST_BYTES:
             return _replicas.available(name)
         owner = self._ownership.number(name)
-        return self._following.answered[owner].is_set() and not _replicas.counts(owner)[-1]
+        return self._following.answered[owner].is_set() and not avoided(owner)

@@ -17,23 +17,19 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.following import Following
+from monarchfs.peers.following import Following, ask, avoided
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import is_path
 from monarchfs.snapshot.file import FoundName, MalformedSnapshot, decode_entry, encode_entry
 from monarchfs.system.threads import run_sync
-from monarchfs.types import DirRef, FileType, Lane, PeerListing, PeerNames
+from monarchfs.types import MOST_LISTED, DirRef, FileType, Lane, PeerListing, PeerNames
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MOST_NAMES = 256
 """In one question."""
-
-MOST_LISTED = 4096
-"""Entries of a listing that is shared. Larger ones cost few calls for each name."""
 
 LARGE_BYTES = 1 << 20
 """A directory of this size, which has some ten thousand names, is owned in parts."""
@@ -97,10 +93,10 @@ class NameOwners:
     def _whom_to_ask(self, key: bytes, part: int) -> int:
         owner = self._ownership.number(key, part)
         young = trio.current_time() < self._following.starts_until
-        if owner == self._own or young or not _avoided(owner):
+        if owner == self._own or young or not avoided(owner):
             return owner
         other = self._ownership.stand_in(key, part)
-        return self._own if _avoided(other) else other
+        return self._own if avoided(other) else other
 
     async def ask(
         self, owner: int, directory: DirRef, names: list[bytes], most_age_ns: int, lane: Lane
@@ -125,16 +121,12 @@ class NameOwners:
             await self._following.until_started(owner)
         question = question._replace(most_age_ns=max(0, question.most_age_ns))
 
-        def ask() -> T:
+        def ask_and_decode() -> T:
             seconds = answer_seconds(question) + MARGIN_SECONDS
-            body = encode_question(question)
-            status, data = _replicas.ask(owner, path, body, seconds, MOST_ANSWER_BYTES)
-            if status != 200:
-                raise PeerError(f"status {status}")
-            return decode(data)
+            return decode(ask(owner, path, encode_question(question), seconds, MOST_ANSWER_BYTES))
 
         try:
-            return await run_sync(ask, limiter=self._threads)
+            return await run_sync(ask_and_decode, limiter=self._threads)
         except (OSError, PeerError) as exc:
             log.debug("peer %d says nothing about names: %s", owner, exc)
             return None
@@ -152,10 +144,6 @@ def _parts(size: int, names: Sequence[bytes]) -> dict[int, list[bytes]]:
     for name in names:
         found.setdefault(xxh3_64_intdigest(name) % PARTS, []).append(name)
     return found
-
-
-def _avoided(number: int) -> bool:
-    return bool(_replicas.counts(number)[5])
 
 
 def answer_seconds(question: NamesQuestion) -> float:

@@ -14,7 +14,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.engine.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.following import Following
+from monarchfs.peers.following import Following, ask, avoided
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.span_messages import (
     MOST_SPANS,
@@ -283,7 +283,7 @@ class SpanNodes:
         """Whether another node stands in for it. Asked anew each time: whoever takes a node for
         there that is avoided reads the source (``waits_for``), though the stand-in has it."""
         started = not self._following.starts(number)
-        return number != self._own and started and _replicas.counts(number)[-1]
+        return number != self._own and started and avoided(number)
 
     @property
     def view(self) -> int:
@@ -299,7 +299,7 @@ class SpanNodes:
         now = trio.current_time()
         if self._following.starts(owner):
             return True
-        if _replicas.counts(owner)[-1]:
+        if avoided(owner):
             return False
         if now - self._asked.get(owner, now) > STALLED_SECONDS:
             return True  # nobody expected anything of it meanwhile
@@ -361,13 +361,11 @@ class SpanNodes:
         part = (0, 0) if unit is None else (unit.start % SPAN_BYTES, unit.end - unit.start)
         question = [WantedSpan(s.name, span, *part, s.priority, s.path) for s, span in wanted]
         try:
-            status, data = await run_sync(
-                *(_replicas.ask, owner, "/ask/spans", encode_wanted(question)),
+            data = await run_sync(
+                *(ask, owner, "/ask/spans", encode_wanted(question)),
                 *(ANSWER_SECONDS, MAX_ANSWER_BYTES),
                 limiter=self._threads,
             )
-            if status != 200:
-                raise PeerError(f"status {status}")
             answers = decode_held(data, len(wanted))
         except (OSError, PeerError) as exc:
             log.debug("peer %d does not answer about spans: %s", owner, exc)

@@ -136,7 +136,7 @@ def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     avoided: set[int] = set()
-    monkeypatch.setattr("monarchfs.peers.names._avoided", avoided.__contains__)
+    monkeypatch.setattr("monarchfs.peers.names.avoided", avoided.__contains__)
     monkeypatch.setattr("monarchfs.peers.following.START_SECONDS", 0)
     names = [b"%d" % number for number in range(1000)]
 
