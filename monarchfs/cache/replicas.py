@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 
 import trio
 
@@ -16,14 +17,12 @@ from monarchfs.store.tier import Tier
 from monarchfs.types import Data, Node, Replica
 
 
+@dataclass(eq=False, slots=True)
 class Removal:
     """One file on its way out. ``failed`` is set before ``done``."""
 
-    __slots__ = ("done", "failed")
-
-    def __init__(self) -> None:
-        self.done = trio.Event()
-        self.failed = False
+    done: trio.Event = field(default_factory=trio.Event)
+    failed: bool = False
 
 
 class OpenReplica:
@@ -88,6 +87,7 @@ class OpenReplica:
         return read_full(self.fd, self._start + offset, size)
 
 
+@dataclass(eq=False, slots=True)
 class Reservation:
     """Room for one replica that is being filled, and the part file's descriptor.
 
@@ -101,57 +101,31 @@ class Reservation:
     exactly one of ``finish``, ``write_all``, ``rest``, ``cancel``, ``abandon``.
     """
 
-    __slots__ = (
-        "_digests",
-        "_lock",
-        "_unused",
-        "_users",
-        "after",
-        "fd",
-        "given_up",
-        "name",
-        "needed",
-        "node",
-        "reserved_bytes",
-        "resumed",
-        "shares",
-        "sparse",
-        "tier",
-        "tight",
-        "whole",
-        "written",
-    )
+    node: Node
+    name: bytes
+    tier: Tier
+    _: KW_ONLY
+    whole: bool
+    after: list[Removal]
+    shares: bool = False
+    reserved_bytes: int = 0
+    resumed: Replica | None = None
+    needed: int = 0
+    tight: bool = False
+    fd: int = -1
+    given_up: bool = False
+    written: int = 0
+    sparse: bool = field(init=False)
+    _lock: trio.Lock | None = field(default=None, init=False)
+    _digests: bytearray | None = field(default=None, init=False)
+    _users: int = field(default=0, init=False)
+    _unused: trio.Event | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        node: Node,
-        name: bytes,
-        tier: Tier,
-        *,
-        whole: bool,
-        after: list[Removal],
-        shares: bool = False,
-        reserved_bytes: int = 0,
-        resumed: Replica | None = None,
-    ) -> None:
-        self.node = node
-        self.name = name
-        self.tier = tier
-        self.sparse = node.stat.occupied_bytes < node.stat.size
-        self.whole = whole and not self.sparse
-        self.shares = shares
-        self.reserved_bytes = reserved_bytes
-        self.needed = 0
-        self.tight = False
-        self.after = after
-        self.resumed = resumed
-        self.fd = -1
-        self.given_up = False
-        self.written = 0
-        self._lock: trio.Lock | None = None
-        self._digests = bytearray(resumed.digests) if resumed is not None else None
-        self._users = 0
-        self._unused: trio.Event | None = None
+    def __post_init__(self) -> None:
+        self.sparse = self.node.stat.occupied_bytes < self.node.stat.size
+        self.whole = self.whole and not self.sparse
+        if self.resumed is not None:
+            self._digests = bytearray(self.resumed.digests)
 
     @property
     def lock(self) -> trio.Lock:

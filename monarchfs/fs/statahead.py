@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
 
 import trio
 
@@ -66,18 +67,17 @@ _FAR = 1 << 63
 Row = tuple[Dirent, Node | None]
 
 
+@dataclass(eq=False, slots=True)
 class _Batch:
     """Changing: ``names`` without an answer yet; ``waiters`` for the next answers; ``runs``,
     whether it counts as one of ``MOST_BATCHES``."""
 
-    __slots__ = ("names", "runs", "waiters")
-
-    def __init__(self, names: list[bytes]) -> None:
-        self.names = names
-        self.waiters = trio.lowlevel.ParkingLot()
-        self.runs = False
+    names: list[bytes]
+    waiters: trio.lowlevel.ParkingLot = field(default_factory=trio.lowlevel.ParkingLot)
+    runs: bool = False
 
 
+@dataclass(eq=False, slots=True)
 class _Window:
     """What was asked for in one directory. Changing: all. ``coming`` are the batches by name,
     ``stuck`` those that took too long. ``end`` is the cookie up to which names were looked at,
@@ -89,28 +89,17 @@ class _Window:
     ahead; ``names``, how many there are, as far as counted; ``swept``, the cookie up to which all
     were asked for ahead, from the first one on; that begins anew after ``sweeps_again``."""
 
-    __slots__ = (
-        "began_ns",
-        "coming",
-        "end",
-        "half",
-        "missed",
-        "names",
-        "paused_until",
-        "size",
-        "stuck",
-        "sweeps_again",
-        "swept",
-    )
-
-    def __init__(self) -> None:
-        self.coming: dict[bytes, _Batch] = {}
-        self.stuck: list[_Batch] = []
-        self.end = self.missed = self.began_ns = self.names = self.swept = 0
-        self.half = _FAR
-        self.size = 1
-        self.paused_until = 0.0
-        self.sweeps_again = trio.current_time() + PAUSE_SECONDS
+    coming: dict[bytes, _Batch] = field(default_factory=dict)
+    stuck: list[_Batch] = field(default_factory=list)
+    began_ns: int = 0
+    end: int = 0
+    half: int = _FAR
+    size: int = 1
+    paused_until: float = 0.0
+    missed: int = 0
+    names: int = 0
+    swept: int = 0
+    sweeps_again: float = field(default_factory=lambda: trio.current_time() + PAUSE_SECONDS)
 
     @property
     def paused(self) -> bool:

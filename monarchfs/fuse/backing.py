@@ -4,6 +4,7 @@ make them (``supervisor/backing.py``). Nothing here waits for its answer, unless
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import trio
@@ -18,18 +19,16 @@ MOST_AT_ONCE = 32
 """Files in one message: as many as the supervisor takes."""
 
 
+@dataclass(eq=False, slots=True)
 class Question:
     """Constant: ``number``. Changing: the answer, complete once ``done`` is set: ``ids`` in the
     order of the files, 0 for those that were refused, and why the last one was."""
 
-    __slots__ = ("code", "done", "ids", "number", "reason")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.done = trio.Event()
-        self.ids: list[int] = []
-        self.code = 0
-        self.reason = ""
+    number: int
+    done: trio.Event = field(default_factory=trio.Event)
+    ids: list[int] = field(default_factory=list)
+    code: int = 0
+    reason: str = ""
 
 
 class BackingIds:

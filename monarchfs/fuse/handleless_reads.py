@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import trio
 
@@ -21,13 +22,11 @@ IDLE_SECONDS = 5.0
 """A file that was not read for this long is closed."""
 
 
+@dataclass(eq=False, slots=True)
 class _HeldHandle:
-    __slots__ = ("handle", "readers", "until")
-
-    def __init__(self, handle: FileHandle) -> None:
-        self.handle = handle
-        self.readers = 0
-        self.until = 0.0
+    handle: FileHandle
+    readers: int = 0
+    until: float = 0.0
 
 
 class HandlelessReads:

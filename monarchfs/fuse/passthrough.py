@@ -22,6 +22,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import trio
@@ -71,17 +72,15 @@ class OpenDelegation(Protocol):
         be passed through."""
 
 
+@dataclass(eq=False, slots=True)
 class _Wait:
     """Opens of an inode wait for an id. Constant: the question, the replica's tier. Changing: how
     many opens do; the answer, CACHED for a refusal, None before."""
 
-    __slots__ = ("answer", "opens", "question", "tier")
-
-    def __init__(self, question: Question, tier: int) -> None:
-        self.question = question
-        self.tier = tier
-        self.answer: int | None = None
-        self.opens = 0
+    question: Question
+    tier: int
+    answer: int | None = None
+    opens: int = 0
 
 
 class Passthrough:

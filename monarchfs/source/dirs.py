@@ -12,7 +12,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from types import TracebackType
+from dataclasses import dataclass
 
 from monarchfs.types import DirectoryChanged, DirRef
 
@@ -33,6 +33,7 @@ def check_name(name: bytes) -> None:
         raise OSError(errno.EINVAL, "Not a name of a directory entry", name)
 
 
+@dataclass(eq=False, slots=True)
 class DirHandle:
     """An open directory; ``with handle as fd`` uses it and releases it.
 
@@ -41,25 +42,17 @@ class DirHandle:
     leaves.
     """
 
-    __slots__ = ("dropped", "fd", "ino", "owner", "path", "users")
-
-    def __init__(self, owner: DirHandles, path: bytes, fd: int, ino: int) -> None:
-        self.owner = owner
-        self.path = path
-        self.fd = fd
-        self.ino = ino
-        self.users = 1
-        self.dropped = False
+    owner: DirHandles
+    path: bytes
+    fd: int
+    ino: int
+    users: int = 1
+    dropped: bool = False
 
     def __enter__(self) -> int:
         return self.fd
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
         # A server that lost the directory says ESTALE to this descriptor for ever.
         stale = isinstance(error, OSError) and error.errno == errno.ESTALE
         self.owner.release(self, drop=stale)

@@ -187,6 +187,7 @@ class _State(Enum):
 _state_lock = threading.Lock()
 
 
+@dataclass(eq=False, slots=True)
 class Call(Generic[T]):
     """One call of ``fn(*args)``; the object itself is what the thread runs.
 
@@ -196,35 +197,15 @@ class Call(Generic[T]):
     block, and may fail with OSError unheard.
     """
 
-    __slots__ = (
-        "args",
-        "dispose",
-        "fn",
-        "lane",
-        "result",
-        "seconds",
-        "skipped",
-        "started",
-        "state",
-    )
-
-    def __init__(
-        self,
-        lane: LaneThreads,
-        fn: Callable[..., T],
-        args: tuple[Any, ...],
-        dispose: Callable[[T], object] | None,
-        skipped: Callable[[], object] | None,
-    ) -> None:
-        self.lane = lane
-        self.fn = fn
-        self.args = args
-        self.dispose = dispose
-        self.skipped = skipped
-        self.started = 0.0
-        self.seconds = 0.0
-        self.state = _State.WAITING
-        self.result: T | None = None
+    lane: LaneThreads
+    fn: Callable[..., T]
+    args: tuple[Any, ...]
+    dispose: Callable[[T], object] | None
+    skipped: Callable[[], object] | None
+    started: float = 0.0
+    seconds: float = 0.0
+    state: _State = _State.WAITING
+    result: T | None = None
 
     def __call__(self) -> T | None:
         """Run, in the thread. The result is None only if nobody is there to see it."""

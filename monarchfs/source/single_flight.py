@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import trio
@@ -16,14 +17,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+@dataclass(eq=False, slots=True)
 class _Flight(Generic[T]):
-    __slots__ = ("error", "landed", "value", "waiting")
-
-    def __init__(self) -> None:
-        self.landed = trio.Event()
-        self.waiting = 0
-        self.value: T | None = None
-        self.error: Exception | None = None
+    landed: trio.Event = field(default_factory=trio.Event)
+    waiting: int = 0
+    value: T | None = None
+    error: Exception | None = None
 
 
 class SingleFlight:

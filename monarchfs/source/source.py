@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import trio
@@ -185,12 +184,7 @@ class SourceListing:
     async def __aenter__(self) -> SourceListing:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         # Closing a directory may tell a server, and there may be no time to wait for that.
         if self._batches is not None:
             self._release(self._batches.close)
