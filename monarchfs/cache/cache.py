@@ -17,9 +17,9 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.rooms import OUT_OF_DESCRIPTORS
 from monarchfs.cache.scrub import Scrub
 from monarchfs.index.index import Index
-from monarchfs.placement.events import Accessed, Known, Loaded
+from monarchfs.placement.events import Accessed, Known
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState, TierTotals
+from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -60,11 +60,8 @@ class Cache(Groups):
         """
         rebooted = self.index.begin_boot(boot_id)
         self._reconciliation.recover()
-        totals = self.index.tier_totals()
         for tier in self.tiers.values():
-            held = totals.get(tier.id, TierTotals())
-            files = held.resident + held.partial + held.found
-            self._handle(Loaded(tier.id, files, held.allocated_bytes))
+            self._reconciliation.load(tier)
             self.readers.serve(tier.id, tier.dir_fd)
             try:
                 needed = self._reconciliation.needed(tier, rebooted=rebooted)
@@ -219,14 +216,6 @@ class Cache(Groups):
                 self._segments.replaced(tier)
                 self._reconciliation.begin(tier)
         self._removals.retry(self._busy.values())
-
-    async def sync_loop(self) -> None:
-        """Make replicas durable in groups, for ever."""
-        await self._durability.sync_loop()
-
-    async def sync(self) -> None:
-        """Make everything durable that is stored by now."""
-        await self._durability.sync()
 
     async def scrub(self, rate: int) -> None:
         """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""

@@ -180,7 +180,7 @@ class Reconciliation:
                 await self._in_thread(tier.files.remove_part, finding.file.name)
         await self._mend(tier, [f for f in findings if not isinstance(f, found.Orphan)])
         await self._look_at_segments(tier)
-        self._load(tier)
+        self.load(tier)
         self._index.meta_put(_mark(tier), _right(tier))
         self._tiers.end_outage(tier.id, Outage.RECONCILIATION)
         self._log_findings(tier)
@@ -309,7 +309,8 @@ class Reconciliation:
         self._index.begin_segments(tier.id, [segment])
         self._found[tier.id] += len(self._index.record_found_files(tier.id, sound))
 
-    def _load(self, tier: Tier) -> None:
+    def load(self, tier: Tier) -> None:
+        """Tell placement what the tier holds, by the records."""
         totals = self._index.tier_totals().get(tier.id, TierTotals())
         files = totals.resident + totals.partial + totals.found
         self._handle(Loaded(tier.id, files, totals.allocated_bytes))

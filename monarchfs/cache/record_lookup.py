@@ -69,15 +69,14 @@ class RecordLookup:
 
     def is_foreign(self, ino: int) -> bool:
         record = self._index.replica(ino)
-        return record is not None and not self._owned(record.name, record.size)
+        if record is None or self.owns is None:
+            return False
+        return not self.owns(record.name, record.size)
 
     def foreign_stored(self) -> None:
         """There is one more of them."""
         self._own_alone.clear()
         self._own_in_turn.clear()
-
-    def _owned(self, name: bytes, size: int) -> bool:
-        return self.owns is None or self.owns(name, size)
 
     def _names(self, tier: int, places: dict[int, bytes]) -> Iterator[tuple[bytes, int]]:
         start = after = places.get(tier, b"")

@@ -143,6 +143,7 @@ class Records:
         )
         self.tiers = self._tiers.by_id
         self._durability = Durability(index, self._tiers, self.placement, self._handle)
+        self.sync_loop, self.sync = self._durability.sync_loop, self._durability.sync
         self._segments = SegmentRecords(
             *(index, self._tiers, self.readers, self._in_thread),
             capacity=lambda tier_id: self.placement.ledger(tier_id).usage[1],

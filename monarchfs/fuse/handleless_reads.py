@@ -68,15 +68,14 @@ class HandlelessReads:
                 self._close(ino, held)
                 return
 
-    def _read_by_threads(self, ino: int) -> bool:
-        """Since the last call."""
-        return self._files.cache.readers.nonresident.used(ino)
-
     async def run(self) -> None:
         """Close what is not read any more, or what the C part reads, for ever."""
         while True:
             await trio.sleep(1)
             now = trio.current_time()
             for ino, held in list(self._held.items()):
-                if held.handle.served or (held.until < now and not self._read_by_threads(ino)):
+                used = (
+                    self._files.cache.readers.nonresident.used
+                )  # by threads, since this was asked
+                if held.handle.served or (held.until < now and not used(ino)):
                     self._close(ino, held)

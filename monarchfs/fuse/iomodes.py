@@ -46,7 +46,3 @@ class IoModes:
             return None
         del self._opens[ino]
         return self._modes.pop(ino)
-
-    def backed(self) -> int:
-        """How many inodes are open that the kernel reads itself. Looks at each."""
-        return sum(1 for mode in self._modes.values() if mode != CACHED)

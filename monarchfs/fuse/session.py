@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
 from types import ModuleType
 
 import trio
@@ -50,34 +49,23 @@ def current_node() -> int:
     return node
 
 
-def on_interrupt(handler: Callable[[int], bool]) -> None:
-    """Have FUSE_INTERRUPT reported. The handler answers False for a request that it does not
-    know."""
-    hooks.set_interrupt_handler(handler)
+on_interrupt = _session.set_interrupt_handler
+"""Have FUSE_INTERRUPT reported. The handler answers False for a request that it does not know."""
 
+on_request = _session.set_request_handler
+"""Have a handler answer those requests of ``fast_path.Opcode`` that it can: called with opcode,
+node id and what follows the request's header, it returns what follows the answer's, an errno, None,
+or True: then the C part tries once more."""
 
-def on_request(handler: Callable[[int, int, bytes], bytes | int | None]) -> None:
-    """Have ``handler`` answer those requests of ``fast_path.Opcode`` that it can: called with
-    opcode, node id and what follows the request's header, it returns what follows the answer's, an
-    errno, None, or True: then the C part tries once more."""
-    hooks.set_request_handler(handler)
+answered_soon = _session.answered_soon
+"""The handler of a request ends now: for the journal, where there is one."""
 
+take_again = _session.take_again
+"""Begin anew with what an earlier worker's threads had in hand that have died since; nothing
+without a journal. Microseconds."""
 
-def answered_soon(unique: int) -> None:
-    """The handler of a request ends now: for the journal, where there is one."""
-    hooks.answered_soon(unique)
-
-
-def take_again() -> None:
-    """Begin anew with what an earlier worker's threads had in hand that have died since; nothing
-    without a journal. Microseconds."""
-    hooks.take_again()
-
-
-def back_open(number: int, backing_id: int) -> None:
-    """Have the kernel read ``backing_id`` itself for the handle ``number``, which is what is
-    answered next."""
-    hooks.back_open(number, backing_id)
+back_open = _session.back_open
+"""Have the kernel read a backing id itself for the handle, which is what is answered next."""
 
 
 def invalidate_inode(ino: int, attributes_only: bool) -> None:

@@ -69,6 +69,7 @@ class Victims:
         self, lookup: ReplicaLookup, policy: Policy, busy: Callable[[int, int], bool]
     ) -> None:
         """``busy`` tells whether a replica (inode, tier) is leaving or moving already."""
+        self.allocated_bytes = lookup.allocated_bytes
         self._lookup = lookup
         self._policy = policy
         self._busy = busy
@@ -134,10 +135,6 @@ class Victims:
         """The coldest replica that may go, by the policy."""
         sources = [(EvictionReason.POLICY, self._policy.victims(tier))]
         return next(self._candidates(tier, sources, budget), None)
-
-    def allocated_bytes(self, ino: int, tier: int) -> int | None:
-        """The size of the replica of ``ino`` at rest in the tier; None if there is none."""
-        return self._lookup.allocated_bytes(ino, tier)
 
     def may_go(self, ino: int, tier: int) -> int | None:
         """The bytes of a replica that may go; None if it may not, or is not there."""

@@ -34,9 +34,10 @@ def _what_lies_there() -> Iterator[None]:
 class RemoteFile:
     """One version of a file, by the place where it was found.
 
-    Constant: ``version``; ``spans``, what other nodes have of it, if they share it. Changing: the
-    descriptor (-1 before ``open``); ``_direct``, a second one; ``layout``, where its bytes are, as
-    soon as that is known; ``_as_is``, whether the descriptor was of another version when opened.
+    Constant: ``version``; ``spans``, what other nodes have of it, if they share it. Changing:
+    ``fd``, the descriptor (-1 before ``open``); ``_direct``, a second one; ``layout``, where its
+    bytes are, as soon as that is known; ``_as_is``, whether the descriptor was of another version
+    when opened.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class RemoteFile:
         self.layout: Layout | None = None
         self._where = where
         self._source = source
-        self._fd = -1
+        self.fd = -1
         self._direct = DirectDescriptor()
         self._as_is = False
         self._lock: trio.Lock | None = None
@@ -69,39 +70,34 @@ class RemoteFile:
             self._lock = trio.Lock()
         return self._lock
 
-    @property
-    def fd(self) -> int:
-        """The descriptor, -1 where there is none (yet)."""
-        return self._fd
-
     async def open(self, lane: Lane) -> int:
         """The descriptor. Raises the source's OSError, or SourceChanged for another version."""
-        if self._fd < 0:
+        if self.fd < 0:
             async with self._opening:
-                if self._fd < 0:
+                if self.fd < 0:
                     with _what_lies_there():
                         fd, stat = await self._source.open(*self._where(), lane)
                     if stat.version != self.version:
                         self._source.close_soon(fd)
                         raise SourceChanged("another version is at its place")
-                    self._fd = fd
+                    self.fd = fd
         if self._as_is:
             raise SourceChanged("another version is read")
-        return self._fd
+        return self.fd
 
     async def open_as_is(self, lane: Lane) -> SourceVersion:
         """Open what the source has now at this place, whatever version that is, unless a descriptor
         is there already; the version that is read. Raises the source's OSError, SourceChanged where
         the directory lies elsewhere."""
         async with self._opening:
-            if self._fd < 0:
+            if self.fd < 0:
                 fd, stat = await self._source.open(*self._where(), lane)
-                self._fd, self._as_is = fd, stat.version != self.version
+                self.fd, self._as_is = fd, stat.version != self.version
                 return stat.version
         return (await self.current(lane)).version
 
     async def _descriptor(self, lane: Lane) -> int:
-        return self._fd if self._fd >= 0 else await self.open(lane)
+        return self.fd if self.fd >= 0 else await self.open(lane)
 
     async def read(self, start: int, end: int, lane: Lane) -> tuple[bytes, SourceVersion]:
         """The bytes [start, end), fewer at the end of the file, and the version that was read,
@@ -149,7 +145,7 @@ class RemoteFile:
 
     def close_soon(self) -> None:
         """Close the descriptor, if there is one; nobody may be reading."""
-        fd, self._fd, self._as_is = self._fd, -1, False
+        fd, self.fd, self._as_is = self.fd, -1, False
         direct, self._direct = self._direct.close(), DirectDescriptor()
         for descriptor in (direct, fd):
             if descriptor >= 0:

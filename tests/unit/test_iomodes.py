@@ -60,6 +60,5 @@ def test_what_the_kernel_accepts_is_what_is_known(steps: list[tuple[bool, int, i
             left = any(one == ino for one, _mode in opens)
             assert modes.closed(ino) == (None if left else mode)
         assert len(modes) == len({ino for ino, _mode in opens})
-        assert modes.backed() == len({ino for ino, mode in opens if mode != CACHED})
     with pytest.raises(KeyError):
         modes.closed(4)
