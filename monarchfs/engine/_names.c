@@ -18,14 +18,13 @@
 
 #define WORD 4
 #ifndef NAMES_BYTES
-#define NAMES_BYTES (64U << 20) /* a million names of 20 bytes, two of whose times differ */
+#define NAMES_BYTES (64U << 20) /* a million names of 16 bytes, one of whose times is not the mtime */
 #endif
 #define WORDS (NAMES_BYTES / WORD)
 #define FIRST 1U          /* the place of the first record: 0 is none */
 #define BUCKETS (1U << 18)
 #define OWN_CLASS UINT8_MAX
 #define PAGE 4096
-#define TICK_BITS 24 /* a tick is 17 ms */
 #define SECOND_NS 1000000000
 
 /* What many files have in common. */
@@ -49,7 +48,7 @@ enum { /* what else a record holds, before the name */
 struct known {
 	uint32_t next, next_of_ino;  /* in their buckets */
 	uint32_t parent, ino, size;  /* the lower halves */
-	uint32_t until;              /* ticks of the monotonic clock */
+	uint64_t until_ns;
 	int64_t mtime_ns;
 	uint8_t class, has, length;
 	unsigned char rest[];
@@ -292,7 +291,7 @@ static void unpack(const struct known *known, struct fuse_attr *attr)
 void names_put(uint64_t parent, const char *name, size_t length, const struct fuse_attr *attr,
 	       uint64_t for_ns)
 {
-	uint64_t until = (monotonic_ns() + for_ns) >> TICK_BITS;
+	uint64_t until_ns = monotonic_ns() + for_ns;
 	union {
 		struct known known;
 		unsigned char bytes[sizeof(struct known) + MOST_REST];
@@ -302,7 +301,7 @@ void names_put(uint64_t parent, const char *name, size_t length, const struct fu
 	uint32_t *place = place_of(parent, name, length), put = *place;
 	if (put)
 		drop(place);
-	*known = (struct known){.until = until < UINT32_MAX ? (uint32_t)until : UINT32_MAX};
+	*known = (struct known){.until_ns = until_ns};
 	if (length <= UINT8_MAX && pack(known, parent, attr)) {
 		known->length = (uint8_t)length;
 		memcpy(known->rest + before_name(known), name, length);
@@ -358,7 +357,7 @@ bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_e
 	pthread_rwlock_rdlock(&lock);
 	uint32_t place = *place_of(parent, name, length);
 	uint64_t now_ns = place ? monotonic_ns() : 0;
-	uint64_t until_ns = place ? (uint64_t)at(place)->until << TICK_BITS : 0;
+	uint64_t until_ns = place ? at(place)->until_ns : 0;
 	if (until_ns <= now_ns) {
 		pthread_rwlock_unlock(&lock);
 		return false;

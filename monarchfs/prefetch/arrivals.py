@@ -48,7 +48,7 @@ MUCH_BYTES = 8 << 20
 class Batch:
     """Files that the copier wants together. ``left``: how many are neither stored nor given up;
     ``unread``: of how many the C part has yet to report. ``took_ns``, ``sizes``: the time for all
-    files that were read, and their sizes, but for those in the window."""
+    files that were read, and their sizes, but for those in memory and in the window."""
 
     nodes: Sequence[Node]
     left: int
@@ -277,7 +277,7 @@ class Arrivals:
         place, batch = wanted.place, wanted.batch
         node, ino = place.node, served.ino
         if served.data is not None:
-            if not served.from_window:
+            if served.took_ns and not served.from_window:
                 batch.took_ns += served.took_ns
                 batch.sizes.append(place.size)
             self._jobs.retries.forget_failures(ino)

@@ -168,7 +168,7 @@ class WholeReads:
                 entry.state = "remote"
                 if self._closed:
                     return
-                took_ns = int((self._clock.current_time() - began) * 1e9)
+                took_ns = 1 + int((self._clock.current_time() - began) * 1e9)
                 self._tell((ino, 0, False, data, error, took_ns))
 
     def _tell(self, event: Event) -> None:
