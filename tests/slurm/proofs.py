@@ -464,6 +464,7 @@ def without_an_administrator_a_step_runs_its_own_mount(slurm: Cluster) -> str:
         shutil.chown(own, USERS[0])
     verify = (
         "cd $0 && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum;"
+        f" {slurm.base}/monarchfs warm $0 --wait >/dev/null || echo not warm;"
         ' grep -c " $0 .* - fuse.monarchfs " /proc/self/mountinfo; id -u; exit 3'
     )
     place = f"{slurm.local}/own"
