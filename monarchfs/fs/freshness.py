@@ -22,6 +22,11 @@ OPEN_ATTRIBUTES_SECONDS = 1.0
 UNSETTLED_SECONDS = 0.05
 """The kernel asks again after this long where a change since would not show in the timestamps."""
 
+KERNEL_LATE_NS = 20_000_000
+"""By so much longer the kernel may keep an answer: two ticks, of 10 ms where they are longest. It
+rounds the seconds up to a tick, and counts them from the end of the current one (``fs/fuse/dir.c``,
+``time_to_jiffies``)."""
+
 NEAR_EXPIRY = 0.75
 """After this share of the ttl, a directory that is used is asked for ahead."""
 
@@ -133,8 +138,8 @@ class Freshness:
     def timeouts(self, checked_ns: int, now_ns: int) -> tuple[float, float]:
         """Seconds for which the kernel may keep (the name, the attributes)."""
         if self.mode is FreshnessMode.TTL:
-            left = min(max(checked_ns + self.ttl_ns - now_ns, 0), self.ttl_ns) / NS
-            return left, left
+            left_ns = min(checked_ns + self.ttl_ns - now_ns, self.ttl_ns) - KERNEL_LATE_NS
+            return max(left_ns, 0) / NS, max(left_ns, 0) / NS
         if self.mode is FreshnessMode.IMMUTABLE:
             return FOREVER_SECONDS, FOREVER_SECONDS
         return 0.0, OPEN_ATTRIBUTES_SECONDS
