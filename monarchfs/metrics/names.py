@@ -203,6 +203,7 @@ WINDOW_BYTES = _counter("window_read_bytes_total", "Bytes read into the window")
 WINDOW_HITS = _counter("window_hits_total", "Files opened while they were in the window")
 WINDOW_WASTED = _counter("window_wasted_bytes_total", "Bytes of the window that nobody wanted")
 ORDERS = _gauge("orders", "Announced orders of files that are followed now")
+ORDERS_LEARNED = _counter("orders_learned_total", "Orders that were followed, and nobody announced")
 ORDERS_GIVEN_UP = _counter(
     "orders_given_up_total", "Announced orders that were dropped because files were read otherwise"
 )

@@ -86,6 +86,11 @@ class Order:
 
     # -- what comes next
 
+    def extend(self, names: bytes) -> None:
+        """More names, behind the others. Those that were taken are forgotten."""
+        self._names = b"%s%s\0" % (self._names[self._at - 1 :], names)
+        self._at = 1
+
     def take(self, most: int) -> list[bytes]:
         """The next names, unless LAG files were found already that nobody has come to."""
         names: list[bytes] = []

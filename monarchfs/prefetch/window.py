@@ -1,4 +1,5 @@
-"""Fetching files ahead of their readers, in the order in which somebody said they will be read.
+"""Fetching files ahead of their readers, in the order in which somebody said they will be read,
+or in which they were read before.
 
 What a tier has room for goes there, only sooner. The rest goes into the window: memory, until it
 was read. So the order saves no bytes of the source, but its latency. Nobody waits for anything
@@ -16,8 +17,10 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.engine.misses import Misses, WindowState
 from monarchfs.metrics import NS, Metrics
+from monarchfs.prefetch.fetch_threads import FetchThreads
 from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.learned_order import LearnedOrder
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.order import Order
 from monarchfs.prefetch.queue import Priority
@@ -34,6 +37,10 @@ from monarchfs.types import (
 log = logging.getLogger(__name__)
 
 MOST_ORDERS = 64
+
+LEARNED = "\0learned"
+"""The name of the order that nobody announced."""
+
 MOST_NAME_BYTES = 256 << 20
 """Of all orders together."""
 
@@ -60,29 +67,11 @@ NEAR_SECONDS = 0.0003
 """A source that gives a file within this time is not slower than the window."""
 
 
-class Threads:
-    """How many files to fetch at once: more while readers have to wait, until the source takes
-    longer for each. Pure."""
-
-    def __init__(self, most: int) -> None:
-        self.count = min(8, most)
-        self._most = most
-        self._best = 0.0
-
-    def adapt(self, seconds: float, *, late: bool) -> None:
-        """``seconds``: what a file took of late; ``late``: readers had to wait."""
-        # What was best a while ago may not come back.
-        self._best = min(seconds, self._best * 1.02) if self._best else seconds
-        if seconds > 3 * self._best + 0.002:
-            self.count = max(2, self.count * 3 // 4)
-        elif late:
-            self.count = min(self._most, self.count * 2)
-
-
 class Window:
     """Constant: its parts. Changing: ``orders``, by name, the newest last; ``limit_bytes``, what it
-    may take now; the distance and the threads; ``_to_tier``, files that a tier may take, which are
-    not stored yet or not opened; ``_refused``, those for which there was no room after all."""
+    may take now; the order of opens (``_learned``); the distance and the threads; ``_to_tier``,
+    files that a tier may take, which are not stored yet or not opened; ``_refused``, those for
+    which there was no room after all."""
 
     def __init__(
         self,
@@ -100,7 +89,8 @@ class Window:
         for others."""
         self.orders: dict[str, Order] = {}
         self.limit_bytes = 0
-        self._given_up = 0
+        self._given_up = self._times_learned = 0
+        self._learned = LearnedOrder()
         self._misses: Misses | None = None
         self._size = 0
         self._files = files
@@ -110,7 +100,7 @@ class Window:
         self._governor = governor
         self._seen = seen
         self._evicts = evicts
-        self._threads = Threads(1)
+        self._threads = FetchThreads(1)
         self._distance = FIRST_DISTANCE
         self._to_tier: set[int] = set()
         self._refused: set[int] = set()
@@ -126,14 +116,16 @@ class Window:
         """``misses`` reads files into the window, which may take ``size`` bytes, by at most so many
         threads. Without this there is no window."""
         self._misses, self._size = misses, size
-        self._threads = Threads(threads)
+        self._threads = FetchThreads(threads)
 
     def announce(self, name: str, names: bytes, exited: Callable[[], bool]) -> None:
         """Files will be read in this order (see ``Order``). It takes the place of what was
-        announced under the same ``name``. Raises OperationError. No checkpoint."""
+        announced under the same ``name``, and of what was learned. Raises OperationError. No
+        checkpoint."""
         self._drop(name)
         if not names.strip(b"\0"):
             return
+        self._drop(LEARNED)
         if sum(map(len, self.orders.values())) + len(names) > MOST_NAME_BYTES:
             raise OperationError("the orders that this mount was told of take too much memory")
         while len(self.orders) >= MOST_ORDERS:
@@ -144,6 +136,13 @@ class Window:
 
     def opened(self, node: Node, local: bool) -> None:
         """A file was opened; ``local``: all of it was on this node. No checkpoint."""
+        if not local:
+            before = self._learned.times_learned
+            self._learned.opened(node.ino)
+            if self._learned.times_learned > before:
+                log.info("files are read in the same order as before: it is followed")
+            if self.orders.keys() <= {LEARNED}:
+                self._follow_learned()
         if not self.orders:
             return
         ino, orders = node.ino, self.orders.values()
@@ -157,7 +156,20 @@ class Window:
         if agree:
             self._news.unpark_all()
         else:
-            self._lost |= {order: node for order in orders if order.strayed(ino)}
+            # Whether the learned order is followed is known from the opens alone.
+            announced = [order for name, order in self.orders.items() if name != LEARNED]
+            self._lost |= {order: node for order in announced if order.strayed(ino)}
+
+    def _follow_learned(self) -> None:
+        order = self.orders.get(LEARNED)
+        if not self._learned.followed:
+            self._drop(LEARNED)
+        elif inos := self._learned.take():
+            names = b"\0".join([b"/%d" % ino for ino in inos])
+            if order is not None:
+                order.extend(names)
+            else:
+                self.announce(LEARNED, names, lambda: False)
 
     def _stepped(self, inos: Sequence[int]) -> None:
         """The copier has done something for files."""
@@ -173,6 +185,8 @@ class Window:
         """Bring the metrics up to date."""
         metrics.orders_given_up += self._given_up
         self._given_up = 0
+        metrics.orders_learned += self._learned.times_learned - self._times_learned
+        self._times_learned = self._learned.times_learned
         if self._misses is None:
             return
         now, before = self._misses.window_state(), self._counted

@@ -203,6 +203,7 @@ def _window(worker: Observed) -> Values:
         names.WINDOW_HITS: [((), metrics.window_hits)],
         names.WINDOW_WASTED: [((), metrics.window_wasted_bytes)],
         names.ORDERS: [((), len(window.orders))],
+        names.ORDERS_LEARNED: [((), metrics.orders_learned)],
         names.ORDERS_GIVEN_UP: [((), metrics.orders_given_up)],
     }
 

@@ -156,6 +156,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "capacity_bytes": worker.window.limit_bytes,
             "used_bytes": worker.window.used_bytes,
             "orders": len(worker.window.orders),
+            "orders_learned": metrics.orders_learned,
             "orders_given_up": metrics.orders_given_up,
             "files": metrics.window_files,
             "hits": metrics.window_hits,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -299,3 +300,60 @@ def test_the_window_of_a_killed_job_is_given_up_until_somebody_reads_on(
     assert window(mount)["files"] > read
     wait_for(lambda: window(mount)["orders"] == 1, "its order to have ended")
     assert window(mount)["used_bytes"] == of_living
+
+
+MANY = 600
+
+
+@pytest.fixture
+def many(faulty: FaultySource) -> FaultySource:
+    trees.write_files(faulty.backing, {f"{n:03d}": content(n, 4000) for n in range(MANY)})
+    for path in faulty.backing.iterdir():
+        os.utime(path, (1e9, 1e9))
+    faulty.wait_old()
+    return faulty
+
+
+def read_in(mount: Mount, numbers: Sequence[int]) -> None:
+    for number in numbers:
+        assert (mount.path / f"{number:03d}").read_bytes() == content(number, 4000)
+
+
+def shuffled(seed: int) -> list[int]:
+    return random.Random(seed).sample(range(MANY), MANY)
+
+
+@pytest.mark.smoke
+def test_an_order_that_nobody_announced(work: Bench, many: FaultySource) -> None:
+    mount = without_room(work, many, "--freshness", "immutable")
+    many.faults(delay=0.001, delayed=["open"])  # what is as fast as memory is not fetched
+    order = shuffled(1)
+    read_in(mount, order)
+    assert (window(mount)["orders_learned"], window(mount)["files"]) == (0, 0)
+    read_in(mount, order[:100])
+    wait_for(lambda: window(mount)["orders_learned"] == 1, "the order to be learned")
+    # Some of the first ones came too late.
+    wait_for(lambda: window(mount)["used_bytes"] >= 150 * 4000, "files of the learned order")
+    hits = window(mount)["hits"]
+    read_in(mount, order[100:130])
+    wait_for(lambda: window(mount)["hits"] >= hits + 30, "files that were there")
+    read_in(mount, order[130:])
+    assert window(mount)["orders"] == 1  # of the third epoch
+    # What is announced takes its place.
+    announce(mount, [], "none")
+    assert window(mount)["orders"] == 1
+    announce(mount, range(FILES), "another")
+    wait_for(lambda: window(mount)["orders"] == 0, "an order of names that do not exist to end")
+    status = mount.status()
+    read_in_vain = status["window"]["wasted_bytes"]
+    # What a reader comes to while it is being asked for may be read twice.
+    assert status["source_io"]["read_bytes"] - read_in_vain <= 2.2 * MANY * 4000
+
+
+def test_random_epochs_teach_nothing(work: Bench, many: FaultySource) -> None:
+    mount = without_room(work, many, "--freshness", "immutable")
+    many.faults(delay=0.001, delayed=["open"])
+    for epoch in range(3):
+        read_in(mount, shuffled(epoch))
+    assert (window(mount)["orders_learned"], window(mount)["files"]) == (0, 0)
+    assert mount.status()["source_io"]["read_bytes"] == 3 * MANY * 4000

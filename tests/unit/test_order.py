@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarchfs.prefetch.fetch_threads import FetchThreads
 from monarchfs.prefetch.order import LAG, Order
-from monarchfs.prefetch.window import Threads
 from monarchfs.types import Node, SourceStat
 
 SIZE = 100_000
@@ -168,7 +168,7 @@ def test_names_are_taken_as_they_came() -> None:
 
 
 def test_threads_grow_until_the_source_takes_longer() -> None:
-    threads = Threads(64)
+    threads = FetchThreads(64)
     for _ in range(5):
         threads.adapt(0.01, late=True)
     assert threads.count == 64

@@ -1,0 +1,110 @@
+"""An order that nobody announced: files are opened as they were before. Pure.
+
+Only opens of files that are not on this node count. The others are fast, and nobody hears of each.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+MOST_OPENS = 1 << 20
+"""Opens that are remembered, of 8 bytes. An order that is longer is not learned."""
+
+MARK_BITS = 4
+"""One of 16 inode numbers is a mark: the place of its last open is remembered, too."""
+
+SHORTEST = 256
+"""An order that is shorter is not learned: opens agree with it by chance."""
+
+NEAR = 32
+"""An open agrees if the file was opened so near the expected place before. Worker processes that
+read side by side change places, and files that are on this node now are left out."""
+
+SURE = 24
+"""After so many opens that agree, the order is followed."""
+
+MOST_STRAYED = 8
+"""With so many more opens that do not agree than do, it is not any more."""
+
+AHEAD = 8192
+"""Files that are given out before they are expected."""
+
+STEP = 1024
+"""Files that are given out at once."""
+
+
+class LearnedOrder:
+    """Changing: the last opens (``_log``, inode numbers), and how many there were before
+    (``_forgotten``); the places of marks; the place where the next open is expected (``_at``, -1:
+    nowhere), the opens that agreed, how many more did not of late, and up to which place files were
+    given out; ``times_learned``, how often an order began to be followed. Places count all opens.
+    """
+
+    def __init__(self) -> None:
+        self._log = array("Q")
+        self._forgotten = 0
+        self._marks: dict[int, int] = {}
+        self._at = -1
+        self._agreed = self._strayed = 0
+        self._given_out = 0
+        self.times_learned = 0
+
+    @property
+    def followed(self) -> bool:
+        """Whether files are opened as they were before."""
+        return self._agreed >= SURE
+
+    def opened(self, ino: int) -> None:
+        """A file was opened that is not on this node. 1 us."""
+        if self._at >= 0:
+            self._compare(ino)
+        place = self._forgotten + len(self._log)
+        # Multiplied by the golden ratio, so that numbers in any steps are marks.
+        if not (ino * 0x9E3779B97F4A7C15 >> 40) % (1 << MARK_BITS):
+            before = self._marks.get(ino, place)
+            if self._at < 0 and place - before >= SHORTEST:
+                self._at, self._agreed, self._strayed = before + 1, 1, 0
+            self._marks[ino] = place
+        self._log.append(ino)
+        if len(self._log) >= MOST_OPENS:
+            self._forget()
+
+    def _compare(self, ino: int) -> None:
+        first = max(0, self._at - NEAR - self._forgotten)
+        try:
+            found = self._log.index(ino, first, first + 2 * NEAR)
+        except ValueError:
+            self._strayed += 1
+            if self._strayed >= MOST_STRAYED:
+                self._forget_place()
+            return
+        self._at = max(self._at, self._forgotten + found + 1)
+        self._agreed += 1
+        self.times_learned += self._agreed == SURE
+        self._strayed = max(0, self._strayed - 1)
+
+    def _forget_place(self) -> None:
+        """Files are opened in another order now."""
+        self._at = -1
+        self._agreed = self._strayed = self._given_out = 0
+
+    def _forget(self) -> None:
+        """The older half."""
+        half = len(self._log) // 2
+        del self._log[:half]
+        self._forgotten += half
+        self._marks = {ino: at for ino, at in self._marks.items() if at >= self._forgotten}
+        if self._at < self._forgotten:
+            self._forget_place()
+
+    def take(self) -> list[int]:
+        """Inode numbers of files that will be opened next, if the order is followed and it is time
+        to give out more."""
+        if not self.followed:
+            return []
+        first = max(self._at, self._given_out) - self._forgotten
+        end = min(self._at + AHEAD - self._forgotten, len(self._log), first + STEP)
+        if end - first < min(STEP, NEAR):
+            return []
+        self._given_out = self._forgotten + end
+        return list(self._log[first:end])

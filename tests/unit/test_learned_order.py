@@ -1,0 +1,115 @@
+"""An order that nobody announced is followed where files are opened in it again, and only there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monarchfs.prefetch import learned_order
+from monarchfs.prefetch.learned_order import AHEAD, NEAR, SHORTEST, LearnedOrder
+
+
+def shuffled(files: int, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(1000, 1000 + files), files)
+
+
+def side_by_side(order: list[int], readers: int, seed: int) -> list[int]:
+    """By readers that take turns, but not strictly."""
+    rest, chance = list(order), random.Random(seed)
+    return [rest.pop(chance.randrange(min(readers, len(rest)))) for _ in order]
+
+
+class Reading:
+    def __init__(self) -> None:
+        self.order = LearnedOrder()
+        self.given: set[int] = set()
+
+    def followed(self) -> bool:
+        return self.order.followed
+
+    def read(self, files: Iterable[int]) -> int:
+        """How many had been given out before they were opened."""
+        known = 0
+        for ino in files:
+            known += ino in self.given
+            self.given.discard(ino)
+            self.order.opened(ino)
+            taken = self.order.take()
+            assert not taken or self.order.followed
+            self.given.update(taken)
+        return known
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    files=st.integers(600, 3000),
+    readers=st.integers(1, 8),
+    kept=st.sampled_from([0, 0.3, 0.6]),
+)
+def test_an_order_that_comes_again(seed: int, files: int, readers: int, kept: float) -> None:
+    """Some of its files are local after the first epoch."""
+    reading = Reading()
+    order = shuffled(files, seed)
+    assert reading.read(side_by_side(order, readers, seed)) == 0
+    local = set(random.Random(seed).sample(order, int(kept * files)))
+    order = [ino for ino in order if ino not in local]
+    reading.read(side_by_side(order, readers, seed + 1))
+    if len(order) >= 600:
+        for epoch in (2, 3):
+            known = reading.read(side_by_side(order, readers, seed + epoch))
+            assert known >= 0.9 * len(order) - NEAR
+    # What is not local comes in a place of its own.
+    assert len(reading.given) <= AHEAD
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), files=st.integers(600, 3000), epochs=st.integers(2, 5))
+def test_random_epochs(seed: int, files: int, epochs: int) -> None:
+    reading = Reading()
+    for epoch in range(epochs):
+        assert reading.read(shuffled(files, seed + epoch)) == 0
+    assert not reading.given
+
+
+def test_most_of_the_second_epoch_is_known() -> None:
+    reading = Reading()
+    order = shuffled(5000, 1)
+    reading.read(order)
+    assert reading.read(order) > 4800
+
+
+def test_another_order_ends_it_and_it_is_found_again() -> None:
+    reading = Reading()
+    order = shuffled(5000, 1)
+    reading.read([*order, *order[:1000]])
+    assert reading.followed()
+    reading.read(shuffled(5000, 2)[:100])
+    assert not reading.followed()
+    assert reading.order.times_learned == 1
+    reading.given.clear()
+    assert reading.read(order[2000:4000]) > 1700
+    assert reading.order.times_learned == 2
+
+
+def test_short_ones_are_left_alone() -> None:
+    """Several processes may open the same files one after the other."""
+    reading = Reading()
+    order = shuffled(SHORTEST - 1, 3)
+    for _ in range(5):
+        assert reading.read(order) == 0
+
+
+def test_what_is_too_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned_order, "MOST_OPENS", 4000)
+    reading = Reading()
+    order = shuffled(5000, 4)
+    assert reading.read([*order, *order]) == 0
+    order = shuffled(1500, 5)
+    assert reading.read([*order, *order, *order]) > 2700
+    assert len(reading.order._log) < 4000
+    assert len(reading.order._marks) < 4000
