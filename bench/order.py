@@ -1,4 +1,5 @@
-"""Epochs of a dataset that does not fit, with the order announced, without, and with a wrong one.
+"""Epochs of a dataset that does not fit: with the order announced, without, in the order of the
+epoch before, and with a wrong order announced.
 
 The order saves no bytes of the source, but the wait for them. Four readers share an order as the
 processes of a loader do: each takes every fourth batch.
@@ -31,6 +32,7 @@ LATENCIES = (0.0, 0.001, 0.002, 0.005)
 SHARES = (0.56, 0.25)
 COMPUTE = (0.0, 0.005, 0.02)
 ANNOUNCED, UNKNOWN, WRONG = "order announced", "no order", "a wrong order"
+AGAIN = "no order, that of the epoch before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ class Bench:
         order = order_of(self.files, seed)
         drop_caches()
         before, cpu = pfs.counts(), cpu_seconds(processes_of(mount.path))
-        if arm != UNKNOWN:
+        if arm in (ANNOUNCED, WRONG):
             announce(mount, order if arm == ANNOUNCED else order_of(self.files, seed + 1000))
         seconds = read_epoch(self.pool, mount.path, order, compute)
         cpu_ms = 1000 * (cpu_seconds(processes_of(mount.path)) - cpu) / self.files
@@ -145,11 +147,12 @@ def measure(
         mount.wait_idle()
         seed = 10
         for compute in COMPUTE:
-            found: dict[str, list[Epoch]] = {ANNOUNCED: [], UNKNOWN: [], WRONG: [], "source": []}
+            arms_in_turn = (ANNOUNCED, UNKNOWN, AGAIN, WRONG)
+            found: dict[str, list[Epoch]] = {arm: [] for arm in (*arms_in_turn, "source")}
             for number in range(rounds):
                 task.say(f"{row}, {1000 * compute:g} ms a batch, round {number + 1} of {rounds}")
-                for arm in (ANNOUNCED, UNKNOWN, WRONG):
-                    seed += 1
+                for arm in arms_in_turn:
+                    seed += arm != AGAIN
                     found[arm].append(bench.epoch(mount, pfs, seed, arm, compute))
                 found["source"].append(bench.alone(pfs.path, seed, compute))
             arms = {arm: middle(epochs) for arm, epochs in found.items()}
@@ -161,15 +164,14 @@ def measure(
                 figure(f"epoch, {arm}", epoch.seconds, "s")
             figure("the bound", bound, "s")
             figure(f"{ANNOUNCED}, over the bound", arms[ANNOUNCED].seconds / bound, "x")
-            for arm in (ANNOUNCED, WRONG):
+            for arm in (ANNOUNCED, AGAIN, WRONG):
                 ratio = arms[arm].seconds / arms[UNKNOWN].seconds
                 figure(f"{arm}, over {UNKNOWN}", ratio, "x")
-            for arm in (ANNOUNCED, UNKNOWN, WRONG):
+            for arm in arms_in_turn:
                 figure(f"processor time of the daemon a file, {arm}", arms[arm].cpu_ms, "ms")
-            more = arms[ANNOUNCED].remote / max(1, arms[UNKNOWN].remote)
-            figure(f"read of the source, {ANNOUNCED} over {UNKNOWN}", more, "x")
-            more = arms[WRONG].remote / max(1, arms[UNKNOWN].remote)
-            figure(f"read of the source, {WRONG} over {UNKNOWN}", more, "x")
+            for arm in (ANNOUNCED, AGAIN, WRONG):
+                more = arms[arm].remote / max(1, arms[UNKNOWN].remote)
+                figure(f"read of the source, {arm} over {UNKNOWN}", more, "x")
             task.keep(result)
         status = mount.status()["window"]
         result.notes.append(f"{row}: {status}")
