@@ -140,7 +140,7 @@ class Metrics:
     window_hit_bytes: int = _count("bytes", "Sizes of the files counted by window_hits")
     window_wasted_bytes: int = _count("bytes", "What the window gave up, and nobody had opened")
     orders_learned: int = _count("orders", "Orders in which files were read before")
-    orders_given_up: int = _count("orders", "Announced orders in which files were not read")
+    orders_given_up: int = _count("orders", "Orders in which files were not read")
     scrubbed_bytes: int = _count("bytes", "Bytes of replicas that were compared with a checksum")
     thread_wait_ns: int = _count("ns", "Of open_source and read_source, what threads answered")
     source_wait_ns: int = _count("ns", "Of thread_wait_ns, what the source answered")

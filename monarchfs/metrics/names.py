@@ -205,7 +205,7 @@ WINDOW_WASTED = _counter("window_wasted_bytes_total", "Bytes of the window that 
 ORDERS = _gauge("orders", "Announced orders of files that are followed now")
 ORDERS_LEARNED = _counter("orders_learned_total", "Orders that were followed, and nobody announced")
 ORDERS_GIVEN_UP = _counter(
-    "orders_given_up_total", "Announced orders that were dropped because files were read otherwise"
+    "orders_given_up_total", "Orders that were dropped because files were read otherwise"
 )
 
 INDEX_INODES = _gauge("index_inodes", "Known inode numbers")

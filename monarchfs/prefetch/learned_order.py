@@ -24,20 +24,27 @@ SURE = 24
 """After so many opens that agree, the order is followed."""
 
 MOST_STRAYED = 8
-"""With so many more opens that do not agree than do, it is not any more."""
+"""With so many more opens that do not agree than do, they were alike by chance."""
 
-AHEAD = 8192
-"""Files that are given out before they are expected."""
+LONG = 4096
+"""An order that was lost before so many files of it were given out has to agree for twice as long
+the next time."""
 
-STEP = 1024
-"""Files that are given out at once."""
+MOST_AHEAD = 4096
+SHARE_AHEAD = 4
+"""So many files are given out before they are opened, or this part of an epoch if that is less: the
+next epoch may be in another order."""
+
+STEP = 32
+"""Files that are given out at once, at least."""
 
 
 class LearnedOrder:
     """Changing: the last opens (``_log``, inode numbers), and how many there were before
     (``_forgotten``); the places of marks; the place where the next open is expected (``_at``, -1:
-    nowhere), the opens that agreed, how many more did not of late, and up to which place files were
-    given out; ``times_learned``, how often an order began to be followed. Places count all opens.
+    nowhere), the opens that agreed, how many more did not of late, and how many have to agree
+    (``_sure``); up to which place files were given out, and at most how many ahead;
+    ``times_learned``, how often an order began to be followed. Places count all opens.
     """
 
     def __init__(self) -> None:
@@ -46,17 +53,18 @@ class LearnedOrder:
         self._marks: dict[int, int] = {}
         self._at = -1
         self._agreed = self._strayed = 0
-        self._given_out = 0
+        self._sure = SURE
+        self._given_out = self._most_ahead = 0
         self.times_learned = 0
 
     @property
     def followed(self) -> bool:
-        """Whether files are opened as they were before."""
-        return self._agreed >= SURE
+        """Whether files are opened as they were before. It is so until ``lost``."""
+        return self._agreed >= self._sure
 
     def opened(self, ino: int) -> None:
         """A file was opened that is not on this node. 1 us."""
-        if self._at >= 0:
+        if self._at >= 0 and not self.followed:
             self._compare(ino)
         place = self._forgotten + len(self._log)
         # Multiplied by the golden ratio, so that numbers in any steps are marks.
@@ -80,13 +88,23 @@ class LearnedOrder:
             return
         self._at = max(self._at, self._forgotten + found + 1)
         self._agreed += 1
-        self.times_learned += self._agreed == SURE
         self._strayed = max(0, self._strayed - 1)
+        if self.followed:
+            self.times_learned += 1
+            self._given_out = self._at
+            epoch = self._forgotten + len(self._log) - self._at
+            self._most_ahead = min(MOST_AHEAD, epoch // SHARE_AHEAD)
+
+    def lost(self) -> None:
+        """Files are opened in another order now, or nobody follows this one any more."""
+        if self.followed:
+            long = self._given_out - self._at >= LONG
+            self._sure = SURE if long else 2 * self._sure
+        self._forget_place()
 
     def _forget_place(self) -> None:
-        """Files are opened in another order now."""
         self._at = -1
-        self._agreed = self._strayed = self._given_out = 0
+        self._agreed = self._strayed = 0
 
     def _forget(self) -> None:
         """The older half."""
@@ -94,17 +112,15 @@ class LearnedOrder:
         del self._log[:half]
         self._forgotten += half
         self._marks = {ino: at for ino, at in self._marks.items() if at >= self._forgotten}
-        if self._at < self._forgotten:
+        if (self._given_out if self.followed else self._at) < self._forgotten:
             self._forget_place()
 
-    def take(self) -> list[int]:
-        """Inode numbers of files that will be opened next, if the order is followed and it is time
-        to give out more."""
-        if not self.followed:
-            return []
-        first = max(self._at, self._given_out) - self._forgotten
-        end = min(self._at + AHEAD - self._forgotten, len(self._log), first + STEP)
-        if end - first < min(STEP, NEAR):
+    def take(self, ahead: int) -> list[int]:
+        """Inode numbers of files that will be opened next, if the order is followed, and only so
+        many (``ahead``) that were given out before are still to be opened."""
+        first = self._given_out - self._forgotten
+        end = min(first + self._most_ahead - ahead, len(self._log))
+        if not self.followed or end - first < STEP:
             return []
         self._given_out = self._forgotten + end
-        return list(self._log[first:end])
+        return self._log[first:end].tolist()

@@ -45,7 +45,7 @@ class NamedFiles:
                 )
                 prefix = above + b"/" if above else b""
                 found.update((prefix + base, node) for base, node in zip(bases, each, strict=True))
-        return [node if _is_file(node := found.get(name)) else None for name in names]
+        return [node if is_file(node := found.get(name)) else None for name in names]
 
     async def _directory(self, path: bytes) -> int:
         known = self._directories.get(path)
@@ -60,5 +60,6 @@ def _is_number(text: bytes) -> bool:
     return text.isdigit() and len(text) < 20
 
 
-def _is_file(node: Node | None) -> bool:
+def is_file(node: Node | None) -> bool:
+    """Whether there are bytes to fetch, as far as the index knows."""
     return node is not None and not node.outdated and node.stat.is_regular and node.stat.size > 0

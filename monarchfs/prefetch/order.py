@@ -86,15 +86,15 @@ class Order:
 
     # -- what comes next
 
-    def extend(self, names: bytes) -> None:
-        """More names, behind the others. Those that were taken are forgotten."""
-        self._names = b"%s%s\0" % (self._names[self._at - 1 :], names)
-        self._at = 1
+    @property
+    def ahead(self) -> int:
+        """How many names were taken, or files found, that nobody has come to."""
+        return self._taken - self._read_to
 
     def take(self, most: int) -> list[bytes]:
         """The next names, unless LAG files were found already that nobody has come to."""
         names: list[bytes] = []
-        most = min(most, self._read_to + LAG - self._taken)
+        most = min(most, LAG - self.ahead)
         while len(names) < most and self._at < len(self._names):
             end = self._names.index(b"\0", self._at)
             if end > self._at:
@@ -199,10 +199,14 @@ class Order:
         while self._found:
             place, ino = self._found[0]
             is_behind = place < self._read_to - SHORT_LAG and excess > 0
-            if ino in self._places and not (is_behind or place < self._read_to - LAG):
+            is_expected = self._places.get(ino) == place
+            if is_expected and not (is_behind or place < self._read_to - LAG):
                 break
             self._found.popleft()
-            if self._places.pop(ino, None) is not None and (size := self._forget_fetched(ino)):
+            if not is_expected:
+                continue  # it was opened, and may have a place farther ahead
+            del self._places[ino]
+            if size := self._forget_fetched(ino):
                 excess -= size
                 self._allowed -= size
                 given_up.append(ino)
@@ -213,7 +217,7 @@ class Order:
     def _behind_bytes(self) -> int:
         """What was fetched and lies farther behind than SHORT_LAG."""
         behind = takewhile(lambda found: found[0] < self._read_to - SHORT_LAG, self._found)
-        nodes = (self.fetched.get(ino) for _place, ino in behind)
+        nodes = (self.fetched.get(ino) for place, ino in behind if self._places.get(ino) == place)
         return sum(node.stat.size for node in nodes if node is not None)
 
     def deserted(self, now: float) -> bool:

@@ -21,7 +21,7 @@ from monarchfs.prefetch.fetch_threads import FetchThreads
 from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.learned_order import LearnedOrder
-from monarchfs.prefetch.named_files import NamedFiles
+from monarchfs.prefetch.named_files import NamedFiles, is_file
 from monarchfs.prefetch.order import Order
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
@@ -130,21 +130,21 @@ class Window:
             raise OperationError("the orders that this mount was told of take too much memory")
         while len(self.orders) >= MOST_ORDERS:
             self._drop(next(iter(self.orders)))
-        order = self.orders[name] = Order(names, exited)
+        self._follow(name, Order(names, exited))
+
+    def _follow(self, name: str, order: Order) -> None:
         order.opened_at = trio.current_time()
+        self.orders[name] = order
         self._news.unpark_all()
 
     def opened(self, node: Node, local: bool) -> None:
         """A file was opened; ``local``: all of it was on this node. No checkpoint."""
-        if not local:
-            before = self._learned.times_learned
-            self._learned.opened(node.ino)
-            if self._learned.times_learned > before:
-                log.info("files are read in the same order as before: it is followed")
-            if self.orders.keys() <= {LEARNED}:
-                self._follow_learned()
-        if not self.orders:
-            return
+        if self.orders:
+            self._pass_on(node, local)
+        if not local and self.orders.keys() <= {LEARNED}:
+            self._learn(node.ino)
+
+    def _pass_on(self, node: Node, local: bool) -> None:
         ino, orders = node.ino, self.orders.values()
         agree = list(orders) if local else [order for order in orders if order.expects(ino)]
         for order in agree:
@@ -156,20 +156,20 @@ class Window:
         if agree:
             self._news.unpark_all()
         else:
-            # Whether the learned order is followed is known from the opens alone.
-            announced = [order for name, order in self.orders.items() if name != LEARNED]
-            self._lost |= {order: node for order in announced if order.strayed(ino)}
+            self._lost |= {order: node for order in orders if order.strayed(ino)}
 
-    def _follow_learned(self) -> None:
+    def _learn(self, ino: int) -> None:
+        """A file was opened that is not on this node, and no order was announced."""
+        learned, times = self._learned, self._learned.times_learned
+        learned.opened(ino)
+        if learned.times_learned > times:
+            log.info("files are read in the same order as before: it is followed")
+            self._follow(LEARNED, Order(b""))
         order = self.orders.get(LEARNED)
-        if not self._learned.followed:
-            self._drop(LEARNED)
-        elif inos := self._learned.take():
-            names = b"\0".join([b"/%d" % ino for ino in inos])
-            if order is not None:
-                order.extend(names)
-            else:
-                self.announce(LEARNED, names, lambda: False)
+        if order is not None and (inos := learned.take(order.ahead)):
+            known = self._cache.index.nodes_of(inos)
+            nodes = [known.get(ino) for ino in inos]
+            order.found([node if is_file(node) else None for node in nodes])
 
     def _stepped(self, inos: Sequence[int]) -> None:
         """The copier has done something for files."""
@@ -267,7 +267,8 @@ class Window:
             self._give_up(order.passed(self._distance_of_each))
             if order.deserted(now):
                 self._give_up(order.suspend())
-            if order.ended or now - order.opened_at > IDLE_SECONDS:
+            ended = order.ended and name != LEARNED
+            if ended or now - order.opened_at > IDLE_SECONDS:
                 self._drop(name)
 
     def _search(self, order: Order, node: Node) -> None:
@@ -277,8 +278,9 @@ class Window:
             return
         path = directory.path + b"/" + node.name if directory.path else node.name
         fetched = list(order.fetched)
-        if not order.seek(path):
-            log.info("an announced order is given up: files are read in another one")
+        if name == LEARNED or not order.seek(path):
+            what = "order of before" if name == LEARNED else "announced order"
+            log.info("the %s is given up: files are read in another one", what)
             self._given_up += 1
             self._drop(name)
         elif not order.fetched:
@@ -288,6 +290,8 @@ class Window:
         order = self.orders.pop(name, None)
         if order is not None:
             self._give_up(list(order.fetched))
+        if name == LEARNED:
+            self._learned.lost()
 
     def _forget_opened(self) -> None:
         """Whoever opened them did not wait for the window: what it has of them came too late."""
@@ -381,6 +385,7 @@ class Window:
         files = self._jobs.files
         if order not in self.orders.values():
             return  # it was dropped meanwhile: nobody would give these up
+        self._forget_opened()
         # Some may have been opened meanwhile. No checkpoint from here on.
         nodes = [node for node in nodes if order.wants(node.ino) and files.get(node.ino) is None]
         largest = self.limit_bytes // SHARE_OF_FILE

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarchfs.prefetch import learned_order
-from monarchfs.prefetch.learned_order import AHEAD, NEAR, SHORTEST, LearnedOrder
+from monarchfs.prefetch.learned_order import MOST_AHEAD, NEAR, SHORTEST, SURE, LearnedOrder
+from monarchfs.prefetch.order import SHORT_LAG, Order
+from monarchfs.types import Node
 
 
 def shuffled(files: int, seed: int) -> list[int]:
@@ -26,7 +30,8 @@ def side_by_side(order: list[int], readers: int, seed: int) -> list[int]:
 class Reading:
     def __init__(self) -> None:
         self.order = LearnedOrder()
-        self.given: set[int] = set()
+        self.given: dict[int, int] = {}  # and how many before it
+        self.taken = self.reached = 0
 
     def followed(self) -> bool:
         return self.order.followed
@@ -36,11 +41,15 @@ class Reading:
         known = 0
         for ino in files:
             known += ino in self.given
-            self.given.discard(ino)
+            self.reached = max(self.reached, self.given.pop(ino, 0))
             self.order.opened(ino)
-            taken = self.order.take()
+            taken = self.order.take(self.taken - self.reached)
             assert not taken or self.order.followed
-            self.given.update(taken)
+            self.given.update(
+                zip(taken, range(self.taken + 1, self.taken + 1 + len(taken)), strict=True)
+            )
+            self.taken += len(taken)
+            assert self.taken - self.reached <= MOST_AHEAD
         return known
 
 
@@ -63,8 +72,6 @@ def test_an_order_that_comes_again(seed: int, files: int, readers: int, kept: fl
         for epoch in (2, 3):
             known = reading.read(side_by_side(order, readers, seed + epoch))
             assert known >= 0.9 * len(order) - NEAR
-    # What is not local comes in a place of its own.
-    assert len(reading.given) <= AHEAD
 
 
 @settings(deadline=None, max_examples=30)
@@ -83,17 +90,33 @@ def test_most_of_the_second_epoch_is_known() -> None:
     assert reading.read(order) > 4800
 
 
-def test_another_order_ends_it_and_it_is_found_again() -> None:
+def test_one_that_was_lost_has_to_agree_for_longer() -> None:
     reading = Reading()
     order = shuffled(5000, 1)
     reading.read([*order, *order[:1000]])
     assert reading.followed()
-    reading.read(shuffled(5000, 2)[:100])
+    reading.order.lost()
     assert not reading.followed()
     assert reading.order.times_learned == 1
     reading.given.clear()
-    assert reading.read(order[2000:4000]) > 1700
+    reading.taken = reading.reached = 0
+    assert 1700 < reading.read(order[2000:4000]) <= 2000 - 2 * SURE
     assert reading.order.times_learned == 2
+
+
+def test_the_next_epoch_is_expected_while_this_one_is_read() -> None:
+    files = [SimpleNamespace(ino=ino, stat=SimpleNamespace(size=10)) for ino in range(1, 1000)]
+    nodes = cast(list[Node], files)
+    order = Order(b"")
+    order.found(nodes)
+    for node in nodes:
+        order.opened(node.ino, 10, 0.0)
+        order.found([node])
+        order.fetch(node)
+        assert order.passed(4) == []
+    assert len(nodes) > SHORT_LAG
+    assert order.fetched.keys() == {node.ino for node in nodes}
+    assert order.expects(1)
 
 
 def test_short_ones_are_left_alone() -> None:
