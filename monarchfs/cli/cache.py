@@ -15,7 +15,6 @@ from typing import Any
 
 from monarchfs.cli.text import printable
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of
-from monarchfs.config.values import parse_interval, parse_path
 from monarchfs.inventory.discovery import (
     UNKNOWN,
     Inventory,
@@ -38,21 +37,19 @@ def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Shows or removes caches; 1 if something could not be removed. Raises UsageError or
     OperationError."""
     logging.getLogger().addHandler(logging.NullHandler())
-    step, names = arguments.what, [parse_path(name) for name in arguments.name]
+    step, names = arguments.what, arguments.name
     if step != "prune" and bool(names) != (step in ("show", "remove")):
         want = "name a SOURCE, a STATE_DIR or a PATH" if not names else "it takes no names"
         raise UsageError(f"cache {step}: {want}: see monarchfs cache --help")
-    older = None if arguments.older_than is None else parse_interval(arguments.older_than)
+    older = arguments.older_than
     if step != "prune" and (older is not None or arguments.source_gone):
         raise UsageError("--older-than and --source-gone are for cache prune")
-    site = None
-    if os.geteuid() == 0:
-        site = read_site(None if arguments.config is None else parse_path(arguments.config))
+    site = read_site(arguments.config) if os.geteuid() == 0 else None
     inventory = take_inventory(
         site,
         environ,
-        tiers=[parse_path(path) for path in arguments.tier],
-        state_dirs=[*(parse_path(path) for path in arguments.state_dir), *names],
+        tiers=arguments.tier,
+        state_dirs=[*arguments.state_dir, *names],
         named=len(arguments.state_dir),
     )
     found = inventory.caches()

@@ -22,7 +22,7 @@ from monarchfs.config.places import (
     resolve_user,
     search_of,
 )
-from monarchfs.config.values import parse_path, parse_timeout
+from monarchfs.config.values import parse_path
 from monarchfs.doctor.checks import Check, Severity, Value
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.fuse.mountinfo import is_network_filesystem
@@ -33,7 +33,6 @@ _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: 
 def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints the checks; 1 if it cannot be mounted. Ends within ``--timeout`` seconds and a moment.
     Raises UsageError for options that make no sense."""
-    timeout = parse_timeout(arguments.timeout)
     source = parse_path(arguments.source) if arguments.source is not None else ""
     config, places = config_from(arguments, source, environ, DOCTOR_OPTIONS)
     subject = Subject(
@@ -45,7 +44,9 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     )
     checks: list[Check] = []
     with Progress() as progress:
-        found = examine(subject, timeout, lambda name: progress.show(f"looking at {name}"))
+        found = examine(
+            subject, arguments.timeout, lambda name: progress.show(f"looking at {name}")
+        )
         for check in chain([configuration(arguments, environ)], found):
             checks.append(check)
             if not arguments.json:

@@ -17,7 +17,6 @@ from monarchfs.cli.progress import Progress, bar
 from monarchfs.cli.text import printable
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id, resolve_user
-from monarchfs.config.values import parse_path
 from monarchfs.supervisor.identity import user_name
 from monarchfs.supervisor.launch import module_command, spawn_as
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, read_holder, take_lock, write_holder
@@ -36,7 +35,7 @@ def fsck_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
 
     Raises UsageError for what is no state directory, OperationError if a mount uses it.
     """
-    path = parse_path(arguments.state_dir)
+    path = arguments.state_dir
     with ExitStack() as cleanup:
         state_dir, user = _open_state_dir(path)
         cleanup.callback(os.close, state_dir)

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from monarchfs.cli.cache import take_inventory
 from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
-from monarchfs.config.values import parse_path
 from monarchfs.slurm.job import node_name
 from monarchfs.slurm.leftovers import Sweeper, running_jobs
 from monarchfs.slurm.records import layout_of, prepare
@@ -23,9 +22,7 @@ def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
     """Prints what was found and its fate; 1 if something could not be removed, or looked at. Raises
     UsageError or OperationError."""
     logging.getLogger().addHandler(logging.NullHandler())
-    site = None
-    if os.geteuid() == 0:
-        site = read_site(None if arguments.config is None else parse_path(arguments.config))
+    site = read_site(arguments.config) if os.geteuid() == 0 else None
     sweeper = Sweeper(remove=not arguments.dry_run)
     search = search_of(environ)
     sweeper.registrations(search)

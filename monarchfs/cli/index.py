@@ -30,7 +30,7 @@ def index_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Writes the file, whole or not at all. Raises UsageError, or OperationError where the source
     does not answer or the file cannot be written."""
     refuse_ours(parse_path(arguments.source))
-    source, path = _directory(arguments.source), parse_path(arguments.file)
+    source, path = _directory(arguments.source), arguments.file
     started = time.monotonic()
     with _new_file(path) as descriptor, Progress() as progress:
 

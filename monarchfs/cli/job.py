@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 
 from monarchfs.cli.text import printable
-from monarchfs.config.values import parse_path
 from monarchfs.slurm.epilog import run_epilog, sweep
 from monarchfs.slurm.job import job_from, parse_job_id
 from monarchfs.slurm.prolog import run_prolog
@@ -61,9 +60,8 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 
 def _site(arguments: argparse.Namespace) -> Site | None:
     """The site's configuration; None, with the reason in the usual log, if it is not valid."""
-    path = None if arguments.config is None else parse_path(arguments.config)
     try:
-        site = read_site(path)
+        site = read_site(arguments.config)
     except MonarchError as error:
         _log_to(Site().log_file, arguments.what)
         log.error("no job gets a mount: %s", error)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from monarchfs import __version__
 from monarchfs.cli.examples import EXAMPLES
 from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
+from monarchfs.config.values import parse_count, parse_interval, parse_path, parse_timeout
 from monarchfs.types import UsageError
 
 SHELLS = ("bash", "zsh", "fish")
@@ -134,12 +135,14 @@ def _add_timeout(
     parser: argparse.ArgumentParser, default: str, what: str = "the time limit"
 ) -> None:
     text = f"{what} (default {default})"
-    parser.add_argument("--timeout", metavar="SECONDS", default=default, help=text)
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=parse_timeout, default=default, help=text
+    )
 
 
 def _add_site_config(parser: argparse.ArgumentParser) -> None:
     text = "the site's configuration (default /etc/monarchfs-slurm.toml)"
-    parser.add_argument("--config", metavar="FILE", help=text)
+    parser.add_argument("--config", metavar="FILE", type=parse_path, help=text)
 
 
 def _add_mount(commands: _Commands) -> None:
@@ -170,14 +173,14 @@ def _add_run(commands: _Commands) -> None:
 
 def _add_umount(commands: _Commands) -> None:
     parser = _add_command(commands, "umount", "unmount, within a time limit")
-    parser.add_argument("mountpoint", help="where it is mounted")
+    parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
     _add_timeout(parser, "30")
 
 
 def _add_restart(commands: _Commands) -> None:
     summary = "replace a mount's worker, after an upgrade"
     parser = _add_command(commands, "restart", summary, json=True)
-    parser.add_argument("mountpoint", help="where it is mounted")
+    parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
     _add_timeout(parser, "30")
 
 
@@ -191,20 +194,20 @@ def _add_status(commands: _Commands) -> None:
 def _add_top(commands: _Commands) -> None:
     summary = "show which processes use a mount now, and what they wait for"
     option = _add_command(commands, "top", summary, json=True).add_argument
-    option("mountpoint", help="where it is mounted")
+    option("mountpoint", type=parse_path, help="where it is mounted")
     what = "add up by process (default) or by directory"
     option("--by", metavar="WHAT", choices=TOP_BY, default=TOP_BY[0], help=what)
     order = f"which come first: those with the most {', '.join(TOP_ORDERS)} (default waiting)"
     option("--sort", metavar="KEY", choices=TOP_ORDERS, default=TOP_ORDERS[0], help=order)
     interval = "how long each interval is (default 2)"
-    option("--interval", metavar="SECONDS", default="2", help=interval)
+    option("--interval", metavar="SECONDS", type=parse_timeout, default="2", help=interval)
     option("--count", metavar="N", help="show N intervals, one below the other, and exit")
 
 
 def _add_peers(commands: _Commands) -> None:
     summary = "show the nodes that a mount shares with, or change their list"
     parser = _add_command(commands, "peers", summary, json=True)
-    parser.add_argument("mountpoint", help="where it is mounted")
+    parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
     what = "add or remove; without it, show"
     parser.add_argument("action", nargs="?", choices=("add", "remove"), help=what)
     nodes = "which nodes: NAME[=ADDRESS][:PORT][*WEIGHT], as in --peers"
@@ -229,7 +232,7 @@ def _add_warm(commands: _Commands) -> None:
 def _add_order(commands: _Commands) -> None:
     summary = "say in which order files will be read, so that they are fetched ahead"
     option = _add_command(commands, "order", summary, json=True).add_argument
-    option("mountpoint", help="where it is mounted")
+    option("mountpoint", type=parse_path, help="where it is mounted")
     files = "a list of paths, one a line; - is standard input. Each is the order of one reader"
     option("file", nargs="+", help=files)
     option("--inodes", action="store_true", help="the lists have inode numbers, not paths")
@@ -251,9 +254,11 @@ def _add_why(commands: _Commands) -> None:
 def _add_record(commands: _Commands) -> None:
     parser = _add_command(commands, "record", "record what is read from a mount, event by event")
     option = parser.add_argument
-    option("mountpoint", help="where it is mounted")
+    option("mountpoint", type=parse_path, help="where it is mounted")
     output = "the file to write (default monarchfs.rec)"
-    option("-o", "--output", metavar="FILE", default="monarchfs.rec", help=output)
+    option(
+        *("-o", "--output"), metavar="FILE", type=parse_path, default="monarchfs.rec", help=output
+    )
     option("--seconds", metavar="N", help="for so long (default: until Ctrl-C)")
     option("--max-size", metavar="SIZE", default="256M", help="stop with this size (default 256M)")
     sample = "record one of N files (a power of two; default 1: all)"
@@ -265,7 +270,7 @@ def _add_record(commands: _Commands) -> None:
 def _add_fsck(commands: _Commands) -> None:
     parser = _add_command(commands, "fsck", "check a cache that is not mounted", json=True)
     flag = parser.add_argument
-    flag("state_dir", help="the --state-dir of the mount")
+    flag("state_dir", type=parse_path, help="the --state-dir of the mount")
     flag("--repair", action="store_true", help="repair what is wrong")
     flag("--checksum", action="store_true", help="read every complete copy and check its bytes")
 
@@ -284,8 +289,10 @@ def _add_plan(commands: _Commands) -> None:
     option = parser.add_argument
     option("source", help="the dataset's directory")
     add_mount_options(parser, (*PLAN_OPTIONS, "share"))
-    option("--nodes", metavar="N", help="how many nodes share the dataset, each with such tiers")
-    option("--epochs", metavar="N", default="10", help="how often the dataset is read (default 10)")
+    nodes = "how many nodes share the dataset, each with such tiers"
+    option("--nodes", metavar="N", type=parse_count, help=nodes)
+    epochs = "how often the dataset is read (default 10)"
+    option("--epochs", metavar="N", type=parse_count, default="10", help=epochs)
     option("--quick", action="store_true", help="measure no rates, estimate no times")
     _add_timeout(parser, "600", "how long to look at files; the others are left out")
 
@@ -311,7 +318,7 @@ def _add_index(commands: _Commands) -> None:
     parser = _add_command(commands, "index", summary, json=True)
     parser.add_argument("action", choices=("export",), help="export")
     parser.add_argument("source", help="the dataset's directory")
-    parser.add_argument("file", help="what is written")
+    parser.add_argument("file", type=parse_path, help="what is written")
 
 
 def _add_exporter(commands: _Commands) -> None:
@@ -338,7 +345,7 @@ def _add_report(commands: _Commands) -> None:
     parser = _add_command(commands, "report", "show the report of a Slurm job", json=True)
     parser.add_argument("job", help="the job's number")
     where = "the directory of reports (default: the site's)"
-    parser.add_argument("--dir", metavar="DIR", help=where)
+    parser.add_argument("--dir", metavar="DIR", type=parse_path, help=where)
 
 
 def _add_gc(commands: _Commands) -> None:
@@ -357,17 +364,18 @@ def _add_cache(commands: _Commands) -> None:
     option = parser.add_argument
     option("what", choices=CACHE_STEPS, help=", ".join(CACHE_STEPS))
     names = "which caches, for show and remove (and for prune; default: all)"
-    option("name", nargs="*", help=names)
+    option("name", nargs="*", type=parse_path, help=names)
     older = "for prune: also caches that were not used for this long, as 30d"
-    option("--older-than", metavar="TIME", help=older)
+    option("--older-than", metavar="TIME", type=parse_interval, help=older)
     gone = "for prune: also caches whose source does not exist"
     option("--source-gone", action="store_true", help=gone)
     _add_dry_run(parser)
     option("--yes", action="store_true", help="do not ask before removing")
     tier = "also look for copies in this tier; may be repeated"
-    option("--tier", metavar="PATH", action="append", default=[], help=tier)
+    paths: dict[str, Any] = {"metavar": "PATH", "type": parse_path, "default": []}
+    option("--tier", action="append", help=tier, **paths)
     state_dir = "also look at this state directory; may be repeated"
-    option("--state-dir", metavar="PATH", action="append", default=[], help=state_dir)
+    option("--state-dir", action="append", help=state_dir, **paths)
     _add_site_config(parser)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from monarchfs.cli.text import format_count, printable
 from monarchfs.config.places import search_of
-from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control.client import request
 from monarchfs.supervisor.recover import required
 from monarchfs.text.sizes import format_bytes, format_seconds
@@ -23,15 +22,11 @@ def peers_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Shows the peers, or changes their list; 0. Raises UsageError or OperationError."""
     if bool(arguments.action) != bool(arguments.node):
         raise UsageError("say add or remove, and which nodes: see monarchfs peers --help")
-    timeout = parse_timeout(arguments.timeout)
-    daemon = required(parse_path(arguments.mountpoint), search_of(environ)).daemon
+    daemon = required(arguments.mountpoint, search_of(environ)).daemon
     if arguments.action:
-        message = {
-            "command": "change_peers",
-            arguments.action: arguments.node,
-            "timeout": timeout,
-        }
-        result = request(daemon, message, timeout)
+        message = {"command": "change_peers", arguments.action: arguments.node}
+        timeout = arguments.timeout
+        result = request(daemon, {**message, "timeout": timeout}, timeout)
         print(json.dumps(result) if arguments.json else "\n".join(result["nodes"]))
         return 0
     result = request(daemon, {"command": "peers"}, _ASK_SECONDS)

@@ -18,7 +18,7 @@ from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
 from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
-from monarchfs.config.values import parse_count, parse_path, parse_timeout
+from monarchfs.config.values import parse_path
 from monarchfs.doctor.run import source_rates, tier_rates
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.doctor.storage import check_and_locate, room_of
@@ -43,8 +43,6 @@ _SILENCE_SECONDS = 30.0
 def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints the plan. Raises UsageError for what could not be mounted, OperationError where the
     source does not answer."""
-    timeout, epochs = parse_timeout(arguments.timeout), parse_count(arguments.epochs)
-    nodes = parse_count(arguments.nodes) if arguments.nodes else None
     source = parse_path(arguments.source)
     config, places = config_from(arguments, source, environ, (*PLAN_OPTIONS, "share"))
     refuse_ours(source)
@@ -56,10 +54,10 @@ def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     rooms = [_room(config, number, places.cache_dir) for number in range(len(config.tiers))]
     with Progress() as progress:
         rates = None if arguments.quick else _rates(config, progress)
-        report = _survey(config, rooms, timeout, progress)
-    result = combine(config.source, report, rooms, rates, epochs)
-    if nodes:
-        result["sharing"] = shared(result, nodes, config.share)
+        report = _survey(config, rooms, arguments.timeout, progress)
+    result = combine(config.source, report, rooms, rates, arguments.epochs)
+    if arguments.nodes:
+        result["sharing"] = shared(result, arguments.nodes, config.share)
     print(json.dumps(result) if arguments.json else "\n".join(_lines(result)))
     return 0
 

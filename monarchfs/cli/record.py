@@ -19,7 +19,7 @@ from monarchfs.cli.progress import Progress
 from monarchfs.cli.recorder import HIDDEN, EventRecorder
 from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
-from monarchfs.config.values import parse_path, parse_seconds, parse_size
+from monarchfs.config.values import parse_seconds, parse_size
 from monarchfs.control.registration import Registered
 from monarchfs.insight.recording import MOST_SAMPLE
 from monarchfs.supervisor.recover import required
@@ -36,7 +36,7 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     if arguments.argv == []:
         raise UsageError("there is no command behind --")
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
-    mountpoint, output = parse_path(arguments.mountpoint), parse_path(arguments.output)
+    mountpoint, output = arguments.mountpoint, arguments.output
 
     def daemon() -> Registered:
         return required(mountpoint, search_of(environ)).daemon

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 
 from monarchfs.cli.text import printable
-from monarchfs.config.values import parse_path
 from monarchfs.slurm.archive import find_reports
 from monarchfs.slurm.job import parse_job_id
 from monarchfs.slurm.report import job_totals, page
@@ -33,7 +32,7 @@ def report_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
 
 def _directory(arguments: argparse.Namespace) -> str:
     if arguments.dir is not None:
-        return parse_path(arguments.dir)
+        return str(arguments.dir)
     try:
         return read_site().report_dir
     except UsageError:

@@ -17,7 +17,6 @@ from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
 from monarchfs.cli.text import format_count, printable
 from monarchfs.cli.watch import Moment, View, show
 from monarchfs.config.places import search_of
-from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control.client import Connection
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.control.registration import Registered
@@ -55,8 +54,7 @@ class Usage:
 
 def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Raises UsageError, and OperationError if the mount cannot be watched, or is gone."""
-    mountpoint = parse_path(arguments.mountpoint)
-    interval = parse_timeout(arguments.interval)
+    mountpoint, interval = arguments.mountpoint, arguments.interval
     if not _LEAST_SECONDS <= interval <= _MOST_SECONDS:
         raise UsageError(
             f"--interval {interval:g}: use {_LEAST_SECONDS:g} to {_MOST_SECONDS:g} seconds"

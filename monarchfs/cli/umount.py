@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
-from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.fuse.mountinfo import MONARCHFS
 from monarchfs.supervisor.recover import find_one, find_others_mount, unmount_found
 from monarchfs.types import OperationError, UsageError
@@ -18,9 +17,8 @@ from monarchfs.types import OperationError, UsageError
 def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Returns 0 when nothing of ours is mounted there any more (or never was), within ``--timeout``
     seconds and a moment. Raises OperationError if it still is."""
-    timeout = parse_timeout(arguments.timeout)
-    deadline = time.monotonic() + timeout
-    path = parse_path(arguments.mountpoint)
+    deadline = time.monotonic() + arguments.timeout
+    path = arguments.mountpoint
     found = find_one(path, search_of(environ))
     if found is None:
         other = find_others_mount(path)
