@@ -23,7 +23,7 @@ from monarchfs.config.places import (
     search_of,
 )
 from monarchfs.config.values import parse_path
-from monarchfs.doctor.checks import Check, Severity, Value
+from monarchfs.doctor.checks import Check, Severity, Value, ok, warning
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.fuse.mountinfo import is_network_filesystem
 
@@ -86,8 +86,8 @@ def configuration(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     if own.unknown:
         detail += f"; not known: {', '.join(f'${name}' for name in own.unknown)}"
         remedy = "see docs/CONFIGURATION.md for the names of options"
-        return Check("configuration", Severity.WARNING, detail, remedy, numbers)
-    return Check("configuration", Severity.OK, detail, "", numbers)
+        return warning("configuration", detail, remedy, **numbers)
+    return ok("configuration", detail, **numbers)
 
 
 def describe(check: Check) -> str:

@@ -44,9 +44,24 @@ class Check:
         )
 
 
+# The three kinds; ``numbers`` by name.
+
+
+def ok(name: str, detail: str, remedy: str = "", /, **numbers: Value) -> Check:
+    return Check(name, Severity.OK, detail, remedy, numbers)
+
+
+def warning(name: str, detail: str, remedy: str = "", /, **numbers: Value) -> Check:
+    return Check(name, Severity.WARNING, detail, remedy, numbers)
+
+
+def problem(name: str, detail: str, remedy: str = "", /, **numbers: Value) -> Check:
+    return Check(name, Severity.PROBLEM, detail, remedy, numbers)
+
+
 def from_error(name: str, error: Exception) -> Check:
     """The problem that one of our errors describes, whose texts end with the remedy."""
-    return Check(name, Severity.PROBLEM, *split_remedy(str(error)))
+    return problem(name, *split_remedy(str(error)))
 
 
 def split_remedy(text: str) -> tuple[str, str]:

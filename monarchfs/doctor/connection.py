@@ -7,7 +7,7 @@ import ctypes
 import os
 import select
 
-from monarchfs.doctor.checks import Check, Severity
+from monarchfs.doctor.checks import Check, ok, problem, warning
 from monarchfs.fuse.mount import DEVICE, MS_NODEV, MS_NOSUID, MS_RDONLY
 from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
 from monarchfs.supervisor.namespace import map_ids
@@ -67,9 +67,9 @@ def judge(
     checks = []
     if flags is None and is_root:
         remedy = "root needs CAP_SYS_ADMIN here (in a container: --cap-add SYS_ADMIN)"
-        checks.append(Check("mount", Severity.PROBLEM, f"a trial mount failed: {refusal}", remedy))
+        checks.append(problem("mount", f"a trial mount failed: {refusal}", remedy))
     elif flags is not None:
-        checks.append(Check("mount", Severity.OK, "a trial mount in a namespace of its own works"))
+        checks.append(ok("mount", "a trial mount in a namespace of its own works"))
     seen = f"Linux {release[0]}.{release[1]}"
     known = "offered by the kernel" if flags is not None else f"expected of {seen}, not tried"
     tried = flags is not None
@@ -78,7 +78,6 @@ def judge(
         return bool(flags & flag) if flags is not None else release >= since
 
     resends = offers(InitFlag.HAS_RESEND, FIRST_RESEND)
-    numbers = {"available": resends, "used": True, "tried": tried}
     how = known if resends else f"{seen} does not offer it: requests are journalled instead"
     checks.append(
         _passthrough(
@@ -90,23 +89,23 @@ def judge(
             passes=passes,
         )
     )
-    checks.append(Check("resend", Severity.OK, how, "", numbers))
+    checks.append(ok("resend", how, available=resends, used=True, tried=tried))
     return checks
 
 
 def _passthrough(
     offered: bool, seen: str, known: str, *, old: bool, tried: bool, passes: bool
 ) -> Check:
-    numbers = {"available": offered, "used": True, "tried": tried}
+    numbers = {"available": offered and passes, "used": True, "tried": tried}
     if not offered:
         why = f"{seen} does not offer it" if old else "this kernel was built without"
         remedy = "Linux {}.{} or later with CONFIG_FUSE_PASSTHROUGH".format(*FIRST_PASSTHROUGH)
         detail = f"{why}: reads are relayed by the daemon"
-        return Check("passthrough", Severity.WARNING, detail, remedy, numbers)
+        return warning("passthrough", detail, remedy, **numbers)
     if not passes:
         detail = f"{known}; only mounts made by root may use it, outside of any user namespace"
-        return Check("passthrough", Severity.OK, detail, "", {**numbers, "available": False})
-    return Check("passthrough", Severity.OK, known, "", numbers)
+        return ok("passthrough", detail, **numbers)
+    return ok("passthrough", known, **numbers)
 
 
 def _checked(result: int, doing: str) -> None:

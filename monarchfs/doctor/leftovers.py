@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Sequence
 
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.control.peers import short_socket_path
-from monarchfs.doctor.checks import Check, Severity, Value, from_error
+from monarchfs.doctor.checks import Check, from_error, ok, warning
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.supervisor.lock import LOCK, Holder, read_holder
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
@@ -28,7 +28,7 @@ def runtime_dir(path: str) -> list[Check]:
         check_runtime_dir(path)
     except MonarchError as error:
         return [from_error("runtime_dir", error)]
-    return [Check("runtime_dir", Severity.OK, path, "", {"path": path})]
+    return [ok("runtime_dir", path, path=path)]
 
 
 def mounts(search: Search) -> list[Check]:
@@ -48,13 +48,12 @@ def judge_mounts(found: Sequence[FoundMount]) -> list[Check]:
             # It may be in another container, and serve.
             detail = f"no daemon of the mount on {one.mountpoint} can be seen from here"
             remedy = f"if it does not answer: {remedy}"
-        numbers: dict[str, Value] = {"mountpoint": one.mountpoint}
-        checks.append(Check("stale_mount", Severity.WARNING, detail, remedy, numbers))
+        checks.append(warning("stale_mount", detail, remedy, mountpoint=one.mountpoint))
     alive = len(found) - len(checks)
     hidden = sum(one.private for one in found)
     text = "none" if not found else f"{alive} alive, {len(checks)} stale"
     text += f"; {hidden} of them not visible in this mount namespace" if hidden else ""
-    return [Check("mounts", Severity.OK, text, "", {"alive": alive, "stale": len(checks)}), *checks]
+    return [ok("mounts", text, alive=alive, stale=len(checks)), *checks]
 
 
 def sockets(search: Search) -> list[Check]:
@@ -62,15 +61,10 @@ def sockets(search: Search) -> list[Check]:
     owners = {
         m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None
     }
+    what = "nobody listens there any more"
     dead = [path for directory in search(owners) for path in dead_sockets(directory)]
     return [
-        Check(
-            "stale_socket",
-            Severity.WARNING,
-            f"{path}: nobody listens there any more",
-            f"rm {shlex.quote(path)}",
-            {"path": path},
-        )
+        warning("stale_socket", f"{path}: {what}", f"rm {shlex.quote(path)}", path=path)
         for path in dead
     ]
 
@@ -134,11 +128,10 @@ def judge_caches(kept: Sequence[tuple[str, Holder]], exists: Callable[[str], boo
             continue
         detail = f"{path} is the cache of {holder.source}, which is not there"
         remedy = f"if it will not come back: monarchfs cache remove {shlex.quote(path)}"
-        checks.append(Check("orphan", Severity.WARNING, detail, remedy, {"path": path}))
+        checks.append(warning("orphan", detail, remedy, path=path))
     if kept:
         text = f"{len(kept)} kept for later mounts, {len(checks)} of a source that is not there"
-        numbers: dict[str, Value] = {"kept": len(kept), "orphans": len(checks)}
-        checks.insert(0, Check("caches", Severity.OK, text, "", numbers))
+        checks.insert(0, ok("caches", text, kept=len(kept), orphans=len(checks)))
     return checks
 
 

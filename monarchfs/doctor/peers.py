@@ -11,7 +11,7 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from monarchfs.config import Config
-from monarchfs.doctor.checks import Check, Severity, Value, from_error
+from monarchfs.doctor.checks import Check, Value, from_error, ok, problem, warning
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.peers import _replicas, credentials
 from monarchfs.peers.nodes import PeerNode, Peers
@@ -30,16 +30,12 @@ _ALL_SECONDS = 6.0
 _THREADS = 32
 
 
-def peers(config: Config) -> list[Check]:
+def peers(config: Config) -> Iterator[Check]:
     """For a child process, because names may not be resolved in time."""
-    return list(_checks(config))
-
-
-def _checks(config: Config) -> Iterator[Check]:
     program = find_nginx()
     if program is None:
         remedy = "apt-get install nginx-light"
-        yield Check("nginx", Severity.PROBLEM, "nginx, which peers need, is not installed", remedy)
+        yield problem("nginx", "nginx, which peers need, is not installed", remedy)
         return
     yield judge_nginx(program, _build_of(program))
     try:
@@ -54,7 +50,7 @@ def _checks(config: Config) -> Iterator[Check]:
         return
     if ip_address(address).is_loopback and len(found.nodes) > 1:
         detail = f"{own.name}, this node, is {address} here, where no other node reaches it"
-        yield Check("peers", Severity.WARNING, detail, "correct /etc/hosts, or give NAME=ADDRESS")
+        yield warning("peers", detail, "correct /etc/hosts, or give NAME=ADDRESS")
     yield from judge_peers(ask_all(found, address, authorised=bool(config.source)))
 
 
@@ -77,8 +73,8 @@ def judge_nginx(program: str, build: str) -> Check:
     numbers: dict[str, Value] = {"path": program, "version": version}
     if SECURE_LINK not in build:
         detail = f"{program} {version} was built without {SECURE_LINK}: peers get nothing"
-        return Check("nginx", Severity.PROBLEM, detail, "apt-get install nginx-light", numbers)
-    return Check("nginx", Severity.OK, f"{program} {version}", "", numbers)
+        return problem("nginx", detail, "apt-get install nginx-light", **numbers)
+    return ok("nginx", f"{program} {version}", **numbers)
 
 
 def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNode, str]:
@@ -119,14 +115,12 @@ def judge_peers(said: dict[PeerNode, str]) -> Iterator[Check]:
     """One check for all, and one for each of the first few that do not answer."""
     silent = {node: why for node, why in said.items() if why}
     answering = len(said) - len(silent)
-    state = Severity.WARNING if silent else Severity.OK
+    judged = warning if silent else ok
     detail = f"{answering} of {len(said)} peers answer" if said else "there are no others"
-    numbers: dict[str, Value] = {"peers": len(said), "answering": answering}
-    yield Check("peers", state, detail, "", numbers)
+    yield judged("peers", detail, peers=len(said), answering=answering)
     for node, why in list(silent.items())[:MOST_SHOWN]:
         remedy = "mount there as well; check its firewall"
         if why == "status 403":
             remedy = "mount there with the same key, user, groups and source; compare the clocks"
         where = f"{node.name} ({node.address}:{node.port}): {why}"
-        numbers = {"peer": node.name, "address": node.address, "port": node.port}
-        yield Check("peer", Severity.WARNING, where, remedy, numbers)
+        yield warning("peer", where, remedy, peer=node.name, address=node.address, port=node.port)

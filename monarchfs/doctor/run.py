@@ -4,7 +4,7 @@ behind."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.doctor import leftovers, peers, source, speed, storage, system
-from monarchfs.doctor.checks import Check, Severity
+from monarchfs.doctor.checks import Check, Severity, warning
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.storage import nearest
@@ -37,7 +37,7 @@ class Subject:
     measures: bool
 
 
-Probe = Callable[[], list[Check]]
+Probe = Callable[[], Iterable[Check]]
 
 
 def examine(
@@ -87,9 +87,7 @@ def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
 
     state = Severity.WARNING if name in _HARMLESS else Severity.PROBLEM
     if seconds < LEAST_SECONDS:
-        return [
-            Check(name, Severity.WARNING, "not looked at: time is up", "give it more --timeout")
-        ]
+        return [warning(name, "not looked at: time is up", "give it more --timeout")]
     try:
         found, _ = bounded_call(call, timeout=seconds, overdue=f"no answer within {seconds:.0f} s")
     except MonarchError as error:
@@ -108,9 +106,7 @@ def _speeds(
             of_source = source_rates(config, deadline - time.monotonic())
             yield source.judge_source_speed(of_source)
         except OperationError as error:
-            yield Check(
-                "source_speed", Severity.WARNING, str(error), "see whether it is overloaded"
-            )
+            yield warning("source_speed", str(error), "see whether it is overloaded")
     for tier in config.tiers:
         if tier.path in failed:
             continue
@@ -118,8 +114,8 @@ def _speeds(
         try:
             rates = tier_rates(tier.path, deadline - time.monotonic())
         except OperationError as error:
-            detail, numbers = f"{tier.path}: {error}", {"path": tier.path}
-            yield Check("tier_speed", Severity.WARNING, detail, "see whether it fails", numbers)
+            detail = f"{tier.path}: {error}"
+            yield warning("tier_speed", detail, "see whether it fails", path=tier.path)
             continue
         yield source.judge_tier_speed(tier.path, rates, of_source)
 

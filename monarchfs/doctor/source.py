@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from monarchfs.config import User
-from monarchfs.doctor.checks import Check, Severity, Value, from_error
+from monarchfs.doctor.checks import Check, Value, from_error, ok, warning
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
@@ -36,12 +36,11 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
         return [from_error("source", error)]
     complaint = complaint_of_empty(found)
     if complaint is not None:
-        numbers: dict[str, Value] = {"path": found.path}
-        return [Check("source", Severity.WARNING, complaint, "mount it, or name another", numbers)]
+        return [warning("source", complaint, "mount it, or name another", path=found.path)]
     mount = mount_of(found.path)
     if mount is None:
         detail = f"{found.path} is on a file system that the table of mounts does not have"
-        return [Check("source", Severity.OK, detail, "", {"path": found.path, "type": None})]
+        return [ok("source", detail, path=found.path, type=None)]
     return [
         judge_type(found.path, mount.fstype),
         *judge_purge(mount.fstype, f"{mount.options},{mount.super_options}", touches=touches),
@@ -49,9 +48,9 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
 
 
 def judge_type(path: str, fstype: str) -> Check:
-    numbers: dict[str, Value] = {"path": path, "type": fstype, "network": is_network_type(fstype)}
-    where = "a network file system" if is_network_type(fstype) else "a local file system"
-    return Check("source", Severity.OK, f"{path} can be read; {where} ({fstype})", "", numbers)
+    network = is_network_type(fstype)
+    detail = f"{path} can be read; a {'network' if network else 'local'} file system ({fstype})"
+    return ok("source", detail, path=path, type=fstype, network=network)
 
 
 def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:
@@ -62,13 +61,13 @@ def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:
     numbers: dict[str, Value] = {"type": fstype, "noatime": unrecorded, "touch_source": touches}
     if unrecorded:
         detail = f"this {fstype} is mounted with noatime: reading does not keep files from a purge"
-        return [Check("purge", Severity.WARNING, detail, "ask how files are purged here", numbers)]
+        return [warning("purge", detail, "ask how files are purged here", **numbers)]
     if touches:
-        return [Check("purge", Severity.OK, "--touch-source keeps access times going", "", numbers)]
+        return [ok("purge", "--touch-source keeps access times going", **numbers)]
     detail = (
         f"many sites purge {fstype} by access time, and what is cached is not read there any more"
     )
-    return [Check("purge", Severity.WARNING, detail, "if yours does: --touch-source 1d", numbers)]
+    return [warning("purge", detail, "if yours does: --touch-source 1d", **numbers)]
 
 
 def judge_source_speed(rates: SourceRates) -> Check:
@@ -81,9 +80,7 @@ def judge_source_speed(rates: SourceRates) -> Check:
     }
     if rates.read_bytes_per_second is None or rates.open_seconds is None:
         detail = "no file was found within a second that could be read"
-        return Check(
-            "source_speed", Severity.WARNING, detail, "see whether it holds files", numbers
-        )
+        return warning("source_speed", detail, "see whether it holds files", **numbers)
     detail = (
         f"{rates.read_bytes_per_second / 1e6:.0f} MB/s with {rates.threads} threads,"
         f" {rates.open_seconds * 1e3:.2f} ms to open a file and read its beginning"
@@ -91,8 +88,8 @@ def judge_source_speed(rates: SourceRates) -> Check:
     if rates.read_bytes_per_second >= RELAY_BYTES_PER_SECOND:
         detail += "; a mount relays hardly more"
         remedy = "read it directly, if it is always that fast (it may have been in memory)"
-        return Check("source_speed", Severity.WARNING, detail, remedy, numbers)
-    return Check("source_speed", Severity.OK, detail, "", numbers)
+        return warning("source_speed", detail, remedy, **numbers)
+    return ok("source_speed", detail, **numbers)
 
 
 def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None) -> Check:
@@ -113,8 +110,8 @@ def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None)
         detail += f", {ratio:.1f} x the source"
         if ratio < WORTH_IT:
             remedy = "use a faster disk or memory; what is gained is the load off the source"
-            return Check("tier_speed", Severity.WARNING, detail, remedy, numbers)
-    return Check("tier_speed", Severity.OK, detail, "", numbers)
+            return warning("tier_speed", detail, remedy, **numbers)
+    return ok("tier_speed", detail, **numbers)
 
 
 def refuse_ours(path: str) -> None:

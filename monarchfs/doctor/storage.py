@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monarchfs.config import Config, TierSpec
-from monarchfs.doctor.checks import Check, Severity, Value, from_error
+from monarchfs.doctor.checks import Check, Value, from_error, ok, warning
 from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
 from monarchfs.supervisor.storage import (
-    StorageDirectory,
     check_directory,
     check_size,
     directories_of,
@@ -109,7 +108,7 @@ def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, s
     try:
         place = check_and_locate(spec, config, cache_dir)
     except MonarchError as error:
-        return [_named(from_error("tier", error), spec.path)]
+        return [replace(from_error("tier", error), numbers={"path": spec.path})]
     room = room_of(place, spec.size, config.reserve_percent)
     scratch = sharing(place.device, scratch_directories(environ), read_mountinfo())
     return [
@@ -120,7 +119,7 @@ def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, s
 
 
 def state_dir(config: Config, cache_dir: str) -> list[Check]:
-    directory: StorageDirectory = directories_of(config)[-1]
+    directory = directories_of(config)[-1]
     try:
         existing = check_directory(directory, cache_dir, config.user)
     except MonarchError as error:
@@ -130,8 +129,8 @@ def state_dir(config: Config, cache_dir: str) -> list[Check]:
     numbers: dict[str, Value] = {"path": config.state_dir, "free_bytes": free_bytes}
     if free_bytes < LITTLE_BYTES:
         detail = f"{config.state_dir}: {free_bytes >> 20}M are free, too little for a large index"
-        return [Check("state_dir", Severity.WARNING, detail, "name another --state-dir", numbers)]
-    return [Check("state_dir", Severity.OK, config.state_dir, "", numbers)]
+        return [warning("state_dir", detail, "name another --state-dir", **numbers)]
+    return [ok("state_dir", config.state_dir, **numbers)]
 
 
 def judge_room(place: TierLocation, room: UsableRoom, xattrs: bool) -> Check:
@@ -149,17 +148,15 @@ def judge_room(place: TierLocation, room: UsableRoom, xattrs: bool) -> Check:
     what = f"{place.path} ({place.fstype})"
     if space.total_inodes and space.free_inodes < space.total_inodes / 10:
         detail = f"{what}: {space.free_inodes} inodes are free, of which none are used for copies"
-        return Check("tier", Severity.WARNING, detail, "remove small files there", numbers)
+        return warning("tier", detail, "remove small files there", **numbers)
     if room.usable_bytes < room.capacity_bytes:
         detail = (
             f"{what}: of {format_bytes(room.capacity_bytes)} only"
             f" {format_bytes(room.usable_bytes)} can be used: limited by {room.limited_by}"
         )
-        return Check("tier", Severity.WARNING, detail, "give it less, or make room there", numbers)
+        return warning("tier", detail, "give it less, or make room there", **numbers)
     inodes = f", {space.free_inodes} inodes free" if space.total_inodes else ""
-    return Check(
-        "tier", Severity.OK, f"{what}: {format_bytes(room.usable_bytes)}{inodes}", "", numbers
-    )
+    return ok("tier", f"{what}: {format_bytes(room.usable_bytes)}{inodes}", **numbers)
 
 
 def judge_sharing(
@@ -170,7 +167,7 @@ def judge_sharing(
         return []
     detail = f"{place.path} shares its file system with {', '.join(scratch)}, which jobs may fill"
     remedy = f"choose a size that leaves them room ({reserve_percent:g}% are left in any case)"
-    return [Check("scratch", Severity.WARNING, detail, remedy, {"path": place.path})]
+    return [warning("scratch", detail, remedy, path=place.path)]
 
 
 def judge_memory(place: TierLocation, room: UsableRoom) -> list[Check]:
@@ -191,8 +188,8 @@ def judge_memory(place: TierLocation, room: UsableRoom) -> list[Check]:
     charged = headroom.limited_by.startswith("cgroup")
     if charged or room.capacity_bytes > headroom.available_bytes:
         remedy = "ask for so much more memory (Slurm: --mem), or give the tier less"
-        return [Check("tier_memory", Severity.WARNING, detail, remedy, numbers)]
-    return [Check("tier_memory", Severity.OK, detail, "", numbers)]
+        return [warning("tier_memory", detail, remedy, **numbers)]
+    return [ok("tier_memory", detail, **numbers)]
 
 
 def scratch_directories(environ: Mapping[str, str]) -> list[str]:
@@ -229,7 +226,3 @@ def has_xattrs(directory: str) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def _named(check: Check, path: str) -> Check:
-    return Check(check.name, check.state, check.detail, check.remedy, {"path": path})

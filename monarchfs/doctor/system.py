@@ -6,15 +6,15 @@ import json
 import os
 import platform
 import re
-import resource
 import stat
 import subprocess
 from collections.abc import Sequence
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from monarchfs.config import User
 from monarchfs.doctor import connection
-from monarchfs.doctor.checks import Check, Severity, Value, from_error
+from monarchfs.doctor.checks import Check, Value, from_error, ok, problem, warning
 from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
 from monarchfs.supervisor.identity import in_first_user_namespace, popen_as
 from monarchfs.supervisor.launch import module_command
@@ -51,16 +51,11 @@ def release_of(text: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def kernel() -> list[Check]:
-    return [judge_kernel(platform.release())]
-
-
 def judge_kernel(release: str) -> Check:
-    numbers = {"release": release}
     if release_of(release) < FIRST_LARGE_READS:
         detail = f"Linux {release} asks for 128 KiB at a time at most"
-        return Check("kernel", Severity.WARNING, detail, "Linux 4.20 or later", numbers)
-    return Check("kernel", Severity.OK, f"Linux {release}", "", numbers)
+        return warning("kernel", detail, "Linux 4.20 or later", release=release)
+    return ok("kernel", f"Linux {release}", release=release)
 
 
 def device() -> list[Check]:
@@ -72,10 +67,8 @@ def device() -> list[Check]:
         return [from_error("device", error)]
     except OSError as error:
         remedy = f"load the kernel's module (modprobe fuse), or in a container --device {DEVICE}"
-        return [
-            Check("device", Severity.PROBLEM, f"cannot open {DEVICE}: {error.strerror}", remedy)
-        ]
-    return [Check("device", Severity.OK, f"{DEVICE} can be opened")]
+        return [problem("device", f"cannot open {DEVICE}: {error.strerror}", remedy)]
+    return [ok("device", f"{DEVICE} can be opened")]
 
 
 def fusermount() -> list[Check]:
@@ -83,8 +76,7 @@ def fusermount() -> list[Check]:
         path = fusermount_path()
     except OperationError as error:
         if os.geteuid() == 0:
-            detail = f"{FUSERMOUNT} is not there, and root does not need it"
-            return [Check("fusermount3", Severity.OK, detail)]
+            return [ok("fusermount3", f"{FUSERMOUNT} is not there, and root does not need it")]
         return [from_error("fusermount3", error)]
     done = subprocess.run(
         [path, "-V"], capture_output=True, text=True, timeout=_TRIAL_SECONDS, check=False
@@ -113,43 +105,44 @@ def judge_fusermount(
     numbers: dict[str, Value] = {"path": path, "version": version, "setuid": privileged}
     text = f"{path} {version}"
     if is_root:
-        return Check("fusermount3", Severity.OK, f"{text}; root does not need it", "", numbers)
+        return ok("fusermount3", f"{text}; root does not need it", **numbers)
     if not privileged:
         remedy = "reinstall the package fuse3, or mount as root"
-        return Check("fusermount3", Severity.PROBLEM, f"{text} is not setuid root", remedy, numbers)
+        return problem("fusermount3", f"{text} is not setuid root", remedy, **numbers)
     if not honoured:
         detail = f"{text} is setuid, but that has no effect here (no_new_privs or nosuid)"
         remedy = "in a container, mount outside of it and bind the mount in"
-        return Check("fusermount3", Severity.PROBLEM, detail, remedy, numbers)
-    return Check("fusermount3", Severity.OK, f"{text}, setuid root", "", numbers)
+        return problem("fusermount3", detail, remedy, **numbers)
+    return ok("fusermount3", f"{text}, setuid root", **numbers)
 
 
 def no_new_privileges() -> bool:
     """proc_pid_status(5), NoNewPrivs."""
-    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
-        return any(line.split() == ["NoNewPrivs:", "1"] for line in status)
+    lines = _contents("/proc/self/status").splitlines()
+    return any(line.split() == ["NoNewPrivs:", "1"] for line in lines)
+
+
+def _contents(path: str) -> str:
+    """Empty if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def allow_other() -> list[Check]:
-    try:
-        with open(FUSE_CONF, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except OSError:
-        text = ""
-    return [judge_allow_other(text, is_root=os.geteuid() == 0)]
+    return [judge_allow_other(_contents(FUSE_CONF), is_root=os.geteuid() == 0)]
 
 
 def judge_allow_other(fuse_conf: str, *, is_root: bool) -> Check:
     """Not a warning where it is missing: most mounts are for one user."""
     allowed = any(line.strip() == "user_allow_other" for line in fuse_conf.splitlines())
-    numbers = {"allowed": allowed or is_root}
-    if is_root:
-        return Check("allow_other", Severity.OK, "root may let others in", "", numbers)
-    if allowed:
-        return Check("allow_other", Severity.OK, "you may let others in", "", numbers)
-    detail = "only you can enter your mounts"
+    if allowed or is_root:
+        who = "root" if is_root else "you"
+        return ok("allow_other", f"{who} may let others in", allowed=True)
     remedy = f"for -o allow_other: have user_allow_other put into {FUSE_CONF}"
-    return Check("allow_other", Severity.OK, detail, remedy, numbers)
+    return ok("allow_other", "only you can enter your mounts", remedy, allowed=False)
 
 
 def kernel_offers() -> list[Check]:
@@ -188,11 +181,11 @@ def worker(user: User) -> list[Check]:
         )
     except subprocess.TimeoutExpired:
         detail = f"the worker's program did not load within {_WORKER_SECONDS:g} s"
-        return [Check("worker", Severity.PROBLEM, detail, "install monarchfs on a local disk")]
+        return [problem("worker", detail, "install monarchfs on a local disk")]
     except OSError as error:
         detail = f"{user.name} may not run {command[0]}: {error.strerror}"
         remedy = "install monarchfs where every user can read it"
-        return [Check("worker", Severity.PROBLEM, detail, remedy)]
+        return [problem("worker", detail, remedy)]
     return [judge_worker(done.returncode, done.stdout, done.stderr, user.name)]
 
 
@@ -200,36 +193,21 @@ def judge_worker(code: int, output: str, errors: str, user: str) -> Check:
     if code != 0:
         last = (errors.strip().splitlines() or [f"exit code {code}"])[-1]
         detail = f"the worker's program does not run as {user}: {last}"
-        return Check(
-            "worker", Severity.PROBLEM, detail, "install monarchfs again, where users can read it"
-        )
+        return problem("worker", detail, "install monarchfs again, where users can read it")
     found = json.loads(output)
     detail = f"Python {found['python']}, pyfuse3 {found['pyfuse3']}, libfuse {found['libfuse']}"
-    return Check("worker", Severity.OK, detail, "", found)
-
-
-def descriptors() -> list[Check]:
-    return [judge_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)[1])]
+    return ok("worker", detail, **found)
 
 
 def judge_descriptors(most: int) -> Check:
-    unlimited = most == resource.RLIM_INFINITY
+    unlimited = most == RLIM_INFINITY
     numbers = {"most_open_files": None if unlimited else most}
     if not unlimited and most < FEW_DESCRIPTORS:
         detail = f"{most} open files at most; each open file of the mount needs one or two"
         remedy = f"ulimit -Hn {FEW_DESCRIPTORS} or more (limits.conf, LimitNOFILE=)"
-        return Check("descriptors", Severity.WARNING, detail, remedy, numbers)
+        return warning("descriptors", detail, remedy, **numbers)
     detail = f"{'any number of' if unlimited else most} open files at most"
-    return Check("descriptors", Severity.OK, detail, "", numbers)
-
-
-def memory() -> list[Check]:
-    try:
-        with open(HUGE_PAGES, encoding="ascii", errors="replace") as file:
-            huge = file.read()
-    except OSError:
-        huge = ""
-    return [judge_memory(MemoryProbe().read(), huge)]
+    return ok("descriptors", detail, **numbers)
 
 
 def judge_memory(room: MemoryHeadroom, huge: str) -> Check:
@@ -242,24 +220,24 @@ def judge_memory(room: MemoryHeadroom, huge: str) -> Check:
         "huge_pages": match[1] if match else None,
     }
     if room.available_bytes >= UNLIMITED:
-        return Check("memory", Severity.OK, "no limit is known", "", numbers)
+        return ok("memory", "no limit is known", **numbers)
     left, limit = format_bytes(room.available_bytes), format_bytes(room.limit_bytes)
     detail = f"{left} of {limit} left ({room.limited_by})"
     if room.available_bytes < LITTLE_MEMORY:
         remedy = "ask for more memory (Slurm: --mem), or use no tier in memory"
-        return Check("memory", Severity.WARNING, detail, remedy, numbers)
-    return Check("memory", Severity.OK, detail, "", numbers)
+        return warning("memory", detail, remedy, **numbers)
+    return ok("memory", detail, **numbers)
 
 
 def probes(user: User) -> Sequence[tuple[str, float, Any]]:
     """(name, seconds, probe) of each."""
     return (
-        ("kernel", 2.0, kernel),
+        ("kernel", 2.0, lambda: [judge_kernel(platform.release())]),
         ("device", 5.0, device),
         ("fusermount3", 7.0, fusermount),
         ("allow_other", 2.0, allow_other),
         ("mount", 10.0, kernel_offers),
         ("worker", _WORKER_SECONDS + 2, lambda: worker(user)),
-        ("descriptors", 2.0, descriptors),
-        ("memory", 5.0, memory),
+        ("descriptors", 2.0, lambda: [judge_descriptors(getrlimit(RLIMIT_NOFILE)[1])]),
+        ("memory", 5.0, lambda: [judge_memory(MemoryProbe().read(), _contents(HUGE_PAGES))]),
     )
