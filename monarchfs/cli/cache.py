@@ -26,7 +26,7 @@ from monarchfs.inventory.discovery import (
 from monarchfs.inventory.removing import remove_cache
 from monarchfs.inventory.trees import remove_tree
 from monarchfs.slurm.caches import all_caches, discard, trash_in
-from monarchfs.slurm.records import layout_of, prepare
+from monarchfs.slurm.records import prepare
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.supervisor.recover import find_all, find_private
 from monarchfs.text.sizes import format_bytes, format_seconds
@@ -104,9 +104,8 @@ def take_inventory(
         inventory.base(site.cache_dir, me)
         for tier in site.tiers:
             inventory.tier(tier.path, me)
-        layout = layout_of(site)
-        for cache in all_caches(layout) if os.path.isdir(layout.caches) else ():
-            state = os.path.join(layout.cache(cache.key), "state")
+        for cache in all_caches(site) if os.path.isdir(site.caches) else ():
+            state = os.path.join(site.cache(cache.key), "state")
             inventory.state_dir(state, user_of(cache.uid))
         inventory.users(users_of_node(), {})
     return inventory
@@ -213,16 +212,15 @@ def _remove(
 def _removal(cache: LocalCache, site: Site | None) -> Callable[[], None]:
     if site is None or cache.part or not cache.claimed:
         return partial(remove_cache, cache)
-    layout = layout_of(site)
     key = os.path.basename(os.path.dirname(cache.state_dir))
-    if cache.state_dir != os.path.join(layout.cache(key), "state"):
+    if cache.state_dir != os.path.join(site.cache(key), "state"):
         return partial(remove_cache, cache)
 
     def of_slurm() -> None:
-        prepare(layout)
-        if not discard(layout, key, "as root asked"):
+        prepare(site)
+        if not discard(site, key, "as root asked"):
             raise OperationError("a job uses it")
-        for path in trash_in(layout, site):
+        for path in trash_in(site):
             remove_tree(path)
 
     return of_slurm

@@ -13,7 +13,7 @@ from monarchfs.cli.text import printable
 from monarchfs.config.places import search_of
 from monarchfs.slurm.job import node_name
 from monarchfs.slurm.leftovers import Sweeper, running_jobs
-from monarchfs.slurm.records import layout_of, prepare
+from monarchfs.slurm.records import prepare
 from monarchfs.slurm.site import read_site
 from monarchfs.types import MonarchError
 
@@ -30,8 +30,8 @@ def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
     sweeper.mounts(search)
     if site is not None and (os.path.isdir(site.run_dir) or os.path.isdir(site.cache_dir)):
         if sweeper.remove:
-            prepare(layout_of(site))
-        if os.path.isdir(layout_of(site).shares):
+            prepare(site)
+        if os.path.isdir(site.shares):
             try:
                 sweeper.jobs(site, running_jobs(node_name(environ)))
             except MonarchError as error:

@@ -18,7 +18,6 @@ from monarchfs.config.model import TierSpec, User
 from monarchfs.inventory.trees import in_use, tree_size
 from monarchfs.slurm.records import (
     Busy,
-    SitePaths,
     locked,
     make_directory,
     names_in,
@@ -28,7 +27,7 @@ from monarchfs.slurm.records import (
     write_record,
 )
 from monarchfs.slurm.shares import Share, record_of, share_key
-from monarchfs.slurm.site import Site
+from monarchfs.slurm.site import Site, SitePaths
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
 
@@ -96,20 +95,20 @@ def all_caches(layout: SitePaths) -> list[CacheShare]:
     return [cache for cache in found if cache is not None]
 
 
-def open_cache(layout: SitePaths, site: Site, share: Share, source: str, user: User) -> list[str]:
+def open_cache(site: Site, share: Share, source: str, user: User) -> list[str]:
     """Makes room for a share that is about to be mounted, and records that; the tiers as for mount,
     PATH=SIZE. The share's record must exist (its lock is held): mounted shares, and those about to
     be, keep what they were granted.
 
     Raises OperationError if mounted shares have used up the budget.
     """
-    make_directory(layout.cache(share.key), 0o711)
-    path = os.path.join(layout.cache(share.key), "cache.json")
+    make_directory(site.cache(share.key), 0o711)
+    path = os.path.join(site.cache(share.key), "cache.json")
     for tier in site.tiers:
         make_directory(tier.path, 0o755)
     used_now = {"used": None, "last_used_unix_seconds": time.time()}
-    with locked(layout.lock(_BUDGET_LOCK), time.monotonic() + 2 * _MEASURE_SECONDS):
-        granted = {tier.path: _grant(layout, site, share.key, tier) for tier in site.tiers}
+    with locked(site.lock(_BUDGET_LOCK), time.monotonic() + 2 * _MEASURE_SECONDS):
+        granted = {tier.path: _grant(site, share.key, tier) for tier in site.tiers}
         write_record(path, {**record_of(source, user), **used_now, "granted": granted})
     for tier in site.tiers:
         make_directory(os.path.join(tier.path, share.key), 0o755)
@@ -150,9 +149,9 @@ def throw_away(layout: SitePaths, cache: CacheShare) -> None:
             log.error("cannot remove the cache in %s: %s", directory, error.strerror)
 
 
-def trash_in(layout: SitePaths, site: Site) -> list[str]:
+def trash_in(site: Site) -> list[str]:
     """What waits to be removed."""
-    directories = dict.fromkeys([*(tier.path for tier in site.tiers), layout.caches])
+    directories = dict.fromkeys([*(tier.path for tier in site.tiers), site.caches])
     return [
         os.path.join(directory, name)
         for directory in directories
@@ -190,17 +189,17 @@ def over_budget(
     return chosen
 
 
-def _grant(layout: SitePaths, site: Site, key: str, tier: TierSpec) -> int:
+def _grant(site: Site, key: str, tier: TierSpec) -> int:
     """How much of a tier a share gets; unmounted caches of others make room."""
     wanted = size_in_bytes(tier.path, tier.size)
     budget = budget_bytes(site, tier.path)
     if budget is None:
         return wanted
     held, resting = 0, {}
-    for cache in all_caches(layout):
+    for cache in all_caches(site):
         if cache.key == key or tier.path not in cache.granted:
             continue
-        if Share(layout, cache.key).record():
+        if Share(site, cache.key).record():
             held += cache.granted[tier.path]
         else:
             resting[cache.key] = (cache.last_used, cache.bytes_in(tier.path))
@@ -211,7 +210,7 @@ def _grant(layout: SitePaths, site: Site, key: str, tier: TierSpec) -> int:
             " mounted now has used up"
         )
     for other in over_budget(budget, held, resting, granted):
-        discard(layout, other, "to make room for another")
+        discard(site, other, "to make room for another")
     return granted
 
 

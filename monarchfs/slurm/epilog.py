@@ -15,8 +15,6 @@ from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import sweep_words
 from monarchfs.slurm.records import (
     Busy,
-    SitePaths,
-    layout_of,
     locked,
     prepare,
     read_record,
@@ -43,15 +41,14 @@ def run_epilog(site: Site, job: Job) -> None:
     """Takes a job out of all its shares and unmounts those that nobody uses any more, within the
     site's deadline; a process of its own does the rest. Idempotent. Errors are logged."""
     deadline = time.monotonic() + site.deadline_seconds - _REPORT_SECONDS - 1.0
-    layout = layout_of(site)
-    prepare(layout)
-    for path in (layout.environment(job.id), layout.facts(job.id)):
+    prepare(site)
+    for path in (site.environment(job.id), site.facts(job.id)):
         remove_unfinished(path)
-    facts = read_record(layout.facts(job.id))
-    shares = shares_of(layout, job.id)
+    facts = read_record(site.facts(job.id))
+    shares = shares_of(site, job.id)
     if facts is None and not shares:
         return
-    unlink(layout.environment(job.id))
+    unlink(site.environment(job.id))
     datasets = []
     later = False
     for number, share in enumerate(shares):
@@ -72,20 +69,19 @@ def run_epilog(site: Site, job: Job) -> None:
         except (MonarchError, OSError) as error:
             log.error("job %d of %s: %s", job.id, job.user, error)
             later = True
-    idle = any(not share.jobs() for share in every_share(layout))
-    if later or idle or caches.trash_in(layout, site):
+    idle = any(not share.jobs() for share in every_share(site))
+    if later or idle or caches.trash_in(site):
         daemon.leave_running(sweep_words(site) + (["--without", str(job.id)] if later else []))
-    _report(site, layout, job, facts or {}, datasets)
+    _report(site, job, facts or {}, datasets)
 
 
 def sweep(site: Site, *, without: int | None = None) -> None:
     """Unmounts every share that no job has used for the site's linger, waiting for those that still
     linger; ``without`` is a job that is over, but still in some set. Then removes what was thrown
     away. Takes as long as that takes; one process does it at a time."""
-    layout = layout_of(site)
-    prepare(layout)
+    prepare(site)
     if without is not None:
-        for share in shares_of(layout, without):
+        for share in shares_of(site, without):
             with (
                 _trouble_logged(share.directory),
                 locked(share.lock, time.monotonic() + _LATER_SECONDS),
@@ -93,17 +89,17 @@ def sweep(site: Site, *, without: int | None = None) -> None:
                 share.leave(without)
     try:
         # Whoever has it looks again before it ends, but for a moment.
-        with locked(layout.lock("sweep"), time.monotonic() + _MOMENT_SECONDS):
-            _sweep_until_done(site, layout)
+        with locked(site.lock("sweep"), time.monotonic() + _MOMENT_SECONDS):
+            _sweep_until_done(site)
     except Busy:
         return
 
 
-def sweep_once(site: Site, layout: SitePaths) -> float | None:
+def sweep_once(site: Site) -> float | None:
     """Unmounts what has lingered long enough; in how many seconds to look again, None for never.
     The next sweep tries again what cannot be unmounted now."""
     pauses = []
-    for share in every_share(layout):
+    for share in every_share(site):
         with (
             _trouble_logged(share.directory),
             locked(share.lock, time.monotonic() + _UMOUNT_SECONDS),
@@ -118,11 +114,11 @@ def sweep_once(site: Site, layout: SitePaths) -> float | None:
     return min(pauses) + _MOMENT_SECONDS / 10 if pauses else None
 
 
-def _sweep_until_done(site: Site, layout: SitePaths) -> None:
+def _sweep_until_done(site: Site) -> None:
     tried: set[str] = set()
     while True:
-        pause = sweep_once(site, layout)
-        trash = set(caches.trash_in(layout, site)) - tried
+        pause = sweep_once(site)
+        trash = set(caches.trash_in(site)) - tried
         if pause is None and not trash:
             return
         for path in sorted(trash):
@@ -191,9 +187,7 @@ def end_share(site: Site, share: Share, deadline: float, status: Status | None) 
     return True
 
 
-def _report(
-    site: Site, layout: SitePaths, job: Job, facts: Mapping[str, Any], mounted: list[dict[str, Any]]
-) -> None:
+def _report(site: Site, job: Job, facts: Mapping[str, Any], mounted: list[dict[str, Any]]) -> None:
     datasets = mounted + [
         unmounted_report(str(one["variable"]), str(one["source"]), str(one["reason"]))
         for one in facts.get("unmounted", [])
@@ -206,4 +200,4 @@ def _report(
             keep_report(site.report_dir, report, job.uid, _REPORT_SECONDS)
         except (MonarchError, OSError) as error:
             log.error("job %d of %s has no report: %s", job.id, job.user, error)
-    unlink(layout.facts(job.id))
+    unlink(site.facts(job.id))

@@ -28,9 +28,9 @@ from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.inventory.trees import in_use, remove_tree
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
-from monarchfs.slurm.records import Busy, SitePaths, layout_of, locked, names_in, unlink
+from monarchfs.slurm.records import Busy, locked, names_in, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
-from monarchfs.slurm.site import Site
+from monarchfs.slurm.site import Site, SitePaths
 from monarchfs.supervisor.recover import (
     FoundMount,
     find_all,
@@ -131,16 +131,15 @@ class Sweeper:
 
     def jobs(self, site: Site, running: set[int]) -> None:
         """Jobs that Slurm does not run here any more, in the sets of shares."""
-        layout = layout_of(site)
         young = time.time() - YOUNG_SECONDS
-        for share in every_share(layout):
+        for share in every_share(site):
             for job in share.jobs():
                 entered = share.entry(job).get("entered_unix_seconds", 0)
                 if job in running or entered > young:
                     continue
                 path = os.path.join(share.directory, "jobs", str(job))
                 self._put("job", path, "it is over", partial(_leave, share, job))
-        for directory in (layout.environments, os.path.dirname(layout.facts(0))):
+        for directory in (site.environments, os.path.dirname(site.facts(0))):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
                 is_over = name.isdecimal() and int(name) not in running
@@ -149,24 +148,23 @@ class Sweeper:
 
     def shares(self, site: Site) -> None:
         """Mounts that no job uses, and that have lingered long enough."""
-        for share in every_share(layout_of(site)):
+        for share in every_share(site):
             if share.jobs() or share.idle_seconds() < max(site.linger_seconds, 1.0):
                 continue
             self._put("share", share.directory, "no job uses it", partial(_end, site, share))
 
     def caches(self, site: Site) -> None:
         """Caches of users that are gone, copies that nobody counts, and what was thrown away."""
-        layout = layout_of(site)
-        known = {cache.key: cache for cache in caches.all_caches(layout)}
+        known = {cache.key: cache for cache in caches.all_caches(site)}
         old = time.time() - GONE_USER_SECONDS
         for cache in known.values():
             if cache.last_used < old and not _user_exists(cache.uid):
                 why = f"user {cache.user} ({cache.uid}) is gone"
                 self._put(
                     "cache",
-                    layout.cache(cache.key),
+                    site.cache(cache.key),
                     why,
-                    partial(caches.discard, layout, cache.key, why),
+                    partial(caches.discard, site, cache.key, why),
                 )
         for tier in dict.fromkeys(tier.path for tier in site.tiers):
             for name in names_in(tier):
@@ -176,22 +174,21 @@ class Sweeper:
                         "copies",
                         path,
                         "no index counts them",
-                        partial(_remove_uncounted, layout, name, path),
+                        partial(_remove_uncounted, site, name, path),
                     )
         self._of_plain_mounts(site.cache_dir, old)
-        for path in caches.trash_in(layout, site):
+        for path in caches.trash_in(site):
             self._put("trash", path, "it was thrown away", partial(remove_tree, path))
 
     def budget(self, site: Site) -> None:
         """Unmounted caches beyond the budget of their tier, the least recently used first."""
-        layout = layout_of(site)
-        known = caches.all_caches(layout)
+        known = caches.all_caches(site)
         for tier in site.tiers:
             budget = caches.budget_bytes(site, tier.path)
             if budget is None:
                 continue
             here = [cache for cache in known if tier.path in cache.granted]
-            mounted = {cache.key for cache in here if Share(layout, cache.key).record()}
+            mounted = {cache.key for cache in here if Share(site, cache.key).record()}
             held = sum(cache.granted[tier.path] for cache in here if cache.key in mounted)
             resting = {
                 cache.key: (cache.last_used, cache.bytes_in(tier.path))
@@ -200,9 +197,7 @@ class Sweeper:
             }
             for key in caches.over_budget(budget, held, resting, 0):
                 why = f"the budget of {tier.path} is exceeded"
-                self._put(
-                    "cache", layout.cache(key), why, partial(caches.discard, layout, key, why)
-                )
+                self._put("cache", site.cache(key), why, partial(caches.discard, site, key, why))
 
     def _of_plain_mounts(self, cache_dir: str, old: float) -> None:
         """State and copies of ``monarchfs mount`` in the default place, by users that are gone."""

@@ -15,7 +15,7 @@ from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon, recordings
 from monarchfs.slurm.identity import Dataset, resolve, user_of
 from monarchfs.slurm.job import Job
-from monarchfs.slurm.records import SitePaths, layout_of, locked, prepare, write_record, write_text
+from monarchfs.slurm.records import locked, prepare, write_record, write_text
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.sharing import follow_job, sharing_options
@@ -58,13 +58,12 @@ def run_prolog(site: Site, job: Job) -> None:
         log.warning("job %d of %s: its request is refused: %s", job.id, job.user, job.mistake)
     if not wanted and job.mistake is None:
         return
-    layout = layout_of(site)
-    prepare(layout)
-    write_record(layout.facts(job.id), _facts(job, began, [], {}))
+    prepare(site)
+    write_record(site.facts(job.id), _facts(job, began, [], {}))
     paths = [one.request.path for one in wanted]
     warnings = [job.mistake] if job.mistake is not None else []
     # First of all the way without a mount: whatever happens to this process, the job knows it.
-    _tell(layout, job, wanted, paths, warnings)
+    _tell(site, job, wanted, paths, warnings)
     reasons: dict[int, str] = {}
     try:
         user = user_of(job.uid, max(1.0, (deadline - time.monotonic()) / 2))
@@ -79,15 +78,15 @@ def run_prolog(site: Site, job: Job) -> None:
             try:
                 # One that hangs must leave time for the others.
                 until = time.monotonic() + max(1.0, left / (len(wanted) - number))
-                paths[number] = mount_for(site, layout, job, one, user, until)
+                paths[number] = mount_for(site, job, one, user, until)
             except (MonarchError, OSError) as error:
                 reasons[number] = " ".join(str(error).splitlines())
     for reason in reasons.values():
         log.warning("job %d of %s: not mounted: %s", job.id, job.user, reason)
         warnings.append(reason)
-    write_record(layout.facts(job.id), _facts(job, began, wanted, reasons))
-    _tell(layout, job, wanted, paths, warnings)
-    if caches.trash_in(layout, site):
+    write_record(site.facts(job.id), _facts(job, began, wanted, reasons))
+    _tell(site, job, wanted, paths, warnings)
+    if caches.trash_in(site):
         daemon.leave_running(sweep_words(site))
 
 
@@ -115,24 +114,16 @@ def datasets_of(site: Site, job: Job) -> list[WantedDataset]:
     return list(chosen.values())
 
 
-def mount_for(
-    site: Site, layout: SitePaths, job: Job, wanted: WantedDataset, user: User, deadline: float
-) -> str:
+def mount_for(site: Site, job: Job, wanted: WantedDataset, user: User, deadline: float) -> str:
     """The directory in which the job finds a dataset, mounted now or by another job. Raises
     MonarchError or OSError, with the job in no set, by ``deadline`` (time.monotonic) and a little.
     """
     with ExitStack() as opened:
-        return _mount_for(site, layout, job, wanted, user, deadline, opened)
+        return _mount_for(site, job, wanted, user, deadline, opened)
 
 
 def _mount_for(
-    site: Site,
-    layout: SitePaths,
-    job: Job,
-    wanted: WantedDataset,
-    user: User,
-    deadline: float,
-    opened: ExitStack,
+    site: Site, job: Job, wanted: WantedDataset, user: User, deadline: float, opened: ExitStack
 ) -> str:
     request = wanted.request
     roots = None if wanted.by_site else site.roots_for(job)
@@ -149,12 +140,12 @@ def _mount_for(
         return dataset
 
     source, dataset = request.path, None
-    share = Share(layout, share_key(source, user))
+    share = Share(site, share_key(source, user))
     # A dataset that is mounted under this name needs nothing of a source that may hang.
     if not _known(share, source):
         dataset = resolved()
         source = dataset.path
-        share = Share(layout, share_key(source, user))
+        share = Share(site, share_key(source, user))
     with locked(share.lock, deadline):
         share.enter(job.id)
         try:
@@ -186,8 +177,12 @@ def _mount_for(
             if not share.jobs() and not share.record():
                 share.clear()
             raise
-    facts = {"source": source, "mountpoint": share.mountpoint(source), "variable": wanted.variable}
-    recordings.begin(site, layout, job, user, share, facts)
+    facts = {
+        "source": source,
+        "mountpoint": share.mountpoint(source),
+        "variable": wanted.variable,
+    }
+    recordings.begin(site, job, user, share, facts)
     used = "mounted" if before is None else "shares"
     log.info("job %d of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
     return share.mountpoint(source)
@@ -240,7 +235,7 @@ def _mount(
     os.makedirs(mountpoint, mode=0o755, exist_ok=True)
     share.write({**record_of(source, user), "mountpoint": mountpoint})
     try:
-        tiers = caches.open_cache(share.layout, site, share, source, user)
+        tiers = caches.open_cache(site, share, source, user)
         daemon.start(
             dataset,
             mountpoint,
@@ -274,14 +269,14 @@ def environment_lines(
 
 
 def _tell(
-    layout: SitePaths,
+    site: Site,
     job: Job,
     wanted: Sequence[WantedDataset],
     paths: Sequence[str],
     warnings: Sequence[str],
 ) -> None:
     text = environment_lines(wanted, paths, warnings)
-    write_text(layout.environment(job.id), text, mode=0o400, owner=job.uid)
+    write_text(site.environment(job.id), text, mode=0o400, owner=job.uid)
 
 
 def _facts(

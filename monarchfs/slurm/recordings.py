@@ -24,8 +24,6 @@ from monarchfs.slurm.archive import add_verdict, keep_file
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import (
     Busy,
-    SitePaths,
-    layout_of,
     locked,
     make_directory,
     names_in,
@@ -35,7 +33,7 @@ from monarchfs.slurm.records import (
     write_text,
 )
 from monarchfs.slurm.shares import Share
-from monarchfs.slurm.site import Site
+from monarchfs.slurm.site import Site, SitePaths
 from monarchfs.types import MonarchError, OperationError
 
 _POLL_SECONDS = 0.1
@@ -72,17 +70,15 @@ class JobRecording:
             unlink(path)
 
 
-def begin(
-    site: Site, layout: SitePaths, job: Job, user: User, share: Share, facts: Mapping[str, str]
-) -> None:
+def begin(site: Site, job: Job, user: User, share: Share, facts: Mapping[str, str]) -> None:
     """Have a mount recorded for a job, in the background; ``facts``: its source, its mountpoint,
     the job's variable. What fails is logged."""
     if not site.record_bytes:
         return
-    recording = JobRecording(layout, f"{job.id}.{share.key}")
+    recording = JobRecording(site, f"{job.id}.{share.key}")
     try:
-        make_directory(layout.recordings, 0o711)
-        _remove_old(layout)
+        make_directory(site.recordings, 0o711)
+        _remove_old(site)
         os.mkdir(recording.directory, 0o700)
         os.chown(recording.directory, user.uid, user.gid)
         who = {"uid": user.uid, "gid": user.gid, "groups": list(user.groups)}
@@ -111,8 +107,7 @@ def end(layout: SitePaths, job: int, key: str) -> None:
 
 def run_recording(site: Site, name: str) -> None:
     """Records until the job has left the mount, then adds the verdict to its report."""
-    layout = layout_of(site)
-    recording = JobRecording(layout, name)
+    recording = JobRecording(site, name)
     facts = read_record(recording.facts)
     if facts is None or os.path.basename(name) != name:
         raise OperationError(f"there is no recording {name[:80]}")

@@ -28,58 +28,14 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from monarchfs.slurm.site import Site
+from monarchfs.slurm.site import SitePaths
 from monarchfs.system.trusted import Untrusted, make_directories
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20
 _POLL_SECONDS = 0.03
-
-
-@dataclass(frozen=True, slots=True)
-class SitePaths:
-    """Where things lie for a site's configuration."""
-
-    run_dir: str
-    cache_dir: str
-
-    def lock(self, key: str) -> str:
-        return os.path.join(self.run_dir, "locks", key)
-
-    @property
-    def shares(self) -> str:
-        return os.path.join(self.run_dir, "shares")
-
-    def share(self, key: str) -> str:
-        return os.path.join(self.shares, key)
-
-    @property
-    def environments(self) -> str:
-        return os.path.join(self.run_dir, "env")
-
-    def environment(self, job: int) -> str:
-        return os.path.join(self.environments, str(job))
-
-    def facts(self, job: int) -> str:
-        return os.path.join(self.run_dir, "jobs", str(job))
-
-    @property
-    def caches(self) -> str:
-        return os.path.join(self.cache_dir, "slurm")
-
-    def cache(self, key: str) -> str:
-        return os.path.join(self.caches, key)
-
-    @property
-    def recordings(self) -> str:
-        return os.path.join(self.cache_dir, "recordings")
-
-
-def layout_of(site: Site) -> SitePaths:
-    return SitePaths(site.run_dir, site.cache_dir)
 
 
 def prepare(layout: SitePaths) -> None:

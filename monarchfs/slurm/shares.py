@@ -16,7 +16,6 @@ from typing import Any
 
 from monarchfs.config.model import User
 from monarchfs.slurm.records import (
-    SitePaths,
     make_directory,
     names_in,
     read_record,
@@ -25,6 +24,7 @@ from monarchfs.slurm.records import (
     write_record,
     write_text,
 )
+from monarchfs.slurm.site import SitePaths
 
 KEY = re.compile(r"[0-9a-f]{20}")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")

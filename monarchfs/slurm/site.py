@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,7 +70,46 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SitePaths:
+    """Where prologs and epilogs keep their files: see ``slurm/records.py``."""
+
+    run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
+    cache_dir: str = ROOT_CACHE_DIR
+
+    def lock(self, key: str) -> str:
+        return os.path.join(self.run_dir, "locks", key)
+
+    @property
+    def shares(self) -> str:
+        return os.path.join(self.run_dir, "shares")
+
+    def share(self, key: str) -> str:
+        return os.path.join(self.shares, key)
+
+    @property
+    def environments(self) -> str:
+        return os.path.join(self.run_dir, "env")
+
+    def environment(self, job: int) -> str:
+        return os.path.join(self.environments, str(job))
+
+    def facts(self, job: int) -> str:
+        return os.path.join(self.run_dir, "jobs", str(job))
+
+    @property
+    def caches(self) -> str:
+        return os.path.join(self.cache_dir, "slurm")
+
+    def cache(self, key: str) -> str:
+        return os.path.join(self.caches, key)
+
+    @property
+    def recordings(self) -> str:
+        return os.path.join(self.cache_dir, "recordings")
+
+
+@dataclass(frozen=True, slots=True)
+class Site(SitePaths):
     """The site's configuration. ``tiers`` as for mount: what one dataset of one user may take;
     ``budget``: what all together may, by the tier's path. ``options`` are those of ``mount -o``.
     ``path`` is the file, None for the usual one. Times are in seconds. ``peer_key`` is a file, on
@@ -91,8 +131,6 @@ class Site:
     peer_ports: tuple[int, int] = (21000, 23999)
     peer_tls: bool = False
     record_bytes: int = 0
-    run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
-    cache_dir: str = ROOT_CACHE_DIR
     report_dir: str = "/var/log/monarchfs/jobs"
     log_file: str | None = "/var/log/monarchfs/slurm.log"
 

@@ -22,9 +22,9 @@ from monarchfs.insight.recording import Kind, open_recording
 from monarchfs.slurm import caches, daemon
 from monarchfs.slurm.identity import Dataset
 from monarchfs.slurm.leftovers import Sweeper
-from monarchfs.slurm.records import SitePaths, prepare, write_record
+from monarchfs.slurm.records import prepare, write_record
 from monarchfs.slurm.shares import Share, share_key
-from monarchfs.slurm.site import read_site
+from monarchfs.slurm.site import SitePaths, read_site
 from monarchfs.types import OperationError
 from tests.support import surroundings, trees
 from tests.support.fake_mounts import interpreter_for

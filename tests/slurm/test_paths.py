@@ -19,7 +19,7 @@ from monarchfs.slurm import daemon
 from monarchfs.slurm.identity import resolve
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import WantedDataset, mount_for
-from monarchfs.slurm.records import layout_of, prepare
+from monarchfs.slurm.records import prepare
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.types import OperationError
@@ -114,8 +114,7 @@ def test_a_link_that_comes_after_the_look_changes_nothing(
 ) -> None:
     """The user exchanges the directory for a link when the prolog has looked at it."""
     site = node.site()
-    layout = layout_of(site)
-    prepare(layout)
+    prepare(site)
     start = daemon.start
 
     def flip_then_start(*arguments: Any, **keywords: Any) -> None:
@@ -125,7 +124,7 @@ def test_a_link_that_comes_after_the_look_changes_nothing(
     monkeypatch.setattr(daemon, "start", flip_then_start)
     job = Job(1, USER.uid, USER.name, "", "", "here")
     wanted = WantedDataset(Request(str(node.data)), "X", by_site=False)
-    point = mount_for(site, layout, job, wanted, USER, time.monotonic() + 30)
+    point = mount_for(site, job, wanted, USER, time.monotonic() + 30)
     assert node.bait.way.is_symlink()
     assert what_is_mounted(point) == "inside"
     (found,) = node.mounts()

@@ -15,7 +15,6 @@ import pytest
 from monarchfs.config.model import User
 from monarchfs.slurm.records import (
     Busy,
-    SitePaths,
     locked,
     make_directory,
     prepare,
@@ -24,6 +23,7 @@ from monarchfs.slurm.records import (
     write_text,
 )
 from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
+from monarchfs.slurm.site import SitePaths
 from monarchfs.types import OperationError
 from tests.support import surroundings
 from tests.support.timing import Stopwatch
@@ -140,8 +140,9 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
 
 WORKER = """
 import random, sys, time
-from monarchfs.slurm.records import SitePaths, locked
+from monarchfs.slurm.records import locked
 from monarchfs.slurm.shares import Share
+from monarchfs.slurm.site import SitePaths
 layout = SitePaths(sys.argv[1], sys.argv[2])
 share = Share(layout, sys.argv[3])
 mounted = layout.run_dir + "/mounted"
