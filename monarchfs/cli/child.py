@@ -13,7 +13,8 @@ import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from monarchfs.system.parent_death import die_with_parent
 
@@ -28,6 +29,26 @@ _PASSED_ON = frozenset(
 )
 _CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 _WITNESS_SECONDS = 1.0
+
+
+@contextmanager
+def signals_in_pipe(caught: Iterable[signal.Signals]) -> Iterator[tuple[int, int]]:
+    """The two ends of a pipe in which signals come as their numbers, but those that are ignored
+    (nohup(1)). The caller closes them."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    old = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    before = {
+        number: signal.signal(number, lambda _number, _frame: None)  # it only has to exist
+        for number in caught
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield reading, writing
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(old)
 
 
 def run_child(

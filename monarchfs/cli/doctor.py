@@ -12,7 +12,7 @@ from itertools import chain
 from monarchfs.cli.mount import config_and_personal, settings_from
 from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.text import printable
+from monarchfs.cli.text import counted, printable
 from monarchfs.config.files import SYSTEM_FILE
 from monarchfs.config.model import Config
 from monarchfs.config.places import (
@@ -100,8 +100,8 @@ def conclusion(checks: Sequence[Check]) -> str:
     result = summary(checks)
     can = "can mount" if result["can_mount"] else "cannot mount"
     warnings, problems = result["warnings"], result["problems"]
-    parts = [_counted(problems, "problem")] if problems else []
-    parts += [_counted(warnings, "warning")] if warnings else []
+    parts = [counted(problems, "problem")] if problems else []
+    parts += [counted(warnings, "warning")] if warnings else []
     return f"{can}: {', '.join(parts) or 'all is well'}"
 
 
@@ -116,7 +116,3 @@ def _print(check: Check) -> None:
     coloured = Text(text)
     coloured.stylize(_COLOURS[check.state], 0, len(check.state.value))
     Console(highlight=False, soft_wrap=True).print(coloured)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("s" if count != 1 else "")

@@ -16,7 +16,8 @@ from typing import Any
 from monarchfs.cli.progress import Progress, bar
 from monarchfs.cli.text import printable
 from monarchfs.config import User
-from monarchfs.config.places import dataset_id, resolve_user
+from monarchfs.config.places import dataset_id
+from monarchfs.inventory.discovery import user_of
 from monarchfs.supervisor.identity import user_name
 from monarchfs.supervisor.launch import module_command, spawn_as
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, read_holder, take_lock, write_holder
@@ -110,7 +111,7 @@ def _open_state_dir(path: str) -> tuple[int, User]:
             shared = st.st_mode & stat.S_ISVTX
             remedy = "it is no state directory" if shared else f"chmod 700 {path}"
             raise OperationError(f"{path} can be written by others: {remedy}")
-        return descriptor, _owner(st)
+        return descriptor, user_of(st.st_uid, st.st_gid)
     except BaseException:
         os.close(descriptor)
         raise
@@ -122,15 +123,6 @@ def _is_there(name: str, directory: int) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(mode) if name == _INDEX else stat.S_ISREG(mode)
-
-
-def _owner(st: os.stat_result) -> User:
-    if st.st_uid == os.geteuid():
-        return User(user_name(st.st_uid), os.geteuid(), os.getegid(), tuple(os.getgroups()))
-    try:
-        return resolve_user(str(st.st_uid), {})
-    except UsageError:  # a user that is known elsewhere
-        return User(str(st.st_uid), st.st_uid, st.st_gid)
 
 
 def _known_holder(lock: int, path: str, user: User) -> Holder:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from monarchfs.cli.cache import take_inventory
 from monarchfs.cli.text import printable
@@ -52,7 +53,7 @@ def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int
 
 def _print(sweeper: Sweeper, *, as_json: bool) -> None:
     if as_json:
-        found = [one.as_dict() for one in sweeper.found]
+        found = [asdict(one) for one in sweeper.found]
         print(json.dumps({"dry_run": not sweeper.remove, "found": found, "notes": sweeper.notes}))
         return
     for one in sweeper.found:

@@ -10,7 +10,7 @@ import logging
 import logging.handlers
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from monarchfs.cli.text import printable
 from monarchfs.slurm.epilog import run_epilog, sweep
@@ -80,20 +80,16 @@ def _log_to(path: str | None, what: str) -> None:
 
 def _first_that_works(path: str | None) -> logging.Handler:
     """The site's file, else syslog, else what slurmd makes of standard error."""
-    makers: list[Callable[[], logging.Handler]] = []
-    if path is not None:
-        makers.append(lambda: _file(path))
-    if os.path.exists(_SYSLOG):
-        facility = logging.handlers.SysLogHandler.LOG_DAEMON
-        makers.append(lambda: logging.handlers.SysLogHandler(_SYSLOG, facility=facility))
-    for make in makers:
-        try:
-            return make()
-        except (OSError, OperationError) as error:
-            print(f"monarchfs: {printable(error)}", file=sys.stderr)
+    try:
+        if path is not None:
+            make_directory(os.path.dirname(path), 0o755)
+            return logging.FileHandler(path)
+    except (OSError, OperationError) as error:
+        print(f"monarchfs: {printable(error)}", file=sys.stderr)
+    try:
+        if os.path.exists(_SYSLOG):
+            facility = logging.handlers.SysLogHandler.LOG_DAEMON
+            return logging.handlers.SysLogHandler(_SYSLOG, facility=facility)
+    except OSError as error:
+        print(f"monarchfs: {printable(error)}", file=sys.stderr)
     return logging.StreamHandler(sys.stderr)
-
-
-def _file(path: str) -> logging.Handler:
-    make_directory(os.path.dirname(path), 0o755)
-    return logging.FileHandler(path)

@@ -33,9 +33,8 @@ def mount_command(
 
     Raises UsageError or OperationError. ``worker_command`` replaces the worker in tests.
     """
-    settings = settings_from(arguments, environ=environ)
     return mount_with(
-        settings,
+        settings_from(arguments, environ=environ),
         arguments.source,
         arguments.mountpoint,
         environ,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarchfs import __version__
@@ -18,6 +19,12 @@ JOB_STEPS = ("prolog", "epilog", "sweep", "record")
 TOP_BY = ("process", "directory")
 TOP_ORDERS = ("waiting", "bytes", "reads", "opens", "names")
 CACHE_STEPS = ("list", "show", "remove", "prune")
+_ASKS = {
+    "refresh": "ask the source again now",
+    "pin": "never evict the copies of files or directories",
+    "unpin": "allow pinned files to be evicted again",
+    "evict": "remove local copies",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,34 +82,15 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"monarchfs {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _add_mount(commands)
-    _add_umount(commands)
-    _add_restart(commands)
-    _add_run(commands)
-    _add_status(commands)
-    _add_top(commands)
-    _add_peers(commands)
-    _add_warm(commands)
-    _add_order(commands)
-    _add_weigh(commands)
-    _add_why(commands)
-    _add_record(commands)
-    _add_ask(commands, "refresh", "ask the source again now")
-    _add_ask(commands, "pin", "never evict the copies of files or directories")
-    _add_ask(commands, "unpin", "allow pinned files to be evicted again")
-    _add_ask(commands, "evict", "remove local copies")
-    _add_fsck(commands)
-    _add_doctor(commands)
-    _add_plan(commands)
-    _add_analyze(commands)
-    _add_index(commands)
-    _add_exporter(commands)
-    _add_job(commands)
-    _add_report(commands)
-    _add_gc(commands)
-    _add_cache(commands)
-    _add_completion(commands)
-    _add_help(commands)
+    adders: Sequence[Callable[[_Commands], object]] = (
+        *(_add_mount, _add_umount, _add_restart, _add_run, _add_status, _add_top, _add_peers),
+        *(_add_warm, _add_order, _add_weigh, _add_why, _add_record),
+        *(partial(_add_ask, name=name, summary=summary) for name, summary in _ASKS.items()),
+        *(_add_fsck, _add_doctor, _add_plan, _add_analyze, _add_index, _add_exporter, _add_job),
+        *(_add_report, _add_gc, _add_cache, _add_completion, _add_help),
+    )
+    for add in adders:
+        add(commands)
     return parser
 
 

@@ -11,7 +11,7 @@ from monarchfs.cli.text import format_count, printable
 from monarchfs.config.places import search_of
 from monarchfs.control.client import request
 from monarchfs.supervisor.recover import required
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.text.sizes import format_bytes, format_seconds, in_columns
 from monarchfs.types import UsageError
 
 _ASK_SECONDS = 5.0
@@ -41,12 +41,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     pid = (report.get("peer_server") or {}).get("pid")
     serves = f"nginx is process {pid}" if pid else "nginx does not run: peers get nothing from here"
     yield printable(f"this node: {_place(report)}; {serves}")
-    rows = [_HEADINGS, *map(_row, report["peers"])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for name, state, *numbers in rows:
-        cells = [name.ljust(widths[0]), state.ljust(widths[1])]
-        cells += [cell.rjust(width) for cell, width in zip(numbers, widths[2:], strict=True)]
-        yield "  ".join(cells).rstrip()
+    yield from in_columns([_HEADINGS, *map(_row, report["peers"])], 2)
 
 
 def _place(node: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from monarchfs.cli.doctor import config_from
 from monarchfs.cli.mount_options import PLAN_OPTIONS
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.text import printable
+from monarchfs.cli.text import labelled, printable
 from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
 from monarchfs.config.values import parse_path
@@ -256,20 +256,20 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
         for size in plan["sizes"]
         if size["files"]
     ]
-    yield _line("sizes", ", ".join(sizes) or "none")
+    yield labelled("sizes", ", ".join(sizes) or "none")
     for tier in plan["tiers"]:
         cached = f", {tier['cached_files']} of them already" if tier["cached_files"] else ""
-        yield _line(
+        yield labelled(
             "tier",
             f"{printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
             f" {format_bytes(tier['capacity_bytes'])}{cached}",
         )
-    yield _line("resident", amount("resident"))
+    yield labelled("resident", amount("resident"))
     if plan["partial"]["files"]:
-        yield _line("partial", amount("partial"))
-    yield _line("remote", amount("remote"))
+        yield labelled("partial", amount("partial"))
+    yield labelled("remote", amount("remote"))
     reads = plan["source_bytes"]
-    yield _line(
+    yield labelled(
         "source",
         f"reads {format_bytes(reads['first_epoch'])} in the first epoch,"
         f" {format_bytes(reads['later_epoch'])} in each later one"
@@ -289,13 +289,13 @@ _FITS = {
 
 def _shared_lines(sharing: Mapping[str, Any]) -> Iterator[str]:
     own, foreign = sharing["own_bytes"], sharing["foreign_bytes"]
-    yield _line(
+    yield labelled(
         f"{sharing['nodes']} nodes",
         f"{_FITS[sharing['fits']]}; with --share {sharing['share']} each keeps"
         f" {format_bytes(own)} of its own files and {format_bytes(foreign)} of others'",
     )
     first, later = sharing["first_epoch"], sharing["later_epoch"]
-    yield _line(
+    yield labelled(
         "",
         f"source: all read {format_bytes(first['source_bytes'])} in the first epoch,"
         f" {format_bytes(later['source_bytes'])} in each later one; network: each gets"
@@ -306,27 +306,27 @@ def _shared_lines(sharing: Mapping[str, Any]) -> Iterator[str]:
 def _estimates(plan: Mapping[str, Any]) -> Iterator[str]:
     rates, seconds, pays = plan["rates"], plan["seconds"], plan["pays_from_epoch"]
     if rates is None:
-        yield _line("rates", "not measured")
+        yield labelled("rates", "not measured")
         return
     tiers = ", ".join(
         f"{printable(tier['path'])} writes {tier['write_bytes_per_second'] / 1e6:.0f} and reads"
         f" {tier['read_bytes_per_second'] / 1e6:.0f} MB/s"
         for tier in rates["tiers"]
     )
-    yield _line(
+    yield labelled(
         "rates",
         f"source {rates['source_read_bytes_per_second'] / 1e6:.0f} MB/s and"
         f" {rates['source_open_seconds'] * 1e3:.2f} ms a file with {rates['source_threads']}"
         f" threads; {tiers}",
     )
-    yield _line("filling", f"about {_duration(seconds['fill'])} (--prefetch all)")
-    yield _line(
+    yield labelled("filling", f"about {_duration(seconds['fill'])} (--prefetch all)")
+    yield labelled(
         "an epoch",
         f"without a mount {_duration(seconds['plain_epoch'])}, the first"
         f" {_duration(seconds['first_epoch'])}, each later one {_duration(seconds['later_epoch'])}",
     )
     gain = "never pays" if pays is None else f"pays from epoch {pays} on"
-    yield _line(
+    yield labelled(
         f"{plan['epochs']} epochs",
         f"{_duration(seconds['total'])} instead of {_duration(seconds['plain_total'])}; {gain}",
     )
@@ -342,7 +342,3 @@ def _duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _line(label: str, text: str) -> str:
-    return f"  {label:<9} {text}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 _EVERY_SECONDS = 0.1
 _CLEAR = "\r\033[K"
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A context manager; the line is gone when it ends. ``clear`` it before other output."""
 
     def __init__(self) -> None:
@@ -19,15 +19,7 @@ class Progress:
         self._shown = False
         self._next = 0.0
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self,
-        _type: type[BaseException] | None,
-        _value: BaseException | None,
-        _traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.clear()
 
     def show(self, text: str) -> None:

@@ -10,10 +10,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
 
-from monarchfs.cli.child import run_child
+from monarchfs.cli.child import run_child, signals_in_pipe
 from monarchfs.cli.output import complain
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.recorder import HIDDEN, EventRecorder
@@ -148,26 +147,12 @@ def _record_in_child(recorder: EventRecorder, output: str, end: int, tells: int)
 @contextmanager
 def _signals() -> Iterator[int]:
     """A descriptor that is readable once a signal says that it is over."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    old = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    before = {
-        number: signal.signal(number, _nothing)
-        for number in _ENDING
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
     try:
-        yield reading
+        with signals_in_pipe(_ENDING) as pipe:
+            yield pipe[0]
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(old)
-        os.close(reading)
-        os.close(writing)
-
-
-def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """The signal comes through the pipe; a handler only has to exist."""
+        for descriptor in pipe:
+            os.close(descriptor)
 
 
 def _summary(recorder: EventRecorder, output: str) -> str:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from monarchfs.cli.text import format_count, format_share, printable
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.cli.text import format_count, format_share, labelled, printable
+from monarchfs.text.sizes import format_bytes, format_seconds, in_columns
 
 Report = Mapping[str, Any]
 
@@ -22,12 +22,7 @@ def format_list(reports: Sequence[Report]) -> str:
     """All mounts as plain text, one a line, in columns."""
     if not reports:
         return "nothing is mounted"
-    rows = [_HEADINGS, *map(list_row, reports)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    return "\n".join(in_columns([_HEADINGS, *map(list_row, reports)], len(_HEADINGS)))
 
 
 def list_row(report: Report) -> list[str]:
@@ -60,45 +55,45 @@ def _lines(report: Report) -> Iterator[str]:
     of_worker = worker.get("error") if isinstance(worker, Mapping) else None
     state = [printable(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
     state += [f"private ({_PRIVATE})"] if report.get("private") else []
-    yield _line("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
+    yield labelled("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
     if report.get("age_seconds", 0) and report.get("state") != "serving":
-        yield _line("", f"what follows is {format_seconds(report['age_seconds'])} old")
+        yield labelled("", f"what follows is {format_seconds(report['age_seconds'])} old")
     for tier in report.get("tiers", ()):
         used, capacity = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
         share = f" ({100 * used / capacity:.0f}%)" if capacity else ""
-        yield _line(
+        yield labelled(
             "tier",
             f"{printable(tier.get('path', '?'))}: {format_bytes(used)} of"
             f" {format_bytes(capacity)}{share}, {tier.get('files', 0)} files",
         )
         if tier.get("out_of_service"):
-            yield _line("", f"takes nothing: {printable(tier['out_of_service'])}")
+            yield labelled("", f"takes nothing: {printable(tier['out_of_service'])}")
     if (report.get("index") or {}).get("frozen"):
-        yield _line("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
+        yield labelled("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
     peers = report.get("peers", ())
     for peer in peers[:_MOST_PEERS]:
         error = peer.get("error") or ("it failed a moment ago" if peer.get("avoided") else "")
-        yield _line(
+        yield labelled(
             "peer",
             f"{printable(peer.get('name', '?'))}: has {peer.get('has_files', 0)} files,"
             f" gave {peer.get('read_files', 0)} ({format_bytes(peer.get('read_bytes', 0))})"
             + (f"; does not answer: {printable(error)}" if error else ""),
         )
     if len(peers) > _MOST_PEERS:
-        yield _line("", "and others: see monarchfs peers")
+        yield labelled("", "and others: see monarchfs peers")
     for key in _SHOWN:
         values = report.get(key)
         if isinstance(values, Mapping):
             known = ((name, value) for name, value in values.items() if name not in _APART)
-            yield _line(
+            yield labelled(
                 key.removesuffix("_io"), ", ".join(_value(name, value) for name, value in known)
             )
     died = worker.get("last_death") if isinstance(worker, Mapping) else None
     if isinstance(died, Mapping):
         ago = max(0.0, time.time() - float(died.get("unix_seconds", 0)))
-        yield _line("", f"{printable(died.get('why', '?'))}, {format_seconds(ago)} ago")
+        yield labelled("", f"{printable(died.get('why', '?'))}, {format_seconds(ago)} ago")
     if isinstance(report.get("uptime_seconds"), (int, float)):
-        yield _line("up", format_seconds(report["uptime_seconds"]))
+        yield labelled("up", format_seconds(report["uptime_seconds"]))
 
 
 def _value(name: str, value: object) -> str:
@@ -110,7 +105,3 @@ def _value(name: str, value: object) -> str:
     if name.endswith("_seconds") and isinstance(value, (int, float)):
         return f"{name.removesuffix('_seconds').replace('_', ' ')} time {format_seconds(value)}"
     return f"{name.replace('_', ' ')} {'-' if value is None else printable(value)}"
-
-
-def _line(label: str, text: str) -> str:
-    return f"  {label:<9} {text}"

@@ -15,6 +15,16 @@ def format_count(count: float) -> str:
     return f"{count:,.0f}"
 
 
+def counted(count: int, one: str) -> str:
+    """``1 file``, ``1,234 files``."""
+    return f"{count:,} {one}{'' if count == 1 else 's'}"
+
+
+def labelled(label: str, text: str) -> str:
+    """A line below a heading: what it is about, then the text."""
+    return f"  {label:<9} {text}"
+
+
 def format_share(part: float, whole: float) -> str:
     """Per cent; ``-`` of nothing. 100% only of all, 0% only of nothing."""
     if whole <= 0:

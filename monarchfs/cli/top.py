@@ -7,6 +7,7 @@ import select
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -82,15 +83,6 @@ def _count(text: str | None) -> int | None:
     raise UsageError(f"--count {text}: give a number of intervals, 1 or more")
 
 
-ORDERS: Mapping[str, Callable[[LiveRates], float]] = {
-    "waiting": lambda one: one.waiting,
-    "bytes": lambda one: one.bytes,
-    "reads": lambda one: one.reads,
-    "opens": lambda one: one.opens,
-    "names": lambda one: one.lookups,
-}
-
-
 class Feed:
     """Events of a mount, an interval at a time, across restarts of its worker. Changing: the
     connection (None while there is no worker), the names of processes, why it is over.
@@ -111,7 +103,7 @@ class Feed:
         self._daemon = daemon
         self._seconds = seconds
         self._left = count
-        self._order = ORDERS[order]
+        self._order = attrgetter("lookups" if order == "names" else order, "bytes")
         self._interval = Interval(by_directory=by_directory)
         self._connection: Connection | None = None
         self._processes: dict[int | str, str] = {0: "(kernel)"}
@@ -149,7 +141,10 @@ class Feed:
                 time.sleep(min(seconds, AGAIN_SECONDS))
                 self._daemon()
                 self._open_again()
-            elif self._connection.received or _readable(self._connection, seconds):
+            elif (
+                self._connection.received
+                or select.select([self._connection.fileno()], [], [], seconds)[0]
+            ):
                 message, content = self._connection.next(SILENCE_SECONDS)
                 self._take(message.get("progress", {}), content)
         except ConnectionError:
@@ -178,12 +173,8 @@ class Feed:
 
     def _rows(self, seconds: float) -> list[tuple[int | str, str, LiveRates]]:
         found = self._interval.end(seconds)
-        order = sorted(found, key=lambda key: (self._order(found[key]), found[key].bytes))
+        order = sorted(found, key=lambda key: self._order(found[key]))
         return [(key, self._processes.get(key, ""), found[key]) for key in reversed(order)]
-
-
-def _readable(connection: Connection, seconds: float) -> bool:
-    return bool(select.select([connection.fileno()], [], [], seconds)[0])
 
 
 class _Shown:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.cli.ask import add, ask, batches, mount_and_paths
-from monarchfs.cli.text import printable
+from monarchfs.cli.text import counted, printable
 from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
@@ -81,9 +81,9 @@ def summary(what: str, total: Mapping[str, Any]) -> Iterator[str]:
     now = f" (copied now: {_files(copied, total.get('copied_bytes', 0))})" if copied else ""
     yield f"resident: {resident} of {_files(files, size)}{now}"
     if total.get("partial"):
-        yield f"in part:  {_plural(total['partial'])}"
+        yield f"in part:  {counted(total['partial'], 'file')}"
     if total.get("remote"):
-        yield f"remote:   {_plural(total['remote'])}"
+        yield f"remote:   {counted(total['remote'], 'file')}"
     if total.get("refused"):
         refused = _files(total["refused"], total.get("refused_bytes", 0))
         short = total.get("short_bytes", 0)
@@ -92,11 +92,7 @@ def summary(what: str, total: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _files(count: int, size: int) -> str:
-    return f"{_plural(count)}, {format_bytes(size)}"
-
-
-def _plural(count: int) -> str:
-    return f"{count:,} {'file' if count == 1 else 'files'}"
+    return f"{counted(count, 'file')}, {format_bytes(size)}"
 
 
 # How far it is
@@ -146,7 +142,7 @@ def _done_bytes(so_far: Mapping[str, Any]) -> int:
 def _counts(so_far: Mapping[str, Any]) -> str:
     files, of = so_far.get("resident", 0), so_far.get("files", 0)
     if so_far.get("what") == "metadata":
-        return f"{_plural(of)} found so far"
+        return f"{counted(of, 'file')} found so far"
     local = so_far.get("resident_bytes", 0) + so_far.get("moving_bytes", 0)
     text = f"{files:,} of {of:,} files, {format_bytes(local)} of"
     text += f" {format_bytes(so_far.get('bytes', 0))}"

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from monarchfs.cli.child import signals_in_pipe
 from monarchfs.cli.rates import History, MountView, Report, number
 from monarchfs.cli.screen import draw, draw_list
 from monarchfs.cli.status_text import list_row
@@ -58,12 +58,17 @@ class View:
 def watch(look: Look, interval: float, *, as_json: bool) -> int:
     """Shows mounts, every ``interval`` seconds; returns 0."""
     history = History()
-    view = View(look, _to_json, partial(lines, history=history), partial(_drawn, history))
+
+    def to_json(seen: Report | list[Report]) -> object:
+        return {"mounts": seen} if isinstance(seen, list) else seen
+
+    view = View(
+        look,
+        lambda seen: {"mounts": seen} if isinstance(seen, list) else seen,
+        partial(lines, history=history),
+        partial(_drawn, history),
+    )
     return show(view, interval, as_json=as_json)
-
-
-def _to_json(seen: Report | list[Report]) -> object:
-    return {"mounts": seen} if isinstance(seen, list) else seen
 
 
 def show(view: View, interval: float, *, as_json: bool = False, screen: bool = True) -> int:
@@ -208,27 +213,14 @@ def _says_quit(keyboard: int | None) -> bool:
 def _wake_ups(look: Callable[[], Any], interval: float) -> Iterator[tuple[int, _Sampler]]:
     """A pipe that is readable when there is something to do: a sample, a new size of the terminal,
     a signal that is to end the program once the terminal is restored."""
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    before: dict[signal.Signals, Any] = {}
-    old_wake_up = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    for caught in (signal.SIGWINCH, signal.SIGCONT, signal.SIGINT, *_ENDING):
-        if signal.getsignal(caught) is not signal.SIG_IGN:  # nohup(1)
-            before[caught] = signal.signal(caught, _nothing)
-    sampler = _Sampler(look, interval, writing)
+    caught = (signal.SIGWINCH, signal.SIGCONT, signal.SIGINT, *_ENDING)
     try:
-        yield reading, sampler
+        with signals_in_pipe(caught) as pipe:
+            sampler = _Sampler(look, interval, pipe[1])
+            yield pipe[0], sampler
     finally:
-        signal.set_wakeup_fd(old_wake_up)
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
-        if sampler.end():
-            os.close(reading)
-            os.close(writing)
-
-
-def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """The signal's number comes through the pipe; a handler only has to exist."""
+        for descriptor in pipe if sampler.end() else ():
+            os.close(descriptor)
 
 
 @contextmanager

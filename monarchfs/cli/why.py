@@ -84,7 +84,8 @@ def describe(report: Mapping[str, Any]) -> Iterator[str]:
     """A report as text: what is so, then what goes with it, indented."""
     path = report["path"]
     if report.get("type") == "directory":
-        yield f"{path}: {_of(report)} resident"
+        local = f"{format_bytes(report['resident_bytes'])} of {format_bytes(report['bytes'])}"
+        yield f"{path}: {report['resident']:,} of {report['files']:,} files ({local}) resident"
         yield from _of_directory(report)
     else:
         tier, reason = report.get("tier"), report.get("reason")
@@ -96,11 +97,6 @@ def describe(report: Mapping[str, Any]) -> Iterator[str]:
         yield "  pinned: it is not evicted"
     if not report.get("source_responding", True):
         yield "  the source does not answer: this is what is known without it"
-
-
-def _of(report: Mapping[str, Any]) -> str:
-    local = f"{format_bytes(report['resident_bytes'])} of {format_bytes(report['bytes'])}"
-    return f"{report['resident']:,} of {report['files']:,} files ({local})"
 
 
 def _of_directory(report: Mapping[str, Any]) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from enum import Enum
 from operator import attrgetter
 from typing import Any
@@ -169,11 +170,7 @@ class Config(PlainSettings):
         fields["user"] = User(**{**user, "groups": tuple(user["groups"])})
         mode = FreshnessMode(freshness["mode"])
         fields["freshness"] = FreshnessSetting(mode, freshness["ttl_seconds"])
-        for name, kind in (
-            ("prefetch", PrefetchMode),
-            ("evict", EvictionPolicy),
-            ("data_path", DataPath),
-            ("share", ShareMode),
-        ):
-            fields[name] = kind(fields[name])
+        for one in dataclass_fields(cls):
+            if isinstance(one.default, Enum):
+                fields[one.name] = type(one.default)(fields[one.name])
         return cls(**fields)

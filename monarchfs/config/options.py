@@ -99,14 +99,14 @@ OPTIONS: Mapping[str, Option] = {
         choices=("immutable", "ttl=", "open"),
     ),
     "evict": Option(
-        values.parse_evict,
+        values.member_of(EvictionPolicy, "eviction policy"),
         "POLICY",
         "when the tiers are full: keep the present copies (the default), or make room for opened"
         " files by lru, sieve or weighted (what is read more often stays)",
         choices=tuple(policy.value for policy in EvictionPolicy),
     ),
     "data_path": Option(
-        values.parse_data_path,
+        values.member_of(DataPath, "data path"),
         "PATH",
         "who reads local copies: relay (the daemon), passthrough (the kernel itself; needs a mount"
         " by root and Linux 6.9 or later), auto (the default: the better of both), or direct (the"
@@ -148,7 +148,7 @@ OPTIONS: Mapping[str, Option] = {
         values.parse_flag, help="encrypt what peers send each other; all of them must have this"
     ),
     "share": Option(
-        values.parse_share,
+        values.member_of(ShareMode, "way to share"),
         "MODE",
         "what is kept of files that peers own: replicate (what fits), partition (nothing), or auto"
         " (the default: what the files that this node owns leave room for)",

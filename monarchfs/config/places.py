@@ -44,7 +44,7 @@ def default_places(
     if _owns_the_system(uid):
         return DefaultPlaces(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
     temporary = own_directory(_absolute(environ.get("TMPDIR")) or _TEMPORARY, uid)
-    home = _absolute(environ.get("HOME")) or _home_of(uid)
+    home = _absolute(environ.get("HOME")) or home_of(uid)
     cache_home = _absolute(environ.get("XDG_CACHE_HOME")) or (home and os.path.join(home, ".cache"))
     cache_dir = temporary
     if cache_home and _may_create_in(cache_home) and not is_network(cache_home):
@@ -138,9 +138,9 @@ def resolve_user(name: str | None, environ: Mapping[str, str]) -> User:
     elif euid == 0 and environ.get("SUDO_UID", "").isdecimal():
         entry = _passwd_entry(environ["SUDO_UID"])
     else:
-        return _current_user()
+        return current_user()
     if entry.pw_uid == euid:
-        return _current_user()
+        return current_user()
     groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
     return User(entry.pw_name, entry.pw_uid, entry.pw_gid, groups)
 
@@ -176,13 +176,17 @@ def _owns_the_system(uid: int) -> bool:
     return uid == 0 and os.access(os.path.dirname(ROOT_RUNTIME_DIR), os.W_OK)
 
 
-def _current_user() -> User:
-    uid = os.geteuid()
+def current_user() -> User:
+    """Who runs this."""
+    return User(name_of(os.geteuid()), os.geteuid(), os.getegid(), tuple(os.getgroups()))
+
+
+def name_of(uid: int) -> str:
+    """A user's name; the number, as text, of one that the machine does not know."""
     try:
-        name = pwd.getpwuid(uid).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:  # a container's arbitrary uid
-        name = str(uid)
-    return User(name, uid, os.getegid(), tuple(os.getgroups()))
+        return str(uid)
 
 
 def _passwd_entry(name: str) -> pwd.struct_passwd:
@@ -196,7 +200,8 @@ def _passwd_entry(name: str) -> pwd.struct_passwd:
         raise UsageError(f"there is no user '{name}': give the name of an existing one") from None
 
 
-def _home_of(uid: int) -> str | None:
+def home_of(uid: int) -> str | None:
+    """A user's home as an absolute path; None if there is none."""
     try:
         return _absolute(pwd.getpwuid(uid).pw_dir)
     except KeyError:

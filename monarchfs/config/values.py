@@ -9,11 +9,12 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 from typing import TypeVar
 
-from monarchfs.config.model import DataPath, FreshnessSetting, PrefetchMode, ShareMode, TierSpec
-from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize, UsageError
+from monarchfs.config.model import FreshnessSetting, PrefetchMode, TierSpec
+from monarchfs.types import FreshnessMode, TierSize, UsageError
 
 # Not more digits than int() and float() take.
 _SIZE = re.compile(
@@ -111,16 +112,18 @@ def parse_prefetch(value: object) -> tuple[PrefetchMode, str | None]:
     return PrefetchMode.FILE, os.path.abspath(text)
 
 
-def parse_evict(value: object) -> EvictionPolicy:
-    return _member(EvictionPolicy, "eviction policy", value)
+def member_of(kind: type[E], what: str) -> Callable[[object], E]:
+    """The parser of an Enum's values; ``what`` they are is for messages."""
 
+    def parse(value: object) -> E:
+        text = _text(value)
+        try:
+            return kind(text)
+        except ValueError:
+            known = ", ".join(str(member.value) for member in kind)
+            raise UsageError(f"{what} '{text}' is not known: use {known}") from None
 
-def parse_data_path(value: object) -> DataPath:
-    return _member(DataPath, "data path", value)
-
-
-def parse_share(value: object) -> ShareMode:
-    return _member(ShareMode, "way to share", value)
+    return parse
 
 
 def parse_log_level(value: object) -> str:
@@ -296,15 +299,6 @@ def parse_flag(value: object) -> bool:
     if text in _FALSE:
         return False
     raise UsageError(f"'{text}' is neither yes nor no: use true or false")
-
-
-def _member(kind: type[E], what: str, value: object) -> E:
-    text = _text(value)
-    try:
-        return kind(text)
-    except ValueError:
-        known = ", ".join(str(member.value) for member in kind)
-        raise UsageError(f"{what} '{text}' is not known: use {known}") from None
 
 
 def _bytes_of(match: re.Match[str]) -> int:

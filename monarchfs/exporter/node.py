@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import pwd
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
+from monarchfs.config.places import name_of
 from monarchfs.control import messages, peers, registration
 from monarchfs.exporter import broker
 from monarchfs.exporter.discovery import DiscoveredMount
@@ -112,7 +112,7 @@ class UserNames:
             self.known.setdefault(uid, str(uid))
 
     async def _look_up(self, uid: int) -> None:
-        name = await trio.to_thread.run_sync(_name_of, uid, abandon_on_cancel=True)
+        name = await trio.to_thread.run_sync(name_of, uid, abandon_on_cancel=True)
         self.known.setdefault(uid, name)
 
 
@@ -306,13 +306,6 @@ def _with_labels(family: Family) -> Family:
 
 
 _WITH_LABELS: Mapping[Family, Family] = {family: _with_labels(family) for family in FAMILIES}
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
 
 
 async def _run(channel: socket.socket, listener: socket.socket | None, own_uid: int | None) -> int:

@@ -47,7 +47,9 @@ def _metric(family: Family, samples: Iterable[Sample]) -> Metric:
         histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
         for labels, value in samples:
             assert isinstance(value, Durations)
-            histogram.add_metric(_printable(labels), _buckets(value), value.total_ns / NS)
+            bounds = [*(repr(bound / NS) for bound in value.bounds_ns), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value.counts), strict=True))
+            histogram.add_metric(_printable(labels), buckets, value.total_ns / NS)
         return histogram
     kind = CounterMetricFamily if family.kind is MetricType.COUNTER else GaugeMetricFamily
     metric = kind(family.name, family.help, labels=family.labels)
@@ -55,11 +57,6 @@ def _metric(family: Family, samples: Iterable[Sample]) -> Metric:
         assert not isinstance(value, Durations)
         metric.add_metric(_printable(labels), value)
     return metric
-
-
-def _buckets(value: Durations) -> list[tuple[str, float]]:
-    bounds = [repr(bound / NS) for bound in value.bounds_ns]
-    return list(zip([*bounds, "+Inf"], accumulate(value.counts), strict=True))
 
 
 def _printable(labels: tuple[str, ...]) -> list[str]:

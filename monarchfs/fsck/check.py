@@ -108,7 +108,7 @@ class CacheCheck:
 
     def _check_tiers(self, index: Index) -> None:
         if self._task.repair:
-            index.begin_boot(_boot_id())
+            index.begin_boot(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip())
             forget_lost(index, self._report)
         for number, path in sorted(index.tier_paths().items()):
             seen = self._check_tier(index, number, path)
@@ -182,7 +182,3 @@ class CacheCheck:
             return Tier(directory, path, number)
         finally:
             os.close(directory)
-
-
-def _boot_id() -> bytes:
-    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()

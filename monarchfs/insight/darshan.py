@@ -178,8 +178,9 @@ def _tell_log(path: str, tell: Tell) -> dict[str, Any]:
         modules = darshan.log_get_modules(log)
         for module in _MODULES:
             if module.name in modules:
-                for records in _batches(_records(darshan, log, module, names, begun)):
-                    tell(records)
+                records = _records(darshan, log, module, names, begun)
+                while batch := list(islice(records, _A_MESSAGE)):
+                    tell(batch)
         if complaint := _COMPLAINT.search(os.pread(said, 1 << 16, 0)):
             raise ValueError(complaint[1].decode(errors="replace"))
         return {
@@ -192,11 +193,6 @@ def _tell_log(path: str, tell: Tell) -> dict[str, Any]:
         }
     except (ImportError, KeyError, RuntimeError, ValueError) as error:
         raise OperationError(f"{path}: pydarshan cannot read this log: {error}") from None
-
-
-def _batches(records: Iterator[list[Any]]) -> Iterator[list[list[Any]]]:
-    while batch := list(islice(records, _A_MESSAGE)):
-        yield batch
 
 
 def _records(

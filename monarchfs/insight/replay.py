@@ -25,7 +25,7 @@ from monarchfs.placement.events import (
     Weighed,
 )
 from monarchfs.placement.placement import Placement
-from monarchfs.plan.fitting import blocks
+from monarchfs.plan.fitting import NoReplicas, blocks
 from monarchfs.plan.times import COPY_FILES_PER_SECOND
 from monarchfs.types import EvictionPolicy, Space
 
@@ -53,7 +53,7 @@ class Setup:
         return replace(self, capacities=(*first, last + more_bytes))
 
 
-class SimulatedNode:
+class SimulatedNode(NoReplicas):
     """Tiers and what lies there; of nodes that share, the tiers of all. Copies take no time, and
     what leaves is gone at once. Changing: that; ``stored``, how many files were copied."""
 
@@ -76,17 +76,8 @@ class SimulatedNode:
     def evictable(self, ino: int) -> bool:
         return ino in self._at
 
-    def outdated(self, tier: int) -> Iterable[int]:
-        return ()
-
     def any(self, tier: int) -> Iterable[int]:
         return (ino for ino, (at, _) in self._at.items() if at == tier)
-
-    def foreign(self, tier: int) -> Iterable[int]:
-        return ()
-
-    def is_foreign(self, ino: int) -> bool:
-        return False
 
     def open(self, ino: int, size: int) -> float:
         """The share of the file that is local; a copy is made of what is not, if it fits."""

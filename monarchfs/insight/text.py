@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from monarchfs.insight.results import Analysis, Conclusion
 from monarchfs.insight.tables import Grid, grids, headline, pattern_lines
 from monarchfs.text.escaping import printable
+from monarchfs.text.sizes import in_columns
 
 
 def text_of(analysis: Analysis) -> str:
@@ -26,8 +27,4 @@ def lines_of(
 
 def aligned(grid: Grid) -> Iterator[str]:
     """The first column to the left, the others to the right."""
-    rows = [grid.headings, *grid.rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        yield "  ".join(("", first.ljust(widths[0]), *cells)).rstrip()
+    return (f"  {line}" for line in in_columns([grid.headings, *grid.rows], 1))

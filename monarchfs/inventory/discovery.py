@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.config import User
-from monarchfs.config.places import own_directories, resolve_user
+from monarchfs.config.places import current_user, home_of, own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.inventory.inspection import (
     MEASURE_SECONDS,
@@ -248,7 +248,7 @@ def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
     temporary = list(dict.fromkeys([environ.get("TMPDIR") or _TEMPORARY, _TEMPORARY]))
     places = [f"{directory}/monarchfs-{uid}" for directory in temporary]
     places += [path for directory in temporary for path in own_directories(directory, uid)]
-    home = environ.get("HOME") or _home_of(uid)
+    home = environ.get("HOME") or home_of(uid) or ""
     cache_home = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     if os.path.isabs(cache_home) and not is_network_filesystem(cache_home):
         places.append(os.path.join(cache_home, "monarchfs"))
@@ -265,25 +265,11 @@ def users_of_node() -> list[User]:
     return [user_of(uid) for uid in sorted(uids) if uid < 1 << 32]
 
 
-def user_of(uid: int) -> User:
-    """A user by number, even if the node does not know the user (any more)."""
+def user_of(uid: int, gid: int = 65534) -> User:
+    """A user by number; with the group ``gid`` if the node does not know the user (any more)."""
     if uid == os.geteuid():
-        return User(_name_of(uid), uid, os.getegid(), tuple(os.getgroups()))
+        return current_user()
     try:
         return resolve_user(str(uid), {})
     except UsageError:
-        return User(str(uid), uid, 65534, ())
-
-
-def _name_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def _home_of(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_dir
-    except KeyError:
-        return ""
+        return User(str(uid), uid, gid)

@@ -57,8 +57,9 @@ class Fitted:
     remote: Amount = field(default_factory=Amount)
 
 
-class _NoBooks:
-    """In a plan nothing is evicted, and outdated replicas count as removed."""
+class NoReplicas:
+    """A replica lookup that knows none: in a plan nothing is evicted, and outdated replicas count
+    as removed."""
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
         return None
@@ -84,7 +85,7 @@ def fit(
 ) -> Fitted:
     """Places files in this order, like a mount with ``--evict keep``. Each file is given by its
     size, and by what a copy occupies: less if it has holes."""
-    placement = Placement(range(len(rooms)), _NoBooks(), reserve_percent=reserve_percent)
+    placement = Placement(range(len(rooms)), NoReplicas(), reserve_percent=reserve_percent)
     for number, room in enumerate(rooms):
         placement.handle(Loaded(number, room.held_files, room.held_bytes))
         placement.handle(TierSeen(number, room.capacity_bytes, room.space))

@@ -172,6 +172,22 @@ def size_in_bytes(path: str, size: TierSize) -> int:
     return size.resolve(st.f_blocks * st.f_frsize)
 
 
+def usage_of(
+    layout: SitePaths, tier: str, *, but: str = ""
+) -> tuple[int, dict[str, tuple[float, int]]]:
+    """The bytes of a tier that mounted caches were granted; and, of each unmounted one, when it was
+    last used and its bytes there. ``but``: a cache that does not count."""
+    held, resting = 0, {}
+    for cache in all_caches(layout):
+        if cache.key == but or tier not in cache.granted:
+            continue
+        if Share(layout, cache.key).record():
+            held += cache.granted[tier]
+        else:
+            resting[cache.key] = (cache.last_used, cache.bytes_in(tier))
+    return held, resting
+
+
 def over_budget(
     budget: int, held: int, resting: Mapping[str, tuple[float, int]], wanted: int
 ) -> list[str]:
@@ -195,14 +211,7 @@ def _grant(site: Site, key: str, tier: TierSpec) -> int:
     budget = budget_bytes(site, tier.path)
     if budget is None:
         return wanted
-    held, resting = 0, {}
-    for cache in all_caches(site):
-        if cache.key == key or tier.path not in cache.granted:
-            continue
-        if Share(site, cache.key).record():
-            held += cache.granted[tier.path]
-        else:
-            resting[cache.key] = (cache.last_used, cache.bytes_in(tier.path))
+    held, resting = usage_of(site, tier.path, but=key)
     granted = min(wanted, budget - held)
     if granted < min(_LEAST_BYTES, wanted):
         raise OperationError(

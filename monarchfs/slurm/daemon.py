@@ -112,7 +112,7 @@ def leave_running(words: Sequence[str]) -> None:
     command = command_of_ours(*words)
     if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
         command = [*_scope(""), *command]
-    _begun(command, subprocess.DEVNULL)
+    begun(command, start_new_session=True)
 
 
 def _scope(unit: str) -> list[str]:
@@ -128,7 +128,9 @@ def _run(
     ``descriptor``."""
     # Not a pipe: a process that hangs in the kernel would keep it open.
     with open(os.memfd_create("monarchfs-mount-errors"), "w+b") as errors:
-        process = _begun(command, errors.fileno(), [descriptor])
+        process = begun(
+            command, stderr=errors.fileno(), pass_fds=[descriptor], start_new_session=True
+        )
         try:
             code = process.wait(max(0.1, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -146,19 +148,10 @@ def _run(
     raise OperationError(reason)
 
 
-def _begun(
-    command: Sequence[str], stderr: int, inherited: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        env=clean_environment(),
-        cwd="/",
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=stderr,
-        pass_fds=inherited,
-        start_new_session=True,
-    )
+def begun(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+    """A process with a clean environment, in /; ``how`` are further arguments of Popen."""
+    null = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    return subprocess.Popen(command, cwd="/", **{"env": clean_environment(), **null, **how})
 
 
 def _give_up(process: subprocess.Popen[bytes]) -> None:

@@ -16,9 +16,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from monarchfs.config.places import Search
 from monarchfs.control.registration import find_mounts
@@ -63,9 +62,6 @@ class Leftover:
     why: str
     removed: bool = False
     error: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Sweeper:
@@ -182,20 +178,11 @@ class Sweeper:
 
     def budget(self, site: Site) -> None:
         """Unmounted caches beyond the budget of their tier, the least recently used first."""
-        known = caches.all_caches(site)
         for tier in site.tiers:
             budget = caches.budget_bytes(site, tier.path)
             if budget is None:
                 continue
-            here = [cache for cache in known if tier.path in cache.granted]
-            mounted = {cache.key for cache in here if Share(site, cache.key).record()}
-            held = sum(cache.granted[tier.path] for cache in here if cache.key in mounted)
-            resting = {
-                cache.key: (cache.last_used, cache.bytes_in(tier.path))
-                for cache in here
-                if cache.key not in mounted
-            }
-            for key in caches.over_budget(budget, held, resting, 0):
+            for key in caches.over_budget(budget, *caches.usage_of(site, tier.path), 0):
                 why = f"the budget of {tier.path} is exceeded"
                 self._put("cache", site.cache(key), why, partial(caches.discard, site, key, why))
 

@@ -183,13 +183,9 @@ def _as_user(
         if limited:
             resource.setrlimit(resource.RLIMIT_AS, (_ANALYSIS_BYTES, _ANALYSIS_BYTES))
 
-    return subprocess.Popen(
+    return daemon.begun(
         daemon.command_of_ours(*words),
-        env=daemon.clean_environment(),
-        cwd="/",
-        stdin=subprocess.DEVNULL,
         stdout=stdout,
-        stderr=subprocess.DEVNULL,
         user=int(facts["uid"]),
         group=int(facts["gid"]),
         extra_groups=[int(group) for group in facts["groups"]],

@@ -1,6 +1,8 @@
-"""Sizes and times as people read them."""
+"""Sizes, times and tables as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 
 def format_bytes(count: float) -> str:
@@ -30,3 +32,11 @@ def format_seconds(seconds: float) -> str:
             parts.append(f"{count} {unit}")
     shown = parts[:2]
     return " ".join(shown[:1] if len(shown) > 1 and shown[1].startswith("0 ") else shown)
+
+
+def in_columns(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
+    """The lines of a table: the first ``left`` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [*map(str.ljust, row[:left], widths), *map(str.rjust, row[left:], widths[left:])]
+        yield "  ".join(cells).rstrip()
