@@ -161,7 +161,7 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
         place = check_and_locate(tier, config, cache_dir)
         room = room_of(place, tier.size, config.reserve_percent)
         # A tier in memory answers to what is left there; others to what is free on the disk.
-        capacity = room.usable_bytes if place.in_memory else room.capacity_bytes
+        capacity = room.usable_bytes if place.headroom is not None else room.capacity_bytes
         return [min(capacity, room.capacity_bytes), list(place.space)], ()
 
     (capacity, space), _ = bounded_call(

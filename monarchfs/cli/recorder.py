@@ -51,8 +51,8 @@ def hidden_by(facts: Mapping[str, Any]) -> list[str]:
 
 
 class EventRecorder:
-    """Changing: ``events``, ``lost``, ``stopped`` (why it ended by itself), the file's length; and
-    what is to be said at the end."""
+    """Changing: ``events``, ``lost``, ``sample`` (one of so many files is recorded), ``stopped``
+    (why it ended by itself), the file's length; and what is to be said at the end."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class EventRecorder:
         self._daemon = daemon
         self._stream = stream
         self._facts = dict(facts)
-        self._sample = sample
+        self.sample = sample
         self._most_bytes = most_bytes
         self._writer: RecordingWriter | None = None
         self._origin_ns = 0
@@ -87,10 +87,6 @@ class EventRecorder:
         return self._lost_before + self._lost_now
 
     @property
-    def sample(self) -> int:
-        return self._sample
-
-    @property
     def files(self) -> int:
         return len(self._inos)
 
@@ -104,7 +100,7 @@ class EventRecorder:
 
     def begin(self) -> Connection:
         """Raises OperationError if the mount cannot be recorded."""
-        connection, head = open_events(self._daemon(), {"sample": self._sample})
+        connection, head = open_events(self._daemon(), {"sample": self.sample})
         if self._writer is None:
             self._facts |= head["facts"]
             self.hidden = hidden_by(head["facts"])
@@ -186,7 +182,7 @@ class EventRecorder:
         assert writer is not None
         self._last_ns = time.monotonic_ns()
         self._lost_now = progress["lost"]
-        self._sample = progress["sampled"]
+        self.sample = progress["sampled"]
         self._processes |= progress["processes"]
         files = {int(ino): File(*file) for ino, file in progress["files"].items()}
         self._inos |= files.keys()
@@ -202,7 +198,7 @@ class EventRecorder:
     def finish(self) -> None:
         """The recording is complete."""
         if self._writer is not None:
-            facts: dict[str, Any] = {"dropped": self.lost, "sampled": self._sample}
+            facts: dict[str, Any] = {"dropped": self.lost, "sampled": self.sample}
             facts |= {"processes": self._processes, "gaps": self._gaps}
             if self.stopped:
                 facts["stopped"] = self.stopped

@@ -141,10 +141,7 @@ class Feed:
                 time.sleep(min(seconds, AGAIN_SECONDS))
                 self._daemon()
                 self._open_again()
-            elif (
-                self._connection.received
-                or select.select([self._connection.fileno()], [], [], seconds)[0]
-            ):
+            elif self._connection.received or select.select([self._connection], [], [], seconds)[0]:
                 message, content = self._connection.next(SILENCE_SECONDS)
                 self._take(message.get("progress", {}), content)
         except ConnectionError:

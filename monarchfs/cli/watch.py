@@ -58,10 +58,6 @@ class View:
 def watch(look: Look, interval: float, *, as_json: bool) -> int:
     """Shows mounts, every ``interval`` seconds; returns 0."""
     history = History()
-
-    def to_json(seen: Report | list[Report]) -> object:
-        return {"mounts": seen} if isinstance(seen, list) else seen
-
     view = View(
         look,
         lambda seen: {"mounts": seen} if isinstance(seen, list) else seen,

@@ -38,10 +38,6 @@ class TierLocation:
     space: Space
     headroom: MemoryHeadroom | None
 
-    @property
-    def in_memory(self) -> bool:
-        return self.headroom is not None
-
 
 @dataclass(frozen=True, slots=True)
 class UsableRoom:

@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CacheShare:
-    """A cache by its share's key. ``tiers`` are the site's directories in which it has one of that
-    name; ``granted`` and ``used`` are bytes in these (used: None if unknown)."""
+    """A cache by its share's key. ``granted`` and ``used`` are bytes in those of the site's tiers
+    in which it has a directory of that name (used: None if unknown)."""
 
     key: str
     source: str
@@ -52,10 +52,6 @@ class CacheShare:
     granted: Mapping[str, int]
     used: Mapping[str, int] | None
     last_used: float
-
-    @property
-    def tiers(self) -> list[str]:
-        return list(self.granted)
 
     def bytes_in(self, tier: str) -> int:
         if tier not in self.granted:
@@ -139,7 +135,7 @@ def close_cache(layout: SitePaths, key: str, status: Mapping[str, Any] | None) -
 def throw_away(layout: SitePaths, cache: CacheShare) -> None:
     """Takes a cache out of use at once; it is removed later (`trash_in`). To be called with the
     share's lock held, and nothing mounted."""
-    for directory in [*cache.tiers, layout.caches]:
+    for directory in [*cache.granted, layout.caches]:
         target = os.path.join(directory, f"{_TRASH}{cache.key}-{secrets.token_hex(4)}")
         try:
             os.rename(os.path.join(directory, cache.key), target)
@@ -248,7 +244,7 @@ def remove_empty_cache(layout: SitePaths, key: str) -> None:
     cache = read_cache(layout, key)
     if cache is None or os.path.lexists(os.path.join(layout.cache(key), "state")):
         return
-    for tier in cache.tiers:
+    for tier in cache.granted:
         remove_directory(os.path.join(tier, key))
     unlink(os.path.join(layout.cache(key), "cache.json"))
     remove_directory(layout.cache(key))
