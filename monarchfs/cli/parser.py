@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarchfs import __version__
@@ -82,15 +81,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"monarchfs {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    adders: Sequence[Callable[[_Commands], object]] = (
-        *(_add_mount, _add_umount, _add_restart, _add_run, _add_status, _add_top, _add_peers),
-        *(_add_warm, _add_order, _add_weigh, _add_why, _add_record),
-        *(partial(_add_ask, name=name, summary=summary) for name, summary in _ASKS.items()),
-        *(_add_fsck, _add_doctor, _add_plan, _add_analyze, _add_index, _add_exporter, _add_job),
-        *(_add_report, _add_gc, _add_cache, _add_completion, _add_help),
-    )
-    for add in adders:
-        add(commands)
+    _add_mounting(commands)
+    _add_looking(commands)
+    _add_copying(commands)
+    _add_asking(commands)
+    _add_checking(commands)
+    _add_site(commands)
+    _add_help(commands)
     return parser
 
 
@@ -133,7 +130,20 @@ def _add_site_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", type=parse_path, help=text)
 
 
-def _add_mount(commands: _Commands) -> None:
+def _add_ask(commands: _Commands, name: str, summary: str) -> argparse.ArgumentParser:
+    parser = _add_command(commands, name, summary, json=True)
+    parser.add_argument("mountpoint", help="the mount, or a path in it")
+    parser.add_argument("path", nargs="*", help="absolute, or relative to the mount point")
+    return parser
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    text = "remove nothing; show what would be removed"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+
+
+def _add_mounting(commands: _Commands) -> None:
+    """Mounting, unmounting."""
     parser = _add_command(commands, "mount", "mount a dataset directory")
     parser.add_argument("source", help="the dataset's directory")
     parser.add_argument("mountpoint", help="where to mount; may be SOURCE")
@@ -144,8 +154,15 @@ def _add_mount(commands: _Commands) -> None:
         help="mount the directory of descriptor N; SOURCE is only its name (for programs)",
     )
 
+    parser = _add_command(commands, "umount", "unmount, within a time limit")
+    parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
+    _add_timeout(parser, "30")
 
-def _add_run(commands: _Commands) -> None:
+    summary = "replace a mount's worker, after an upgrade"
+    parser = _add_command(commands, "restart", summary, json=True)
+    parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
+    _add_timeout(parser, "30")
+
     summary = "run a command that sees the cached view at the source's own path"
     parser = _add_command(commands, "run", summary)
     option = parser.add_argument
@@ -159,27 +176,13 @@ def _add_run(commands: _Commands) -> None:
     option("argv", metavar="COMMAND", nargs="*", help=argv)
 
 
-def _add_umount(commands: _Commands) -> None:
-    parser = _add_command(commands, "umount", "unmount, within a time limit")
-    parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
-    _add_timeout(parser, "30")
-
-
-def _add_restart(commands: _Commands) -> None:
-    summary = "replace a mount's worker, after an upgrade"
-    parser = _add_command(commands, "restart", summary, json=True)
-    parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
-    _add_timeout(parser, "30")
-
-
-def _add_status(commands: _Commands) -> None:
+def _add_looking(commands: _Commands) -> None:
+    """What mounts do, and whom they share with."""
     parser = _add_command(commands, "status", "show what mounts do", json=True)
     parser.add_argument("mountpoint", nargs="?", help="one mount (default: all of them)")
     watch = "repeat every SECONDS (default 2), with rates"
     parser.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watch)
 
-
-def _add_top(commands: _Commands) -> None:
     summary = "show which processes use a mount now, and what they wait for"
     option = _add_command(commands, "top", summary, json=True).add_argument
     option("mountpoint", type=parse_path, help="where it is mounted")
@@ -191,8 +194,6 @@ def _add_top(commands: _Commands) -> None:
     option("--interval", metavar="SECONDS", type=parse_timeout, default="2", help=interval)
     option("--count", metavar="N", help="show N intervals, one below the other, and exit")
 
-
-def _add_peers(commands: _Commands) -> None:
     summary = "show the nodes that a mount shares with, or change their list"
     parser = _add_command(commands, "peers", summary, json=True)
     parser.add_argument("mountpoint", type=parse_path, help="where it is mounted")
@@ -203,21 +204,13 @@ def _add_peers(commands: _Commands) -> None:
     _add_timeout(parser, "30")
 
 
-def _add_ask(commands: _Commands, name: str, summary: str) -> argparse.ArgumentParser:
-    parser = _add_command(commands, name, summary, json=True)
-    parser.add_argument("mountpoint", help="the mount, or a path in it")
-    parser.add_argument("path", nargs="*", help="absolute, or relative to the mount point")
-    return parser
-
-
-def _add_warm(commands: _Commands) -> None:
+def _add_copying(commands: _Commands) -> None:
+    """What is copied, and when."""
     flag = _add_ask(commands, "warm", "copy files before they are opened").add_argument
     flag("--wait", action="store_true", help="wait until each file is resident or will not be")
     flag("--check", action="store_true", help="copy nothing; say how much is resident")
     flag("--metadata", action="store_true", help="learn names and attributes only")
 
-
-def _add_order(commands: _Commands) -> None:
     summary = "say in which order files will be read, so that they are fetched ahead"
     option = _add_command(commands, "order", summary, json=True).add_argument
     option("mountpoint", type=parse_path, help="where it is mounted")
@@ -225,8 +218,6 @@ def _add_order(commands: _Commands) -> None:
     option("file", nargs="+", help=files)
     option("--inodes", action="store_true", help="the lists have inode numbers, not paths")
 
-
-def _add_weigh(commands: _Commands) -> None:
     summary = "say which files will be read more often than others"
     option = _add_command(commands, "weigh", summary, json=True).add_argument
     option("mountpoint", help="where it is mounted, with --evict weighted")
@@ -234,12 +225,11 @@ def _add_weigh(commands: _Commands) -> None:
     option("--replace", action="store_true", help="files that are not named weigh nothing")
 
 
-def _add_why(commands: _Commands) -> None:
+def _add_asking(commands: _Commands) -> None:
+    """Of files: why, what is read, and the commands of ``ask``."""
     parser = _add_command(commands, "why", "say why a file is local, or is not", json=True)
     parser.add_argument("path", nargs="+", help="a file or directory in a mount")
 
-
-def _add_record(commands: _Commands) -> None:
     parser = _add_command(commands, "record", "record what is read from a mount, event by event")
     option = parser.add_argument
     option("mountpoint", type=parse_path, help="where it is mounted")
@@ -254,16 +244,18 @@ def _add_record(commands: _Commands) -> None:
     argv = "after --: record while this command runs"
     option("argv", metavar="COMMAND", nargs="*", help=argv)
 
+    for name, summary in _ASKS.items():
+        _add_ask(commands, name, summary)
 
-def _add_fsck(commands: _Commands) -> None:
+
+def _add_checking(commands: _Commands) -> None:
+    """Without a mount: checks and estimates."""
     parser = _add_command(commands, "fsck", "check a cache that is not mounted", json=True)
     flag = parser.add_argument
     flag("state_dir", type=parse_path, help="the --state-dir of the mount")
     flag("--repair", action="store_true", help="repair what is wrong")
     flag("--checksum", action="store_true", help="read every complete copy and check its bytes")
 
-
-def _add_doctor(commands: _Commands) -> None:
     summary = "check whether this machine can mount, and how well"
     parser = _add_command(commands, "doctor", summary, json=True)
     parser.add_argument("source", nargs="?", help="the dataset's directory")
@@ -271,8 +263,6 @@ def _add_doctor(commands: _Commands) -> None:
     parser.add_argument("--quick", action="store_true", help="measure no rates")
     _add_timeout(parser, "60")
 
-
-def _add_plan(commands: _Commands) -> None:
     parser = _add_command(commands, "plan", "say what caching a dataset would bring", json=True)
     option = parser.add_argument
     option("source", help="the dataset's directory")
@@ -284,8 +274,6 @@ def _add_plan(commands: _Commands) -> None:
     option("--quick", action="store_true", help="measure no rates, estimate no times")
     _add_timeout(parser, "600", "how long to look at files; the others are left out")
 
-
-def _add_analyze(commands: _Commands) -> None:
     summary = "say what limited a job, from the recording of its mount, or from Darshan"
     option = _add_command(commands, "analyze", summary, json=True).add_argument
     option("file", nargs="+", help="what monarchfs record wrote; with --darshan, logs of one job")
@@ -300,8 +288,6 @@ def _add_analyze(commands: _Commands) -> None:
     listed = "with --darshan: also write a list of the job's files for --prefetch"
     option("--list", metavar="LIST", help=listed)
 
-
-def _add_index(commands: _Commands) -> None:
     summary = "write a dataset's names and attributes to a file"
     parser = _add_command(commands, "index", summary, json=True)
     parser.add_argument("action", choices=("export",), help="export")
@@ -309,7 +295,8 @@ def _add_index(commands: _Commands) -> None:
     parser.add_argument("file", type=parse_path, help="what is written")
 
 
-def _add_exporter(commands: _Commands) -> None:
+def _add_site(commands: _Commands) -> None:
+    """Of nodes and sites."""
     summary = "serve the metrics of all mounts of this node"
     option = _add_command(commands, "exporter", summary).add_argument
     address = "127.0.0.1:9465"
@@ -319,8 +306,6 @@ def _add_exporter(commands: _Commands) -> None:
     option("--user", metavar="USER", help=user)
     option("--once", action="store_true", help="print the metrics and exit")
 
-
-def _add_job(commands: _Commands) -> None:
     summary = "mount datasets for Slurm jobs (called by its prolog)"
     parser = _add_command(commands, "job", summary)
     parser.add_argument("what", choices=JOB_STEPS, help=", ".join(JOB_STEPS))
@@ -328,26 +313,15 @@ def _add_job(commands: _Commands) -> None:
     parser.add_argument("--without", metavar="JOB", help="for sweep: a job that is over")
     parser.add_argument("--recording", metavar="NAME", help="for record: which one")
 
-
-def _add_report(commands: _Commands) -> None:
     parser = _add_command(commands, "report", "show the report of a Slurm job", json=True)
     parser.add_argument("job", help="the job's number")
     where = "the directory of reports (default: the site's)"
     parser.add_argument("--dir", metavar="DIR", type=parse_path, help=where)
 
-
-def _add_gc(commands: _Commands) -> None:
     parser = _add_command(commands, "gc", "remove what crashes left behind", json=True)
     _add_dry_run(parser)
     _add_site_config(parser)
 
-
-def _add_dry_run(parser: argparse.ArgumentParser) -> None:
-    text = "remove nothing; show what would be removed"
-    parser.add_argument("--dry-run", action="store_true", help=text)
-
-
-def _add_cache(commands: _Commands) -> None:
     parser = _add_command(commands, "cache", "show and remove caches of this node", json=True)
     option = parser.add_argument
     option("what", choices=CACHE_STEPS, help=", ".join(CACHE_STEPS))
@@ -367,12 +341,11 @@ def _add_cache(commands: _Commands) -> None:
     _add_site_config(parser)
 
 
-def _add_completion(commands: _Commands) -> None:
+def _add_help(commands: _Commands) -> None:
+    """About the program itself."""
     parser = _add_command(commands, "completion", "print the completion script for a shell")
     parser.add_argument("shell", choices=SHELLS, help="bash, zsh or fish")
 
-
-def _add_help(commands: _Commands) -> None:
     parser = _add_command(commands, "help", "show all commands, or the options of one command")
     names = [*commands.choices, "version"]
     parser.add_argument("topic", metavar="COMMAND", nargs="?", choices=names, help="a command")
