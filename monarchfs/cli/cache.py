@@ -15,6 +15,7 @@ from typing import Any
 
 from monarchfs.cli.text import printable
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of
+from monarchfs.config.values import parse_path
 from monarchfs.inventory.discovery import (
     UNKNOWN,
     Inventory,
@@ -37,7 +38,7 @@ def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Shows or removes caches; 1 if something could not be removed. Raises UsageError or
     OperationError."""
     logging.getLogger().addHandler(logging.NullHandler())
-    step, names = arguments.what, arguments.name
+    step, names = arguments.what, [parse_path(name) for name in arguments.name]
     if step != "prune" and bool(names) != (step in ("show", "remove")):
         want = "name a SOURCE, a STATE_DIR or a PATH" if not names else "it takes no names"
         raise UsageError(f"cache {step}: {want}: see monarchfs cache --help")

@@ -326,7 +326,7 @@ def _add_site(commands: _Commands) -> None:
     option = parser.add_argument
     option("what", choices=CACHE_STEPS, help=", ".join(CACHE_STEPS))
     names = "which caches, for show and remove (and for prune; default: all)"
-    option("name", nargs="*", type=parse_path, help=names)
+    option("name", nargs="*", help=names)
     older = "for prune: also caches that were not used for this long, as 30d"
     option("--older-than", metavar="TIME", type=parse_interval, help=older)
     gone = "for prune: also caches whose source does not exist"
