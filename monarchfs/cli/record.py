@@ -15,13 +15,10 @@ from typing import BinaryIO
 from monarchfs.cli.child import run_child, signals_in_pipe
 from monarchfs.cli.output import complain
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.recorder import HIDDEN, EventRecorder
+from monarchfs.cli.recorder import HIDDEN, EventRecorder, daemon_of
 from monarchfs.cli.text import printable
-from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_seconds, parse_size
-from monarchfs.control.registration import Registered
 from monarchfs.insight.recording import MOST_SAMPLE
-from monarchfs.supervisor.recover import required
 from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
@@ -36,10 +33,7 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         raise UsageError("there is no command behind --")
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
     mountpoint, output = arguments.mountpoint, arguments.output
-
-    def daemon() -> Registered:
-        return required(mountpoint, search_of(environ)).daemon
-
+    daemon = daemon_of(mountpoint, environ)
     daemon()  # before the file is made
     with _new(output) as stream:
         facts = {} if arguments.argv is None else {"command": arguments.argv}

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 from monarchfs.cli.ask import CONNECT_SECONDS
+from monarchfs.config.places import search_of
 from monarchfs.control.client import Connection, connect
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.control.registration import Registered
 from monarchfs.insight.recording import EVENT, File, RecordingWriter
+from monarchfs.supervisor.recover import required
 from monarchfs.types import OperationError
 
 AGAIN_SECONDS = 0.2
@@ -28,6 +30,12 @@ HIDDEN = {
     "reads": "reads from the page cache",
     "passthrough": "reads that the kernel passes through to local copies above 1 MiB",
 }
+
+
+def daemon_of(mountpoint: str, environ: Mapping[str, str]) -> Callable[[], Registered]:
+    """Where a mount answers, looked up anew at each call, which raises OperationError once the
+    mount is gone."""
+    return lambda: required(mountpoint, search_of(environ)).daemon
 
 
 def open_events(

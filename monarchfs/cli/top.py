@@ -14,10 +14,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
+from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, daemon_of, hidden_by, open_events
 from monarchfs.cli.text import format_count, printable
 from monarchfs.cli.watch import Moment, View, show
-from monarchfs.config.places import search_of
 from monarchfs.control.client import Connection
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.control.registration import Registered
@@ -25,7 +24,6 @@ from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
 from monarchfs.insight.tables import Grid
 from monarchfs.insight.text import aligned
-from monarchfs.supervisor.recover import required
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
@@ -62,10 +60,7 @@ def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         )
     count = _count(arguments.count)
     by_directory = arguments.by == "directory"
-
-    def daemon() -> Registered:
-        return required(mountpoint, search_of(environ)).daemon
-
+    daemon = daemon_of(mountpoint, environ)
     feed = Feed(daemon, interval, count, by_directory=by_directory, order=arguments.sort)
     shown = _Shown(mountpoint, feed, "directory" if by_directory else "process")
     view = View(feed.look, shown.to_json, shown.lines, shown.draw)

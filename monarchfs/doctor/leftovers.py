@@ -58,15 +58,17 @@ def judge_mounts(found: Sequence[FoundMount]) -> list[Check]:
 
 def sockets(search: Search) -> list[Check]:
     """Sockets without a registration that nobody listens on."""
-    owners = {
-        m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None
-    }
     what = "nobody listens there any more"
-    dead = [path for directory in search(owners) for path in dead_sockets(directory)]
+    dead = [path for directory in search(mount_owners()) for path in dead_sockets(directory)]
     return [
         warning("stale_socket", f"{path}: {what}", f"rm {shlex.quote(path)}", path=path)
         for path in dead
     ]
+
+
+def mount_owners() -> set[int]:
+    """The users who have mounts of ours, by the mount table."""
+    return {m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None}
 
 
 def dead_sockets(directory: str) -> list[str]:

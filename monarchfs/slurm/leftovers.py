@@ -21,7 +21,7 @@ from functools import partial
 
 from monarchfs.config.places import Search
 from monarchfs.control.registration import find_mounts
-from monarchfs.doctor.leftovers import dead_sockets
+from monarchfs.doctor.leftovers import dead_sockets, mount_owners
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.inventory.trees import in_use, remove_tree
@@ -92,7 +92,7 @@ class Sweeper:
     def registrations(self, search: Search) -> None:
         """Registrations whose process is gone, in this mount namespace or one that is gone too;
         those of mounts that still exist go with these."""
-        known = find_mounts(search(_owners()))
+        known = find_mounts(search(mount_owners()))
         ours = (mount for mount in read_mountinfo() if mount.fstype == MONARCHFS)
         mounted = [registration_of(mount, known) for mount in ours]
         for registered in known:
@@ -109,7 +109,7 @@ class Sweeper:
 
     def sockets(self, search: Search) -> None:
         """Sockets without a registration that nobody listens on."""
-        for directory in search(_owners()):
+        for directory in search(mount_owners()):
             for path in dead_sockets(directory):
                 owner = os.lstat(path).st_uid
                 if os.geteuid() in (0, owner):
@@ -225,10 +225,6 @@ def running_jobs(node: str) -> set[int]:
 
 _OVER = frozenset({"CD", "CA", "F", "TO", "NF", "OOM", "BF", "DL", "PR"})
 """Job states of squeue(1) in which nothing of a job is left on a node; CG, completing, is not."""
-
-
-def _owners() -> set[int]:
-    return {m.user_id for m in read_mountinfo() if m.fstype == MONARCHFS and m.user_id is not None}
 
 
 def _is_dead(found: FoundMount) -> bool:
