@@ -35,7 +35,7 @@ class BuildOrSayWhy(build_ext):
 
 
 PARTS = (
-    "_session", "_relay", "_counts", "_record", "_reply", "_resident", "_tier_files",
+    "_session", "_relay", "_counts", "_record", "_reply", "_resident", "_items", "_tier_files",
     "_nonresident", "_pool", "_backed", "_table", "_relay_bindings", "_handoff", "_journal",
     "_absent_xattrs",
 )  # fmt: skip

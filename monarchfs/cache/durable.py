@@ -11,6 +11,7 @@ import trio
 
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
+from monarchfs.placement.by_inode import ByInode
 from monarchfs.placement.events import Action, PlacementEvent, Resized
 from monarchfs.placement.placement import Placement
 from monarchfs.store.tier import Tier
@@ -43,8 +44,8 @@ class Durability:
         self._handle = handle
         self._tiers = tiers
         self._unsynced = {tier_id: array("Q") for tier_id in tiers.by_id}
-        self._changed: set[int] | None = None
-        """Those whose records came or went since a sync began; None while there is none."""
+        self._changed: ByInode[int] | None = None
+        """1 for those whose records came or went since a sync began; None while there is none."""
 
     def stored(self, ino: int, replica: Replica) -> None:
         """A complete replica was recorded."""
@@ -55,7 +56,7 @@ class Durability:
     def changed(self, ino: int) -> None:
         """Its record came or went. A sync under way does not make the next one durable."""
         if self._changed is not None:
-            self._changed.add(ino)
+            self._changed.put(ino, 1)
 
     async def sync_loop(self) -> None:
         """Make replicas durable in groups, for ever."""
@@ -86,7 +87,7 @@ class Durability:
     async def _sync_tier(self, tier_id: int) -> None:
         group, self._unsynced[tier_id] = self._unsynced[tier_id], array("Q")
         tier = self._tiers.by_id[tier_id]
-        self._changed = set()
+        self._changed = ByInode(array("b", [0]))
         done = 0
         try:
             if not tier.memory_backed:
@@ -115,8 +116,10 @@ class Durability:
 
     def _still(self, tier: Tier, inos: Iterable[int]) -> dict[int, Replica]:
         """The records of those that were complete in ``tier`` before the sync began."""
-        changed = self._changed or set()
-        replicas = self._index.replicas_of([ino for ino in inos if ino not in changed])
+        changed = self._changed
+        replicas = self._index.replicas_of(
+            [ino for ino in inos if changed is None or not changed.get(ino)]
+        )
         return {
             ino: now
             for ino, now in replicas.items()

@@ -16,49 +16,42 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define WORD 4
 #ifndef NAMES_BYTES
-#define NAMES_BYTES (64U << 20) /* a million names of 16 bytes, one of whose times is not the mtime */
+#define NAMES_BYTES (64U << 20) /* more than a million names of 16 bytes, whose times are all different */
 #endif
-#define WORDS (NAMES_BYTES / WORD)
-#define FIRST 1U          /* the place of the first record: 0 is none */
+#define WORD 4U
+#define FIRST WORD        /* the place of the first record: 0 is none */
+#define DROPPED UINT32_MAX
 #define BUCKETS (1U << 18)
 #define OWN_CLASS UINT8_MAX
 #define PAGE 4096
 #define SECOND_NS 1000000000
+#define NUMBER_BYTES 10
+#define FOREVER 1 /* nanoseconds: a time long ago, so that it takes one byte */
 
 /* What many files have in common. */
 struct class {
 	uint32_t mode, nlink, uid, gid, rdev, blksize, flags;
 };
 
-/* The upper halves of numbers. */
-struct high {
-	uint32_t parent, ino, size;
-};
-
-enum { /* what else a record holds, before the name */
-	HAS_HIGH = 1,
-	HAS_BLOCKS = 2,
-	HAS_ATIME = 4,
-	HAS_CTIME = 8,
-	IS_DROPPED = 16,
-};
-
+/* A record. `rest` is packed: the length of the name (one byte), the parent, the name: these are its key. Then the
+ * inode number, the class (one byte), the class itself if that is OWN_CLASS, and NUMBERS numbers (struct numbers).
+ * All other numbers have 7 bits in each byte, the lowest first; the highest bit says that more follow. */
 struct known {
-	uint32_t next, next_of_ino;  /* in their buckets */
-	uint32_t parent, ino, size;  /* the lower halves */
-	uint64_t until_ns;
-	int64_t mtime_ns;
-	uint8_t class, has, length;
+	uint32_t next;        /* in its bucket; DROPPED */
+	uint32_t next_of_ino; /* in that bucket */
 	unsigned char rest[];
 } __attribute__((packed, aligned(WORD), may_alias));
 
-#define MOST_REST (sizeof(struct class) + sizeof(struct high) + 3 * sizeof(int64_t) + UINT8_MAX)
+/* Most of them are small: blocks, atime and ctime are differences from what is usual. */
+enum { SIZE, BLOCKS, MTIME, ATIME, CTIME, UNTIL, NUMBERS };
+
+#define MOST_KEY (1 + NUMBER_BYTES + UINT8_MAX)
+#define MOST_REST (MOST_KEY + 1 + sizeof(struct class) + (NUMBERS + 1) * NUMBER_BYTES)
 
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static uint32_t buckets[BUCKETS], of_ino[BUCKETS]; /* the places of records in `ring` */
-static _Alignas(PAGE) uint32_t ring[WORDS];
+static _Alignas(PAGE) unsigned char ring[NAMES_BYTES + MOST_KEY]; /* keys are compared beyond a record's end */
 static uint32_t oldest = FIRST, end = FIRST; /* equal: the ring is empty */
 static uint32_t top;                         /* where the older part ends, if the newer lies before it */
 static struct class classes[OWN_CLASS];
@@ -74,51 +67,98 @@ static size_t bucket_of(uint64_t number)
 	return (number * 0x9e3779b97f4a7c15ULL) >> 46;
 }
 
-static size_t before_name(const struct known *known)
+static void put_number(unsigned char **to, uint64_t number)
 {
-	return (known->class == OWN_CLASS ? sizeof(struct class) : 0) +
-	       (known->has & HAS_HIGH ? sizeof(struct high) : 0) +
-	       8 * (size_t)__builtin_popcount(known->has & (HAS_BLOCKS | HAS_ATIME | HAS_CTIME));
+	for (; number >= 128; number >>= 7)
+		*(*to)++ = (unsigned char)(number | 128);
+	*(*to)++ = (unsigned char)number;
 }
 
-static struct high high_of(const struct known *known)
+static uint64_t get_number(const unsigned char **from)
 {
-	struct high high = {0};
-	if (known->has & HAS_HIGH)
-		memcpy(&high, known->rest + (known->class == OWN_CLASS ? sizeof(struct class) : 0),
-		       sizeof(high));
-	return high;
+	uint64_t number = 0;
+	for (unsigned shift = 0;; shift += 7) {
+		unsigned char byte = *(*from)++;
+		number |= (uint64_t)(byte & 127) << shift;
+		if (byte < 128)
+			return number;
+	}
 }
 
-static uint64_t parent_of(const struct known *known)
+/* Signed ones near 0 become small. */
+static uint64_t folded(uint64_t number)
 {
-	return (uint64_t)high_of(known).parent << 32 | known->parent;
+	return number << 1 ^ (0 - (number >> 63));
+}
+
+static uint64_t unfolded(uint64_t number)
+{
+	return number >> 1 ^ (0 - (number & 1));
+}
+
+static size_t make_key(unsigned char key[MOST_KEY], uint64_t parent, const char *name, size_t length)
+{
+	unsigned char *to = key;
+	*to++ = (unsigned char)length;
+	put_number(&to, parent);
+	memcpy(to, name, length);
+	return (size_t)(to - key) + length;
+}
+
+static size_t key_bytes(const struct known *known)
+{
+	const unsigned char *from = known->rest + 1;
+	get_number(&from);
+	return (size_t)(from - known->rest) + known->rest[0];
 }
 
 static uint64_t ino_of(const struct known *known)
 {
-	return (uint64_t)high_of(known).ino << 32 | known->ino;
+	const unsigned char *from = known->rest + key_bytes(known);
+	return get_number(&from);
 }
 
-static uint32_t words_of(const struct known *known)
+/* What comes after the key. Returns the record's end. */
+static const unsigned char *parse(const struct known *known, uint64_t *ino, struct class *class,
+				  uint64_t numbers[NUMBERS])
 {
-	size_t bytes = offsetof(struct known, rest) + before_name(known) + known->length;
-	return (uint32_t)((bytes + WORD - 1) / WORD);
+	const unsigned char *from = known->rest + key_bytes(known);
+	*ino = get_number(&from);
+	uint8_t number = *from++;
+	if (number == OWN_CLASS) {
+		memcpy(class, from, sizeof(*class));
+		from += sizeof(*class);
+	} else {
+		*class = classes[number];
+	}
+	for (unsigned i = 0; i < NUMBERS; i++)
+		numbers[i] = get_number(&from);
+	return from;
+}
+
+/* Up to the next record. */
+static uint32_t whole(const struct known *known, const unsigned char *known_end)
+{
+	size_t bytes = (size_t)(known_end - (const unsigned char *)known);
+	return (uint32_t)(bytes + WORD - 1) / WORD * WORD;
+}
+
+static uint32_t bytes_of(const struct known *known)
+{
+	uint64_t ino, numbers[NUMBERS];
+	struct class class;
+	return whole(known, parse(known, &ino, &class, numbers));
 }
 
 /* FNV-1a. */
-static uint32_t *place_of(uint64_t parent, const void *name, size_t length)
+static uint32_t *place_of(const unsigned char *key, size_t length)
 {
-	uint64_t hash = 0xcbf29ce484222325ULL ^ parent;
+	uint64_t hash = 0xcbf29ce484222325ULL;
 	for (size_t i = 0; i < length; i++)
-		hash = (hash ^ ((const unsigned char *)name)[i]) * 0x100000001b3ULL;
+		hash = (hash ^ key[i]) * 0x100000001b3ULL;
 	uint32_t *place = &buckets[bucket_of(hash)];
-	for (struct known *known; *place; place = &known->next) {
-		known = at(*place);
-		if (parent_of(known) == parent && known->length == length &&
-		    memcmp(known->rest + before_name(known), name, length) == 0)
-			break;
-	}
+	while (*place && memcmp(at(*place)->rest, key, length) != 0)
+		place = &at(*place)->next;
 	return place;
 }
 
@@ -131,12 +171,12 @@ static void drop(uint32_t *place)
 	while (*place != dropped)
 		place = &at(*place)->next_of_ino;
 	*place = known->next_of_ino;
-	known->has |= IS_DROPPED;
+	known->next = DROPPED;
 }
 
 static void drop_known(const struct known *known)
 {
-	drop(place_of(parent_of(known), known->rest + before_name(known), known->length));
+	drop(place_of(known->rest, key_bytes(known)));
 }
 
 static bool wrapped(void)
@@ -148,37 +188,38 @@ static bool wrapped(void)
 static void pass(void)
 {
 	struct known *known = at(oldest);
-	if (!(known->has & IS_DROPPED))
+	uint32_t bytes = bytes_of(known);
+	if (known->next != DROPPED)
 		drop_known(known);
-	oldest += words_of(known);
+	oldest += bytes;
 	if (wrapped() && oldest == top)
 		oldest = FIRST;
 }
 
-/* Where a record of so many words goes. The ring wraps as soon as the part before the oldest record is the
+/* Where a record of that size goes. The ring wraps as soon as the part before the oldest record is the
  * larger one: memory that was used is used again. */
-static uint32_t make_room(uint32_t words)
+static uint32_t make_room(uint32_t bytes)
 {
 	for (;;) {
-		while (oldest != end && at(oldest)->has & IS_DROPPED)
+		while (oldest != end && at(oldest)->next == DROPPED)
 			pass();
 		if (oldest == end)
 			oldest = end = FIRST;
 		if (wrapped()) {
-			if (end + words < oldest)
+			if (end + bytes < oldest)
 				break;
 			pass();
-		} else if (end + words <= WORDS && oldest - FIRST <= end - oldest + words) {
+		} else if (end + bytes <= NAMES_BYTES && oldest - FIRST <= end - oldest + bytes) {
 			break;
-		} else if (oldest > FIRST + words) {
+		} else if (oldest > FIRST + bytes) {
 			top = end;
 			end = FIRST;
 		} else {
 			pass();
 		}
 	}
-	end += words;
-	return end - words;
+	end += bytes;
+	return end - bytes;
 }
 
 /* The index of the class; OWN_CLASS if there are too many. */
@@ -211,60 +252,46 @@ static uint64_t usual_blocks(uint64_t size)
 	return size / PAGE * 8 + (size % PAGE ? 8 : 0);
 }
 
-static void append(struct known *known, uint8_t flag, const void *value)
-{
-	memcpy(known->rest + before_name(known), value, 8);
-	known->has |= flag;
-}
-
-static bool pack(struct known *known, uint64_t parent, const struct fuse_attr *attr)
+/* Append what comes after the key to `to`. Returns its end; NULL if a time does not fit. */
+static unsigned char *pack(unsigned char *to, const struct fuse_attr *attr, uint64_t until_ns)
 {
 	int64_t mtime_ns, atime_ns, ctime_ns;
 	if (!to_ns(attr->mtime, attr->mtimensec, &mtime_ns) ||
 	    !to_ns(attr->atime, attr->atimensec, &atime_ns) ||
 	    !to_ns(attr->ctime, attr->ctimensec, &ctime_ns))
-		return false;
+		return NULL;
 	const struct class class = {attr->mode, attr->nlink,   attr->uid,  attr->gid,
 				    attr->rdev, attr->blksize, attr->flags};
-	const struct high high = {(uint32_t)(parent >> 32), (uint32_t)(attr->ino >> 32),
-				  (uint32_t)(attr->size >> 32)};
-	known->parent = (uint32_t)parent;
-	known->ino = (uint32_t)attr->ino;
-	known->size = (uint32_t)attr->size;
-	known->mtime_ns = mtime_ns;
-	known->class = class_of(&class);
-	if (known->class == OWN_CLASS)
-		memcpy(known->rest, &class, sizeof(class));
-	if (high.parent || high.ino || high.size) {
-		memcpy(known->rest + before_name(known), &high, sizeof(high));
-		known->has |= HAS_HIGH;
+	const uint64_t numbers[NUMBERS] = {
+		[SIZE] = attr->size,
+		[BLOCKS] = folded(attr->blocks - usual_blocks(attr->size)),
+		[MTIME] = folded((uint64_t)mtime_ns),
+		[ATIME] = folded((uint64_t)atime_ns - (uint64_t)mtime_ns),
+		[CTIME] = folded((uint64_t)ctime_ns - (uint64_t)mtime_ns),
+		[UNTIL] = until_ns,
+	};
+	put_number(&to, attr->ino);
+	*to = class_of(&class);
+	if (*to++ == OWN_CLASS) {
+		memcpy(to, &class, sizeof(class));
+		to += sizeof(class);
 	}
-	if (attr->blocks != usual_blocks(attr->size))
-		append(known, HAS_BLOCKS, &attr->blocks);
-	if (atime_ns != mtime_ns)
-		append(known, HAS_ATIME, &atime_ns);
-	if (ctime_ns != mtime_ns)
-		append(known, HAS_CTIME, &ctime_ns);
-	return true;
+	for (unsigned i = 0; i < NUMBERS; i++)
+		put_number(&to, numbers[i]);
+	return to;
 }
 
-static void unpack(const struct known *known, struct fuse_attr *attr)
+/* Returns until when it is good. */
+static uint64_t unpack(const struct known *known, struct fuse_attr *attr)
 {
-	const unsigned char *rest = known->rest;
+	uint64_t ino, numbers[NUMBERS];
 	struct class class;
-	int64_t atime_ns = known->mtime_ns, ctime_ns = known->mtime_ns;
-	if (known->class == OWN_CLASS) {
-		memcpy(&class, rest, sizeof(class));
-		rest += sizeof(class);
-	} else {
-		class = classes[known->class];
-	}
-	uint64_t size = (uint64_t)high_of(known).size << 32 | known->size;
-	rest += known->has & HAS_HIGH ? sizeof(struct high) : 0;
+	parse(known, &ino, &class, numbers);
+	uint64_t mtime_ns = unfolded(numbers[MTIME]);
 	*attr = (struct fuse_attr){
-		.ino = ino_of(known),
-		.size = size,
-		.blocks = usual_blocks(size),
+		.ino = ino,
+		.size = numbers[SIZE],
+		.blocks = unfolded(numbers[BLOCKS]) + usual_blocks(numbers[SIZE]),
 		.mode = class.mode,
 		.nlink = class.nlink,
 		.uid = class.uid,
@@ -273,56 +300,52 @@ static void unpack(const struct known *known, struct fuse_attr *attr)
 		.blksize = class.blksize,
 		.flags = class.flags,
 	};
-	if (known->has & HAS_BLOCKS) {
-		memcpy(&attr->blocks, rest, 8);
-		rest += 8;
-	}
-	if (known->has & HAS_ATIME) {
-		memcpy(&atime_ns, rest, 8);
-		rest += 8;
-	}
-	if (known->has & HAS_CTIME)
-		memcpy(&ctime_ns, rest, 8);
-	from_ns(known->mtime_ns, &attr->mtime, &attr->mtimensec);
-	from_ns(atime_ns, &attr->atime, &attr->atimensec);
-	from_ns(ctime_ns, &attr->ctime, &attr->ctimensec);
+	from_ns((int64_t)mtime_ns, &attr->mtime, &attr->mtimensec);
+	from_ns((int64_t)(mtime_ns + unfolded(numbers[ATIME])), &attr->atime, &attr->atimensec);
+	from_ns((int64_t)(mtime_ns + unfolded(numbers[CTIME])), &attr->ctime, &attr->ctimensec);
+	return numbers[UNTIL];
 }
 
 void names_put(uint64_t parent, const char *name, size_t length, const struct fuse_attr *attr,
 	       uint64_t for_ns)
 {
-	uint64_t until_ns = monotonic_ns() + for_ns;
 	union {
 		struct known known;
-		unsigned char bytes[sizeof(struct known) + MOST_REST];
+		unsigned char bytes[sizeof(struct known) + MOST_REST + WORD];
 	} new;
 	struct known *known = &new.known;
+	if (length > UINT8_MAX)
+		return;
+	uint64_t until_ns = for_ns < NAMES_FOREVER_NS ? monotonic_ns() + for_ns : FOREVER;
+	size_t key = make_key(known->rest, parent, name, length);
 	pthread_rwlock_wrlock(&lock);
-	uint32_t *place = place_of(parent, name, length), put = *place;
+	uint32_t *place = place_of(known->rest, key), put = *place;
 	if (put)
 		drop(place);
-	*known = (struct known){.until_ns = until_ns};
-	if (length <= UINT8_MAX && pack(known, parent, attr)) {
-		known->length = (uint8_t)length;
-		memcpy(known->rest + before_name(known), name, length);
-		uint32_t words = words_of(known);
-		if (!put || words_of(at(put)) != words)
-			put = make_room(words);
-		place = place_of(parent, name, length);
+	const unsigned char *after = pack(known->rest + key, attr, until_ns);
+	if (after) {
+		uint32_t bytes = whole(known, after);
+		if (!put || bytes_of(at(put)) != bytes)
+			put = make_room(bytes);
+		place = place_of(known->rest, key);
 		known->next = *place;
 		*place = put;
 		place = &of_ino[bucket_of(attr->ino)];
 		known->next_of_ino = *place;
 		*place = put;
-		memcpy(at(put), known, words * (size_t)WORD);
+		memcpy(at(put), known, bytes);
 	}
 	pthread_rwlock_unlock(&lock);
 }
 
 void names_forget(uint64_t parent, const char *name, size_t length)
 {
+	unsigned char key[MOST_KEY];
+	if (length > UINT8_MAX)
+		return;
+	length = make_key(key, parent, name, length);
 	pthread_rwlock_wrlock(&lock);
-	uint32_t *place = place_of(parent, name, length);
+	uint32_t *place = place_of(key, length);
 	if (*place)
 		drop(place);
 	pthread_rwlock_unlock(&lock);
@@ -354,24 +377,25 @@ void names_forget_all(void)
 
 bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_entry_out *out)
 {
+	unsigned char key[MOST_KEY];
+	if (length > UINT8_MAX)
+		return false;
+	length = make_key(key, parent, name, length);
+	*out = (struct fuse_entry_out){0};
 	pthread_rwlock_rdlock(&lock);
-	uint32_t place = *place_of(parent, name, length);
-	uint64_t now_ns = place ? monotonic_ns() : 0;
-	uint64_t until_ns = place ? at(place)->until_ns : 0;
-	if (until_ns <= now_ns) {
+	uint32_t place = *place_of(key, length);
+	uint64_t until_ns = place ? unpack(at(place), &out->attr) : 0, left_ns = 0;
+	if (until_ns == FOREVER)
+		left_ns = NAMES_FOREVER_NS;
+	else if (until_ns)
+		left_ns = until_ns - monotonic_ns();
+	if (left_ns - 1 >= NAMES_FOREVER_NS) { /* it is too late */
 		pthread_rwlock_unlock(&lock);
 		return false;
 	}
-	uint64_t seconds = (until_ns - now_ns) / SECOND_NS;
-	uint32_t rest_ns = (uint32_t)((until_ns - now_ns) % SECOND_NS);
-	*out = (struct fuse_entry_out){
-		.nodeid = ino_of(at(place)),
-		.entry_valid = seconds,
-		.entry_valid_nsec = rest_ns,
-		.attr_valid = seconds,
-		.attr_valid_nsec = rest_ns,
-	};
-	unpack(at(place), &out->attr);
+	out->nodeid = out->attr.ino;
+	out->entry_valid = out->attr_valid = left_ns / SECOND_NS;
+	out->entry_valid_nsec = out->attr_valid_nsec = (uint32_t)(left_ns % SECOND_NS);
 	return true;
 }
 

@@ -12,8 +12,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* In the directory `parent` the name stands for attr->ino, for the next `for_ns` nanoseconds. If there are
- * too many names, the oldest one goes. */
+#define NAMES_FOREVER_NS (365ULL * 86400 * 1000000000) /* FOREVER_SECONDS in fs/freshness.py */
+
+/* In the directory `parent` the name stands for attr->ino, for the next `for_ns` nanoseconds; NAMES_FOREVER_NS or
+ * more: until it is forgotten, and each answer is good for NAMES_FOREVER_NS. If there are too many names, the oldest
+ * one goes. */
 void names_put(uint64_t parent, const char *name, size_t length, const struct fuse_attr *attr,
 	       uint64_t for_ns);
 

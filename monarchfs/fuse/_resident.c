@@ -3,153 +3,166 @@
 #include "_resident.h"
 
 #include "_counts.h"
+#include "_items.h"
 #include "_tier_files.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-/* Places for inodes: four times the limit of replicas, because open files without a replica are counted here,
- * too. Memory that is not touched costs nothing. Neighbouring numbers are kept together, 64 to a page, because
- * the index gives them out in sequence. */
-#define PLACES (1U << 22)
-#define BLOCK_BITS 6
+#define NEIGHBOURS 16 /* files with following numbers, which lie together: the index gives them out in sequence */
 #define RING 65536 /* opens that wait for resident_opened, a power of two */
 #define MOST_AT_ONE 200 /* threads that read one inode */
+#define MOST_USED (2 * MOST_RESIDENT)
+#define TICK_BITS 24
+#define ALWAYS_TICKS UINT32_MAX
+#define BEFORE_NS ((int64_t)1 << 54) /* half a year: by as much the clock may be set back */
 
-struct entry {
-	uint64_t ino; /* 0: no entry */
-	uint64_t size, checksum;
-	int64_t opens_until_ns;
-	union {
-		unsigned char name[NAME_BYTES];
-		struct {
-			uint64_t segment, offset;
-		};
-	};
-	uint32_t uses; /* opens */
+/* A resident file. */
+struct file {
+	uint32_t size, offset;   /* of a record in a segment */
+	uint32_t opens_until;    /* as opens_until_ns, in ticks of 2^TICK_BITS ns from `base_ns` on */
+	uint32_t place : 22;     /* of its segment in `segments`, or of what lies alone in `alone` */
+	uint32_t tier : 6;
+	uint32_t resident : 1;   /* else there is no such file, and all is 0 */
+	uint32_t seen : 1;       /* was read, or opened */
+	uint32_t in_segment : 1; /* it has no file of its own */
+	uint32_t warm : 1;       /* opened since the kernel forgot it, so the kernel may have its pages */
+};
+
+/* The number is that of the first file, divided by NEIGHBOURS; the count is that of the resident files. */
+struct block {
+	struct item item;
+	struct file files[NEIGHBOURS];
+};
+
+/* Of an inode that is open, being read or backed, resident or not. The count is that of its opens. */
+struct use {
+	struct item item;
 	uint32_t stamp; /* changes with each replica */
 	uint32_t backing_id;
-	uint8_t tier;
-	bool resident : 1; /* else the entry only counts opens */
-	bool seen : 1; /* was read, or opened */
-	bool in_segment : 1; /* it has no file of its own */
-	bool warm : 1; /* opened since the kernel forgot it, so the kernel may have its pages */
 	uint8_t readers; /* threads that read the replica, counted from before they open it */
 	uint8_t former; /* the same for earlier replicas */
 };
 
-_Static_assert(sizeof(struct entry) == 64, "two cache lines' worth is too much");
+/* Of an inode: a replica with a file of its own. */
+struct alone {
+	struct item item;
+	unsigned char name[NAME_BYTES];
+	uint64_t checksum, size;
+};
+
+_Static_assert(sizeof(struct file) == 16, "a million files would take too much memory");
+_Static_assert(MOST_TIERS <= 1 << 6 && MOST_RESIDENT < 1 << 22, "they fit into the fields of a file");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct entry *entries;
-static uint32_t entry_count, resident_total, stamps;
+static struct items blocks = {.bytes = sizeof(struct block), .most = MOST_RESIDENT};
+static struct items uses = {.bytes = sizeof(struct use), .most = MOST_USED};
+static struct items alone = {.bytes = sizeof(struct alone), .most = MOST_RESIDENT};
+static struct items segments = {.bytes = sizeof(struct item), .most = MOST_RESIDENT}; /* their files are counted */
+static uint32_t resident_total, stamps;
 static struct {
 	int fd; /* of its directory, if it is known */
 	bool known, served;
 } tiers[MOST_TIERS];
-static int64_t span_ns;
+static int64_t span_ns, base_ns;
 static bool by_first_reads, telling;
 static uint64_t ring[RING], ring_head, ring_tail;
 
-/* -- entries: open addressing, removal by shifting back. Under `lock` */
-
-static uint32_t home_of(uint64_t ino)
+static int64_t now_ns(void)
 {
-	uint64_t block = (ino >> BLOCK_BITS) * 0x9e3779b97f4a7c15ULL;
-	return (uint32_t)(block >> 48 << BLOCK_BITS | (ino & ((1 << BLOCK_BITS) - 1))) &
-	       (PLACES - 1);
+	struct timespec now;
+	clock_gettime(CLOCK_REALTIME, &now);
+	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static struct entry *look_up(uint64_t ino)
+/* Earlier by less than a tick. Whoever opens a file more than 1.7 years after the start asks Python. */
+static uint32_t to_ticks(int64_t until_ns)
 {
-	if (!entries || !ino)
-		return NULL;
-	uint32_t place = home_of(ino);
-	while (entries[place].ino && entries[place].ino != ino)
-		place = (place + 1) & (PLACES - 1);
-	return entries[place].ino ? &entries[place] : NULL;
+	if (until_ns == ALWAYS)
+		return ALWAYS_TICKS;
+	int64_t ticks = until_ns > base_ns ? (until_ns - base_ns) >> TICK_BITS : 0;
+	return ticks < ALWAYS_TICKS ? (uint32_t)ticks : ALWAYS_TICKS - 1;
 }
 
-static struct entry *make(uint64_t ino)
+static int64_t from_ticks(uint32_t ticks)
 {
-	struct entry *known = look_up(ino);
-	if (known)
-		return known;
-	if (!ino || entry_count >= PLACES / 2)
-		return NULL;
-	if (!entries) {
-		void *memory = mmap(NULL, PLACES * sizeof(*entries), PROT_READ | PROT_WRITE,
-				    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-		if (memory == MAP_FAILED)
-			return NULL;
-		entries = memory;
-	}
-	uint32_t place = home_of(ino);
-	while (entries[place].ino)
-		place = (place + 1) & (PLACES - 1);
-	entry_count++;
-	entries[place] = (struct entry){.ino = ino};
-	return &entries[place];
+	if (ticks == ALWAYS_TICKS)
+		return ALWAYS;
+	return ticks ? base_ns + ((int64_t)ticks << TICK_BITS) : 0;
 }
 
-static void unmake(struct entry *entry)
+/* -- resident files and their use. Under `lock` */
+
+/* NULL if it is not resident. */
+static struct file *look_up(uint64_t ino)
 {
-	uint32_t hole = (uint32_t)(entry - entries);
-	entry_count--;
-	for (uint32_t next = hole;;) {
-		next = (next + 1) & (PLACES - 1);
-		if (!entries[next].ino)
-			break;
-		/* It may fill the hole, unless the hole is before its home. */
-		uint32_t home = home_of(entries[next].ino);
-		if (((next - home) & (PLACES - 1)) >= ((next - hole) & (PLACES - 1))) {
-			entries[hole] = entries[next];
-			hole = next;
-		}
-	}
-	entries[hole].ino = 0;
+	struct block *block = items_find(&blocks, ino / NEIGHBOURS);
+	struct file *file = block ? &block->files[ino % NEIGHBOURS] : NULL;
+	return file && file->resident ? file : NULL;
 }
 
-static void tidy(struct entry *entry)
+static struct use *use_of(uint64_t ino)
 {
-	if (!entry->resident && !entry->uses && !entry->readers && !entry->former && !entry->backing_id)
-		unmake(entry);
+	return items_find(&uses, ino);
+}
+
+static void tidy(struct use *use)
+{
+	if (!use->item.count && !use->readers && !use->former && !use->backing_id)
+		items_drop(&uses, use);
 }
 
 /* It gets another replica, or none: from now on readers of the earlier one are counted apart. */
-static void renew(struct entry *entry)
+static void renew(uint64_t ino)
 {
-	entry->stamp = ++stamps;
-	entry->former += entry->readers;
-	entry->readers = 0;
+	struct use *use = use_of(ino);
+	if (!use)
+		return;
+	use->stamp = ++stamps;
+	use->former += use->readers;
+	use->readers = 0;
 }
 
 /* A thread has ended its read of the replica with that stamp. */
-static void leave(struct entry *entry, uint32_t stamp)
+static void leave(struct use *use, uint32_t stamp)
 {
-	if (entry->stamp == stamp)
-		entry->readers--;
+	if (use->stamp == stamp)
+		use->readers--;
 	else
-		entry->former--;
-	tidy(entry);
+		use->former--;
+	tidy(use);
 }
 
-/* -- the file of the replica or of its segment */
+/* But for `opens_until_ns`, and the name and checksum of what lies in a segment. */
+static struct replica replica_of(const struct file *file)
+{
+	struct replica replica = {.tier = file->tier};
+	if (file->in_segment) {
+		const struct item *segment = items_at(&segments, file->place);
+		replica.segment = segment->number;
+		replica.offset = file->offset;
+		replica.size = file->size;
+	} else {
+		const struct alone *own = items_at(&alone, file->place);
+		memcpy(replica.name, own->name, NAME_BYTES);
+		replica.checksum = own->checksum;
+		replica.size = own->size;
+	}
+	return replica;
+}
 
-static struct tier_file file_of(const struct entry *entry)
+/* The file of the replica or of its segment. */
+static struct tier_file file_of(uint64_t ino, const struct replica *replica)
 {
 	return (struct tier_file){
-		.tier = entry->tier,
-		.segment = entry->in_segment,
-		.number = entry->in_segment ? entry->segment : entry->ino,
+		.tier = (uint8_t)replica->tier,
+		.segment = replica->segment != 0,
+		.number = replica->segment ? replica->segment : ino,
 	};
 }
 
@@ -169,6 +182,7 @@ int resident_start(unsigned some, uid_t uid, int64_t lasting_ns, bool free_opens
 	pthread_mutex_lock(&lock);
 	int error = files_start(some, uid);
 	span_ns = lasting_ns;
+	base_ns = now_ns() - BEFORE_NS;
 	by_first_reads = free_opens;
 	telling = tells;
 	pthread_mutex_unlock(&lock);
@@ -206,91 +220,105 @@ int resident_tier(unsigned tier, int dir_fd)
 	return 0;
 }
 
-static struct entry as_entry(uint64_t ino, const struct replica *replica)
+/* A segment is never written again where it was: a place in it has one content. */
+static bool same(const struct replica *one, const struct replica *other)
 {
-	struct entry entry = {.ino = ino, .size = replica->size, .checksum = replica->checksum,
-			      .tier = (uint8_t)replica->tier, .in_segment = replica->segment != 0};
-	if (entry.in_segment) {
-		entry.segment = replica->segment;
-		entry.offset = replica->offset;
-	} else {
-		memcpy(entry.name, replica->name, NAME_BYTES);
-	}
-	return entry;
+	if (one->tier != other->tier || one->size != other->size || one->segment != other->segment)
+		return false;
+	return one->segment ? one->offset == other->offset :
+			      one->checksum == other->checksum &&
+				      !memcmp(one->name, other->name, NAME_BYTES);
 }
 
-static bool same(const struct entry *one, const struct entry *other)
+/* Under `lock`: the replica of a resident file may be read no more. */
+static int take_away(uint64_t ino, struct file *file)
 {
-	return one->tier == other->tier && one->size == other->size &&
-	       one->checksum == other->checksum && one->in_segment == other->in_segment &&
-	       !memcmp(one->name, other->name, NAME_BYTES);
-}
-
-/* Under `lock`: its replica may be read no more. */
-static int take_away(struct entry *entry)
-{
-	const struct tier_file file = file_of(entry);
-	int to_close = entry->resident ? files_put_down(files_find(&file)) : -1;
-	resident_total -= entry->resident;
-	entry->resident = false;
-	renew(entry);
+	const struct replica replica = replica_of(file);
+	const struct tier_file its = file_of(ino, &replica);
+	int to_close = files_put_down(files_find(&its));
+	struct items *places = file->in_segment ? &segments : &alone;
+	struct item *place = items_at(places, file->place);
+	if (--place->count == 0)
+		items_drop(places, place);
+	*file = (struct file){0};
+	resident_total--;
+	struct block *block = items_find(&blocks, ino / NEIGHBOURS);
+	if (--block->item.count == 0)
+		items_drop(&blocks, block);
+	renew(ino);
 	return to_close;
+}
+
+/* Under `lock`: a file that is not resident becomes it. NULL if there is no memory. */
+static struct file *add(uint64_t ino, const struct replica *replica)
+{
+	struct items *places = replica->segment ? &segments : &alone;
+	struct block *block = items_make(&blocks, ino / NEIGHBOURS);
+	struct item *place = block ? items_make(places, replica->segment ? replica->segment : ino) :
+				     NULL;
+	if (!place) {
+		if (block && !block->item.count)
+			items_drop(&blocks, block);
+		return NULL;
+	}
+	struct file *file = &block->files[ino % NEIGHBOURS];
+	*file = (struct file){.place = items_place(places, place), .tier = replica->tier,
+			      .resident = 1, .in_segment = replica->segment != 0};
+	if (file->in_segment) {
+		file->offset = (uint32_t)replica->offset;
+		file->size = (uint32_t)replica->size;
+	} else {
+		struct alone *own = (struct alone *)place;
+		memcpy(own->name, replica->name, NAME_BYTES);
+		own->checksum = replica->checksum;
+		own->size = replica->size;
+	}
+	place->count++;
+	block->item.count++;
+	resident_total++;
+	return file;
 }
 
 bool resident_put(uint64_t ino, const struct replica *replica, bool seen)
 {
 	int to_close = -1;
-	if (replica->tier >= MOST_TIERS ||
-	    (replica->segment &&
-	     (replica->size > INT64_MAX || replica->offset > INT64_MAX - replica->size)))
+	if (!ino || replica->tier >= MOST_TIERS ||
+	    (replica->segment && (replica->size > UINT32_MAX || replica->offset > UINT32_MAX)))
 		return false;
-	const struct entry new = as_entry(ino, replica);
 	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	if (files_started() && ((entry && entry->resident) || resident_total < MOST_RESIDENT))
-		entry = make(ino);
-	else
-		entry = NULL;
-	if (entry && !(entry->resident && same(entry, &new))) {
-		to_close = take_away(entry);
-		resident_total++;
-		entry->resident = true;
-		entry->tier = new.tier;
-		entry->size = new.size;
-		entry->checksum = new.checksum;
-		entry->in_segment = new.in_segment;
-		memcpy(entry->name, new.name, NAME_BYTES);
+	struct file *file = files_started() ? look_up(ino) : NULL;
+	const struct file before = file ? *file : (struct file){0};
+	const struct replica known = file ? replica_of(file) : (struct replica){0};
+	if (file && !same(&known, replica)) {
+		to_close = take_away(ino, file);
+		file = NULL;
 	}
-	if (entry) {
-		entry->opens_until_ns = replica->opens_until_ns;
-		entry->seen |= seen;
+	if (!file && files_started() && resident_total < MOST_RESIDENT)
+		file = add(ino, replica);
+	if (file) {
+		file->opens_until = to_ticks(replica->opens_until_ns);
+		file->seen |= seen | before.seen;
+		file->warm |= before.warm;
 	}
 	pthread_mutex_unlock(&lock);
 	close_if(to_close);
-	return entry;
+	return file;
 }
 
 void resident_expire(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	if (entry)
-		entry->opens_until_ns = 0;
+	struct file *file = look_up(ino);
+	if (file)
+		file->opens_until = 0;
 	pthread_mutex_unlock(&lock);
-}
-
-static int stop(struct entry *entry)
-{
-	int to_close = take_away(entry);
-	tidy(entry);
-	return to_close;
 }
 
 void resident_stop(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	int to_close = entry ? stop(entry) : -1;
+	struct file *file = look_up(ino);
+	int to_close = file ? take_away(ino, file) : -1;
 	pthread_mutex_unlock(&lock);
 	close_if(to_close);
 }
@@ -299,72 +327,81 @@ bool resident_retire(uint64_t ino)
 {
 	int to_close = -1;
 	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	bool busy = entry && (entry->uses || entry->readers || entry->former);
-	if (entry && !busy)
-		to_close = stop(entry);
+	const struct use *use = use_of(ino);
+	bool busy = use && (use->item.count || use->readers || use->former);
+	struct file *file = busy ? NULL : look_up(ino);
+	if (file)
+		to_close = take_away(ino, file);
 	pthread_mutex_unlock(&lock);
 	close_if(to_close);
 	return !busy;
 }
 
-/* What is known of it now. */
-static struct entry look_at(uint64_t ino)
+/* What is known of the file, and of its use, now. */
+static struct file file_now(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	const struct entry *entry = look_up(ino);
-	const struct entry now = entry ? *entry : (struct entry){0};
+	const struct file *file = look_up(ino);
+	const struct file now = file ? *file : (struct file){0};
+	pthread_mutex_unlock(&lock);
+	return now;
+}
+
+static struct use use_now(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	const struct use *use = use_of(ino);
+	const struct use now = use ? *use : (struct use){0};
 	pthread_mutex_unlock(&lock);
 	return now;
 }
 
 bool resident_reading(uint64_t ino)
 {
-	return look_at(ino).former;
+	return use_now(ino).former;
 }
 
 bool resident_has(uint64_t ino)
 {
-	return look_at(ino).resident;
+	return file_now(ino).resident;
 }
 
 bool resident_in_segment(uint64_t ino)
 {
-	const struct entry now = look_at(ino);
-	return now.resident && now.in_segment;
+	return file_now(ino).in_segment;
 }
 
 bool resident_used(uint64_t ino)
 {
-	return look_at(ino).uses;
+	return use_now(ino).item.count;
 }
 
 bool resident_seen(uint64_t ino)
 {
-	return look_at(ino).seen;
+	return file_now(ino).seen;
 }
 
 uint32_t resident_backing(uint64_t ino)
 {
-	return look_at(ino).backing_id;
+	return use_now(ino).backing_id;
 }
 
 void resident_use(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = make(ino);
-	if (entry)
-		entry->uses++;
+	struct use *use = items_make(&uses, ino);
+	if (use)
+		use->item.count++;
 	pthread_mutex_unlock(&lock);
 }
 
 void resident_unuse(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	if (entry && entry->uses) {
-		entry->uses--;
-		tidy(entry);
+	struct use *use = use_of(ino);
+	if (use && use->item.count) {
+		use->item.count--;
+		tidy(use);
 	}
 	pthread_mutex_unlock(&lock);
 }
@@ -372,13 +409,13 @@ void resident_unuse(uint64_t ino)
 bool resident_back(uint64_t ino, uint32_t backing_id)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = backing_id ? make(ino) : look_up(ino);
-	if (entry) {
-		entry->backing_id = backing_id;
-		tidy(entry);
+	struct use *use = backing_id ? items_make(&uses, ino) : use_of(ino);
+	if (use) {
+		use->backing_id = backing_id;
+		tidy(use);
 	}
 	pthread_mutex_unlock(&lock);
-	return entry;
+	return use;
 }
 
 size_t resident_opened(uint64_t *inos, size_t most)
@@ -394,24 +431,17 @@ size_t resident_opened(uint64_t *inos, size_t most)
 /* -- for the threads */
 
 /* Under `lock`. */
-static void opened(struct entry *entry)
+static void opened(uint64_t ino, struct file *file)
 {
-	entry->seen = true;
+	file->seen = true;
 	counts_add(COUNT_RESIDENT_OPENS, 1);
-	counts_add(COUNT_RESIDENT_BYTES, entry->size);
+	counts_add(COUNT_RESIDENT_BYTES, replica_of(file).size);
 	if (!telling)
 		return;
 	if (ring_head - ring_tail < RING)
-		ring[ring_head++ % RING] = entry->ino;
+		ring[ring_head++ % RING] = ino;
 	else
 		counts_add(COUNT_UNLISTED_OPENS, 1);
-}
-
-static int64_t now_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_REALTIME, &now);
-	return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
 bool resident_fresh(int64_t until_ns)
@@ -423,33 +453,34 @@ bool resident_fresh(int64_t until_ns)
 }
 
 /* Under `lock`. */
-static struct entry *readable(uint64_t ino)
+static struct file *readable(uint64_t ino)
 {
-	struct entry *entry = look_up(ino);
-	return entry && entry->resident && tiers[entry->tier].served ? entry : NULL;
+	struct file *file = look_up(ino);
+	return file && tiers[file->tier].served ? file : NULL;
 }
 
 bool resident_open(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = readable(ino);
-	if (entry && !resident_fresh(entry->opens_until_ns))
-		entry = NULL;
-	if (entry) {
-		entry->uses++;
-		opened(entry);
+	struct file *file = readable(ino);
+	bool fresh = file && resident_fresh(from_ticks(file->opens_until));
+	struct use *use = fresh ? items_make(&uses, ino) : NULL;
+	if (use) {
+		use->item.count++;
+		opened(ino, file);
 	}
 	pthread_mutex_unlock(&lock);
-	return entry;
+	return use;
 }
 
 bool resident_cold(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = readable(ino);
-	bool cold = entry && !entry->warm && !entry->backing_id;
+	struct file *file = readable(ino);
+	const struct use *use = use_of(ino);
+	bool cold = file && !file->warm && !(use && use->backing_id);
 	if (cold)
-		entry->warm = true;
+		file->warm = true;
 	pthread_mutex_unlock(&lock);
 	return cold;
 }
@@ -457,89 +488,75 @@ bool resident_cold(uint64_t ino)
 void resident_forgotten(uint64_t ino)
 {
 	pthread_mutex_lock(&lock);
-	struct entry *entry = look_up(ino);
-	if (entry)
-		entry->warm = false;
+	struct file *file = look_up(ino);
+	if (file)
+		file->warm = false;
 	pthread_mutex_unlock(&lock);
 }
 
-static int open_replica(int dir_fd, const struct entry *wanted)
+static int open_replica(int dir_fd, const struct tier_file *file, const struct replica *wanted)
 {
-	const struct tier_file file = file_of(wanted);
 	uint64_t bytes;
-	int fd = files_open(dir_fd, &file, wanted->name, wanted->checksum, &bytes);
-	bool fits = wanted->in_segment ? bytes >= wanted->offset + wanted->size :
-					 bytes == wanted->size;
+	int fd = files_open(dir_fd, file, wanted->name, wanted->checksum, &bytes);
+	bool fits = file->segment ? bytes >= wanted->offset + wanted->size : bytes == wanted->size;
 	if (fd < 0 || fits)
 		return fd;
 	close(fd);
 	return -1;
 }
 
-/* Under `lock`: a read of the entry's replica, in the file at that place, or in one of its own. */
-static void begin(const struct entry *entry, uint32_t place, int fd, struct reading *reading)
-{
-	*reading = (struct reading){
-		.ino = entry->ino,
-		.start = entry->in_segment ? entry->offset : 0,
-		.size = entry->size,
-		.stamp = entry->stamp,
-		.fd = fd,
-		.place = -1,
-	};
-	if (place == NOT_OPEN)
-		return;
-	reading->fd = files_begin(place);
-	reading->place = (int)place;
-}
-
 /* Under `lock`: begin a read with a descriptor that was opened without the lock. False if the replica has been
  * removed or replaced meanwhile. */
-static bool take(uint64_t ino, uint32_t stamp, int fd, struct reading *reading, int *to_close)
+static bool take(const struct tier_file *file, int fd, struct reading *reading, int *to_close)
 {
-	struct entry *entry = look_up(ino); /* it is there: this thread is counted */
-	if (!entry->resident || entry->stamp != stamp || !tiers[entry->tier].served ||
-	    fd < 0) {
-		leave(entry, stamp);
+	struct use *use = use_of(reading->ino); /* it is there: this thread is counted */
+	if (use->stamp != reading->stamp || !tiers[file->tier].served || fd < 0) {
+		leave(use, reading->stamp);
 		return false;
 	}
-	const struct tier_file file = file_of(entry);
-	uint32_t place = files_find(&file);
+	uint32_t place = files_find(file);
 	if (place != NOT_OPEN)
 		*to_close = fd; /* another thread was faster */
 	else
-		place = files_add(&file, fd, to_close);
-	begin(entry, place, fd, reading);
+		place = files_add(file, fd, to_close);
+	reading->fd = place == NOT_OPEN ? fd : files_begin(place);
+	reading->place = place == NOT_OPEN ? -1 : (int)place;
 	return true;
 }
 
 bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading)
 {
 	int dir_fd = -1, to_close = -1;
-	struct entry wanted;
+	struct replica wanted;
+	struct tier_file its;
 	bool entered = false;
 	pthread_mutex_lock(&lock);
-	struct entry *entry = readable(ino);
-	if (entry && by_first_reads && (!offset || !entry->seen))
-		opened(entry);
-	if (entry && entry->readers + entry->former >= MOST_AT_ONE)
-		entry = NULL;
-	if (entry) {
-		const struct tier_file file = file_of(entry);
-		uint32_t place = files_find(&file);
+	struct file *file = readable(ino);
+	if (file && by_first_reads && (!offset || !file->seen))
+		opened(ino, file);
+	struct use *use = file ? items_make(&uses, ino) : NULL;
+	if (use && use->readers + use->former >= MOST_AT_ONE)
+		use = NULL;
+	if (use) {
+		wanted = replica_of(file);
+		its = file_of(ino, &wanted);
+		dir_fd = tiers[its.tier].fd;
+		use->readers++;
+		*reading = (struct reading){.ino = ino, .start = wanted.offset, .size = wanted.size,
+					    .stamp = use->stamp, .fd = -1, .place = -1};
+		uint32_t place = files_find(&its);
 		entered = place != NOT_OPEN;
-		entry->readers++;
-		wanted = *entry;
-		dir_fd = tiers[entry->tier].fd;
-		if (entered)
-			begin(entry, place, -1, reading);
+		if (entered) {
+			reading->fd = files_begin(place);
+			reading->place = (int)place;
+		}
 	}
 	pthread_mutex_unlock(&lock);
-	if (entered || !entry)
+	if (entered || !use)
 		return entered;
-	int fd = open_replica(dir_fd, &wanted);
+	int fd = open_replica(dir_fd, &its, &wanted);
 	pthread_mutex_lock(&lock);
-	entered = take(ino, wanted.stamp, fd, reading, &to_close);
+	entered = take(&its, fd, reading, &to_close);
 	pthread_mutex_unlock(&lock);
 	close_if(entered ? to_close : fd);
 	return entered;
@@ -551,7 +568,7 @@ void resident_leave(const struct reading *reading)
 	pthread_mutex_lock(&lock);
 	if (reading->place >= 0)
 		to_close = files_end((uint32_t)reading->place);
-	leave(look_up(reading->ino), reading->stamp);
+	leave(use_of(reading->ino), reading->stamp);
 	pthread_mutex_unlock(&lock);
 	close_if(to_close);
 }

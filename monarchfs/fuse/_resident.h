@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* The limit of replicas, of 64 bytes each; Python serves any others. */
+/* The limit of replicas; Python serves any others. */
 #define MOST_RESIDENT 1000000
 #define MOST_TIERS 64
 #define NAME_BYTES 16
@@ -23,7 +23,8 @@ struct replica {
 	uint64_t size;
 	uint64_t segment; /* it lies there at `offset`; 0: it has a file of its own, called `name` */
 	uint64_t offset;
-	int64_t opens_until_ns; /* until then (CLOCK_REALTIME) Python need not be asked about opens; 0: always */
+	int64_t opens_until_ns; /* until then (CLOCK_REALTIME), or 17 ms less, Python need not be asked about opens;
+				 * 0: it is asked always */
 };
 
 /* A read of a replica: see resident_enter. */
@@ -48,8 +49,8 @@ bool resident_fresh(int64_t until_ns);
 /* Set the tier's directory (duplicated); -1: nothing is read there for now. 0 or -errno. */
 int resident_tier(unsigned tier, int dir_fd);
 
-/* The threads may open and read `ino`. `seen`: it was read already. False if there are too many, or no file
- * can have such a place. */
+/* The threads may open and read `ino`. `seen`: it was read already. False if there are too many, or its place in
+ * a segment or its size there takes more than 32 bits. */
 bool resident_put(uint64_t ino, const struct replica *replica, bool seen);
 
 /* From now on Python is asked about its opens. */

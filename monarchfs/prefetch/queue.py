@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from enum import IntEnum
 
 
@@ -26,9 +26,9 @@ class CopyQueue:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Priority, int, int]] = []
+        self._lines: dict[Priority, deque[int]] = {priority: deque() for priority in Priority}
+        """Also with files that moved up, or have had their turn."""
         self._best: dict[int, Priority] = {}
-        self._count = 0
 
     def __len__(self) -> int:
         return len(self._best)
@@ -39,15 +39,16 @@ class CopyQueue:
     def position(self, ino: int) -> int | None:
         """How many go before it; None where it is not in the queue. Looks at all of them: 50,000
         take about 10 ms."""
-        best = self._best.get(ino)
-        if best is None:
+        if ino not in self._best:
             return None
-        # One that moved up and down again may be in the heap twice, with different orders.
-        turns: dict[int, tuple[Priority, int]] = {}
-        for priority, order, other in self._heap:
-            if self._best.get(other) == priority:
-                turns[other] = min(turns.get(other, (priority, order)), (priority, order))
-        return sum(turn < turns[ino] for turn in turns.values())
+        # One that was in the queue before may be in a line twice.
+        turns = dict.fromkeys(
+            other
+            for priority, line in self._lines.items()
+            for other in line
+            if self._best.get(other) == priority
+        )
+        return list(turns).index(ino)
 
     def push(self, ino: int, priority: Priority) -> bool:
         """True if this changed anything."""
@@ -55,26 +56,28 @@ class CopyQueue:
         if known is not None and known <= priority:
             return False
         self._best[ino] = priority
-        self._count += 1
-        heapq.heappush(self._heap, (priority, self._count, ino))
+        self._lines[priority].append(ino)
         return True
 
     @property
     def first(self) -> Priority:
         """The priority of the file whose turn it is, NOBODY if there is none."""
-        heap = self._heap
-        while heap and self._best.get(heap[0][2]) != heap[0][0]:
-            heapq.heappop(heap)
-        return heap[0][0] if heap else Priority.NOBODY
+        job = self.peek()
+        return Priority.NOBODY if job is None else job[1]
 
     def pop(self) -> tuple[int, Priority] | None:
-        while self._heap:
-            priority, _order, ino = heapq.heappop(self._heap)
-            if self._best.get(ino) == priority:
-                del self._best[ino]
-                return ino, priority
-        return None
+        job = self.peek()
+        if job is not None:
+            ino, priority = job
+            self._lines[priority].popleft()
+            del self._best[ino]
+        return job
 
     def peek(self) -> tuple[int, Priority] | None:
         """What ``pop`` would give."""
-        return None if self.first is Priority.NOBODY else (self._heap[0][2], self._heap[0][0])
+        for priority, line in self._lines.items():
+            while line and self._best.get(line[0]) != priority:
+                line.popleft()
+            if line:
+                return line[0], priority
+        return None

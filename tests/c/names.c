@@ -11,7 +11,7 @@
 #include <string.h>
 
 #define NAMES 50
-#define MORE (NAMES_BYTES / 48) /* than there is room for */
+#define MORE (NAMES_BYTES / 36) /* than there is room for */
 #define KNOWN 3000              /* the names of `compare` */
 #define DIRECTORY 7
 #define HOUR_NS 3600000000000ULL
@@ -24,7 +24,7 @@ static _Atomic unsigned found;
 
 static size_t name_of(unsigned number, char *name)
 {
-	return (size_t)snprintf(name, 16, "name %u", number);
+	return (size_t)snprintf(name, 16, "name %06u", number);
 }
 
 static void put(unsigned number, uint64_t ino)

@@ -14,13 +14,14 @@ from tests.support.mounting import REPOSITORY
 
 ROOT = REPOSITORY
 PARTS = (
-    "fuse/_relay", "fuse/_counts", "fuse/_record", "fuse/_reply", "fuse/_resident",
+    "fuse/_relay", "fuse/_counts", "fuse/_record", "fuse/_reply", "fuse/_resident", "fuse/_items",
     "fuse/_tier_files", "fuse/_nonresident", "fuse/_pool", "fuse/_backed", "fuse/_table",
     "fuse/_journal", "fuse/_absent_xattrs", "engine/_waiting", "engine/_misses",
     "engine/_miss_entries", "engine/_small_file", "engine/_layout", "engine/_names",
 )  # fmt: skip
 MEMORY = (
-    "fuse/_table", "fuse/_resident", "fuse/_tier_files", "fuse/_counts", "fuse/_journal",
+    "fuse/_table", "fuse/_resident", "fuse/_items", "fuse/_tier_files", "fuse/_counts",
+    "fuse/_journal",
 )  # fmt: skip
 REQUESTS = 20_000
 
@@ -69,10 +70,16 @@ def test_all_threads_at_once(tmp_path: Path, tier: Path, sanitizers: str) -> Non
     run(build(tmp_path, "stress", f"-fsanitize={sanitizers}"), tier, REQUESTS)
 
 
+def test_the_table_of_resident_files(tmp_path: Path, tier: Path) -> None:
+    """It answers what a plain one would, and takes as many files as it should, again and again."""
+    program = build(tmp_path, "residents", "-fsanitize=address,undefined", parts=MEMORY[:5])
+    run(program, tier, 10 * REQUESTS)
+
+
 @SANITIZERS
 def test_records_that_are_written_over(tmp_path: Path, tier: Path, sanitizers: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
-    parts = ("fuse/_reply", "fuse/_record", *MEMORY[:4])
+    parts = ("fuse/_reply", "fuse/_record", *MEMORY[:5])
     flags = (f"-fsanitize={sanitizers}", "-Dsplice=splice_at_once")
     run(build(tmp_path, "records", *flags, parts=parts), tier, REQUESTS // 10)
 
@@ -90,7 +97,7 @@ def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, 
 @SANITIZERS
 def test_threads_of_a_pool_while_some_hang(tmp_path: Path, sanitizers: str) -> None:
     """Each task is run once, or was withdrawn before; those that hang are not counted."""
-    parts = ("fuse/_pool", "fuse/_reply", "fuse/_record", *MEMORY[:4])
+    parts = ("fuse/_pool", "fuse/_reply", "fuse/_record", *MEMORY[:5])
     run(build(tmp_path, "pool", f"-fsanitize={sanitizers}", parts=parts), REQUESTS // 20)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import signal
 import struct
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from monarchfs.fs.freshness import FOREVER_SECONDS
 from monarchfs.fs.tree import Entry
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.session import hooks
@@ -25,7 +27,8 @@ from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, r
 PARENTS = st.integers(1, 2)
 NAMES = st.sampled_from([b"a", b"b", b"\xff", b"n" * 255])
 INOS = st.integers(10, 13)
-SECONDS = st.sampled_from([0.0, 1e-4, 365 * 86_400.0])
+SECONDS = st.sampled_from([0.0, 1e-4, 364 * 86_400.0, FOREVER_SECONDS])
+FOREVER = (math.inf, math.inf)
 ENTRY_BYTES = 128
 
 library = ctypes.CDLL(hooks.__file__)
@@ -63,7 +66,8 @@ class TableMachine(RuleBasedStateMachine):
     def put(self, parent: int, name: bytes, ino: int, seconds: float) -> None:
         before = time.monotonic()
         hooks.names_put(parent, name, seconds, node_of(ino))
-        self.known[parent, name] = (ino, before + seconds, time.monotonic() + seconds)
+        times = (before + seconds, time.monotonic() + seconds)
+        self.known[parent, name] = (ino, *(FOREVER if seconds == FOREVER_SECONDS else times))
 
     @rule(parent=PARENTS, name=NAMES)
     def forget(self, parent: int, name: bytes) -> None:
@@ -92,7 +96,10 @@ class TableMachine(RuleBasedStateMachine):
         assert before <= most
         number, _, seconds, _, rest_ns, _ = struct.unpack_from("=QQQQII", answer)
         assert number == ino
-        assert least - after <= seconds + rest_ns / 1e9 <= most - before + 1e-6
+        if least == math.inf:
+            assert (seconds, rest_ns) == (FOREVER_SECONDS, 0)
+        else:
+            assert least - after <= seconds + rest_ns / 1e9 <= most - before + 1e-6
         assert answer[40:] == fast_path._entry(Entry(node_of(ino), 0.0, 0.0))[40:]
 
     def teardown(self) -> None:

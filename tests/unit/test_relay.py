@@ -430,10 +430,9 @@ def segments(directory: Path) -> None:
         spoil(bad.path)
         threads.put(bad)
         threads.read_by_python(ino)
-    size = len(files[11].data)
-    place = (3, bytes(16), 0, size, ALWAYS, False, number)
-    assert not hooks.resident_put(30, *place, (1 << 63) - size)
-    assert hooks.resident_put(30, *place, (1 << 63) - size - 1)
+    place = (3, bytes(16), 0, len(files[11].data), ALWAYS, False, number)
+    assert not hooks.resident_put(30, *place, 1 << 32)
+    assert hooks.resident_put(30, *place, (1 << 32) - 1)
     threads.read_by_python(30)
     while len(threads.kept_open()) > 1:
         hooks.resident_stop(30)
