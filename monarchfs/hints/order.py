@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 from monarchfs.hints.client import JobMount, find_mount, quietly
@@ -22,19 +22,22 @@ Path = str | os.PathLike[str]
 
 THREAD = "monarchfs hints"
 
-_PART = 10_000
-"""So many names are sent together."""
+_PART = 1000
+"""So many names are sent together. Meanwhile other threads of the job may have to wait: 1 ms."""
+
+_JOB = os.urandom(4).hex()
+"""Processes in containers may have the same number, and share a mount."""
 
 
 def announce(sampler: Iterable[Item], files: Sequence[Path]) -> Announced[Item]:
     """A sampler that draws the same. ``files[i]`` is the file of index i. What it draws may also be
     lists of indices: a batch sampler."""
-    return Announced(sampler, lambda drawn: (files[i] for i in _indices(drawn)))
+    return Announced(sampler, files)
 
 
 def announce_files(files: Iterable[Path], stream: str | None = None) -> None:
-    """These files will be read in this order: the shards of webdataset, the file list of tf.data or
-    DALI. It takes the place of what was announced for the same ``stream`` (by default, for this
+    """These files will be read in this order: an epoch of tf.data or DALI, shards of webdataset.
+    It takes the place of what was announced for the same ``stream`` (by default, for this
     process). Returns at once."""
     _send(list(files), _stream() if stream is None else stream)
 
@@ -42,11 +45,9 @@ def announce_files(files: Iterable[Path], stream: str | None = None) -> None:
 class Announced(Generic[Item]):
     """``sampler``, which announces each epoch when it is drawn. All else is the sampler's own."""
 
-    def __init__(
-        self, sampler: Iterable[Item], files_of: Callable[[Sequence[Item]], Iterable[Path]]
-    ) -> None:
+    def __init__(self, sampler: Iterable[Item], files: Sequence[Path]) -> None:
         self._sampler = sampler
-        self._files_of = files_of
+        self._files = files
 
     def __iter__(self) -> Iterator[Item]:
         # Drawn when the first item is asked for, as by a generator: that keeps the state of random
@@ -54,9 +55,11 @@ class Announced(Generic[Item]):
         if not hasattr(self._sampler, "__len__"):
             yield from self._sampler  # it may have no end
             return
-        drawn = list(self._sampler)
-        _send(self._files_of(drawn), f"{_stream()} {id(self)}")
-        yield from drawn
+        # Some that have a length have no end either: theirs is that of an epoch.
+        draws, length = iter(self._sampler), max(1, len(self))
+        while drawn := list(islice(draws, length)):
+            _send((self._files[i] for i in _indices(drawn)), f"{_stream()} {id(self)}")
+            yield from drawn
 
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
@@ -69,7 +72,7 @@ class Announced(Generic[Item]):
 
 
 def _stream() -> str:
-    return f"pid {os.getpid()}"
+    return f"{_JOB} pid {os.getpid()}"
 
 
 def _indices(drawn: Sequence[Any]) -> Iterator[int]:
@@ -82,9 +85,10 @@ def _indices(drawn: Sequence[Any]) -> Iterator[int]:
 
 def _send(files: Iterable[Path], stream: str) -> None:
     """Send the list in a thread. At the end of the process nobody waits for that."""
-    send = partial(_send_now, files, stream)
-    thread = threading.Thread(target=quietly, args=("orders", send), name=THREAD, daemon=True)
-    quietly("orders", thread.start)
+    # Also if the last one failed: the mount may have been starting a worker, for example.
+    send = partial(quietly, "orders", partial(_send_now, files, stream), again=True)
+    thread = threading.Thread(target=send, name=THREAD, daemon=True)
+    quietly("orders", thread.start, again=True)
 
 
 def _send_now(files: Iterable[Path], stream: str) -> None:
@@ -94,16 +98,10 @@ def _send_now(files: Iterable[Path], stream: str) -> None:
     if first is not None and mount is not None:
         with mount.connect() as connection:
             request = {"command": "order", "stream": stream}
-            connection.send_list(request, _parts(mount, first, rest))
+            connection.send_list(request, _parts(mount, chain([first], rest)))
 
 
-def _parts(mount: JobMount, first: Path, rest: Iterator[Path]) -> Iterator[bytes]:
+def _parts(mount: JobMount, files: Iterator[Path]) -> Iterator[bytes]:
     """What lies in the mount, as the daemon takes it."""
-    part: list[bytes] = []
-    for path in chain([first], rest):
-        if (name := mount.below(path)) is not None:
-            part.append(os.fsencode(name))
-        if len(part) >= _PART:
-            yield b"\0".join(part) + b"\0"
-            part.clear()
-    yield b"\0".join(part)
+    while part := list(islice(files, _PART)):
+        yield mount.names(part) + b"\0"
