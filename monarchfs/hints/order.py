@@ -30,8 +30,8 @@ _JOB = os.urandom(4).hex()
 
 
 def announce(sampler: Iterable[Item], files: Sequence[Path]) -> Announced[Item]:
-    """A sampler that draws the same. ``files[i]`` is the file of index i. What it draws may also be
-    lists of indices: a batch sampler."""
+    """A sampler that draws the same, an epoch at once. ``files[i]`` is the file of index i. What it
+    draws may also be lists of indices: a batch sampler."""
     return Announced(sampler, files)
 
 
@@ -43,11 +43,12 @@ def announce_files(files: Iterable[Path], stream: str | None = None) -> None:
 
 
 class Announced(Generic[Item]):
-    """``sampler``, which announces each epoch when it is drawn. All else is the sampler's own."""
+    """``sampler``, which announces each epoch when it is drawn. All else is the sampler's own, its
+    class too: Lightning and Accelerate do other things with one that is no DistributedSampler."""
 
     def __init__(self, sampler: Iterable[Item], files: Sequence[Path]) -> None:
-        self._sampler = sampler
-        self._files = files
+        # Anything else that is set is set of the sampler.
+        self.__dict__.update(_sampler=sampler, _files=files)
 
     def __iter__(self) -> Iterator[Item]:
         # Drawn when the first item is asked for, as by a generator: that keeps the state of random
@@ -64,11 +65,21 @@ class Announced(Generic[Item]):
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
 
+    @property
+    def __class__(self) -> type:
+        return type(self._sampler)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Announced, (self._sampler, self._files)
+
     def __getattr__(self, name: str) -> Any:
-        # Such as set_epoch of a distributed sampler. Copies ask before there is a sampler.
-        if name.startswith("__") or "_sampler" not in self.__dict__:
+        # Such as set_epoch of a distributed sampler.
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._sampler, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._sampler, name, value)
 
 
 def _stream() -> str:

@@ -60,6 +60,8 @@ def test_without_a_mount_it_draws_the_same(files: list[str]) -> None:
     sampler.set_epoch(2)
     assert list(sampler) == [2, 3, 4, 0, 1]
     assert sampler.epoch == 2
+    sampler.epoch = 3
+    assert list(sampler) == [3, 4, 0, 1, 2]
     assert not hasattr(sampler, "nothing")
 
 
@@ -94,8 +96,13 @@ def test_a_copy_is_such_a_sampler(copied: Callable[[Any], Any], files: list[str]
     """As frameworks make them that start processes."""
     sampler = copied(hints.announce(Sampler(), files))
     sampler.set_epoch(1)
-    assert isinstance(sampler, hints.Announced)
+    assert type(sampler) is hints.Announced
     assert list(sampler) == [1, 2, 3, 4, 0]
+
+
+def test_who_asks_for_the_class_is_told_that_of_the_sampler(files: list[str]) -> None:
+    """Lightning would divide what a DistributedSampler draws among the processes once more."""
+    assert isinstance(hints.announce(Sampler(), files), Sampler)
 
 
 def test_nothing_is_drawn_before_it_is_asked_for(files: list[str]) -> None:
