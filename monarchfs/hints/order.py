@@ -46,6 +46,9 @@ class Announced(Generic[Item]):
     """``sampler``, which announces each epoch when it is drawn. All else is the sampler's own, its
     class too: Lightning and Accelerate do other things with one that is no DistributedSampler."""
 
+    _sampler: Iterable[Item]
+    _files: Sequence[Path]
+
     def __init__(self, sampler: Iterable[Item], files: Sequence[Path]) -> None:
         # Anything else that is set is set of the sampler.
         self.__dict__.update(_sampler=sampler, _files=files)
@@ -65,7 +68,7 @@ class Announced(Generic[Item]):
     def __len__(self) -> int:
         return len(self._sampler)  # type: ignore[arg-type]
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._sampler)
 
