@@ -118,7 +118,7 @@ def test_a_loader_reads_what_was_fetched_ahead(work: Bench, module: str, job: st
     missing = 1 - files["resident"] / known
     assert 0.4 < missing < 0.6
     assert window["hits"] >= 0.6 * EPOCHS * missing * known
-    assert window["orders_given_up"] == 0
+    assert (window["orders_given_up"], window["orders_learned"]) == (0, 0)
     read = status["source_io"]["read_bytes"] - window["wasted_bytes"] - window["used_bytes"]
     assert read <= 1.02 * (1 + (EPOCHS - 1) * missing) * size
     assert window["wasted_bytes"] <= 0.05 * size
