@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from monarchfs.prefetch.order import FIRST_BYTES
 from tests.hints import jobs
 from tests.support.mounting import REPOSITORY, Bench, requires_mounts
 
@@ -121,7 +122,8 @@ def test_a_loader_reads_what_was_fetched_ahead(work: Bench, module: str, job: st
     assert (window["orders_given_up"], window["orders_learned"]) == (0, 0)
     read = status["source_io"]["read_bytes"] - window["wasted_bytes"] - window["used_bytes"]
     assert read <= 1.02 * (1 + (EPOCHS - 1) * missing) * size
-    assert window["wasted_bytes"] <= 0.05 * size
+    # A list may arrive after its first files were opened. They are fetched in vain, up to that.
+    assert window["wasted_bytes"] <= EPOCHS * FIRST_BYTES
 
 
 def test_the_order_of_a_reader_that_shuffles_is_learned(work: Bench) -> None:
