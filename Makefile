@@ -97,8 +97,8 @@ bench: $(STAMP) $(if $(ARGS),,frameworks-or-not bench-packages-or-not)
 bench-full: $(STAMP) frameworks-or-not bench-packages-or-not
 	@$(BIN)/python -m bench.run --full $(ARGS)
 
-# PyTorch, TensorFlow and DLIO for the measurements with real loaders, apart from the rest: they need
-# 3 GB. An interrupted installation is taken up where it ended. pip's own settings (PIP_FIND_LINKS,
+# PyTorch, TensorFlow, DALI and DLIO for measurements and tests with real loaders, apart from the rest:
+# they need 4 GB. An interrupted installation is taken up where it ended. pip's own settings (PIP_FIND_LINKS,
 # PIP_EXTRA_INDEX_URL) may point to a torch built for processors alone, which saves another 3 GB.
 FRAMEWORKS := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS)/.installed
@@ -110,14 +110,14 @@ frameworks-or-not:
 
 $(FRAMEWORKS_STAMP): bench/frameworks.txt bench/frameworks-bare.txt
 	@$(MAKE) --no-print-directory packages PACKAGES="openmpi-bin libopenmpi3 python3-venv"
-	@echo "installing PyTorch, TensorFlow and DLIO into $(FRAMEWORKS): a few minutes and 3 GB"
+	@echo "installing PyTorch, TensorFlow, DALI and DLIO into $(FRAMEWORKS): a few minutes and 4 GB"
 	@test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--requirement bench/frameworks.txt
 	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--requirement bench/frameworks-bare.txt
 	@log=$$(mktemp); TF_CPP_MIN_LOG_LEVEL=3 $(FRAMEWORKS)/bin/python -c \
-		'import h5py, mpi4py.MPI, pyarrow, tensorflow, torch, webdataset, dlio_benchmark.main' \
+		'import h5py, mpi4py.MPI, nvidia.dali, pyarrow, tensorflow, torch, webdataset, dlio_benchmark.main' \
 		2>$$log || { cat $$log >&2; rm -f $$log; exit 1; }; rm -f $$log
 	@du -sh $(FRAMEWORKS)
 	@touch $@

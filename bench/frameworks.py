@@ -22,7 +22,7 @@ def program(name: str) -> str:
     """The path of a program of the environment; Unusable where it was not installed."""
     path = ENVIRONMENT / "bin" / name
     if not path.exists():
-        raise Unusable(f"{name} of the frameworks is missing: run make frameworks (3 GB)")
+        raise Unusable(f"{name} of the frameworks is missing: run make frameworks (4 GB)")
     return str(path)
 
 

@@ -34,6 +34,7 @@ MEASUREMENTS = {
     ),
     "sharing": Measurement("bench.sharing", "nodes that share what they have", 3, 8),
     "order": Measurement("bench.order", "epochs that do not fit, by announced order", 6, 25),
+    "announced": Measurement("bench.announced", "PyTorch and webdataset, order announced", 3, 5),
     "nodes": Measurement("bench.nodes", "3 and 8 nodes with links of their own, faults", 3, 8),
     "scale": Measurement("bench.scale", "owners on 3 to 4,096 nodes, simulated", 1, 1),
     "bricks": Measurement("bench.bricks", "a GlusterFS that dies under nodes that share", 1, 2),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
+import pickle
 import queue
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +60,49 @@ def test_without_a_mount_it_draws_the_same(files: list[str]) -> None:
     sampler.set_epoch(2)
     assert list(sampler) == [2, 3, 4, 0, 1]
     assert sampler.epoch == 2
+    sampler.epoch = 3
+    assert list(sampler) == [3, 4, 0, 1, 2]
     assert not hasattr(sampler, "nothing")
 
 
 def test_a_sampler_without_an_end_is_left_alone(files: list[str]) -> None:
     sampler = hints.announce(itertools.cycle([1, 2]), files)
     assert list(itertools.islice(sampler, 3)) == [1, 2, 1]
+
+
+class Endless(Sampler):
+    """Its length is that of an epoch."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from itertools.cycle([4, 2, 0, 1, 3, 3, 2, 1, 0, 4])
+
+
+def test_a_sampler_that_has_a_length_and_no_end_announces_each_epoch(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
+    monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
+    drawn = iter(hints.announce(Endless(), files))
+    assert list(itertools.islice(drawn, 5)) == [4, 2, 0, 1, 3]
+    assert mount.lists.get(timeout=30) == b"4\x002\x000\x001\x003\x00"
+    assert next(drawn) == 3
+    assert mount.lists.get(timeout=30) == b"3\x002\x001\x000\x004\x00"
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))]
+)
+def test_a_copy_is_such_a_sampler(copied: Callable[[Any], Any], files: list[str]) -> None:
+    """As frameworks make them that start processes."""
+    sampler = copied(hints.announce(Sampler(), files))
+    sampler.set_epoch(1)
+    assert type(sampler) is hints.Announced
+    assert list(sampler) == [1, 2, 3, 4, 0]
+
+
+def test_who_asks_for_the_class_is_told_that_of_the_sampler(files: list[str]) -> None:
+    """Lightning would divide what a DistributedSampler draws among the processes once more."""
+    assert isinstance(hints.announce(Sampler(), files), Sampler)
 
 
 def test_nothing_is_drawn_before_it_is_asked_for(files: list[str]) -> None:
@@ -80,10 +119,13 @@ def test_nothing_is_drawn_before_it_is_asked_for(files: list[str]) -> None:
     assert drawn
 
 
-def test_a_mount_that_fails_is_reported_once(
+def test_a_mount_that_fails_is_reported_once_and_asked_again(
     files: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    asked = []
+
     def fail(_path: object) -> JobMount | None:
+        asked.append(1)
         raise OperationError("the daemon is gone")
 
     monkeypatch.setattr(order_module, "find_mount", fail)
@@ -93,6 +135,7 @@ def test_a_mount_that_fails_is_reported_once(
             assert list(sampler) == [0, 1, 2, 3, 4]
             await_threads()
     assert len(caplog.records) == 1
+    assert len(asked) == 3
 
 
 class FakeMount(JobMount):
@@ -121,6 +164,6 @@ def test_what_was_drawn_is_sent_in_its_order(
     monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
     files[3] = "/elsewhere"
     assert list(hints.announce([[2, 1], [3, 0]], files)) == [[2, 1], [3, 0]]
-    assert mount.lists.get(timeout=30) == b"2\x001\x000"
+    assert mount.lists.get(timeout=30) == b"2\x001\x000\x00"
     hints.announce_files(files)
-    assert mount.lists.get(timeout=30) == b"0\x001\x002\x004"
+    assert mount.lists.get(timeout=30) == b"0\x001\x002\x004\x00"
