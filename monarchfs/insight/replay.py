@@ -88,6 +88,9 @@ class SimulatedNode:
     def is_foreign(self, ino: int) -> bool:
         return False
 
+    def awaited(self, ino: int) -> bool:
+        return False
+
     def open(self, ino: int, size: int) -> float:
         """The share of the file that is local; a copy is made of what is not, if it fits."""
         if ino in self._at:

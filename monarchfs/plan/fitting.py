@@ -78,6 +78,9 @@ class _NoBooks:
     def is_foreign(self, ino: int) -> bool:
         return False
 
+    def awaited(self, ino: int) -> bool:
+        return False
+
 
 def fit(
     files: Iterable[tuple[int, int]], rooms: Sequence[PlannedTier], reserve_percent: float

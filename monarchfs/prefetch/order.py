@@ -91,6 +91,11 @@ class Order:
         """How many names were taken, or files found, that nobody has come to."""
         return self._taken - self._read_to
 
+    @property
+    def sees_far(self) -> bool:
+        """Whether enough of it was taken to tell what it does not need for long."""
+        return self.ahead >= LAG // 2 or self._at >= len(self._names)
+
     def take(self, most: int) -> list[bytes]:
         """The next names, unless LAG files were found already that nobody has come to."""
         names: list[bytes] = []
@@ -135,6 +140,10 @@ class Order:
         """It is fetched now. The order ``wants`` it."""
         self.fetched[node.ino] = node
         self.fetched_bytes += node.stat.size
+
+    def awaits(self, ino: int) -> bool:
+        """Whether it is one of the next files: others should go from this node before it."""
+        return ino in self._places and not self.suspended
 
     def takes_back(self, ino: int) -> bool:
         """It was not fetched after all. Whether the order ``wants`` it now."""

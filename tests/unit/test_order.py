@@ -195,3 +195,23 @@ def test_what_was_opened_is_not_wanted_any_more() -> None:
     order.opened(second.ino, SIZE, 0.0)
     assert order.ended
     assert order.fetched_bytes == 0
+
+
+def test_what_comes_next_is_awaited_until_it_was_opened_or_nobody_reads_on() -> None:
+    names = LAG + 100
+    order = order_of(range(1, names + 1))
+    order.found([node(int(name)) for name in order.take(10)])
+    assert not order.sees_far
+    while taken := order.take(32):
+        order.found([node(int(name)) for name in taken])
+    assert order.sees_far
+    assert order.awaits(1001)
+    assert order.awaits(1000 + LAG)
+    assert not order.awaits(1000 + names)  # not taken yet
+    order.opened(1001, SIZE, 0.0)
+    assert not order.awaits(1001)
+    assert order.awaits(1002)
+    order.suspend()
+    assert not order.awaits(1002)
+    order.opened(1002, SIZE, 0.0)
+    assert order.awaits(1003)
