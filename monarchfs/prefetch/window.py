@@ -79,6 +79,8 @@ class Window:
         read, even if nobody called ``opened``; ``evicts``: files may have to go for others."""
         self.size = size
         self.orders: dict[str, Order] = {}
+        self.dropped: Callable[[str], None] = lambda name: None
+        """Is told of each announced order that is over, and of each that is to be announced."""
         self._given_up = self._times_learned = 0
         self._learned = LearnedOrder()
         self._files = files
@@ -96,7 +98,9 @@ class Window:
         self._news = trio.lowlevel.ParkingLot()
         jobs.observers.append(self._stepped)
 
-    def announce(self, name: str, names: bytes, exited: Callable[[], bool]) -> None:
+    def announce(
+        self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool = False
+    ) -> None:
         """Files will be read in this order (see ``Order``). It takes the place of what was
         announced under the same ``name``, and of what was learned. Raises OperationError. No
         checkpoint."""
@@ -108,7 +112,7 @@ class Window:
             raise OperationError("the orders that this mount was told of take too much memory")
         while len(self.orders) >= MOST_ORDERS:
             self._drop(next(iter(self.orders)))
-        self._follow(name, Order(names, exited))
+        self._follow(name, Order(names, exited, begun=begun))
 
     def _follow(self, name: str, order: Order) -> None:
         order.opened_at = trio.current_time()
@@ -235,7 +239,7 @@ class Window:
             return
         path = directory.path + b"/" + node.name if directory.path else node.name
         fetched = list(order.fetched)
-        if name == LEARNED or not order.seek(path):
+        if name == LEARNED or not order.seek(path, node.ino):
             what = "order of before" if name == LEARNED else "announced order"
             log.info("the %s is given up: files are read in another one", what)
             self._given_up += 1
@@ -249,6 +253,8 @@ class Window:
             self._give_up(list(order.fetched))
         if name == LEARNED:
             self._learned.lost()
+        else:
+            self.dropped(name)
 
     def _forget_opened(self) -> None:
         """Whoever opened them did not wait for the window: what it has of them came too late."""

@@ -62,6 +62,7 @@ from monarchfs.worker.opening import (
     safe,
 )
 from monarchfs.worker.recording import Recordings
+from monarchfs.worker.said import Said
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
@@ -241,6 +242,8 @@ class Parts:
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
         self.cache.lookup.awaited = self.window.awaits
+        self.said = Said(self._state_dir, bootstrap.mount_ns)
+        self.announcing = Announcing(self.window if relays else None, self.said, nursery)
         self.commands = Commands(
             self.tree,
             self.cache,
@@ -257,7 +260,7 @@ class Parts:
                 "record": Recordings(
                     fuse_session.hooks, self.index, partial(_facts, self), relays=relays
                 ).answer,
-                "order": Announcing(self.window if relays else None, nursery).answer,
+                "order": self.announcing.answer,
             },
         )
         if relays:
