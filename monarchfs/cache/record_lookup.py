@@ -16,10 +16,11 @@ MOST_NAMES = 1_000
 
 
 class RecordLookup:
-    """Constant: its parts, which others change. Changing: ``owns``, whether this node owns some of
-    a replica, by its name and size (None: nodes do not share, or each keeps what it can); where the
-    last search for any replica of a tier ended, and for foreign ones; how many names in turn were
-    no foreign ones'; the tiers that have none."""
+    """Constant: its parts, which others change; ``awaited``, which tells whether a file is about to
+    be opened. Changing: ``owns``, whether this node owns some of a replica, by its name and size
+    (None: nodes do not share, or each keeps what it can); where the last search for any replica of
+    a tier ended, and for foreign ones; how many names in turn were no foreign ones'; the tiers that
+    have none."""
 
     def __init__(
         self, index: Index, opened: Container[int], busy: Container[int], readers: Readers
@@ -31,6 +32,7 @@ class RecordLookup:
         self._busy = busy
         self._readers = readers
         self.owns: Callable[[bytes, int], bool] | None = None
+        self.awaited: Callable[[int], bool] = lambda ino: False
         self._after: dict[int, bytes] = {}
         self._foreign_after: dict[int, bytes] = {}
         self._own_in_turn: dict[int, int] = {}

@@ -116,6 +116,8 @@ class Records:
         self._noticed: Callable[[int], None] = self._mark_outdated
         self.room_appeared: Callable[[], object] = lambda: None
         """Called when files that found no tier may find one now."""
+        self.weighed: Callable[..., object] = lambda weights, *, replace: None
+        """Called as ``weigh``, after it."""
         self._forget_pages: Callable[[int], object] = lambda ino: None
         self._holder: ReplicaHolder = NoHolder()
         self._open: dict[int, OpenReplica] = {}

@@ -54,6 +54,7 @@ class Rooms(Moves):
     def weigh(self, weights: Sequence[tuple[int, float]], *, replace: bool) -> None:
         """Users gave these files (number, weight) weights."""
         self._handle(Weighed(weights, replace))
+        self.weighed(weights, replace=replace)
 
     def reserve(self, node: Node, *, evicts: bool = True) -> Reservation | None:
         """Room for a replica of ``node``; None (and a reason) where there is none. A partial

@@ -139,21 +139,30 @@ TELLS_NUMBERS(misses_window_drop)
 
 ASKS_OF_TWO(misses_exclude, bool_of, "Kp", unsigned long long, int)
 
-/* Begins to read files, into the window where they have a time. Those of which it does not. */
-static PyObject *begin(PyObject *given, PyObject *given_until, unsigned threads)
+typedef void begin_reading(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads,
+			   bool *begun);
+
+/* Begins to read files: (their numbers, the times until which they are fresh, threads). Those of which it does not. */
+static PyObject *begin(begin_reading *read, PyObject *args)
 {
+	PyObject *given, *given_until;
+	unsigned threads;
+	if (!PyArg_ParseTuple(args, "O!O!I", &PyList_Type, &given, &PyList_Type, &given_until, &threads))
+		return NULL;
 	size_t count = (size_t)PyList_GET_SIZE(given);
-	uint64_t *inos = numbers_in(given), *until = inos && given_until ? numbers_in(given_until) : NULL;
-	bool *begun = until || (inos && !given_until) ? PyMem_Malloc(count + 1) : NULL;
+	if (count != (size_t)PyList_GET_SIZE(given_until)) {
+		PyErr_SetString(PyExc_ValueError, "each number has a time");
+		return NULL;
+	}
+	uint64_t *inos = numbers_in(given), *until = inos ? numbers_in(given_until) : NULL;
+	bool *begun = until ? PyMem_Malloc(count + 1) : NULL;
 	PyObject *refused = NULL;
-	if (begun && given_until)
-		misses_window(inos, (int64_t *)until, count, threads, begun);
-	else if (begun)
-		misses_fetch(inos, count, threads, begun);
-	else if (!PyErr_Occurred())
-		PyErr_NoMemory();
-	if (begun)
+	if (begun) {
+		read(inos, (int64_t *)until, count, threads, begun);
 		refused = PyList_New(0);
+	} else if (!PyErr_Occurred()) {
+		PyErr_NoMemory();
+	}
 	for (size_t n = 0; refused && n < count; n++)
 		if (!begun[n] && PyList_Append(refused, PyList_GET_ITEM(given, (Py_ssize_t)n)) < 0)
 			Py_CLEAR(refused);
@@ -165,23 +174,12 @@ static PyObject *begin(PyObject *given, PyObject *given_until, unsigned threads)
 
 static PyObject *py_misses_fetch(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	PyObject *given;
-	unsigned threads;
-	if (!PyArg_ParseTuple(args, "O!I", &PyList_Type, &given, &threads))
-		return NULL;
-	return begin(given, NULL, threads);
+	return begin(misses_fetch, args);
 }
 
 static PyObject *py_misses_window(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	PyObject *given, *given_until;
-	unsigned threads;
-	if (!PyArg_ParseTuple(args, "O!O!I", &PyList_Type, &given, &PyList_Type, &given_until, &threads))
-		return NULL;
-	if (PyList_GET_SIZE(given_until) == PyList_GET_SIZE(given))
-		return begin(given, given_until, threads);
-	PyErr_SetString(PyExc_ValueError, "each number has a time");
-	return NULL;
+	return begin(misses_window, args);
 }
 
 TELLS_NUMBER(misses_window_limit)

@@ -28,7 +28,7 @@ struct entry {
 	unsigned answering; /* threads that are answering with it */
 	unsigned generation; /* of the directory */
 	struct miss_replica replica;
-	int64_t fresh_until_ns; /* of its bytes in the window */
+	int64_t fresh_until_ns; /* until then an open need not ask the source for the version */
 	uint16_t directory;
 	uint8_t state;
 	bool shared; /* other nodes may have it, as `replica` */

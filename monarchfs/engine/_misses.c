@@ -4,8 +4,7 @@
  * READING in one, or has its bytes in memory:
  *
  *   request  REMOTE, AHEAD, WINDOW, QUEUED, READING  bytes in memory
- *   OPEN     waits for a source thread               waits, too: each open compares the version; but not in
- *                                                    the window, as long as that is fresh
+ *   OPEN     waits for a source thread               is answered at once while the version is fresh, else waits
  *   READ     waits for a source thread               is answered at once
  *   fetch    REMOTE becomes AHEAD                    an event tells Python of them
  *   window   REMOTE becomes WINDOW                   nothing
@@ -399,8 +398,7 @@ static bool is_here(const struct entry *entry, const struct fuse_in_header *in)
 		return false;
 	if (in->opcode == FUSE_READ)
 		return true;
-	return entry->bytes->owner == OF_WINDOW && !entry->excluded && !entry->over &&
-	       is_open_for_reading(in + 1) && resident_fresh(entry->fresh_until_ns);
+	return !entry->excluded && !entry->over && is_open_for_reading(in + 1) && resident_fresh(entry->fresh_until_ns);
 }
 
 /* Answer it from memory; false if an open has to be left to Python. `source_lock` is released meanwhile. */
@@ -443,10 +441,12 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 /* -- for Python */
 
 /* Under `source_lock`. */
-static bool fetch(struct entry *entry)
+static bool fetch(struct entry *entry, int64_t fresh_until_ns)
 {
 	bool known = serving && entry && miss_directory_of(entry) && !entry->excluded && !entry->over &&
 		     !entry->wanted;
+	if (known)
+		entry->fresh_until_ns = fresh_until_ns;
 	if (!known || entry->told)
 		return known;
 	struct miss_event *event = entry->wanted = malloc(sizeof(*event));
@@ -462,12 +462,12 @@ static bool fetch(struct entry *entry)
 	return true;
 }
 
-void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *begun)
+void misses_fetch(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun)
 {
 	pthread_mutex_lock(&source_lock);
 	ahead_threads.most = threads;
 	for (size_t n = 0; n < count; n++)
-		begun[n] = fetch(*miss_place_of(inos[n]));
+		begun[n] = fetch(*miss_place_of(inos[n]), fresh_until_ns[n]);
 	pthread_mutex_unlock(&source_lock);
 }
 

@@ -124,8 +124,9 @@ void misses_forget_all(void);
 /* Python wants all of each file, whether or not anybody asked for it. At most `threads` threads read them, not
  * the threads that readers wait for. One event tells of each, with its bytes or why there are none; none does
  * where `begun` is set to false, or `misses_exclude` ended the fetch. A reader who asks meanwhile is answered
- * from the same read. */
-void misses_fetch(const uint64_t *inos, size_t count, unsigned threads, bool *begun);
+ * from the same read. Until `fresh_until_ns` of each (see resident_fresh), an open of bytes that are here need not ask
+ * the source for the version. */
+void misses_fetch(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun);
 
 /* A reader waits for these files that are to be fetched: they are read like files that readers want. */
 void misses_hurry(const uint64_t *inos, size_t count);
@@ -150,8 +151,8 @@ struct miss_window {
 void misses_window_limit(size_t bytes);
 
 /* Read each file into the window, in this order, by at most `threads` threads, which have the source to themselves
- * with all others. No event tells of it, until it is opened. Until `fresh_until_ns` of each (see resident_fresh), an
- * open of what is in the window need not ask the source for the version. `begun`: whether it is there, or will be. */
+ * with all others. No event tells of it, until it is opened. `fresh_until_ns` as in misses_fetch. `begun`: whether it
+ * is there, or will be. */
 void misses_window(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun);
 
 /* Nobody will read these: give up what nobody has asked for. */

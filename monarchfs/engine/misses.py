@@ -172,10 +172,7 @@ class Misses:
     def fetch(self, nodes: Sequence[Node], threads: int) -> list[int]:
         """Have files for which there is room, and no replica, read by at most so many threads,
         behind all that readers wait for; ``served`` tells of each. Those of which it will not."""
-        has = self._hooks.misses_has
-        offered = [node.ino for node in nodes if has(node.ino) or self._put(node)]
-        refused = {node.ino for node in nodes}.difference(offered)
-        return [*refused, *self._hooks.misses_fetch(offered, threads)]
+        return self._begin(self._hooks.misses_fetch, nodes, threads, MOST_BYTES)
 
     def hurry(self, inos: list[int]) -> None:
         """Somebody waits for these, of what is to be fetched."""
@@ -185,6 +182,15 @@ class Misses:
         """Have files of up to ``most_bytes`` read into the window by at most so many threads, until
         a reader has opened, read and closed them. Those that are not. Their directories must be
         open (``unopened``)."""
+        return self._begin(self._hooks.misses_window, nodes, threads, most_bytes)
+
+    def _begin(
+        self,
+        read: Callable[[list[int], list[int], int], list[int]],
+        nodes: Sequence[Node],
+        threads: int,
+        most_bytes: int,
+    ) -> list[int]:
         has = self._hooks.misses_has
         offered = [
             node
@@ -194,7 +200,7 @@ class Misses:
         inos = [node.ino for node in offered]
         refused = {node.ino for node in nodes}.difference(inos)
         fresh_until = list(map(self._fresh_until, offered))
-        return [*refused, *self._hooks.misses_window(inos, fresh_until, threads)]
+        return [*refused, *read(inos, fresh_until, threads)]
 
     def window_drop(self, inos: list[int]) -> None:
         """Give up those of the window that nobody has opened."""

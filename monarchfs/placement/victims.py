@@ -31,6 +31,9 @@ class ReplicaLookup(Protocol):
     def evictable(self, ino: int) -> bool:
         """Whether the replica may go now: at rest, not open and not pinned."""
 
+    def awaited(self, ino: int) -> bool:
+        """Whether it is about to be opened: it does not go for another file."""
+
     def outdated(self, tier: int) -> Iterable[int]:
         """The replicas of the tier that nobody will open again: of versions that the source no
         longer has, and found ones. Must be cheap if there are none, because it is called for each
@@ -163,6 +166,9 @@ class Victims:
                 if ino in seen:
                     continue
                 seen.add(ino)
+                if reason is EvictionReason.POLICY and self._lookup.awaited(ino):
+                    self._policy.spared(tier, ino)
+                    continue
                 allocated_bytes = self.may_go(ino, tier)
                 if allocated_bytes is not None:
                     yield Victim(ino, allocated_bytes, reason)

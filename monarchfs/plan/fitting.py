@@ -79,6 +79,9 @@ class NoReplicas:
     def is_foreign(self, ino: int) -> bool:
         return False
 
+    def awaited(self, ino: int) -> bool:
+        return False
+
 
 def fit(
     files: Iterable[tuple[int, int]], rooms: Sequence[PlannedTier], reserve_percent: float

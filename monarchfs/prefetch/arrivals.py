@@ -267,7 +267,7 @@ class Arrivals:
         """Handle a file that a reader wanted."""
         ino = node.ino
         if served.data is None:
-            if served.opens:
+            if served.opens and not (ino in self._jobs.arriving or self._cache.resident(node)):
                 self._jobs.opened(ino)  # its bytes must be read again
         elif not node.outdated and self._jobs.arrives(ino):
             self._wait((node, served.data, None))

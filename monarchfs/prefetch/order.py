@@ -49,8 +49,12 @@ class Order:
     until one does again.
     """
 
-    def __init__(self, names: bytes, exited: Callable[[], bool] = lambda: False) -> None:
-        """``exited`` tells whether the process has that announced it, as far as that is known."""
+    def __init__(
+        self, names: bytes, exited: Callable[[], bool] = lambda: False, *, begun: bool = False
+    ) -> None:
+        """``exited`` tells whether the process has that announced it, as far as that is known.
+        ``begun``: readers may be anywhere in it, so nothing is fetched before an open, and the
+        first one that does not agree with its beginning shows where they are."""
         self._names = b"\0%s\0" % names.strip(b"\0")
         self._exited = exited
         self._at = 1
@@ -66,9 +70,9 @@ class Order:
         self._read: set[int] = set()
         self._read_to = 0
         self._looked_at = self._remote = 1
-        self._allowed = FIRST_BYTES
+        self._allowed = 0 if begun else FIRST_BYTES
         self._agreed_last = False
-        self._agreement = 1.0
+        self._agreement = LOST if begun else 1.0
         self._searches = self._since_search = 0
 
     def __len__(self) -> int:
@@ -90,6 +94,11 @@ class Order:
     def ahead(self) -> int:
         """How many names were taken, or files found, that nobody has come to."""
         return self._taken - self._read_to
+
+    @property
+    def sees_far(self) -> bool:
+        """Whether enough of it was taken to tell what it does not need for long."""
+        return self.ahead >= LAG // 2 or self._at >= len(self._names)
 
     def take(self, most: int) -> list[bytes]:
         """The next names, unless LAG files were found already that nobody has come to."""
@@ -135,6 +144,10 @@ class Order:
         """It is fetched now. The order ``wants`` it."""
         self.fetched[node.ino] = node
         self.fetched_bytes += node.stat.size
+
+    def awaits(self, ino: int) -> bool:
+        """Whether it is one of the next files: others should go from this node before it."""
+        return ino in self._places and not self.suspended
 
     def takes_back(self, ino: int) -> bool:
         """It was not fetched after all. Whether the order ``wants`` it now."""
@@ -235,13 +248,15 @@ class Order:
         self._agreed_last, self.suspended = False, True
         return given_up
 
-    def seek(self, name: bytes) -> bool:
-        """``strayed`` said so: go on behind this name. False if that was done too often. What was
+    def seek(self, path: bytes, ino: int) -> bool:
+        """``strayed`` said so: go on behind this file. False if that was done too often. What was
         fetched is in ``fetched`` until then."""
         self._agreement = (1 + LOST) / 2
-        at = self._names.find(b"\0%s\0" % name)
-        if at < 0:
-            return True  # somebody else reads it
+        name = path
+        if (at := self._names.find(b"\0%s\0" % name)) < 0:
+            name = b"/%d" % ino
+            if (at := self._names.find(b"\0%s\0" % name)) < 0:
+                return True  # somebody else reads it
         self._searches += 1
         if self._searches > MOST_SEARCHES:
             return False

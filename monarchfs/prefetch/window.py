@@ -9,23 +9,22 @@ here.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.engine.misses import Misses, WindowState
-from monarchfs.metrics import NS, Metrics
-from monarchfs.prefetch.fetch_threads import FetchThreads
-from monarchfs.prefetch.governor import Governor
+from monarchfs.engine.misses import Misses
+from monarchfs.metrics import Metrics
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.learned_order import LearnedOrder
 from monarchfs.prefetch.named_files import NamedFiles, is_file
 from monarchfs.prefetch.order import Order
 from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.source import Source
-from monarchfs.system.memory import MemoryProbe
 from monarchfs.types import (
     Lane,
     Node,
@@ -54,24 +53,15 @@ LIMIT_SECONDS = 1.0
 IDLE_SECONDS = 600.0
 """An order of which nothing was opened for so long is dropped: its job has ended."""
 
-FIRST_DISTANCE = 16 << 20
-"""How far ahead of readers files are fetched, until one had to wait."""
-
-SHARE_OF_FILE = 4
-"""A file may take this part of the window; larger ones are left to readahead."""
-
-SHARE_OF_MEMORY = 4
-"""The window may take this part of the memory that is left."""
-
 NEAR_SECONDS = 0.0003
 """A source that gives a file within this time is not slower than the window."""
 
 
 class Window:
-    """Constant: its parts. Changing: ``orders``, by name, the newest last; ``limit_bytes``, what it
-    may take now; the order of opens (``_learned``); the distance and the threads; ``_to_tier``,
-    files that a tier may take, which are not stored yet or not opened; ``_refused``, those for
-    which there was no room after all."""
+    """Constant: its parts. Changing: ``size``; ``orders``, by name, the newest last; the order of
+    opens (``_learned``); ``_to_tier``, files that a tier may take, which are not stored yet or not
+    opened; ``_refused``, those for which there was no room after all, and when the last one was
+    found."""
 
     def __init__(
         self,
@@ -79,46 +69,38 @@ class Window:
         source: Source,
         cache: Cache,
         jobs: CopyJobs,
-        governor: Governor,
+        misses: Misses,
+        size: WindowSize,
         seen: Callable[[int], bool],
         *,
         evicts: bool,
     ) -> None:
-        """``governor`` hears of all reads, and says how much is allowed; ``seen``: whether a local
-        file was opened or read, even if nobody called ``opened``; ``evicts``: files may have to go
-        for others."""
+        """``misses`` reads files into the window; ``seen``: whether a local file was opened or
+        read, even if nobody called ``opened``; ``evicts``: files may have to go for others."""
+        self.size = size
         self.orders: dict[str, Order] = {}
-        self.limit_bytes = 0
+        self.dropped: Callable[[str], None] = lambda name: None
+        """Is told of each announced order that is over, and of each that is to be announced."""
         self._given_up = self._times_learned = 0
         self._learned = LearnedOrder()
-        self._misses: Misses | None = None
-        self._size = 0
         self._files = files
         self._source = source
         self._cache = cache
         self._jobs = jobs
-        self._governor = governor
+        self._misses = misses
         self._seen = seen
         self._evicts = evicts
-        self._threads = FetchThreads(1)
-        self._distance = FIRST_DISTANCE
         self._to_tier: set[int] = set()
         self._refused: set[int] = set()
+        self._refused_at = -math.inf
         self._lost: dict[Order, Node] = {}
         self._opened: list[int] = []
-        self._agreed = 0
-        self._counted = self._adapted = self._told = WindowState()
         self._news = trio.lowlevel.ParkingLot()
-        self._memory = MemoryProbe()
         jobs.observers.append(self._stepped)
 
-    def bind(self, misses: Misses, size: int, threads: int) -> None:
-        """``misses`` reads files into the window, which may take ``size`` bytes, by at most so many
-        threads. Without this there is no window."""
-        self._misses, self._size = misses, size
-        self._threads = FetchThreads(threads)
-
-    def announce(self, name: str, names: bytes, exited: Callable[[], bool]) -> None:
+    def announce(
+        self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool = False
+    ) -> None:
         """Files will be read in this order (see ``Order``). It takes the place of what was
         announced under the same ``name``, and of what was learned. Raises OperationError. No
         checkpoint."""
@@ -130,7 +112,7 @@ class Window:
             raise OperationError("the orders that this mount was told of take too much memory")
         while len(self.orders) >= MOST_ORDERS:
             self._drop(next(iter(self.orders)))
-        self._follow(name, Order(names, exited))
+        self._follow(name, Order(names, exited, begun=begun))
 
     def _follow(self, name: str, order: Order) -> None:
         order.opened_at = trio.current_time()
@@ -150,7 +132,7 @@ class Window:
         for order in agree:
             order.opened_at = trio.current_time()
             order.opened(ino, node.stat.size, order.opened_at)
-            self._agreed += not local
+            self.size.agreed += not local
         self._to_tier.discard(ino)
         self._opened.append(ino)
         if agree:
@@ -180,6 +162,11 @@ class Window:
                 if record is None or record.state is not ReplicaState.RESIDENT:
                     self._to_tier.discard(ino)
                     self._refused.add(ino)
+                    self._refused_at = trio.current_time()
+
+    def awaits(self, ino: int) -> bool:
+        """Whether it is one of the next files of an order."""
+        return any(order.awaits(ino) for order in self.orders.values())
 
     def count(self, metrics: Metrics) -> None:
         """Bring the metrics up to date."""
@@ -187,19 +174,7 @@ class Window:
         self._given_up = 0
         metrics.orders_learned += self._learned.times_learned - self._times_learned
         self._times_learned = self._learned.times_learned
-        if self._misses is None:
-            return
-        now, before = self._misses.window_state(), self._counted
-        self._counted = now
-        metrics.window_files += now.read - before.read
-        metrics.window_bytes += now.read_bytes - before.read_bytes
-        metrics.window_hits += now.hits - before.hits
-        metrics.window_hit_bytes += now.hit_bytes - before.hit_bytes
-        metrics.window_wasted_bytes += now.wasted_bytes - before.wasted_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._counted.bytes
+        self.size.count(metrics)
 
     # -- the task
 
@@ -208,18 +183,20 @@ class Window:
         limited, looked = -LIMIT_SECONDS, 0.0
         while True:
             if not self.orders:
-                self._set_limit(0)
+                self.size.set_limit(0)
                 await self._news.park()
                 limited = -LIMIT_SECONDS
             now = trio.current_time()
             if now - limited >= LIMIT_SECONDS:
                 limited = now
-                self._set_limit(self._room())
+                if self.size.look_for_room():
+                    for order in self.orders.values():
+                        self._misses.window_drop(list(order.fetched))
             if now - looked >= LOOK_SECONDS:
                 looked = now
                 self._look(now)
-                self._tell_governor(now)
-                self._adapt()
+                self.size.tell_governor(now)
+                self.size.adapt()
             moved = False
             for order in list(self.orders.values()):
                 moved |= await self._fetch_some(order)
@@ -227,27 +204,11 @@ class Window:
                 with trio.move_on_after(LOOK_SECONDS):
                     await self._news.park()
 
-    def _room(self) -> int:
-        state = WindowState() if self._misses is None else self._misses.window_state()
-        left = self._memory.read().available_bytes + state.bytes
-        return min(self._size, left // SHARE_OF_MEMORY)
-
-    def _set_limit(self, size: int) -> None:
-        if size == self.limit_bytes or self._misses is None:
-            return
-        self.limit_bytes = size
-        self._misses.window_limit(size)
-        if self._misses.window_state().bytes > 2 * size:
-            # Memory has become short. Files that nobody has opened are read when they are.
-            for order in self.orders.values():
-                self._misses.window_drop(list(order.fetched))
-
     @property
     def _distance_of_each(self) -> int:
-        most = max(self.limit_bytes, FIRST_DISTANCE)
-        allowed = max(FIRST_DISTANCE, int(min(self._distance, most) * self._governor.share))
-        followed = sum(not order.suspended for order in self.orders.values())
-        return allowed // max(1, followed)
+        return self.size.distance_of_each(
+            sum(not order.suspended for order in self.orders.values())
+        )
 
     def _look(self, now: float) -> None:
         """Find out how far the readers are."""
@@ -278,7 +239,7 @@ class Window:
             return
         path = directory.path + b"/" + node.name if directory.path else node.name
         fetched = list(order.fetched)
-        if name == LEARNED or not order.seek(path):
+        if name == LEARNED or not order.seek(path, node.ino):
             what = "order of before" if name == LEARNED else "announced order"
             log.info("the %s is given up: files are read in another one", what)
             self._given_up += 1
@@ -292,43 +253,20 @@ class Window:
             self._give_up(list(order.fetched))
         if name == LEARNED:
             self._learned.lost()
+        else:
+            self.dropped(name)
 
     def _forget_opened(self) -> None:
         """Whoever opened them did not wait for the window: what it has of them came too late."""
-        if self._opened and self._misses is not None:
+        if self._opened:
             self._misses.window_drop(self._opened)
         self._opened.clear()
 
     def _give_up(self, inos: list[int]) -> None:
         self._to_tier.difference_update(inos)
         self._refused.difference_update(inos)
-        if inos and self._misses is not None:
+        if inos:
             self._misses.window_drop(inos)
-
-    def _tell_governor(self, now: float) -> None:
-        if self._misses is None:
-            return
-        state, before = self._misses.window_state(), self._told
-        self._told = state
-        if files := state.read - before.read:
-            seconds = (state.took_ns - before.took_ns) / files / NS
-            size = (state.read_bytes - before.read_bytes) // files
-            self._governor.record(now, None, seconds, size, files)
-
-    def _adapt(self) -> None:
-        if self._misses is None:
-            return
-        now, before = self._misses.window_state(), self._adapted
-        files, hits = now.read - before.read, now.hits - before.hits
-        if files + self._agreed < BATCH:
-            return
-        late = self._agreed - hits + now.waited - before.waited
-        is_late = 16 * late > self._agreed
-        self._agreed, self._adapted = 0, now
-        if is_late:
-            self._distance = min(2 * self._distance, max(self.limit_bytes, FIRST_DISTANCE))
-        if files:
-            self._threads.adapt((now.took_ns - before.took_ns) / files / NS, late=is_late)
 
     # -- fetching
 
@@ -361,7 +299,12 @@ class Window:
         if not nodes:
             return []
         need, rooms = self._cache.usage.room_for(max(node.stat.size for node in nodes))
-        has_room = self._evicts or any(room.takes(need) for room in rooms)
+        evicts = False
+        if self._evicts:
+            # Looking for what may go takes long where most of it is to be opened, too.
+            evicts = order.sees_far and trio.current_time() >= self._refused_at + LIMIT_SECONDS
+            need *= len(nodes) + len(self._to_tier)  # for the last of them nothing may have to go
+        has_room = evicts or any(room.takes(need) for room in rooms)
         others = []
         for node in nodes:
             if has_room and self._jobs.keeps and self._cache.keeps(node):
@@ -374,7 +317,7 @@ class Window:
 
     async def _into_window(self, order: Order, nodes: Sequence[Node]) -> None:
         misses = self._misses
-        if misses is None or not nodes or not self.limit_bytes:
+        if not nodes or not self.size.limit_bytes:
             return
         if 0 < misses.source_seconds < NEAR_SECONDS:
             return
@@ -388,8 +331,7 @@ class Window:
         self._forget_opened()
         # Some may have been opened meanwhile. No checkpoint from here on.
         nodes = [node for node in nodes if order.wants(node.ino) and files.get(node.ino) is None]
-        largest = self.limit_bytes // SHARE_OF_FILE
-        refused = set(misses.window(nodes, self._threads.count, largest))
+        refused = set(misses.window(nodes, self.size.threads, self.size.most_of_file))
         for node in nodes:
             if node.ino not in refused:
                 order.fetch(node)

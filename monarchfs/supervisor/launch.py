@@ -25,10 +25,10 @@ from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
 from monarchfs.supervisor.identity import popen_as
 from monarchfs.supervisor.peer_server import PeerServer
-from monarchfs.supervisor.stacks import stat_fields
 from monarchfs.supervisor.storage import WORKER_LOG, open_log
 from monarchfs.supervisor.vital_signs import Activity
 from monarchfs.supervisor.worker_logging import WorkerLogging
+from monarchfs.system.process_stat import stat_fields
 from monarchfs.types import OperationError
 
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")

@@ -28,7 +28,8 @@ from monarchfs.fuse.mountinfo import (
     resolve_mountpoint,
 )
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
-from monarchfs.supervisor.registration import remove_registration, start_ticks
+from monarchfs.supervisor.registration import remove_registration
+from monarchfs.system.process_stat import start_ticks
 from monarchfs.types import OperationError
 
 _POLL_SECONDS = 0.02

@@ -17,7 +17,7 @@ from monarchfs.control.registration import (
 )
 from monarchfs.supervisor.channel import refuse_descriptors
 from monarchfs.supervisor.identity import acting_as
-from monarchfs.supervisor.stacks import stat_fields
+from monarchfs.system.process_stat import start_ticks
 from monarchfs.system.trusted import make_directories
 from monarchfs.types import OperationError, UsageError
 
@@ -135,13 +135,6 @@ def unlink_as(uid: int, path: str) -> None:
             os.unlink(path)
         except FileNotFoundError:
             pass
-
-
-def start_ticks(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot (proc_pid_stat(5), field 22); None if it is
-    dead."""
-    fields = stat_fields(pid)
-    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
 def _refuse_unsafe(path: str, st: os.stat_result) -> None:

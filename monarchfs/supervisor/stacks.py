@@ -8,16 +8,6 @@ _MOST_THREADS = 64
 _MOST_FRAMES = 12
 
 
-def stat_fields(pid: int, thread: int | None = None) -> list[bytes]:
-    """The fields of proc_pid_stat(5) from the third one, the state, on; empty for what is gone."""
-    path = f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat"
-    try:
-        with open(path, "rb") as file:
-            return file.read().rpartition(b") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
 def describe_threads(pid: int) -> list[str]:
     """A line for each thread: name, state, system call, and for root the kernel's stack
     (proc_pid_stack(5)). Empty for a process that is gone. Blocks for nothing."""

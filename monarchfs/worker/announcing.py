@@ -11,20 +11,28 @@ import trio
 from monarchfs.control import messages
 from monarchfs.control.peers import peer_pid
 from monarchfs.prefetch.window import MOST_NAME_BYTES, Window
+from monarchfs.system.process_stat import start_ticks
+from monarchfs.system.threads import run_sync
 from monarchfs.types import OperationError
+from monarchfs.worker.said import KeptOrder, Said
 
 SECONDS = 60.0
 """A client that needs longer for its list is sent away."""
 
 
 class Announcing:
-    """Constant: the window, None in safe mode; who waits for exits. Changing: by pid, the processes
-    that announced something and have not exited (``_alive``)."""
+    """Constant: the window, None in safe mode; what keeps orders for later workers; who waits for
+    exits. Changing: by pid, the processes that announced something and have not exited
+    (``_alive``)."""
 
-    def __init__(self, window: Window | None, nursery: trio.Nursery) -> None:
+    def __init__(self, window: Window | None, said: Said, nursery: trio.Nursery) -> None:
         self._window = window
+        self._said = said
         self._nursery = nursery
         self._alive: dict[int, trio.Event] = {}
+        self._one_at_a_time = trio.Lock()
+        if window is not None:
+            window.dropped = said.forget_order
 
     async def answer(self, request: Mapping[str, Any], stream: trio.SocketStream) -> dict[str, Any]:
         """Ask for the list, read it to its end, and announce it; the result. Raises
@@ -32,9 +40,12 @@ class Announcing:
         name = request.get("stream", "")
         if not isinstance(name, str) or len(name) > messages.MOST_NAME_BYTES:
             raise OperationError("'stream' must be a short string")
-        if self._window is None:
+        window = self._window
+        if window is None:
             raise OperationError("this mount is in safe mode: see monarchfs status")
-        exited = self._exit_of(peer_pid(stream.socket))
+        pid = peer_pid(stream.socket)
+        order = KeptOrder(name, b"", pid, start_ticks(pid))
+        exited = self._exit_of(order)
         await stream.send_all(messages.encode_progress({"ready": True}))
         names = bytearray()
         with trio.move_on_after(SECONDS) as scope:
@@ -44,12 +55,28 @@ class Announcing:
                     raise OperationError(f"the list is longer than {MOST_NAME_BYTES >> 20} MiB")
         if scope.cancelled_caught:
             raise OperationError(f"the list did not end within {SECONDS:g} s")
-        self._window.announce(name, bytes(names), exited)
+        async with self._one_at_a_time:
+            window.announce(name, bytes(names), exited)
+            await run_sync(self._said.keep_order, order._replace(names=bytes(names)))
+            if name not in window.orders:
+                self._said.forget_order(name)
         return {"files": names.strip(b"\0").count(b"\0") + bool(names)}
 
-    def _exit_of(self, pid: int) -> Callable[[], bool]:
+    async def resume(self) -> None:
+        """Announce what was announced to an earlier worker. Its readers may be anywhere in it."""
+        if self._window is None:
+            return
+        async with self._one_at_a_time:
+            for order in await run_sync(self._said.orders):
+                exited = self._exit_of(order)
+                self._window.announce(order.stream, order.names, exited, begun=True)
+                # That has dropped it first.
+                await run_sync(self._said.keep_order, order)
+
+    def _exit_of(self, order: KeptOrder) -> Callable[[], bool]:
         """What tells whether the process has exited. It never does where that cannot be known: in
         another pid namespace, before Linux 5.3 (pidfd_open(2))."""
+        pid = order.pid
         if pid not in self._alive:
             try:
                 descriptor = os.pidfd_open(pid)
@@ -59,6 +86,8 @@ class Announcing:
                 return lambda: False
             self._alive[pid] = trio.Event()
             self._nursery.start_soon(self._wait_for, pid, descriptor)
+        if start_ticks(pid) != order.start_ticks:
+            return lambda: True  # another process has its number by now
         return self._alive[pid].is_set
 
     async def _wait_for(self, pid: int, descriptor: int) -> None:

@@ -197,7 +197,7 @@ def _peers(worker: Observed) -> Values:
 def _window(worker: Observed) -> Values:
     metrics, window = worker.metrics, worker.window
     return {
-        names.WINDOW_USED: [((), window.used_bytes)],
+        names.WINDOW_USED: [((), window.size.used_bytes)],
         names.WINDOW_FILES: [((), metrics.window_files)],
         names.WINDOW_BYTES: [((), metrics.window_bytes)],
         names.WINDOW_HITS: [((), metrics.window_hits)],

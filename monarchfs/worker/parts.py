@@ -45,6 +45,7 @@ from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
 from monarchfs.prefetch.window import Window
+from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
@@ -61,6 +62,7 @@ from monarchfs.worker.opening import (
     safe,
 )
 from monarchfs.worker.recording import Recordings
+from monarchfs.worker.said import Said
 
 if TYPE_CHECKING:
     from monarchfs.exporter.run import Exporter
@@ -188,31 +190,6 @@ class Parts:
             on_plain=self.relay.plain,
         )
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
-        self.window = Window(
-            NamedFiles(self.tree.names, self.index.node, finder.find),
-            *(self.source, self.cache, self.copier.jobs, self.copier.governor),
-            self.relay.seen,
-            evicts=config.evict is not EvictionPolicy.KEEP,
-        )
-        self.commands = Commands(
-            self.tree,
-            self.cache,
-            Refresh(self.tree, self.kernel),
-            self.warming,
-            finder,
-            Why(
-                *(self.tree, self.cache, self.reasons, finder),
-                lambda: self.source.responding,
-                lambda: self.metrics.stale_answers,
-            ),
-            {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
-            {
-                "record": Recordings(
-                    fuse_session.hooks, self.index, partial(_facts, self), relays=relays
-                ).answer,
-                "order": Announcing(self.window if relays else None, nursery).answer,
-            },
-        )
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree, bootstrap.mount_ns)
         self.copy_idle = CopyIdle(self.copier.jobs, self.scan, bootstrap.mount_ns)
@@ -257,6 +234,35 @@ class Parts:
             self.copier.copy_alone,
             self.files.opened_elsewhere,
         )
+        self.window = Window(
+            NamedFiles(self.tree.names, self.index.node, finder.find),
+            *(self.source, self.cache, self.copier.jobs, self.misses),
+            WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
+            self.relay.seen,
+            evicts=config.evict is not EvictionPolicy.KEEP,
+        )
+        self.cache.lookup.awaited = self.window.awaits
+        self.said = Said(self._state_dir, bootstrap.mount_ns)
+        self.announcing = Announcing(self.window if relays else None, self.said, nursery)
+        self.commands = Commands(
+            self.tree,
+            self.cache,
+            Refresh(self.tree, self.kernel),
+            self.warming,
+            finder,
+            Why(
+                *(self.tree, self.cache, self.reasons, finder),
+                lambda: self.source.responding,
+                lambda: self.metrics.stale_answers,
+            ),
+            {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
+            {
+                "record": Recordings(
+                    fuse_session.hooks, self.index, partial(_facts, self), relays=relays
+                ).answer,
+                "order": self.announcing.answer,
+            },
+        )
         if relays:
             self.misses.start(
                 posix.device,
@@ -265,7 +271,6 @@ class Parts:
                 nice=config.copy_nice,
             )
             self.copier.files.bind(self.arrivals)
-            self.window.bind(self.misses, config.window, config.source_threads)
         if self.peering is not None:
             self.peering.bind(self.copier.jobs, self.arrivals, self.scan)
         self.relay.begin(

@@ -153,8 +153,8 @@ def status(worker: Observed) -> dict[str, Any]:
             "scrubbed_bytes": metrics.scrubbed_bytes,
         },
         "window": {
-            "capacity_bytes": worker.window.limit_bytes,
-            "used_bytes": worker.window.used_bytes,
+            "capacity_bytes": worker.window.size.limit_bytes,
+            "used_bytes": worker.window.size.used_bytes,
             "orders": len(worker.window.orders),
             "orders_learned": metrics.orders_learned,
             "orders_given_up": metrics.orders_given_up,

@@ -116,6 +116,9 @@ class Worker(Parts):
 
     async def _begin_background(self) -> None:
         config = self.config
+        if (weights := self.said.weights()) is not None:
+            self.cache.weigh(list(weights.items()), replace=True)
+        self.cache.weighed = self.said.keep_weights
         self._nursery.start_soon(self.kernel.run)
         self._nursery.start_soon(self.passthrough.run)
         self._nursery.start_soon(self.relay.run)
@@ -123,6 +126,7 @@ class Worker(Parts):
         if self.relay.misses is not None:
             self._nursery.start_soon(self.arrivals.run)
             self._nursery.start_soon(self.window.run)
+            self._nursery.start_soon(self.announcing.resume)
         self._nursery.start_soon(self.adapter.handleless.run)
         self._nursery.start_soon(self.copier.run)
         self._nursery.start_soon(self.cache.watch)
@@ -167,6 +171,7 @@ class Worker(Parts):
             await self.copier.files.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
                 await self.cache.sync()
+                self.said.clear()
         self.count()
         self.cache.close()
         self.index.close(clean=not self._leaving)

@@ -78,7 +78,7 @@ static void fetch(uint64_t ino, unsigned threads)
 {
 	pthread_mutex_lock(&fetching);
 	if (!fetched[ino])
-		misses_fetch(&ino, 1, threads, &fetched[ino]);
+		misses_fetch(&ino, &(int64_t){threads % 2 ? INT64_MAX : 0}, 1, threads, &fetched[ino]);
 	pthread_mutex_unlock(&fetching);
 }
 

@@ -108,7 +108,7 @@ class WholeReads:
     def misses_forget_all(self) -> None:
         self.misses_forget(list(self._entries))
 
-    def misses_fetch(self, inos: list[int], threads: int) -> list[int]:
+    def misses_fetch(self, inos: list[int], _until: list[int], threads: int) -> list[int]:
         self._posix.faults.meet("fetch")
         refused = []
         with self._lock:

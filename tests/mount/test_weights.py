@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from monarchfs import hints
 from monarchfs.cli.main import main
 from monarchfs.hints import client
-from tests.support.mounting import MONARCHFS, Bench, Mount, assert_refused, requires_fuse
+from tests.support.mounting import MONARCHFS, Bench, Mount, assert_refused, requires_fuse, wait_for
 
 pytestmark = requires_fuse
 
@@ -92,6 +93,24 @@ def test_the_heavy_files_stay_and_weights_may_change(
     stay = local(mount)
     read(mount, *range(FILES))
     assert (local(mount), 7 in stay) == (stay, True)
+
+
+def test_weights_go_on_with_the_next_worker(mount: Mount, work: Bench, tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.write_text("".join(f"{n}\tdir/{n}\n" for n in range(FILES)))
+    assert main(["weigh", str(mount.path), str(weights)]) == 0
+    assert hints.weigh({mount.path / "dir" / "0": 100.0})
+    os.kill(mount.worker_pid(), signal.SIGKILL)
+    wait_for(lambda: mount.status()["worker"]["restarts"] == 1, "the next worker")
+    read(mount, *range(FILES))
+    assert local(mount) == {0, *range(FILES - 3, FILES)}
+    # What is said now changes only the files that are named.
+    assert hints.weigh({mount.path / "dir" / "0": 0.5})
+    assert main(["restart", str(mount.path)]) == 0
+    read(mount, *range(FILES))
+    assert local(mount) == set(range(FILES - 4, FILES))
+    mount.umount()
+    assert os.listdir(work.path / "state" / "said") == []
 
 
 def test_hot_files_stay_without_a_word(mount: Mount) -> None:

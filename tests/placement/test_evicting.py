@@ -300,6 +300,23 @@ def owned(node: Node, ino: int, blocks: int, owner: Owner, *, evicts: bool = Tru
     return node.run(Wanted(ino, (blocks - 1) * BLOCK, evicts, owner))
 
 
+@pytest.mark.parametrize("eviction", [*TRACKING, EvictionPolicy.WEIGHTED])
+def test_what_is_about_to_be_opened_goes_for_no_other_file(eviction: EvictionPolicy) -> None:
+    node = full_node(eviction)
+    node.lookup.awaited_inos = {*range(20, 24), *range(25, 30)}
+    assert evicted(wanted(node, 50, 10)) == [24]
+    node.lookup.awaited_inos.add(50)
+    assert wanted(node, 51, 10) == [refused(51, 10)]
+    # A tier that has to shrink needs room in any case.
+    space = Space(1000 * GIB, 100 * GIB, 10**9, 10**8)
+    actions = node.run(TierSeen(0, 50 * BLOCK, space))
+    assert set(evicted(actions)) <= set(range(20, 30))
+    assert len(evicted(actions)) >= 5
+    node.lookup.awaited_inos.clear()
+    node.gone(actions)
+    assert len(evicted(wanted(node, 52, 10))) == 1
+
+
 @pytest.mark.parametrize("eviction", EvictionPolicy)
 @pytest.mark.parametrize("evicts", [False, True])
 def test_foreign_replicas_go_for_a_file_that_this_node_owns_under_every_policy(

@@ -209,6 +209,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         assert action.ino not in self.open
         assert action.ino not in self.copies
         assert action.ino not in self.moves
+        assert action.reason is not EvictionReason.POLICY or not self.awaited(action.ino)
         if action.reason is EvictionReason.OUTDATED:
             assert action.ino in self.stale
         elif self.owner is Owner.OTHER_NODE:
@@ -229,6 +230,9 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
 
     def is_foreign(self, ino: int) -> bool:
         return ino % 3 == 0
+
+    def awaited(self, ino: int) -> bool:
+        return ino % 5 == 0
 
     @rule(size=SIZES, evicts=st.booleans(), again=PICK, owner=OWNERS)
     def wanted(self, size: int, evicts: bool, again: int, owner: Owner) -> None:

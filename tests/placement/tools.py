@@ -37,6 +37,7 @@ class FakeLookup:
         self.open: set[int] = set()
         self.stale: set[int] = set()
         self.owned_elsewhere: set[int] = set()
+        self.awaited_inos: set[int] = set()
         self.asked = 0
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
@@ -58,6 +59,9 @@ class FakeLookup:
 
     def is_foreign(self, ino: int) -> bool:
         return ino in self.owned_elsewhere
+
+    def awaited(self, ino: int) -> bool:
+        return ino in self.awaited_inos
 
 
 def placement_of(*capacities: int) -> Placement:

@@ -13,7 +13,9 @@ import pytest
 import trio
 import trio.testing
 
+from monarchfs.system.process_stat import start_ticks
 from monarchfs.worker.announcing import Announcing
+from monarchfs.worker.said import KeptOrder, Said
 from tests.support.surroundings import requires_root
 
 CLIENT = """
@@ -41,13 +43,23 @@ print(peer_pid(connection), flush=True)
 
 
 class Orders:
-    """In place of the window. ``exited`` tells of those who announced, oldest first."""
+    """In place of the window. ``exited`` tells of those who announced, oldest first; ``begun`` has
+    the names of orders that had begun."""
 
     def __init__(self) -> None:
         self.exited: list[Callable[[], bool]] = []
+        self.orders: dict[str, bytes] = {}
+        self.begun: set[str] = set()
+        self.dropped: Callable[[str], None] = lambda name: None
 
-    def announce(self, _name: str, _names: bytes, exited: Callable[[], bool]) -> None:
+    def announce(
+        self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool = False
+    ) -> None:
+        self.dropped(name)
         self.exited.append(exited)
+        self.orders[name] = names
+        if begun:
+            self.begun.add(name)
 
 
 class Daemon:
@@ -55,7 +67,8 @@ class Daemon:
 
     def __init__(self, path: str, nursery: trio.Nursery) -> None:
         self.path, self.orders = path, Orders()
-        self.announcing = Announcing(cast(Any, self.orders), nursery)
+        self.said = Said(os.path.dirname(path), 1)
+        self.announcing = Announcing(cast(Any, self.orders), self.said, nursery)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(path)
         self._socket.listen()
@@ -133,11 +146,34 @@ def test_one_descriptor_is_kept_for_all_orders_of_a_process(tmp_path: Any) -> No
     trio.run(main)
 
 
-def test_what_was_announced_from_another_pid_namespace_is_kept() -> None:
+def test_what_was_announced_from_another_pid_namespace_is_kept(tmp_path: Any) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            announcing = Announcing(None, nursery)
-            assert not announcing._exit_of(0)()
+            announcing = Announcing(None, Said(str(tmp_path), 1), nursery)
+            assert not announcing._exit_of(KeptOrder("", b"", 0, None))()
+
+    trio.run(main)
+
+
+def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Any) -> None:
+    async def main() -> None:
+        said = Said(str(tmp_path), 1)
+        lives = start_ticks(os.getpid())
+        assert lives is not None
+        said.keep_order(KeptOrder("dead", b"a", 2**22 + 1, 5))
+        said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))
+        said.keep_order(KeptOrder("living", b"c\0d", os.getpid(), lives))
+        said.keep_order(KeptOrder("unknown", b"e", 0, None))
+        async with trio.open_nursery() as nursery:
+            orders = Orders()
+            await Announcing(cast(Any, orders), said, nursery).resume()
+            assert orders.orders == {
+                "dead": b"a", "other": b"b", "living": b"c\0d", "unknown": b"e"
+            }  # fmt: skip
+            assert [exited() for exited in orders.exited] == [True, True, False, False]
+            assert orders.begun == set(orders.orders)
+            assert [order.stream for order in said.orders()] == list(orders.orders)
+            nursery.cancel_scope.cancel()
 
     trio.run(main)
 

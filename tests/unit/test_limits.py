@@ -25,7 +25,6 @@ EXCEPTIONS: Mapping[str, str] = {
     "fuse/relay.py Relay": "It has a method for each function of the C part that it stands for.",
     "prefetch/copy.py Copy": "It is the life of one file's copy, whose states most methods change.",
     "prefetch/order.py Order": "What was found, fetched and opened of one list changes together.",
-    "prefetch/window.py Window": "It has a method for each thing that changes what orders want.",
     "source/source.py Source": "It has a method for each function of PosixSource.",
 }
 """By file, or file and class: why it is as large as it is, in a sentence."""

@@ -63,7 +63,7 @@ class Reading:
             self.order.opened(ino, SIZE, self.now)
         elif self.order.strayed(ino):
             self.wasted += self.order.fetched
-            self.given_up = not self.order.seek(b"%d" % number)
+            self.given_up = not self.order.seek(b"%d" % number, 1000 + number)
         if not self.given_up:
             self.look()
 
@@ -195,3 +195,39 @@ def test_what_was_opened_is_not_wanted_any_more() -> None:
     order.opened(second.ino, SIZE, 0.0)
     assert order.ended
     assert order.fetched_bytes == 0
+
+
+def test_what_comes_next_is_awaited_until_it_was_opened_or_nobody_reads_on() -> None:
+    names = LAG + 100
+    order = order_of(list(range(1, names + 1)))
+    far = []
+    while taken := order.take(32):
+        far.append(order.sees_far)
+        order.found([node(int(name)) for name in taken])
+    assert (far[0], order.sees_far) == (False, True)
+    order.opened(1001, SIZE, 0.0)
+    # The last one was not taken yet.
+    expected = {1001: False, 1002: True, 1000 + LAG: True, 1000 + names: False}
+    assert {ino: order.awaits(ino) for ino in expected} == expected
+    order.suspend()
+    assert not any(map(order.awaits, expected))
+    order.opened(1002, SIZE, 0.0)
+    assert order.awaits(1003)
+
+
+def test_an_order_that_has_begun_is_found_by_its_first_open() -> None:
+    order = Order(b"\0".join(b"%d" % number for number in range(1, 3000)), begun=True)
+    order.found([node(int(name)) for name in order.take(32)])
+    assert not list(order.next_files(10, DISTANCE))  # nothing is known of its readers
+    assert order.strayed(3000)
+    assert order.seek(b"2000", 3000)
+    order.found([node(int(name)) for name in order.take(32)])
+    assert order.expects(3001)
+    order.opened(3001, SIZE, 0.0)
+    assert next(order.next_files(10, DISTANCE)).ino == 3002
+
+
+def test_files_that_were_announced_by_their_inode_numbers_are_found() -> None:
+    order = Order(b"\0".join(b"/%d" % number for number in range(1001, 1500)), begun=True)
+    assert order.seek(b"no/such/path", 1300)
+    assert order.take(1) == [b"/1301"]

@@ -19,7 +19,8 @@ from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.order import DESERTED_SECONDS
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.window import FIRST_DISTANCE, IDLE_SECONDS, LOOK_SECONDS, Window
+from monarchfs.prefetch.window import IDLE_SECONDS, LOOK_SECONDS, Window
+from monarchfs.prefetch.window_size import FIRST_DISTANCE, WindowSize
 from monarchfs.types import Node, SourceStat
 
 SIZE = 1 << 20
@@ -100,11 +101,11 @@ class Following:
             cast(Any, SimpleNamespace()),
             cast(Any, self._cache()),
             cast(Any, SimpleNamespace(observers=[], keeps=False, files={})),
-            self.governor,
+            cast(Any, self.memory),
+            WindowSize(cast(Any, self.memory), WINDOW_BYTES, 8, self.governor),
             lambda _ino: False,
             evicts=False,
         )
-        self.window.bind(cast(Any, self.memory), WINDOW_BYTES, 8)
         nursery.start_soon(self.window.run)
 
     def _cache(self) -> SimpleNamespace:
@@ -286,7 +287,7 @@ def test_the_distance_is_what_the_governor_allows_and_never_below_the_first(
 ) -> None:
     async def test(following: Following) -> None:
         memory, most = following.memory, WINDOW_BYTES // SIZE
-        following.window._distance = WINDOW_BYTES  # as after readers had to wait
+        following.window.size.distance = WINDOW_BYTES  # as after readers had to wait
         following.announce("one", range(1, 10 * FILES), lambda: False)
         following.announce("two", range(20 * FILES, 30 * FILES), lambda: False)
         following.governor.fixed = 1.0
@@ -334,8 +335,8 @@ def test_a_slow_source_brings_the_readers_nearer() -> None:
 
     async def test(following: Following) -> None:
         memory, governor = following.memory, Governor(4, 0.25, lambda: (0, 0))
-        following.window._governor = governor
-        following.window._distance = WINDOW_BYTES
+        following.window.size._governor = governor
+        following.window.size.distance = WINDOW_BYTES
         following.announce("one", range(1, 1000), lambda: False)
         await following.wait()
         most = WINDOW_BYTES // SIZE
