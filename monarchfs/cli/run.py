@@ -27,8 +27,9 @@ from monarchfs.config.values import parse_path
 from monarchfs.control.client import Connection
 from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.lease import MountLease
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
-from monarchfs.supervisor.namespace_daemon import MOST_END_SECONDS, MountRequest
+from monarchfs.supervisor.namespace_daemon import MountRequest, settings_digest
 from monarchfs.supervisor.probe import (
     EmptySource,
     check_exists,
@@ -37,22 +38,19 @@ from monarchfs.supervisor.probe import (
     probe_source,
 )
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
-from monarchfs.supervisor.shared import MountLease, lease_mount, stem_of
+from monarchfs.supervisor.shared import lease_mount, stems_of
 from monarchfs.system.bounded import bounded_call
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _STATUS_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
-_POLL_SECONDS = 0.1
-MOST_CACHES = 8
-"""As many jobs of a user at once have a cache of one source."""
 
 
 @dataclass(slots=True)
 class CommandView:
-    """How the command sees the mount. ``kind`` is ``own`` (a private mount, perhaps shared within
-    the job), ``existing`` (a mount that was there) or ``none``."""
+    """How the command sees the mount. ``kind`` is ``own`` (a private mount, perhaps shared with
+    other jobs), ``existing`` (a mount that was there) or ``none``."""
 
     kind: str
     enter: Callable[[], None]
@@ -146,10 +144,12 @@ def _view_of(
         )
     _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
-    stem = stem_of(places, real, user, environ)
-    lease = _leased(MountRequest(settings, real, user, places, stem), environ, deadline)
-    if not lease.same_settings:
-        complain(f"{source} is mounted already for this job: with the options of that mount", 0)
+    wanted = MountRequest(settings, real, user, places, *stems_of(places, real, user, environ))
+    search = search_of(environ)
+    find_private(search)  # what killed mounts have left goes
+    lease = lease_mount(wanted, deadline, partial(search, set()))
+    if lease.settings != settings_digest(settings):
+        complain(f"{source} is mounted already for you: with the options of that mount", 0)
     return CommandView("own", partial(join, lease.spaces), lease.control, lease.owner_uid, lease)
 
 
@@ -162,54 +162,6 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
         check_filled(found)
     elif complaint is not None:
         complain(complaint, 0)
-
-
-def _leased(wanted: MountRequest, environ: Mapping[str, str], deadline: float) -> MountLease:
-    """The mount, with a cache of its own where other jobs' mounts have the usual one: those end
-    with their jobs, and nobody here can keep them. Raises UsageError or OperationError."""
-    search = partial(search_of(environ), set())
-    give_up = min(deadline, time.monotonic() + MOST_END_SECONDS)
-    find_private(search_of(environ))  # what killed mounts have left goes
-    while True:
-        try:
-            lease = lease_mount(wanted, deadline, search)
-        except UsageError as error:
-            if f"state directory {wanted.state_dir} is in use" not in str(error):
-                raise
-            if not _is_anothers(wanted, environ):
-                # It is about to end, or to be there.
-                if time.monotonic() > give_up:
-                    raise
-                time.sleep(_POLL_SECONDS)
-            elif wanted.settings.state_dir is not None or wanted.cache == MOST_CACHES:
-                raise UsageError(
-                    f"another job of {wanted.user.name} on this node has its cache: have both use"
-                    " one mount, or leave out --state-dir"
-                ) from None
-            else:
-                wanted = replace(wanted, cache=wanted.cache + 1)
-        else:
-            if wanted.cache > 1:
-                complain(
-                    f"another job of {wanted.user.name} on this node has the cache of"
-                    f" {wanted.source}: this one has its own",
-                    0,
-                )
-            return lease
-
-
-def _is_anothers(wanted: MountRequest, environ: Mapping[str, str]) -> bool:
-    """Whether another job's mount has the state directory."""
-    entries = [
-        found.registered.entry
-        for found in find_private(search_of(environ))
-        if found.registered is not None
-    ]
-    return any(
-        (entry.source, entry.uid, entry.state_dir)
-        == (wanted.source, wanted.user.uid, wanted.state_dir)
-        for entry in entries
-    )
 
 
 def _resolved(source: str, timeout: float) -> str:

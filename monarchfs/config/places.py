@@ -121,10 +121,9 @@ def dataset_id(source: str, uid: int) -> str:
     return hashlib.sha256(os.fsencode(source) + b"\0%d" % uid).hexdigest()[:16]
 
 
-def default_state_dir(places: DefaultPlaces, source: str, uid: int, number: int = 1) -> str:
-    """Where the index is. Other ``numbers``: of further mounts at the same time."""
-    name = dataset_id(source, uid) + (f"-{number}" if number > 1 else "")
-    return os.path.join(places.cache_dir, "state", name)
+def default_state_dir(places: DefaultPlaces, source: str, uid: int) -> str:
+    """Where the index is."""
+    return os.path.join(places.cache_dir, "state", dataset_id(source, uid))
 
 
 def resolve_user(name: str | None, environ: Mapping[str, str]) -> User:

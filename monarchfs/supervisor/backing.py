@@ -17,7 +17,8 @@ import logging
 import os
 import stat
 import struct
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from monarchfs.config import Config, DataPath
@@ -36,6 +37,9 @@ MOST_IDS = 1 << 16
 
 _BYTES_PER_ID = 1 << 20
 """Of the machine's memory: an open file with its inode takes the kernel a kilobyte or two."""
+
+_CLOSED_TOGETHER = 1000
+"""A millisecond of ioctl(2)."""
 
 _BACKING_OPEN, _BACKING_CLOSE = 0x4010E501, 0x4004E502
 """FUSE_DEV_IOC_BACKING_OPEN and _CLOSE of include/uapi/linux/fuse.h."""
@@ -99,6 +103,8 @@ class BackingFiles:
         self._wanted = config.data_path in (DataPath.AUTO, DataPath.PASSTHROUGH)
         self._needed = config.data_path is DataPath.PASSTHROUGH
         self._devices: frozenset[int] = frozenset()
+        self._probed = 0
+        self._earlier: Iterator[int] = iter(())
         self._ids: set[int] = set()
 
     def prepare(self, request: bytes) -> None:
@@ -136,7 +142,8 @@ class BackingFiles:
                 self._impossible(f"tier {path} lies on a FUSE file system")
                 continue
             try:
-                devices.add(probe(self._fuse, tier))
+                device, self._probed = probe(self._fuse, tier)
+                devices.add(device)
             except OSError as error:
                 reason = f"it failed for a file in tier {path}: {error.strerror}"
                 if error.errno == errno.EPERM:
@@ -182,6 +189,23 @@ class BackingFiles:
         for number in self._ids.intersection(list(numbers)):
             self._ids.discard(number)
             unregister(self._fuse, number)
+
+    def take_over(self, stack_depth: int) -> None:
+        """The connection had another supervisor, which answered FUSE_INIT so. To be called while no
+        worker serves. Ids of that one that no open uses are closed by and by (``tick``)."""
+        self.stack_depth = stack_depth
+        self.begin()
+        if not self._devices:
+            return
+        self._ids = backing_ids(self._handles)
+        # The kernel counts upwards (idr_alloc_cyclic in fs/fuse/backing.c).
+        self._earlier = iter(range(1, self._probed))
+
+    def tick(self) -> None:
+        """Close some ids of an earlier supervisor: there may be as many as the mount had opens."""
+        for number in islice(self._earlier, _CLOSED_TOGETHER):
+            if number not in self._ids:
+                unregister(self._fuse, number)
 
     def close_unused(self) -> None:
         """Forget the ids that no open uses, because the next worker does not know of them. To be
@@ -230,13 +254,14 @@ def unregister(fuse: int, number: int) -> None:
         fcntl.ioctl(fuse, _BACKING_CLOSE, _ID.pack(number))
 
 
-def probe(fuse: int, tier: int) -> int:
-    """The device of files in the directory ``tier``, found by registering one. A file is asked
-    because the directory may have another device (overlayfs). Raises OSError as `register`, or of
-    the tier's file system."""
+def probe(fuse: int, tier: int) -> tuple[int, int]:
+    """The device of files in the directory ``tier``, found by registering one, and the id that this
+    got. A file is asked because the directory may have another device (overlayfs). Raises OSError
+    as `register`, or of the tier's file system."""
     descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=tier)
     try:
-        unregister(fuse, register(fuse, descriptor))
-        return os.fstat(descriptor).st_dev
+        number = register(fuse, descriptor)
+        unregister(fuse, number)
+        return os.fstat(descriptor).st_dev, number
     finally:
         os.close(descriptor)

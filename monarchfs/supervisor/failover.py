@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from monarchfs.supervisor.messages import (
     StatusReport,
     Unback,
 )
-from monarchfs.supervisor.reaper import Reaper
+from monarchfs.supervisor.reaper import DeadWorker, Reaper
 from monarchfs.supervisor.restart_policy import Follows, RestartPolicy, WorkerLife
 from monarchfs.supervisor.stacks import describe_threads
 from monarchfs.supervisor.standby import Candidate, Replacement, Standby
@@ -84,9 +84,11 @@ class Failover:
         mounted: Mounted,
         restarts: int,
         owner: WorkerOwner,
+        orphans: Sequence[DeadWorker] | None = None,
     ) -> None:
-        """``worker`` serves, after ``restarts`` others. The owner's loop has to call ``tick``, at
-        ``next_tick`` at the latest."""
+        """``worker`` serves, after ``restarts`` others; or, with ``orphans``, it was just started:
+        these workers of an earlier supervisor served until then. The owner's loop has to call
+        ``tick``, at ``next_tick`` at the latest."""
         self.worker = worker
         self.phase = Phase.SERVING
         self.restarts = restarts
@@ -105,12 +107,24 @@ class Failover:
         self._replacement = Replacement(self._reaper.add)
         self._retry_at = 0.0
         self._until = 0.0
-        self._begin_life(time.monotonic())
-        owner.watch(worker.channel, self._on_message)
+        self._watchdog: Watchdog | None = None
+        if orphans is None:
+            self._begin_life(time.monotonic())
+            owner.watch(worker.channel, self._on_message)
+        else:
+            for orphan in orphans:
+                self._reaper.add(orphan)
+            self._begin(worker, waits=False)
 
     @property
     def serves(self) -> bool:
         return self.phase is Phase.SERVING
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the worker, and of earlier ones that are not reaped."""
+        own = [] if self.worker.reaped else [self.worker.pid]
+        return list(dict.fromkeys([*own, *self._reaper.pids]))
 
     @property
     def retry_seconds(self) -> float | None:
@@ -206,7 +220,7 @@ class Failover:
     # -- a worker's life
 
     def _begin_life(self, now: float) -> None:
-        self._watchdog: Watchdog | None = Watchdog(self.worker, self._mount, now)
+        self._watchdog = Watchdog(self.worker, self._mount, now)
         self._standby.wanted_from(now, soon=self.restarts > 0)
 
     @property

@@ -64,6 +64,15 @@ def module_command(module: str) -> tuple[str, ...]:
     return (sys.executable, isolation, "-X", "utf8", "-m", module)
 
 
+def thread_states(pid: int) -> list[bytes]:
+    """What the threads of a process do (proc_pid_stat(5), field 3); empty if it is gone."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except FileNotFoundError:
+        return []
+    return [fields[0] for one in threads if (fields := stat_fields(pid, int(one)))]
+
+
 class WorkerProcess:
     """A worker's process, the channel to it, and the socket on which its libfuse gets FUSE_INIT."""
 
@@ -115,22 +124,20 @@ class WorkerProcess:
             return None
         # proc_pid_stat(5): state, utime and stime.
         cpu_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-        rests = not any(state in b"RD" for state in self._thread_states())
+        rests = not any(state in b"RD" for state in thread_states(self.pid))
         return Activity(fields[0] == b"R", cpu_seconds, rests)
+
+    @property
+    def reaped(self) -> bool:
+        """Whether nothing is left of it."""
+        return self.process.poll() is not None
 
     def is_quiet(self) -> bool:
         """Whether none of its threads can run any more: each is gone, or dead, or waits in the
         kernel in a state that no signal ends (a killed one dies when it comes back)."""
-        if self.process.poll() is not None:
+        if self.reaped:
             return True
-        return all(state in b"ZXD" for state in self._thread_states())
-
-    def _thread_states(self) -> list[bytes]:
-        try:
-            threads = os.listdir(f"/proc/{self.pid}/task")
-        except FileNotFoundError:
-            return []
-        return [fields[0] for one in threads if (fields := stat_fields(self.pid, int(one)))]
+        return all(state in b"ZXD" for state in thread_states(self.pid))
 
     def is_gone(self) -> bool:
         """Whether it ended, or at least all of it that does not hang in the kernel."""

@@ -7,19 +7,24 @@ while the connection is open, so every end of a process is noticed. When the las
 the daemon unmounts within a few seconds, whatever still uses the mount, and then closes that last
 connection.
 
+Each job of a user has such a daemon, and all of them share one mount. The first one's *owns* the
+mount. The others have a lease there, and are *standbys* of its supervisor
+(``supervisor.takeover``): a batch system kills all processes of a job that ends, and then one of
+the standbys owns the mount.
+
 If several start at once, one makes the mount and the others join it: locks in the runtime directory
-see to that (``supervisor.shared`` has the other side).
+and on the state directory see to that (``supervisor.shared`` has the other side).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import selectors
 import signal
-import socket
 import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,65 +32,66 @@ from functools import partial
 from monarchfs.config import User
 from monarchfs.config.places import DefaultPlaces, default_state_dir
 from monarchfs.config.settings import Settings
-from monarchfs.control.peers import peer_uid, short_socket_path
+from monarchfs.fuse.connection import is_dead
 from monarchfs.supervisor.daemon import Report, run_in_background
+from monarchfs.supervisor.lease import KEPT, MOST_END_SECONDS, LeaseServer, MountLease, sweep
 from monarchfs.supervisor.lock import NamedLock
-from monarchfs.supervisor.namespace import Spaces, leave_for_own
+from monarchfs.supervisor.namespace import Spaces, join, leave_for_own
 from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
-from monarchfs.supervisor.start import mount_and_supervise
+from monarchfs.supervisor.start import mount_and_supervise, take_over
+from monarchfs.supervisor.supervise import ORPHANED
+from monarchfs.supervisor.takeover import StandbyConnection, own
 from monarchfs.system.parent_death import die_with_parent
-from monarchfs.types import OperationError
+from monarchfs.types import MonarchError, OperationError
 
 log = logging.getLogger(__name__)
-
-SOCKET, KEPT, STARTING = ".run", ".kept", ".starting"
-"""Suffixes of the daemon's files: its socket; what it locks for its life; what a process locks that
-looks for the daemon, or starts it."""
 
 _FIRST_LEASE_SECONDS = 10.0
 _POLITE_SECONDS = 2.0
 _END_SECONDS = 3.0
 _FORCE_SECONDS = 1.0
-MOST_END_SECONDS = _POLITE_SECONDS + _END_SECONDS + _FORCE_SECONDS + 2.0
-"""How long the end of a private mount takes at most, after the last lease is gone."""
+assert MOST_END_SECONDS >= _POLITE_SECONDS + _END_SECONDS + _FORCE_SECONDS + 2.0
 
 _PARENT_GRACE_SECONDS = 2.0
 _TICK_SECONDS = 1.0
 _POLL_SECONDS = 0.01
-_BACKLOG = 128
+
+_GO_ON_SECONDS = 20.0
+_TAKE_OVER_SECONDS = 10.0
+_MOST_TAKEOVERS, _TAKEOVER_SECONDS = 5, 60.0
+"""Of a mount whose supervisors die more often than this, a daemon lets go."""
 
 
 @dataclass(frozen=True, slots=True)
 class MountRequest:
     """What is to be mounted on ``source`` itself (absolute, resolved), for whom. ``stem`` is the
-    path of the daemon's files without suffixes: those with the same stem share the mount.
-    ``cache``: 2 and more where other jobs' mounts have those before."""
+    path of the daemon's files without suffixes: those with the same stem share the daemon.
+    ``mount_stem``: the same for all that share the mount."""
 
     settings: Settings
     source: str
     user: User
     places: DefaultPlaces
     stem: str
-    cache: int = 1
+    mount_stem: str
 
     @property
     def state_dir(self) -> str:
         """Where the mount's index is."""
-        return self.settings.state_dir or default_state_dir(
-            self.places, self.source, self.user.uid, self.cache
-        )
-
-    @property
-    def socket_path(self) -> str:
-        return self.stem + SOCKET
+        return self.settings.state_dir or default_state_dir(self.places, self.source, self.user.uid)
 
 
 def run_namespace_daemon(
-    wanted: MountRequest, deadline: float, starter: int, report: Report
+    wanted: MountRequest,
+    deadline: float,
+    starter: int,
+    join_mount: Callable[[], MountLease | None],
+    report: Report,
 ) -> int:
-    """The daemon's life: mounts, calls ``report``, and returns 0 when the mount is gone; at once if
-    its parent ``starter`` has ended meanwhile.
+    """The daemon's life: joins the mount of another job (``join_mount``), or mounts; calls
+    ``report``, and returns 0 when it has let go of the mount; at once if its parent ``starter`` has
+    ended meanwhile.
 
     Raises UsageError or OperationError if it does not come about by ``deadline``
     (time.monotonic()); nothing is left then.
@@ -96,21 +102,214 @@ def run_namespace_daemon(
         os.dup2(null, standard)
     os.close(null)
     with ExitStack() as undo:
-        # An earlier daemon of the same mount may still be unmounting it.
+        # An earlier daemon of the same job may still be letting go.
         lock = NamedLock.take(
             wanted.stem + KEPT, deadline, f"an earlier mount of {wanted.source} does not end"
         )
         undo.callback(lock.release)
-        with_users = leave_for_own()
-        supervisor = _start_supervisor(wanted, deadline)
-        spaces = Spaces.own(with_users=with_users)
-        daemon = NamespaceDaemon(wanted, supervisor, spaces)
+        daemon = NamespaceDaemon(wanted, join_mount)
         undo.callback(daemon.end)
+        daemon.begin(deadline)
         if os.getppid() == starter:
-            daemon.listen()
             report()
             daemon.run()
     return 0
+
+
+class NamespaceDaemon:
+    """Holds the mount for its job. It owns the mount if the supervisor is its child, and is a
+    standby otherwise; then it owns the mount when the owner dies.
+
+    Constant: what is mounted, how to join it. Changing: the namespaces; the supervisor's process
+    and the locks, of the owner; the lease at the owner, of a standby; the connection to the
+    supervisor (``_standby``), which the owner has, too; who holds the mount here; when it took
+    over.
+    """
+
+    def __init__(self, wanted: MountRequest, join_mount: Callable[[], MountLease | None]) -> None:
+        self._wanted = wanted
+        self._join_mount = join_mount
+        self._supervisor: int | None = None
+        self._standby: StandbyConnection | None = None
+        self._lease: MountLease | None = None
+        self._ownership: int | None = None
+        self._mount_lock: NamedLock | None = None
+        self._takeovers: deque[float] = deque(maxlen=_MOST_TAKEOVERS)
+        self._selector = selectors.DefaultSelector()
+        self._leases = LeaseServer(self._selector)
+
+    def begin(self, deadline: float) -> None:
+        """Join the mount of another job, or mount. Raises UsageError or OperationError."""
+        lease = self._join_mount()
+        if lease is None:
+            with_users = leave_for_own()
+            self._supervisor = _start_supervisor(self._wanted, deadline)
+            self._leases.welcome["settings"] = settings_digest(self._wanted.settings)
+            self._connect()
+            self._own()
+        else:
+            with_users = lease.spaces.users is not None
+            self._leases.welcome["settings"] = lease.settings
+            self._stands_by(lease, StandbyConnection(lease.control))
+            join(lease.spaces)
+        self._leases.spaces = Spaces.own(with_users=with_users)
+        self._leases.listen(self._wanted.stem)
+
+    def _connect(self) -> None:
+        """The supervisor is a child of this process, and serves or will soon."""
+        found = self._find()
+        if found is None or found.registered is None:
+            raise OperationError(f"{self._wanted.source} was unmounted by somebody else: try again")
+        registered = found.registered
+        self._stands_by(None, StandbyConnection(registered.socket_path))
+        self._leases.welcome |= {"control": registered.socket_path, "owner": registered.owner_uid}
+
+    def _own(self) -> None:
+        """From here on daemons of other jobs find this one."""
+        assert self._standby is not None
+        if self._ownership is None:
+            self._ownership = own(self._standby.handover)
+        if self._ownership is None:
+            raise OperationError(f"another process owns the mount of {self._wanted.source}")
+        self._mount_lock = NamedLock.take(
+            self._wanted.mount_stem + KEPT,
+            time.monotonic() + MOST_END_SECONDS,
+            f"another mount of {self._wanted.source} does not come about, and does not end",
+        )
+        self._leases.listen(self._wanted.mount_stem)
+
+    def _stands_by(self, lease: MountLease | None, standby: StandbyConnection) -> None:
+        """``lease``: at the daemon that owns the mount, if that is another one."""
+        self._drop_standby()
+        earlier, self._lease = self._lease, lease
+        if earlier is not None:
+            earlier.close()
+        self._standby = standby
+        self._selector.register(standby, selectors.EVENT_READ, self._on_supervisor)
+        if lease is not None:
+            self._leases.welcome |= {"control": lease.control, "owner": lease.owner_uid}
+
+    def _drop_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            self._selector.unregister(standby)
+            standby.close()
+
+    def run(self) -> None:
+        """Until the last lease is gone, or the mount."""
+        first_by = time.monotonic() + _FIRST_LEASE_SECONDS
+        while not self._leases.ended:
+            for key, _ in self._selector.select(_TICK_SECONDS):
+                key.data()
+            if self._leases.unused and time.monotonic() > first_by:
+                log.info("nobody wants %s any more", self._wanted.source)
+                return
+            if self._standby is None:
+                log.warning("the mount of %s has ended", self._wanted.source)
+                return
+
+    def end(self) -> None:
+        """Lets go of the mount; the owner unmounts, in MOST_END_SECONDS at most. Whoever comes now
+        waits for the lock."""
+        self._leases.close()
+        self._drop_standby()
+        if self._supervisor is not None:
+            if not self._told_to_end(_POLITE_SECONDS) and not self._told_to_end(_END_SECONDS):
+                log.warning("the supervisor of %s does not end", self._wanted.source)
+            found = self._find()
+            if found is not None:
+                remove_by_force(found, time.monotonic() + _FORCE_SECONDS)
+        if self._mount_lock is not None:
+            self._mount_lock.release()
+        if self._lease is not None:
+            self._lease.close()
+        sweep(self._wanted.places.runtime_dir)  # what daemons of killed jobs left
+
+    # -- the supervisor
+
+    def _on_supervisor(self) -> None:
+        assert self._standby is not None
+        if self._standby.lives() and not self._standby.ended:
+            return
+        if self._standby.ended:
+            self._drop_standby()
+            return
+        log.warning("the supervisor of %s died", self._wanted.source)
+        try:
+            self._go_on(time.monotonic() + _GO_ON_SECONDS)
+        except MonarchError as error:
+            log.error("nobody goes on with the mount of %s: %s", self._wanted.source, error)
+            self._drop_standby()
+
+    def _go_on(self, deadline: float) -> None:
+        """Take over, or stand by the one who does. Raises UsageError or OperationError if nobody
+        does by ``deadline``."""
+        standby = self._standby
+        assert standby is not None
+        while not is_dead(standby.handover.descriptors.fuse):
+            if self._ownership is None:
+                self._ownership = own(standby.handover)
+            if self._ownership is not None:
+                self._take_over(standby)
+                return
+            lease = self._join_mount()
+            if lease is not None:
+                with suppress(OperationError):
+                    self._stands_by(lease, StandbyConnection(lease.control))
+                    return
+                lease.close()
+            if time.monotonic() > deadline:
+                raise OperationError("no other job has taken it over")
+            time.sleep(_POLL_SECONDS)
+        self._drop_standby()
+
+    def _take_over(self, standby: StandbyConnection) -> None:
+        now, times = time.monotonic(), self._takeovers
+        if len(times) == _MOST_TAKEOVERS and now - times[0] < _TAKEOVER_SECONDS:
+            raise OperationError("its supervisors die one after the other")
+        times.append(now)
+        if self._supervisor is not None and not self._told_to_end(_END_SECONDS, signal.SIGKILL):
+            raise OperationError("its supervisor cannot die")
+        workers = standby.workers
+        runtime_dir = self._wanted.places.runtime_dir
+        config = replace(standby.handover.config, runtime_dir=runtime_dir)
+        handover = replace(standby.handover, config=config)
+        parent = os.getpid()
+
+        def run(report: Report) -> int:
+            # Another standby goes on if this one is killed now.
+            die_with_parent(parent, signal.SIGKILL)
+            told = partial(_report, parent, report)
+            return take_over(handover, workers, restarts=standby.restarts, report=told)
+
+        self._supervisor = run_in_background(
+            run,
+            timeout=_TAKE_OVER_SECONDS,
+            overdue="the next supervisor does not come about",
+            keep=[*handover.all_descriptors, *(worker.descriptor for worker in workers)],
+        )
+        self._connect()
+        if self._mount_lock is None:
+            self._own()
+
+    def _told_to_end(self, seconds: float, number: signal.Signals = signal.SIGTERM) -> bool:
+        """Tells the supervisor to unmount (a second time: by force); whether it went in time."""
+        deadline = time.monotonic() + seconds
+        if not self._has_ended() and self._supervisor is not None:
+            os.kill(self._supervisor, number)
+        while not self._has_ended():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+    def _has_ended(self) -> bool:
+        if self._supervisor is not None and os.waitpid(self._supervisor, os.WNOHANG) != (0, 0):
+            self._supervisor = None
+        return self._supervisor is None
+
+    def _find(self) -> FoundMount | None:
+        return find_one(self._wanted.source, lambda _: [self._wanted.places.runtime_dir])
 
 
 def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
@@ -122,7 +321,7 @@ def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
         die_with_parent(parent, signal.SIGTERM)
         settings = replace(wanted.settings, state_dir=wanted.state_dir)
         spec = MountSpec(settings, wanted.source, wanted.source, wanted.user, wanted.places)
-        return mount_and_supervise(spec, report=report)
+        return mount_and_supervise(spec, report=partial(_report, parent, report))
 
     left = max(0.1, deadline - time.monotonic())
     return run_in_background(
@@ -132,117 +331,10 @@ def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
     )
 
 
-class NamespaceDaemon:
-    """Constant: what is mounted, its supervisor's process, the namespaces, the socket. Changing:
-    who holds the mount."""
-
-    def __init__(self, wanted: MountRequest, supervisor: int, spaces: Spaces) -> None:
-        self._wanted = wanted
-        self._supervisor = supervisor
-        self._supervisor_ended = False
-        self._spaces = spaces
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._leases: list[socket.socket] = []
-        self._last: socket.socket | None = None
-        self._selector = selectors.DefaultSelector()
-        found = self._find()
-        registered = found.registered if found is not None else None
-        if registered is None:
-            raise OperationError(f"{wanted.source} was unmounted by somebody else: try again")
-        self._welcome = {
-            "control": registered.socket_path,
-            "owner": registered.owner_uid,
-            "settings": settings_digest(wanted.settings),
-        }
-
-    def listen(self) -> None:
-        path = self._wanted.socket_path
-        with suppress(FileNotFoundError):
-            os.unlink(path)  # of a daemon that was killed: we have its lock
-        before = os.umask(0o177)
-        try:
-            with short_socket_path(path) as short:
-                self._listener.bind(short)
-        finally:
-            os.umask(before)
-        self._listener.listen(_BACKLOG)
-        self._listener.setblocking(False)
-
-    def run(self) -> None:
-        """Until the last lease is gone, or the mount."""
-        self._selector.register(self._listener, selectors.EVENT_READ, self._on_connection)
-        first_by = time.monotonic() + _FIRST_LEASE_SECONDS
-        while self._last is None:
-            for key, _ in self._selector.select(_TICK_SECONDS):
-                key.data()
-            if not self._leases and self._last is None and time.monotonic() > first_by:
-                log.info("nobody wants %s any more", self._wanted.source)
-                return
-            if self._has_ended():
-                log.warning("the mount of %s has ended", self._wanted.source)
-                return
-
-    def end(self) -> None:
-        """Unmounts, in MOST_END_SECONDS at most. Whoever comes now waits for the lock."""
-        with suppress(FileNotFoundError):
-            os.unlink(self._wanted.socket_path)
-        self._listener.close()
-        if not self._told_to_end(_POLITE_SECONDS) and not self._told_to_end(_END_SECONDS):
-            log.warning("the supervisor of %s does not end", self._wanted.source)
-        found = self._find()
-        if found is not None:
-            remove_by_force(found, time.monotonic() + _FORCE_SECONDS)
-
-    def _on_connection(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        # Stricter than `control.may_ask`: who connects gets the namespaces and holds the mount.
-        # Only this user has a use for that, and root needs no help to enter them.
-        if peer_uid(connection) not in (0, os.geteuid()):
-            connection.close()
-            return
-        connection.setblocking(False)
-        try:
-            message = json.dumps(self._welcome).encode()
-            socket.send_fds(connection, [message], self._spaces.descriptors)
-        except OSError as error:
-            log.debug("somebody left before the welcome: %s", error)
-            connection.close()
-            return
-        self._leases.append(connection)
-        self._selector.register(
-            connection, selectors.EVENT_READ, partial(self._on_lease, connection)
-        )
-
-    def _on_lease(self, connection: socket.socket) -> None:
-        """Nobody says anything here: a connection that can be read is closed."""
-        self._selector.unregister(connection)
-        self._leases.remove(connection)
-        if self._leases:
-            connection.close()
-        else:
-            self._last = connection  # closed when this process ends, which is what it waits for
-
-    def _told_to_end(self, seconds: float) -> bool:
-        """Tells the supervisor to unmount (a second time: by force); whether it went in time."""
-        deadline = time.monotonic() + seconds
-        if not self._has_ended():
-            os.kill(self._supervisor, signal.SIGTERM)
-        while not self._has_ended():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_SECONDS)
-        return True
-
-    def _has_ended(self) -> bool:
-        if not self._supervisor_ended:
-            self._supervisor_ended = os.waitpid(self._supervisor, os.WNOHANG) != (0, 0)
-        return self._supervisor_ended
-
-    def _find(self) -> FoundMount | None:
-        return find_one(self._wanted.source, lambda _: [self._wanted.places.runtime_dir])
+def _report(parent: int, report: Report) -> None:
+    """Called by a supervisor that serves: from here on it knows what to do without its daemon."""
+    die_with_parent(parent, ORPHANED)
+    report()
 
 
 def settings_digest(settings: Settings) -> str:

@@ -55,17 +55,16 @@ def find_peers(config: Config) -> Peers | None:
 
 
 def open_peer_server(
-    config: Config, peers: Peers, directory: str, tiers: list[str], undo: ExitStack
+    config: Config, peers: Peers, address: str, directory: str, tiers: list[str], undo: ExitStack
 ) -> PeerServer:
     """The web server, not started yet, with the socket on which the worker answers it.
 
-    ``directory`` is the server's own, below the state directory; it is made here. ``tiers``: the
-    dataset's directories. Raises OperationError.
+    ``address``: where it listens. ``directory`` is the server's own, below the state directory; it
+    is made here. ``tiers``: the dataset's directories. Raises OperationError.
     """
     user = config.user
     path = Path(directory)
     own = peers.nodes[peers.own]
-    address = address_of(own)
     certificate = key_and_certificate(peers.secret) if peers.pin else ""
     try:
         with acting_as(user):

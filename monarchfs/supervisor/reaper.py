@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.startup import Mounted
+
+
+class DeadWorker(Protocol):
+    """A worker that was killed or ended, of this supervisor or of one that died."""
+
+    @property
+    def reaped(self) -> bool:
+        """Whether nothing is left of it."""
+
+    def is_quiet(self) -> bool:
+        """Whether it can take no request any more."""
 
 
 class Reaper:
@@ -15,10 +28,10 @@ class Reaper:
 
     def __init__(self, mounted: Mounted) -> None:
         self._mounted = mounted
-        self._left: list[WorkerProcess] = []
-        self._unquiet: list[WorkerProcess] = []
+        self._left: list[DeadWorker] = []
+        self._unquiet: list[DeadWorker] = []
 
-    def add(self, worker: WorkerProcess) -> None:
+    def add(self, worker: DeadWorker) -> None:
         """It was killed, or ended."""
         self._left.append(worker)
 
@@ -33,13 +46,18 @@ class Reaper:
     def tick(self, serving: WorkerProcess | None) -> None:
         """Reap those that ended. If one ended that still ran when its successor came, have the
         kernel repeat the requests it took, if there is a worker to answer them."""
-        self._left[:] = [worker for worker in self._left if worker.process.poll() is None]
+        self._left[:] = [worker for worker in self._left if not worker.reaped]
         unquiet = [worker for worker in self._unquiet if not worker.is_quiet()]
         if len(unquiet) < len(self._unquiet) and serving is not None:
             self._mounted.resend()
             if self._mounted.journal:
                 serving.channel.send({"do": "again"})
         self._unquiet = unquiet
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those of them that this process started."""
+        return [worker.pid for worker in self._left if isinstance(worker, WorkerProcess)]
 
     @property
     def waits(self) -> bool:

@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -26,13 +27,15 @@ from monarchfs.fuse.mountinfo import MONARCHFS, connection_of, find_mount
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
 from monarchfs.fuse.requests import make_journal
 from monarchfs.fuse.unmount import unmount_bounded
+from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.first_worker import Crashed, read_init_request, serving_worker
 from monarchfs.supervisor.launch import Descriptors, WorkerLauncher, module_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
 from monarchfs.supervisor.output import WorkerOutput
-from monarchfs.supervisor.peering import find_peers, open_peer_server
+from monarchfs.supervisor.peer_server import PeerServer
+from monarchfs.supervisor.peering import address_of, find_peers, open_peer_server
 from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.supervisor.preflight import MountSpec, checked
 from monarchfs.supervisor.readahead import read_ahead
@@ -40,7 +43,8 @@ from monarchfs.supervisor.registration import ControlSocket, open_runtime_dir
 from monarchfs.supervisor.startup import Mounted
 from monarchfs.supervisor.storage import mark_suspect, open_state_dir
 from monarchfs.supervisor.stranded import left_out
-from monarchfs.supervisor.supervise import Supervisor
+from monarchfs.supervisor.supervise import Supervisor, SupervisorParts
+from monarchfs.supervisor.takeover import Handover, OrphanedWorker
 from monarchfs.supervisor.tieropening import open_tiers
 from monarchfs.supervisor.worker_logging import WorkerLogging
 from monarchfs.types import OperationError
@@ -79,6 +83,31 @@ def mount_and_supervise(
     return supervisor.run()
 
 
+def take_over(
+    handover: Handover,
+    orphans: Sequence[OrphanedWorker],
+    *,
+    restarts: int,
+    report: Callable[[], None],
+    worker_command: Sequence[str] | None = None,
+) -> int:
+    """Goes on with a mount whose supervisor died, and whose workers, ``orphans``, served after
+    ``restarts`` others; otherwise as `mount_and_supervise`: ``report`` is called as soon as another
+    worker is starting. The descriptors are this process's from now on."""
+    log_to_stderr(handover.config.log_level)
+    with ExitStack() as undo:
+        with _interruptible():
+            supervisor = _resume(
+                *(handover, orphans, restarts + 1),
+                *(worker_command or module_command("monarchfs.worker"), undo),
+            )
+            supervisor.catch_signals()
+            report()
+        undo.pop_all()
+    log.warning("took over %s on %s", supervisor.config.source, supervisor.config.mountpoint)
+    return supervisor.run()
+
+
 def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitStack) -> Supervisor:
     config, what = checked(spec, deadline, undo)
     if spec.source_fd is not None:
@@ -88,16 +117,12 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     config, directories = open_tiers(config, state_dir, undo)
     tiers = [directory.descriptor for directory in directories.opened]
     peers = find_peers(config)
-    peer_server = None
-    if peers is not None:
-        peer_server = open_peer_server(
-            *(config, peers, os.path.join(config.state_dir, "peers")),
-            *([os.path.join(tier.path, tier.directory) for tier in config.tiers], undo),
-        )
+    address = None if peers is None else address_of(peers.nodes[peers.own])
+    peer_server = _peer_server(config, peers, address, undo)
     metrics = None
     if config.metrics_port is not None:
-        metrics = listen_locally(config.metrics_port)
-        undo.callback(stop_listening, metrics)
+        metrics = listen_locally(config.metrics_port).detach()
+        undo.callback(_release, (), metrics)
     fuse, connection = _mount(config, undo)
     mount_ns = time.time_ns()
     handles = make_table()
@@ -108,22 +133,19 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     journal = _journal(config, request, undo)
     descriptors = Descriptors(
         *(fuse, what.descriptor, state_dir, tuple(tiers), handles, counts, journal),
-        metrics=None if metrics is None else metrics.fileno(),
+        metrics=metrics,
         peers=None if peer_server is None else peer_server.listener.fileno(),
     )
     backing = BackingFiles(config, fuse, tiers, handles)
     backing.prepare(request)
-    output = WorkerOutput() if config.foreground else None
-    if output is not None:
-        undo.callback(output.close)
-    launcher = WorkerLauncher(
-        *(config, command, descriptors, mount_ns, WorkerLogging()),
-        output=None if output is None else output.end,
-        source_root=what.identity,
-        passes=backing.stack_depth > 0,
-        peer_server=peer_server,
+    handover = Handover(
+        *(config, descriptors, (lock, *directories.locks), mount_ns, request),
+        *(backing.stack_depth, what.identity, connection.number),
+        peers=None if peers is None else peers.to_message(),
+        peer_address=address,
     )
-    serve = partial(serving_worker, launcher, request, backing, deadline)
+    parts = _parts(handover, command, backing, connection, peer_server, undo)
+    serve = partial(serving_worker, parts.launcher, request, backing, deadline)
     restarts = 0
     try:
         worker = serve(undo)
@@ -142,18 +164,82 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         log_as_daemon(config, state_dir)
     for level, line in (*directories.remarks, *stay):
         log.log(level, "%s", line)
+    return Supervisor(parts, worker, restarts, control_socket)
+
+
+def _resume(
+    handover: Handover,
+    orphans: Sequence[OrphanedWorker],
+    restarts: int,
+    command: Sequence[str],
+    undo: ExitStack,
+) -> Supervisor:
+    config, descriptors = handover.config, handover.descriptors
+    open_runtime_dir(config.runtime_dir, undo)
+    log_as_daemon(config, descriptors.state)
+    peers = None if handover.peers is None else Peers.from_message(handover.peers)
+    peer_server = _peer_server(config, peers, handover.peer_address, undo)
+    if peer_server is not None:
+        assert descriptors.peers is not None
+        os.close(descriptors.peers)  # the name of the socket is the new one's
+        descriptors = replace(descriptors, peers=peer_server.listener.fileno())
+        handover = replace(handover, descriptors=descriptors)
+    mounted = find_mount(config.mountpoint)
+    connection = connection_of_device(handover.connection, descriptors.fuse, mounted)
+    undo.callback(connection.close)
+    backing = BackingFiles(config, descriptors.fuse, descriptors.tiers, descriptors.handles)
+    backing.take_over(handover.stack_depth)
+    for orphan in orphans:
+        orphan.kill()
+    parts = _parts(handover, command, backing, connection, peer_server, undo)
+    worker = parts.launcher.start(restarts=restarts)
+    undo.callback(worker.end)
+    control_socket = ControlSocket(config, config.state_dir, handover.mount_ns, connection.number)
+    undo.callback(control_socket.close)
+    return Supervisor(parts, worker, restarts, control_socket, orphans=orphans)
+
+
+def _peer_server(
+    config: Config, peers: Peers | None, address: str | None, undo: ExitStack
+) -> PeerServer | None:
+    if peers is None or address is None:
+        return None
+    return open_peer_server(
+        *(config, peers, address, os.path.join(config.state_dir, "peers")),
+        *([os.path.join(tier.path, tier.directory) for tier in config.tiers], undo),
+    )
+
+
+def _parts(
+    handover: Handover,
+    command: Sequence[str],
+    backing: BackingFiles,
+    connection: FuseConnection,
+    peer_server: PeerServer | None,
+    undo: ExitStack,
+) -> SupervisorParts:
+    config, descriptors = handover.config, handover.descriptors
+    output = WorkerOutput() if config.foreground else None
+    if output is not None:
+        undo.callback(output.close)
+    launcher = WorkerLauncher(
+        *(config, command, descriptors, handover.mount_ns, WorkerLogging()),
+        output=None if output is None else output.end,
+        source_root=handover.source_root,
+        passes=backing.stack_depth > 0,
+        peer_server=peer_server,
+    )
     mounted = Mounted(
-        *(fuse, connection, request, journal is not None, config.start_timeout_seconds),
-        vitals=partial(read_vitals, handles),
-        waiting=partial(_waiting, connection, fuse),
-        mark_suspect=partial(mark_suspect, state_dir, config.user),
+        *(descriptors.fuse, connection, handover.init_request, descriptors.requests is not None),
+        config.start_timeout_seconds,
+        vitals=partial(read_vitals, descriptors.handles),
+        waiting=partial(_waiting, connection, descriptors.fuse),
+        mark_suspect=partial(mark_suspect, descriptors.state, config.user),
         backing=backing,
         peer_server=peer_server,
     )
-    release = partial(_release, [lock, *directories.locks], metrics)
-    return Supervisor(
-        launcher, worker, restarts, mounted, control_socket, output=output, release=release
-    )
+    release = partial(_release, handover.locks, descriptors.metrics)
+    return SupervisorParts(handover, launcher, mounted, output, release)
 
 
 def _waiting(connection: FuseConnection, fuse: int) -> int | None:
@@ -176,11 +262,11 @@ def _journal(config: Config, request: bytes, undo: ExitStack) -> int | None:
     return journal
 
 
-def _release(locks: Sequence[int], metrics: socket.socket | None) -> None:
+def _release(locks: Sequence[int], metrics: int | None) -> None:
     for lock in locks:
         os.close(lock)
     if metrics is not None:
-        stop_listening(metrics)
+        stop_listening(socket.socket(fileno=metrics))
 
 
 def _mount(config: Config, undo: ExitStack) -> tuple[int, FuseConnection]:

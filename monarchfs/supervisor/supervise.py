@@ -9,22 +9,26 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from monarchfs.control import messages
 from monarchfs.fuse.connection import is_dead
 from monarchfs.fuse.unmount import Unmount, Unmounted
+from monarchfs.supervisor import takeover
 from monarchfs.supervisor.clients import MOST_CLIENTS, Clients, reply
 from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.failover import Failover, Phase
 from monarchfs.supervisor.launch import WorkerLauncher, WorkerProcess
 from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.output import WorkerOutput
+from monarchfs.supervisor.reaper import DeadWorker
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports, status_of
 from monarchfs.supervisor.startup import Mounted
+from monarchfs.supervisor.takeover import Handover, Standbys
 from monarchfs.types import MonarchError, UsageError
 
 log = logging.getLogger(__name__)
@@ -41,8 +45,23 @@ _DEFAULT_UMOUNT_SECONDS = 30.0
 _DEFAULT_RESTART_SECONDS = 30.0
 _NO_WORKER = "the mount's worker does not answer: see monarchfs status"
 
-COMMANDS = ("status", "umount", "restart", "change_peers")
+ORPHANED = signal.SIGUSR1
+"""What tells a supervisor that the process died that was to end it."""
+
+COMMANDS = ("status", "umount", "restart", "change_peers", takeover.COMMAND)
 """What is answered here; the worker knows the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorParts:
+    """What a supervisor works with. ``output``: of workers in the foreground; ``release`` lets go
+    of what was locked."""
+
+    handover: Handover
+    launcher: WorkerLauncher
+    mounted: Mounted
+    output: WorkerOutput | None
+    release: Callable[[], None]
 
 
 class Supervisor:
@@ -55,21 +74,20 @@ class Supervisor:
 
     def __init__(
         self,
-        launcher: WorkerLauncher,
+        parts: SupervisorParts,
         worker: WorkerProcess,
         restarts: int,
-        mounted: Mounted,
         control_socket: ControlSocket,
         *,
-        output: WorkerOutput | None,
-        release: Callable[[], None],
+        orphans: Sequence[DeadWorker] | None = None,
     ) -> None:
-        """``worker`` serves, after ``restarts`` others; ``release`` lets go of what was locked."""
-        self.config = launcher.config
-        self.mounted = mounted
+        """``worker`` serves, after ``restarts`` others; or, with ``orphans``, it is to follow
+        these workers of a supervisor that died."""
+        self.config = parts.launcher.config
+        self.mounted = parts.mounted
         self.control_socket = control_socket
-        self._output = output
-        self._release = release
+        self._output = parts.output
+        self._release = parts.release
         self._waiting_for_unmount: list[socket.socket] = []
         self._unmount: Unmount | None = None
         self._started = time.monotonic()
@@ -81,13 +99,14 @@ class Supervisor:
             control_socket.listener, self.config.user.uid, self._selector, self._answer
         )
         self._reports = Reports(self._ask_for_report, self._reply_status)
-        self.failover = Failover(worker, launcher, mounted, restarts, self)
+        self._standbys = Standbys(parts.handover)
+        self.failover = Failover(worker, parts.launcher, parts.mounted, restarts, self, orphans)
 
     def catch_signals(self) -> None:
         """From here on signals unmount; those that come before `run` are kept for it."""
         self._wake_writing.setblocking(False)
         signal.set_wakeup_fd(self._wake_writing.fileno(), warn_on_full_buffer=False)
-        for number in ending_signals():
+        for number in (*ending_signals(), ORPHANED):
             # The number arrives through the descriptor; the handler only has to exist.
             signal.signal(number, lambda _number, _frame: None)
 
@@ -110,6 +129,9 @@ class Supervisor:
     def _on_signal(self) -> None:
         numbers = self._wake_reading.recv(64)
         name = signal.Signals(numbers[-1]).name
+        if ORPHANED in numbers and self._standbys.wanted():
+            # Nothing is put back: one of them goes on, as if this process had been killed, too.
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._unmount is None:
             log.info("%s: unmounting %s", name, self.config.mountpoint)
             self._begin_unmount(_STOP_SECONDS)
@@ -149,6 +171,8 @@ class Supervisor:
             self._reports.tick(now)
         if not is_dead(self.mounted.fuse):
             self.failover.tick()
+            self._standbys.tell(self.failover.restarts, self.failover.pids)
+            self.mounted.backing.tick()
         elif self._unmount is None:
             log.info("%s was unmounted", self.config.mountpoint)
             self._exit_code = 0
@@ -180,6 +204,8 @@ class Supervisor:
                 seconds = float(request.get("timeout", _DEFAULT_RESTART_SECONDS))
                 log.info("asked to replace the worker of %s", self.config.mountpoint)
                 self.failover.replace(partial(self._reply_restart, connection), seconds)
+            case takeover.COMMAND:
+                self._standbys.add(connection)
             case "change_peers":
                 self._change_peers(connection, request)
             case _ if self._hand_over(connection, request, now):
@@ -258,6 +284,7 @@ class Supervisor:
     def _finish(self, code: int) -> None:
         """The order matters to a caller who mounts again at once: the lock is free, and the socket
         gone, before the reply says that it is done."""
+        self._standbys.end()
         now = time.monotonic()
         if self.mounted.peer_server is not None:
             self.mounted.peer_server.close()

@@ -472,6 +472,28 @@ def test_only_the_owner_and_root_may_ask(root_work: Area) -> None:
     assert root_work.run("umount", "mnt").returncode == 0
 
 
+def test_only_the_supervisors_user_may_stand_by(work: Bench) -> None:
+    """The user of a mount that root made may ask for much, but does not get its descriptors."""
+    interpreter_for(NOBODY)
+    work.path.chmod(0o755)
+    (work.path / "source").mkdir()
+    work.mount(work.path / "source", "--user", "nobody")
+    path = registered(work.path).socket_path
+    script = (
+        "import socket, sys\n"
+        "client = socket.socket(socket.AF_UNIX)\n"
+        "client.settimeout(10)\n"
+        "client.connect(sys.argv[1])\n"
+        'client.sendall(b\'{"command": "stand_by"}\\n\')\n'
+        "line, fds, _, _ = socket.recv_fds(client, 65536, 64)\n"
+        "print(len(fds), line.decode())\n"
+    )
+    command = as_user(NOBODY, [interpreter_for(NOBODY), "-I", "-c", script, path])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.stdout.startswith("0 "), done.stderr
+    assert "cannot be handed over" in done.stdout
+
+
 @requires_root
 @requires_fuse
 def test_root_may_ask_a_users_mount(root_work: Area) -> None:

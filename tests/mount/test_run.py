@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.support import surroundings
-from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import (
     MONARCHFS,
     WAIT_SECONDS,
@@ -30,15 +25,18 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.private_mounts import GROUP, NOBODY, Place, left_clean, lines_of, make_place
 from tests.support.timing import Stopwatch
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
-NOBODY = pwd.getpwnam("nobody")
-GROUP = 4
-"""A supplementary group that nobody is in by default."""
-
 STATE_OF = "import os, sys; print(os.getxattr(sys.argv[1], 'user.monarchfs.state').decode())"
+UNTIL_COPIED = """
+import os, sys, time
+open(sys.argv[1]).read()
+while os.getxattr(sys.argv[1], 'user.monarchfs.state') != b'resident':
+    time.sleep(0.01)
+"""
 COUNTING = """
 import os, signal, sys
 for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -51,165 +49,16 @@ while True:
 """Prints the signals that it gets until SIGALRM comes."""
 
 
-@dataclass
-class Place:
-    """A source, room for tiers and state, and who runs the commands."""
-
-    path: Path
-    user: bool
-    started: list[subprocess.Popen[str]] = field(default_factory=list)
-
-    @property
-    def source(self) -> Path:
-        return self.path / "source"
-
-    def command(
-        self, *words: str, options: list[str] | None = None, state: str | None = "state"
-    ) -> list[str]:
-        storage = ["--tier", f"{self.path}/tier=1G"]
-        index = [] if state is None else ["--state-dir", f"{self.path}/{state}"]
-        return [
-            *self.wrapper(),
-            *(sys.executable, "-m", "monarchfs.cli.main", "run", str(self.source)),
-            *(*storage, *index, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
-        ]
-
-    def wrapper(self) -> list[str]:
-        """Where /dev/fuse is open to everybody, as on most machines, and for others as it was."""
-        if not self.user:
-            return []
-        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", f"--groups={GROUP}"]
-        script = f'mount --bind {shlex.quote(str(self.path / "fuse"))} /dev/fuse && exec "$@"'
-        inner = ["sh", "-c", script, "sh", "setpriv", *ids]
-        return ["unshare", "--mount", "--propagation", "slave", *inner]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SUDO_", "XDG_", "SLURM_"))
-        }
-        return {**environment, "XDG_RUNTIME_DIR": f"{self.path}/run"}
-
-    def run(
-        self, *words: str, options: list[str] | None = None, **more: Any
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*words, options=options),
-            env={**self.environment, **more.pop("env", {})},
-            cwd=more.pop("cwd", self.path),
-            text=True,
-            capture_output=True,
-            timeout=60,
-            check=False,
-            **more,
-        )
-
-    def start(self, *words: str, **more: Any) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            self.command(*words),
-            env=self.environment,
-            cwd=self.path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            **more,
-        )
-        self.started.append(process)
-        return process
-
-    def status(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """What ``monarchfs status`` says outside, to the same user."""
-        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups"]
-        return subprocess.run(
-            [
-                *(["setpriv", *ids] if self.user else []),
-                *(sys.executable, "-m", "monarchfs.cli.main", "status", *words),
-            ],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-
-    def runtime_files(self) -> list[str]:
-        """What is in the runtime directories about this place."""
-        names = [str(p) for p in (self.path / "run").rglob("*") if not p.is_dir()]
-        for file in Path("/run/monarchfs").glob("*.json"):
-            try:
-                mentioned = str(self.path) in file.read_text()
-            except FileNotFoundError:
-                continue
-            names += [str(file)] if mentioned else []
-        return names
-
-    def processes(self) -> list[int]:
-        return processes_about(str(self.path))
-
-    def wait_nothing_left(self) -> None:
-        wait_for(lambda: not self.processes(), "all processes to end")
-        assert self.runtime_files() == []
-        assert fuse_mounts(str(self.path)) == []
-
-
-def _place(work: Bench, *, user: bool) -> Place:
-    interpreter_for("nobody" if user else None)
-    source = work.path / "source"
-    source.mkdir()
-    (source / "file").write_text("content")
-    (source / "below").mkdir()
-    (source / "below" / "other").write_text("deeper")
-    os.mknod(work.path / "fuse", 0o020666, os.makedev(10, 229))
-    (work.path / "fuse").chmod(0o666)
-    (work.path / "run").mkdir(mode=0o700)
-    if user:
-        os.chown(work.path / "run", NOBODY.pw_uid, NOBODY.pw_gid)
-    if user:
-        work.path.chmod(0o1777)
-    place = Place(work.path, user)
-    if user:
-        _skip_without_user_namespaces(place)
-    return place
-
-
-def _skip_without_user_namespaces(place: Place) -> None:
-    # Both are refused in a chroot, say, or where /tmp is mounted nodev.
-    probe = ["unshare", "--user", "sh", "-c", "exec 3<>/dev/fuse"]
-    done = subprocess.run(
-        [*place.wrapper(), *probe], capture_output=True, text=True, timeout=30, check=False
-    )
-    if done.returncode != 0:
-        pytest.skip("needs user namespaces of ordinary users, and TMPDIR without nodev: no chroot")
-
-
 @pytest.fixture(params=["root", "user"])
 def place(work: Bench, request: pytest.FixtureRequest) -> Iterator[Place]:
-    with _left_clean(_place(work, user=request.param == "user")) as made:
+    with left_clean(make_place(work, user=request.param == "user")) as made:
         yield made
 
 
 @pytest.fixture
 def users(work: Bench) -> Iterator[Place]:
-    with _left_clean(_place(work, user=True)) as made:
+    with left_clean(make_place(work, user=True)) as made:
         yield made
-
-
-@contextmanager
-def _left_clean(place: Place) -> Iterator[Place]:
-    try:
-        yield place
-    finally:
-        for process in place.started:
-            with process:  # closes its pipes
-                process.kill()
-    place.wait_nothing_left()
-
-
-def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    return iter(process.stdout.readline, "")
 
 
 # What the command sees
@@ -263,7 +112,7 @@ def test_the_command_has_no_privileges(users: Place) -> None:
 
 
 def test_root_runs_the_command_as_another_user(work: Bench) -> None:
-    place = _place(work, user=False)
+    place = make_place(work, user=False)
     (place.source / "secret").write_text("secret")
     (place.source / "secret").chmod(0o600)
     options = ["--user", "nobody"]
@@ -274,7 +123,7 @@ def test_root_runs_the_command_as_another_user(work: Bench) -> None:
 
 
 def test_a_working_directory_that_only_root_may_enter(work: Bench) -> None:
-    place = _place(work, user=False)
+    place = make_place(work, user=False)
     (place.path / "locked").mkdir(mode=0o700)
     done = place.run(
         *("sh", "-c", 'cd ..; cat source/file; cd "$0"', str(place.path / "locked")),
@@ -298,7 +147,7 @@ def test_a_working_directory_that_is_gone(place: Place) -> None:
 
 
 def test_what_was_copied_is_there_the_next_time(place: Place) -> None:
-    place.run("cat", "source/file")
+    assert place.run(sys.executable, "-c", UNTIL_COPIED, "source/file").returncode == 0
     done = place.run(
         "cat", "source/file", options=["--report", "--json", str(place.path / "report")]
     )
@@ -320,7 +169,7 @@ def test_what_was_copied_is_there_the_next_time(place: Place) -> None:
 
 
 def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
-    place = _place(work, user=False)
+    place = make_place(work, user=False)
     mount = work.mount(place.source)
     report = place.path / "report"
     done = place.run("stat", "-f", "-c", "%T", "source/file", options=["--json", str(report)])
@@ -386,7 +235,7 @@ def test_a_run_in_a_run_is_the_same_view(place: Place) -> None:
 
 
 def test_root_in_a_chroot_stays_in_it(work: Bench) -> None:
-    place = _place(work, user=False)
+    place = make_place(work, user=False)
     done = _in_chroot(place, [], "sh", "-c", "test ! -e outside && cat source/file")
     assert (done.stdout, done.stderr) == ("content", "")
     place.wait_nothing_left()
@@ -532,7 +381,7 @@ def test_a_report_that_cannot_be_written_is_told_before(place: Place) -> None:
 
 
 def test_where_user_namespaces_are_forbidden_the_command_runs(work: Bench) -> None:
-    place = _place(work, user=True)
+    place = make_place(work, user=True)
     done = _in_chroot(place, place.wrapper(), "cat", "source/file")
     assert done.stdout == "content"
     assert "is read without a cache: you may not make a user namespace here" in done.stderr
@@ -683,74 +532,13 @@ def test_other_options_and_other_jobs(users: Place) -> None:
     other = users.run("readlink", "/proc/self/ns/mnt", options=["--freshness", "open"])
     assert other.stdout.strip() == space
     assert other.stderr == (
-        f"monarchfs: {users.source} is mounted already for this job: with the options of that"
-        " mount\n"
-    )
-    # Another job's mount would end with that job: this one does without.
-    job = users.run("readlink", "/proc/self/ns/mnt", env={"SLURM_JOB_ID": "7"})
-    assert job.stdout.strip() not in ("", space)
-    assert job.stderr.startswith(
-        f"monarchfs: {users.source} is read without a cache: another job of nobody on this node"
+        f"monarchfs: {users.source} is mounted already for you: with the options of that mount\n"
     )
     own = ["--tier", f"{users.path}/tier2=1G", "--state-dir", f"{users.path}/state2"]
     job = users.run("readlink", "/proc/self/ns/mnt", options=own, env={"SLURM_JOB_ID": "7"})
-    assert job.stdout.strip() not in ("", space)
-    assert job.stderr == ""
+    assert job.stdout.strip() == space
+    assert "with the options of that mount" in job.stderr
     first.communicate("\n", timeout=WAIT_SECONDS)
-
-
-def test_each_job_has_a_cache(users: Place) -> None:
-    """Another job's mount would end with that job, so it is not shared. The last cache that is
-    free is used, and what is in it."""
-
-    def job(number: int) -> subprocess.Popen[str]:
-        script = "readlink /proc/self/ns/mnt; cat source/file; echo; read line; cat source/file"
-        places = {"XDG_CACHE_HOME": f"{users.path}/cache", "SLURM_JOB_ID": str(number)}
-        process = subprocess.Popen(
-            users.command("sh", "-c", script, state=None),
-            env={**users.environment, **places},
-            cwd=users.path,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        users.started.append(process)
-        return process
-
-    def space_of(process: subprocess.Popen[str]) -> str:
-        space = next(lines_of(process))
-        assert next(lines_of(process)) == "content\n"
-        return space
-
-    def end(process: subprocess.Popen[str]) -> str:
-        out, errors = process.communicate("\n", timeout=WAIT_SECONDS)
-        assert (out, process.returncode) == ("content", 0)
-        return errors
-
-    def caches() -> list[str]:
-        return sorted(path.name.partition("-")[2] for path in (users.path / "cache").glob("*/*/*"))
-
-    own = (
-        f"monarchfs: another job of nobody on this node has the cache of {users.source}: this one"
-        " has its own\n"
-    )
-    first, second = job(1), job(2)
-    spaces = {space_of(first), space_of(second)}
-    third, again = job(3), job(2)
-    spaces |= {space_of(third), space_of(again)}
-    assert len(spaces) == 3
-    assert caches() == ["", "2", "3"]
-    # The one that ends takes nothing of the others'.
-    assert sorted(end(one) for one in (first, second, third)) == ["", own, own]
-    assert end(again) == ""
-    # The usual one is free again, even if its last user ends only now.
-    users.wait_nothing_left()
-    for number in (4, 5):
-        one = job(number)
-        space_of(one)
-        assert end(one) == ""
-    assert caches() == ["", "2", "3"]
 
 
 def test_one_after_the_other_never_meets_the_end_of_the_last(users: Place) -> None:

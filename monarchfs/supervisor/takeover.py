@@ -1,0 +1,354 @@
+"""What another process needs to go on with a mount whose supervisor dies.
+
+The connection of a FUSE mount lives as long as somebody has its descriptor of /dev/fuse. A standby
+supervisor is a process that has this one and all others of the supervisor (``Handover``), and a
+connection to it (``StandbyConnection``). If the supervisor dies, the connection ends, and one of
+the standbys starts the next supervisor (``start.take_over``).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from monarchfs.config import Config
+from monarchfs.config.model import PROTOCOL_VERSION
+from monarchfs.control import messages
+from monarchfs.control.peers import peer_uid, short_socket_path
+from monarchfs.supervisor.clients import reply
+from monarchfs.supervisor.launch import Descriptors, thread_states
+from monarchfs.types import OperationError
+
+log = logging.getLogger(__name__)
+
+COMMAND = "stand_by"
+MOST_STANDBYS = 64
+_SECONDS = 5.0
+_END_SECONDS = 1.0
+_MOST_DESCRIPTORS = 64
+_PART_BYTES = 1 << 16
+_MOST_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """All that a supervisor has of its mount. ``locks`` are held by the open files behind these
+    descriptors, so they stay locked while one process has them: the state directory's first, then
+    those of the tiers. ``init_request`` is the kernel's FUSE_INIT, and ``stack_depth`` what it was
+    answered (0: no passthrough). ``source_root``: inode and device number. ``connection``: the
+    number of the FUSE connection. ``peers``: as ``Peers.to_message`` gives it; ``peer_address``:
+    where they are served."""
+
+    config: Config
+    descriptors: Descriptors
+    locks: tuple[int, ...]
+    mount_ns: int
+    init_request: bytes
+    stack_depth: int
+    source_root: tuple[int, int]
+    connection: int
+    peers: dict[str, Any] | None = None
+    peer_address: str | None = None
+
+    @property
+    def all_descriptors(self) -> list[int]:
+        """Each once, in an order that ``with_descriptors`` knows."""
+        single = [fd for fd in self._single.values() if fd is not None]
+        return [*self.descriptors.tiers, *self.locks, *single]
+
+    @property
+    def _single(self) -> dict[str, Any]:
+        named = asdict(self.descriptors)
+        del named["tiers"]
+        return named
+
+    def with_descriptors(self, numbers: Sequence[int]) -> Handover:
+        """The same, with other numbers of the same descriptors. Raises ValueError if there are too
+        few or too many."""
+        left = iter(numbers)
+        try:
+            tiers = tuple(next(left) for _ in self.descriptors.tiers)
+            locks = tuple(next(left) for _ in self.locks)
+            single: dict[str, Any] = {
+                name: None if fd is None else next(left) for name, fd in self._single.items()
+            }
+        except (StopIteration, RuntimeError):
+            raise ValueError("too few descriptors") from None
+        if next(left, None) is not None:
+            raise ValueError("too many descriptors")
+        return replace(self, descriptors=Descriptors(**single, tiers=tiers), locks=locks)
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return plain | {
+            "speaks": PROTOCOL_VERSION,
+            "config": self.config.to_json(),
+            "descriptors": asdict(self.descriptors),
+            "init_request": base64.b64encode(self.init_request).decode(),
+        }
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any], numbers: Sequence[int]) -> Handover:
+        """What `to_json` gave, with the descriptors that came with it. Raises OperationError if a
+        supervisor of another release sent it; ValueError, KeyError or TypeError for nonsense."""
+        if message.get("speaks") != PROTOCOL_VERSION:
+            raise OperationError("the mount there is of another release of monarchfs")
+        descriptors = dict(message["descriptors"])
+        return cls(
+            config=Config.from_json(message["config"]),
+            descriptors=Descriptors(**descriptors | {"tiers": tuple(descriptors["tiers"])}),
+            locks=tuple(message["locks"]),
+            mount_ns=int(message["mount_ns"]),
+            init_request=base64.b64decode(message["init_request"], validate=True),
+            stack_depth=int(message["stack_depth"]),
+            source_root=(int(message["source_root"][0]), int(message["source_root"][1])),
+            connection=int(message["connection"]),
+            peers=message["peers"],
+            peer_address=message["peer_address"],
+        ).with_descriptors(numbers)
+
+    @staticmethod
+    def count(message: Mapping[str, Any]) -> int:
+        """How many descriptors come with what `to_json` gave."""
+        named = dict(message["descriptors"])
+        single = sum(fd is not None for name, fd in named.items() if name != "tiers")
+        return single + len(named["tiers"]) + len(message["locks"])
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for number in self.all_descriptors:
+            os.close(number)
+
+
+_PLAIN = ("locks", "mount_ns", "stack_depth", "source_root", "connection", "peers", "peer_address")
+
+
+class Standbys:
+    """The supervisor's side: connections of standbys. Changing: these; the workers that they were
+    told of, and after how many others the one that serves came (``_told``)."""
+
+    def __init__(self, handover: Handover) -> None:
+        self._handover = handover
+        self._connections: list[socket.socket] = []
+        self._workers: list[int] = []
+        self._told: tuple[int, list[int]] = (0, [])
+
+    def add(self, connection: socket.socket) -> None:
+        """Give all to a client. Only the user of this process, or root, gets it: whoever has the
+        descriptors is the supervisor."""
+        if peer_uid(connection) not in (0, os.geteuid()) or len(self._connections) >= MOST_STANDBYS:
+            reply(connection, messages.encode_error("this mount cannot be handed over to you"))
+            return
+        connection.settimeout(_END_SECONDS)
+        line = messages.encode_result(self._handover.to_json())
+        try:
+            sent = socket.send_fds(connection, [line], self._handover.all_descriptors)
+            connection.sendall(line[sent:])
+            self._send_workers(connection)
+            connection.setblocking(False)
+        except OSError as error:
+            log.warning("a standby left: %s", error)
+            connection.close()
+            return
+        self._connections.append(connection)
+
+    def tell(self, restarts: int, pids: list[int]) -> None:
+        """The worker that serves, after ``restarts`` others, and those that may still run: the next
+        supervisor must know when they have stopped. All are children of this process."""
+        if (restarts, pids) == self._told:
+            return
+        self._told = (restarts, list(pids))
+        before, self._workers = self._workers, [os.pidfd_open(pid) for pid in pids]
+        for number in before:
+            os.close(number)
+        for connection in self._connections:
+            # One that does not read loses it, and is sent away.
+            with contextlib.suppress(OSError):
+                self._send_workers(connection)
+
+    def _send_workers(self, connection: socket.socket) -> None:
+        restarts, _ = self._told
+        line = json.dumps({"restarts": restarts, "workers": len(self._workers)}).encode() + b"\n"
+        if socket.send_fds(connection, [line], self._workers) < len(line):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def wanted(self) -> bool:
+        """Whether somebody would go on with the mount."""
+        self._connections = [one for one in self._connections if not _is_closed(one)]
+        return bool(self._connections)
+
+    def end(self) -> None:
+        """The mount ends on purpose: none of them goes on. Waits a second at most, until they have
+        let go of what they hold, the locks among it."""
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # gone, as `wanted` will see
+                connection.send(b'{"end": true}\n')
+        until = time.monotonic() + _END_SECONDS
+        while self.wanted() and (left := until - time.monotonic()) > 0:
+            select.select(self._connections, [], [], left)
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    """A standby says nothing: what can be read is its end. The socket does not block."""
+    try:
+        connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.debug("a standby's connection broke: %s", error)
+    connection.close()
+    return True
+
+
+class OrphanedWorker:
+    """A worker of a supervisor that died. It ends by itself, or is killed here."""
+
+    def __init__(self, descriptor: int) -> None:
+        """``descriptor``: of the process (pidfd_open(2)); it is this object's."""
+        self.descriptor = descriptor
+
+    def kill(self) -> None:
+        if self.descriptor >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+
+    @property
+    def reaped(self) -> bool:
+        """Whether it is gone with all of its threads."""
+        if self.descriptor >= 0:
+            poll = select.poll()
+            poll.register(self.descriptor, select.POLLIN)
+            if poll.poll(0):
+                self.close()
+        return self.descriptor < 0
+
+    def is_quiet(self) -> bool:
+        """As ``WorkerProcess.is_quiet``. In another pid namespace threads cannot be seen: there it
+        is quiet when it is gone."""
+        if self.reaped:
+            return True
+        # Its number is its own as long as it is not gone.
+        with open(f"/proc/self/fdinfo/{self.descriptor}", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        pid = int(fields["Pid"])
+        return pid > 0 and all(state in b"ZXD" for state in thread_states(pid))
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+
+class StandbyConnection:
+    """A standby's side. Constant: the handover. Changing: ``workers``, the one that serves, and
+    those that may still run; ``restarts``, how many came before it; ``ended``, whether the mount
+    ended on purpose."""
+
+    def __init__(self, path: str, timeout: float = _SECONDS) -> None:
+        """Asks the supervisor whose control socket this is. Raises OperationError."""
+        self.workers: list[OrphanedWorker] = []
+        self.restarts = 0
+        self.ended = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._received = b""
+        self._descriptors: list[int] = []
+        numbers: list[int] = []
+        try:
+            self._socket.settimeout(timeout)
+            with short_socket_path(path) as short:
+                self._socket.connect(short)
+            if peer_uid(self._socket) != os.geteuid():
+                raise OperationError(f"somebody else listens on {path}")
+            self._socket.sendall(messages.encode_message({"command": COMMAND}))
+            answer = messages.decode_message(self._next_line())
+            if answer.get("ok") is not True:
+                raise OperationError(str(answer.get("error", "the mount cannot be handed over")))
+            wanted = Handover.count(answer["result"])
+            numbers, self._descriptors = self._descriptors[:wanted], self._descriptors[wanted:]
+            self.handover = Handover.from_json(answer["result"], numbers)
+            self._understand(self._next_line())
+            self._socket.setblocking(False)
+        except BaseException as error:
+            for number in (*numbers, *self._descriptors):
+                os.close(number)
+            self._socket.close()
+            if isinstance(error, (OSError, ValueError, LookupError, TypeError)):
+                raise OperationError(f"the mount's daemon on {path}: {error}") from None
+            raise
+
+    def _next_line(self) -> bytes:
+        while b"\n" not in self._received:
+            if not self._receive() or len(self._received) > _MOST_BYTES:
+                raise ValueError("it gave no answer")
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _receive(self) -> bool:
+        part, descriptors, _, _ = socket.recv_fds(self._socket, _PART_BYTES, _MOST_DESCRIPTORS)
+        for number in descriptors:
+            os.set_inheritable(number, False)
+        self._descriptors += descriptors
+        self._received += part
+        return bool(part)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def lives(self) -> bool:
+        """Whether the supervisor does; call it when there is something to read."""
+        try:
+            while self._receive():
+                while b"\n" in self._received:
+                    self._understand(self._next_line())
+        except BlockingIOError:
+            return True
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            log.warning("the supervisor's connection broke: %s", error)
+        return False
+
+    def _understand(self, line: bytes) -> None:
+        message = json.loads(line)
+        if message.get("end"):
+            self.ended = True
+            return
+        count = int(message["workers"])
+        numbers, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        for worker in self.workers:
+            worker.close()
+        self.workers = [OrphanedWorker(number) for number in numbers]
+        self.restarts = int(message["restarts"])
+
+    def close(self) -> None:
+        """Let go of all."""
+        for worker in self.workers:
+            worker.close()
+        self.handover.close()
+        self._socket.close()
+
+
+def own(handover: Handover) -> int | None:
+    """A descriptor with which this process alone may start the next supervisor, as long as it is
+    open; None if another process has one."""
+    # Another open file of the mount's table of open files, so the lock is this process's.
+    path = f"/proc/self/fd/{handover.descriptors.handles}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor

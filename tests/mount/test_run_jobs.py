@@ -1,0 +1,278 @@
+"""``monarchfs run`` of several jobs on a node: one mount, which outlives the job that made it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import surroundings
+from tests.support.mounting import (
+    WAIT_SECONDS,
+    Bench,
+    requires_mounts,
+    wait_for,
+)
+from tests.support.private_mounts import Place, left_clean, lines_of, make_place
+
+pytestmark = [*requires_mounts, surroundings.requires_namespaces]
+
+FILES, LARGE = 40, 3
+SCRIPT = "readlink /proc/self/ns/mnt; read line"
+
+READER = """
+import hashlib, json, os, random, sys, time
+sums = json.load(open(sys.argv[1]))
+kept = {name: open(f"source/{name}", "rb") for name in list(sums)[-2:]}
+rng, reads, wrong, longest = random.Random(1), 0, [], 0.0
+print("reads", flush=True)
+while not os.path.exists(sys.argv[2]):
+    name = rng.choice(list(sums))
+    began = time.monotonic()
+    if name in kept:
+        kept[name].seek(0)
+        data = kept[name].read()
+    else:
+        with open(f"source/{name}", "rb") as file:
+            data = file.read()
+    longest = max(longest, time.monotonic() - began)
+    reads += 1
+    if hashlib.sha256(data).hexdigest() != sums[name]:
+        wrong.append(name)
+print(json.dumps({"reads": reads, "wrong": wrong, "longest": longest}))
+"""
+"""Reads files at random, two of which stay open, until a file appears."""
+
+
+@pytest.fixture(params=["root", "user"])
+def place(work: Bench, request: pytest.FixtureRequest) -> Iterator[Place]:
+    with left_clean(make_place(work, user=request.param == "user")) as made:
+        yield made
+
+
+class Jobs:
+    """Jobs of one user, and the files that they read."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.stop = place.path / "stop"
+        self.sums = place.path / "sums"
+        rng = random.Random(3)
+        known = {}
+        sizes = [110_000] * FILES + [3 << 20] * LARGE
+        for number, size in enumerate(sizes):
+            data = rng.randbytes(size)
+            (place.source / f"f{number}").write_bytes(data)
+            os.utime(place.source / f"f{number}", (1e9, 1e9))
+            known[f"f{number}"] = hashlib.sha256(data).hexdigest()
+        self.bytes = sum(sizes)
+        self.sums.write_text(json.dumps(known))
+
+    def start(self, job: int, *words: str) -> subprocess.Popen[str]:
+        return self.place.start(
+            *words, job=job, stdin=subprocess.PIPE, options=["--freshness", "immutable"]
+        )
+
+    def waiting(self, job: int) -> subprocess.Popen[str]:
+        """A job that has the mount, and does nothing until it gets a line."""
+        process = self.start(job, "sh", "-c", SCRIPT)
+        assert next(lines_of(process)).startswith("mnt:")
+        return process
+
+    def reading(self, job: int) -> subprocess.Popen[str]:
+        words = ["python3", "-c", READER, str(self.sums), str(self.stop)]
+        process = self.start(job, *words)
+        assert next(lines_of(process)) == "reads\n"
+        return process
+
+    def ended(self, reader: subprocess.Popen[str]) -> dict[str, Any]:
+        """What a reader says in the end."""
+        self.stop.touch()
+        out, errors = reader.communicate(timeout=WAIT_SECONDS)
+        assert (errors, reader.returncode) == ("", 0)
+        result: dict[str, Any] = json.loads(out)
+        assert result["wrong"] == []
+        assert result["reads"] > 0
+        return result
+
+    def is_other(self, worker: int) -> bool:
+        """Whether another one serves."""
+        return bool(self.status()["worker"]["pid"] != worker)
+
+    def status(self) -> dict[str, Any]:
+        """Once a worker answers."""
+
+        def told() -> dict[str, Any] | None:
+            done = self.place.status(str(self.place.source), "--json")
+            status = json.loads(done.stdout) if done.returncode == 0 else {}
+            return status if status.get("state") == "serving" else None
+
+        result: dict[str, Any] = wait_for(told, "a mount that serves")
+        return result
+
+
+def below(pid: int) -> list[int]:
+    """A process and its descendants, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(") ")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
+def kill_job(process: subprocess.Popen[str], seed: int | None = None) -> None:
+    """As a batch system ends a job: nobody has time to clean up. With ``seed`` one dies after the
+    other, in some order, and may react."""
+    pids = below(process.pid)
+    if seed is None:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+    else:
+        random.Random(seed).shuffle(pids)
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            assert seed is not None
+    process.communicate(timeout=WAIT_SECONDS)
+
+
+@pytest.mark.smoke
+def test_jobs_share_a_mount_and_the_last_one_unmounts(place: Place) -> None:
+    jobs = Jobs(place)
+    processes = [jobs.waiting(number) for number in (1, 2, 3)]
+    spaces = {os.readlink(f"/proc/{below(process.pid)[-1]}/ns/mnt") for process in processes}
+    assert len(spaces) == 1
+    for process in processes:
+        # The one that made the mount ends first, and is waited for by nobody.
+        assert process.communicate("\n", timeout=WAIT_SECONDS) == ("", "")
+        assert process.returncode == 0
+    place.wait_nothing_left()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+def test_a_job_that_is_killed_takes_nothing_of_the_others(place: Place, seed: int | None) -> None:
+    jobs = Jobs(place)
+    first = jobs.waiting(1)
+    reader = jobs.reading(2)
+    before = jobs.status()
+    kill_job(first, seed)
+    wait_for(partial(jobs.is_other, before["worker"]["pid"]), "another worker")
+    later = jobs.reading(3)
+    # A file whose copy was under way may be in the page cache, so that nobody asks for it again.
+    wait_for(lambda: jobs.status()["files"]["resident"] >= FILES, "nearly all to be copied")
+    # Each byte once, and again what was under way.
+    assert jobs.status()["source_io"]["read_bytes"] <= 1.25 * jobs.bytes
+    jobs.ended(reader)
+    jobs.ended(later)
+
+
+def test_one_job_after_the_other_is_killed(place: Place) -> None:
+    jobs = Jobs(place)
+    holders = [jobs.waiting(1)]
+    reader = jobs.reading(9)
+    for number in range(2, 6):
+        holders.append(jobs.waiting(number))
+        kill_job(holders.pop(0))
+        jobs.status()
+    jobs.ended(reader)
+    assert holders[0].communicate("\n", timeout=WAIT_SECONDS) == ("", "")
+
+
+def test_a_killed_supervisor_is_replaced(place: Place) -> None:
+    """Also if no other job has the mount."""
+    jobs = Jobs(place)
+    reader = jobs.reading(1)
+    for _ in range(2):
+        worker = jobs.status()["worker"]["pid"]
+        os.kill(parent_of(worker), signal.SIGKILL)
+        wait_for(partial(jobs.is_other, worker), "another worker")
+    jobs.ended(reader)
+
+
+def test_the_daemon_alone_is_killed(place: Place) -> None:
+    """Its supervisor lives, and leaves the mount to the other job."""
+    jobs = Jobs(place)
+    first, reader = jobs.waiting(1), jobs.reading(2)
+    worker = jobs.status()["worker"]["pid"]
+    os.kill(parent_of(parent_of(worker)), signal.SIGKILL)
+    wait_for(partial(jobs.is_other, worker), "another worker")
+    assert first.communicate("\n", timeout=WAIT_SECONDS) == ("", "")
+    jobs.ended(reader)
+
+
+def test_what_a_later_job_is_told(place: Place) -> None:
+    """Its exit code and its report are its own command's and the mount's."""
+    jobs = Jobs(place)
+    first = jobs.waiting(1)
+    report = place.path / "report"
+    report.touch()
+    report.chmod(0o666)
+    done = place.run(
+        *("sh", "-c", "cat source/f1 | wc -c; exit 7"),
+        options=["--json", str(report), "--freshness", "immutable"],
+        env={"SLURM_JOB_ID": "2"},
+    )
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (7, "110000", "")
+    told = json.loads(report.read_text())
+    assert (told["view"], told["exit_code"], told["status"]["state"]) == ("own", 7, "serving")
+    assert first.communicate("\n", timeout=WAIT_SECONDS) == ("", "")
+
+
+def test_a_job_that_is_killed_while_it_joins(place: Place) -> None:
+    jobs = Jobs(place)
+    reader = jobs.reading(1)
+    for milliseconds in range(50, 500, 75):
+        joining = jobs.start(2, "sh", "-c", SCRIPT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            joining.wait(milliseconds / 1000)  # each is at another place by then
+
+        kill_job(joining)
+    jobs.ended(reader)
+
+
+def test_unmounting_ends_it_for_all(place: Place) -> None:
+    jobs = Jobs(place)
+    first, second = jobs.waiting(1), jobs.waiting(2)
+    supervisor = parent_of(jobs.status()["worker"]["pid"])
+    os.kill(supervisor, signal.SIGTERM)
+    wait_for(lambda: not Path(f"/proc/{supervisor}").exists(), "the supervisor to end")
+    for process in (first, second):
+        assert process.communicate("\n", timeout=WAIT_SECONDS) == ("", "")
+        assert process.returncode == 0
+
+
+def test_files_that_the_kernel_reads_itself_stay_open(work: Bench) -> None:
+    with left_clean(make_place(work, user=False)) as place:
+        jobs = Jobs(place)
+        first = jobs.waiting(1)
+        warm = place.run("sh", "-c", "cat source/f4? | wc -c", env={"SLURM_JOB_ID": "1"})
+        assert warm.returncode == 0
+        wait_for(lambda: jobs.status()["files"]["resident"] >= LARGE, "large files to be copied")
+        reader = jobs.reading(2)
+        wait_for(lambda: jobs.status()["passthrough"]["registered"] > 0, "a backing file")
+        assert jobs.status()["data_path"] == "passthrough"
+        kill_job(first)
+        assert jobs.status()["data_path"] == "passthrough"
+        jobs.ended(reader)

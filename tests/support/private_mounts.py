@@ -1,0 +1,175 @@
+"""``monarchfs run`` as root and as an ordinary user, in a place of its own."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import Bench, fuse_mounts, processes_about, wait_for
+
+NOBODY = pwd.getpwnam("nobody")
+GROUP = 4
+"""A supplementary group that nobody is in by default."""
+
+
+@dataclass
+class Place:
+    """A source, room for tiers and state, and who runs the commands."""
+
+    path: Path
+    user: bool
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def source(self) -> Path:
+        return self.path / "source"
+
+    def command(
+        self, *words: str, options: list[str] | None = None, state: str | None = "state"
+    ) -> list[str]:
+        storage = ["--tier", f"{self.path}/tier=1G"]
+        index = [] if state is None else ["--state-dir", f"{self.path}/{state}"]
+        return [
+            *self.wrapper(),
+            *(sys.executable, "-m", "monarchfs.cli.main", "run", str(self.source)),
+            *(*storage, *index, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
+        ]
+
+    def wrapper(self) -> list[str]:
+        """Where /dev/fuse is open to everybody, as on most machines, and for others as it was."""
+        if not self.user:
+            return []
+        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", f"--groups={GROUP}"]
+        script = f'mount --bind {shlex.quote(str(self.path / "fuse"))} /dev/fuse && exec "$@"'
+        inner = ["sh", "-c", script, "sh", "setpriv", *ids]
+        return ["unshare", "--mount", "--propagation", "slave", *inner]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SUDO_", "XDG_", "SLURM_"))
+        }
+        return {**environment, "XDG_RUNTIME_DIR": f"{self.path}/run"}
+
+    def run(
+        self, *words: str, options: list[str] | None = None, **more: Any
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words, options=options),
+            env={**self.environment, **more.pop("env", {})},
+            cwd=more.pop("cwd", self.path),
+            text=True,
+            capture_output=True,
+            timeout=60,
+            check=False,
+            **more,
+        )
+
+    def start(self, *words: str, job: int | None = None, **more: Any) -> subprocess.Popen[str]:
+        """``job``: the number of a job of Slurm."""
+        environment = self.environment | ({} if job is None else {"SLURM_JOB_ID": str(job)})
+        options = more.pop("options", None)
+        process = subprocess.Popen(
+            self.command(*words, options=options),
+            env=environment,
+            cwd=self.path,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **more,
+        )
+        self.started.append(process)
+        return process
+
+    def status(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """What ``monarchfs status`` says outside, to the same user."""
+        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups"]
+        return subprocess.run(
+            [
+                *(["setpriv", *ids] if self.user else []),
+                *(sys.executable, "-m", "monarchfs.cli.main", "status", *words),
+            ],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def runtime_files(self) -> list[str]:
+        """What is in the runtime directories about this place."""
+        names = [str(p) for p in (self.path / "run").rglob("*") if not p.is_dir()]
+        for file in Path("/run/monarchfs").glob("*.json"):
+            try:
+                mentioned = str(self.path) in file.read_text()
+            except FileNotFoundError:
+                continue
+            names += [str(file)] if mentioned else []
+        return names
+
+    def processes(self) -> list[int]:
+        return processes_about(str(self.path))
+
+    def wait_nothing_left(self) -> None:
+        wait_for(lambda: not self.processes(), "all processes to end")
+        assert self.runtime_files() == []
+        assert fuse_mounts(str(self.path)) == []
+
+
+def make_place(work: Bench, *, user: bool) -> Place:
+    interpreter_for("nobody" if user else None)
+    source = work.path / "source"
+    source.mkdir()
+    (source / "file").write_text("content")
+    (source / "below").mkdir()
+    (source / "below" / "other").write_text("deeper")
+    os.mknod(work.path / "fuse", 0o020666, os.makedev(10, 229))
+    (work.path / "fuse").chmod(0o666)
+    (work.path / "run").mkdir(mode=0o700)
+    if user:
+        os.chown(work.path / "run", NOBODY.pw_uid, NOBODY.pw_gid)
+    if user:
+        work.path.chmod(0o1777)
+    place = Place(work.path, user)
+    if user:
+        _skip_without_user_namespaces(place)
+    return place
+
+
+def _skip_without_user_namespaces(place: Place) -> None:
+    # Both are refused in a chroot, say, or where /tmp is mounted nodev.
+    probe = ["unshare", "--user", "sh", "-c", "exec 3<>/dev/fuse"]
+    done = subprocess.run(
+        [*place.wrapper(), *probe], capture_output=True, text=True, timeout=30, check=False
+    )
+    if done.returncode != 0:
+        pytest.skip("needs user namespaces of ordinary users, and TMPDIR without nodev: no chroot")
+
+
+@contextmanager
+def left_clean(place: Place) -> Iterator[Place]:
+    try:
+        yield place
+    finally:
+        for process in place.started:
+            with process:  # closes its pipes
+                process.kill()
+    place.wait_nothing_left()
+
+
+def lines_of(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout is not None
+    return iter(process.stdout.readline, "")
