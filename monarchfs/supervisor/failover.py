@@ -75,7 +75,7 @@ class Death(NamedTuple):
 class Failover:
     """Constant: the mount, how a worker is started. Changing: ``worker``, the one that serves or
     the last that did or tried; ``phase``; ``why_replaced``, for the log; earlier workers, and how
-    they died."""
+    they died (``reaper`` has those that are left)."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class Failover:
         self._owner = owner
         self._restart_policy = RestartPolicy()
         self._startup: Startup | None = None
-        self._reaper = Reaper(mounted)
+        self.reaper = Reaper(mounted)
         # One that waits is told later how many were before it.
         self._start_ahead = partial(launcher.start, restarts=1, waits=True)
-        self._standby = Standby(self._start_ahead, self._reaper.add)
-        self._replacement = Replacement(self._reaper.add)
+        self._standby = Standby(self._start_ahead, self.reaper.add)
+        self._replacement = Replacement(self.reaper.add)
         self._retry_at = 0.0
         self._until = 0.0
         self._watchdog: Watchdog | None = None
@@ -113,18 +113,12 @@ class Failover:
             owner.watch(worker.channel, self._on_message)
         else:
             for orphan in orphans:
-                self._reaper.add(orphan)
+                self.reaper.add(orphan)
             self._begin(worker, waits=False)
 
     @property
     def serves(self) -> bool:
         return self.phase is Phase.SERVING
-
-    @property
-    def pids(self) -> list[int]:
-        """Of the worker, and of earlier ones that are not reaped."""
-        own = [] if self.worker.reaped else [self.worker.pid]
-        return list(dict.fromkeys([*own, *self._reaper.pids]))
 
     @property
     def retry_seconds(self) -> float | None:
@@ -138,7 +132,7 @@ class Failover:
         now = time.monotonic()
         goes = self.phase in (Phase.LEAVING, Phase.ENDING)
         ends = self.phase in _LIVING and self.worker.channel.closed_at is not None
-        if goes or ends or self._reaper.waits:
+        if goes or ends or self.reaper.waits:
             return now + SOON_SECONDS
         pause = LOOK_SECONDS if self._watchdog is None else self._watchdog.pause_seconds
         times = [now + pause]
@@ -173,7 +167,7 @@ class Failover:
         """Go on with what is due."""
         now = time.monotonic()
         self.log.tick()
-        self._reaper.tick(self.worker if self.serves else None)
+        self.reaper.tick(self.worker if self.serves else None)
         if self.serves and self._replacement.tick(now):
             log.info("another worker takes the place of worker %d", self.worker.pid)
             self._until, self.phase = now + LEAVE_SECONDS, Phase.LEAVING
@@ -287,7 +281,7 @@ class Failover:
         self._owner.unwatch(self.worker.init)
         self.worker.channel.close()
         self.worker.init.close()
-        self._reaper.add(self.worker)
+        self.reaper.add(self.worker)
         self._startup = None
 
     def _start(self, now: float) -> None:
@@ -321,7 +315,7 @@ class Failover:
         self.worker = worker
         self.phase = Phase.STARTING
         self._owner.watch(worker.channel, self._on_message)
-        self._startup = Startup(worker, self._mount, self._owner, self._reaper.all_quiet)
+        self._startup = Startup(worker, self._mount, self._owner, self.reaper.all_quiet)
 
     def _go_on_starting(self, now: float) -> None:
         assert self._startup is not None
@@ -331,7 +325,7 @@ class Failover:
             self._startup = None
             self._kill(now)
         elif self._startup.serves:
-            self._reaper.overtaken(hurried=self._startup.was_hurried)
+            self.reaper.overtaken(hurried=self._startup.was_hurried)
             self._startup = None
             self.phase = Phase.SERVING
             self._begin_life(now)

@@ -54,10 +54,11 @@ class Reaper:
                 serving.channel.send({"do": "again"})
         self._unquiet = unquiet
 
-    @property
-    def pids(self) -> list[int]:
-        """Of those of them that this process started."""
-        return [worker.pid for worker in self._left if isinstance(worker, WorkerProcess)]
+    def pids(self, worker: WorkerProcess) -> list[int]:
+        """Of ``worker`` and of those that were left behind, as far as this process started them and
+        they are not reaped."""
+        own = [one for one in (worker, *self._left) if isinstance(one, WorkerProcess)]
+        return list(dict.fromkeys(one.pid for one in own if not one.reaped))
 
     @property
     def waits(self) -> bool:

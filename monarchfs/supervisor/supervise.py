@@ -171,7 +171,8 @@ class Supervisor:
             self._reports.tick(now)
         if not is_dead(self.mounted.fuse):
             self.failover.tick()
-            self._standbys.tell(self.failover.restarts, self.failover.pids)
+            pids = self.failover.reaper.pids(self.failover.worker)
+            self._standbys.tell(self.failover.restarts, pids)
             self.mounted.backing.tick()
         elif self._unmount is None:
             log.info("%s was unmounted", self.config.mountpoint)
