@@ -22,7 +22,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import MirrorTree
+from monarchfs.prefetch.scan import SELF, MirrorTree
 from monarchfs.types import IndexWriteError, Lane, Node, OperationError, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,6 @@ PAUSE_SECONDS = 0.0005
 
 OUTSTANDING_MOST = 50_000
 """The walk waits while so many files wait for their copy: about 200 bytes each."""
-
-SELF = (b".", b"..")
 
 VERSIONS = 3
 """A file that changes while it is copied is wanted again, in its new version, so many times."""
@@ -192,13 +190,12 @@ class Warm:
                 return
             cookie = batch[-1][0].cookie
             # Links, too: whoever opens what they lead to has to read them.
-            there = {entry.name: node for entry, node, *_ in batch if entry.name not in SELF}
-            unknown = [name for name, node in there.items() if node is None]
-            found = await self._tree.names.find_each(ino, unknown, Lane.BACKGROUND)
-            there.update(zip(unknown, found, strict=True))
+            there = [row for row in batch if row[0].name not in SELF]
+            found = await self._tree.names.find_entries(ino, there, Lane.BACKGROUND)
+            names = [entry.name for entry, *_ in there]
             if self.what is What.METADATA:
-                await self._xattrs.list_each(ino, list(there), Lane.BACKGROUND)
-            for name, node in there.items():
+                await self._xattrs.list_each(ino, names, Lane.BACKGROUND)
+            for name, node in zip(names, found, strict=True):
                 if node is None:
                     node = await self._ask_again(ino, name)
                 if node is None:
