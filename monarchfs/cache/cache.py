@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -97,12 +97,19 @@ class Cache(Groups):
 
     def resident(self, node: Node) -> bool:
         """Whether there is a complete replica; one that an earlier index left is taken over."""
-        if node.ino in self._open:
-            return True
-        record = self.claim(node)
-        if record is None or record.state is not ReplicaState.RESIDENT:
-            return False
-        return record.tier in self.tiers
+        return bool(self.resident_each([node]))
+
+    def resident_each(self, nodes: Sequence[Node]) -> set[int]:
+        """The numbers of those that are ``resident``."""
+        records = self.index.replicas_of([node.ino for node in nodes])
+        resident = self._open.keys() & {node.ino for node in nodes}
+        for node in nodes:
+            record = records.get(node.ino) or self._adopt(node)
+            if record is None or record.state is not ReplicaState.RESIDENT:
+                continue
+            if record.tier in self.tiers:
+                resident.add(node.ino)
+        return resident
 
     def acquire(self, node: Node, *, accessed: bool = True) -> OpenReplica | None:
         """The complete replica of ``node``, open, or None. Each needs a ``release``. Not

@@ -179,6 +179,11 @@ class Records:
         record = self.index.replica(ino)
         return record if record is None or record.tier in self.tiers else None
 
+    def states(self, inos: Sequence[int]) -> dict[int, Replica]:
+        """``state`` of each, where there is one."""
+        records = self.index.replicas_of(inos)
+        return {ino: record for ino, record in records.items() if record.tier in self.tiers}
+
     def outdated(self, node: Node) -> None:
         """The source was seen to hold another version than the node stands for."""
         self._noticed(node.ino)

@@ -89,15 +89,17 @@ class Rooms(Moves):
         new: list[tuple[int, Node]] = []
         known = self.index.replicas_of([node.ino for node in nodes])
         for n, node in enumerate(nodes):
-            if not self._may_keep(node):
+            if not (self.keeps_foreign or self._may_keep(node)):
                 continue
             if node.ino in self._busy or node.ino in known or self._adopt(node) is not None:
                 reservations[n] = self.reserve(node, evicts=evicts)
             else:
                 new.append((n, node))
         places: list[tuple[int, Node, Place]] = []
-        for owner in Owner:  # this node's own files first
-            group = [(n, node) for n, node in new if self._owner(node) is owner]
+        groups: dict[Owner, list[tuple[int, Node]]] = {owner: [] for owner in Owner}
+        for n, node in new:
+            groups[self._owner(node)].append((n, node))
+        for owner, group in groups.items():  # this node's own files first
             wanted = [(node.ino, node.stat.occupied_bytes) for _, node in group]
             answers = self._handle(WantedEach(wanted, evicts, owner)) if wanted else []
             for (n, node), answer in zip_longest(group, answers):

@@ -300,7 +300,8 @@ class Files:
             or self._copies.files.get(node.ino) is not None
         ):
             return False
-        return self.cache.claim(node) is None
+        # What is being copied as a whole has no replica.
+        return self._copies.jobs.copying(node.ino) or self.cache.claim(node) is None
 
     def read_ahead(self, ino: int, first: int, last: int) -> None:
         """They read the chunks [first, last) of a file that is not resident."""

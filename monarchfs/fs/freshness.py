@@ -123,7 +123,7 @@ class Freshness:
     def past_racy_window(self, ctime_ns: int, now_ns: int) -> bool:
         """Whether timestamps distinguish what was read by ``now_ns`` from later versions, or are
         trusted anyway."""
-        return self.trusts_times or past_racy_window(ctime_ns, now_ns)
+        return self.mode is FreshnessMode.IMMUTABLE or past_racy_window(ctime_ns, now_ns)
 
     def may_be_written(self, ctime_ns: int, now_ns: int) -> bool:
         """Whether a file, of a mount in which changes count, may be being written just now."""

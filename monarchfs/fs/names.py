@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from monarchfs.fs.batches import BatchLookups
-from monarchfs.fs.directories import Directories
+from monarchfs.fs.directories import Directories, Row
 from monarchfs.fs.known import SURE_NAME_BYTES, Entry, KnownMetadata, Missing
 from monarchfs.fs.recorder import Recorder
 from monarchfs.fs.sibling_names import SiblingNames
@@ -70,40 +71,67 @@ class Names:
         return None if isinstance(found, Missing) else found.node
 
     async def find_each(
+        self, parent: int, names: list[bytes], lane: Lane, *, publish: bool = False
+    ) -> list[Node | None]:
+        """``find`` for many names of a directory, with few calls of the source for all that are
+        not known. Raises OSError if the directory cannot be used; None for a name that fails.
+        ``publish``: readers will want those that were not known soon."""
+        known = {name: self._known.lookup(parent, name) for name in names}
+        found = await self._find_rest(parent, known, lane, publish=publish)
+        return [found[name] for name in names]
+
+    async def find_entries(
         self,
         parent: int,
-        names: list[bytes],
+        entries: Sequence[Row],
         lane: Lane,
         *,
         publish: bool = False,
         scanned: bool = False,
     ) -> list[Node | None]:
-        """``find`` for many names of a directory, with few calls of the source for all that are
-        not known. Raises OSError if the directory cannot be used; None for a name that fails.
-        ``publish``: readers will want those that were not known soon. ``scanned``: they may want
-        all at any time."""
+        """``find_each`` for entries as ``Directories`` has just given them. ``scanned``: readers
+        may want all at any time."""
+        now, entry = time.time_ns(), self._known.entry
+        known = {
+            dirent.name: None if node is None else entry(dirent.checked_ns, node, now)
+            for dirent, node, *_ in entries
+        }
+        found = await self._find_rest(parent, known, lane, publish=publish, scanned=scanned)
+        return [found[dirent.name] for dirent, *_ in entries]
+
+    async def _find_rest(
+        self,
+        parent: int,
+        known: Mapping[bytes, Entry | Missing | None],
+        lane: Lane,
+        *,
+        publish: bool,
+        scanned: bool = False,
+    ) -> dict[bytes, Node | None]:
+        """What each name stands for; the source is asked about those that are not ``known``."""
+        scanned = scanned and self._siblings.fits
         found: dict[bytes, Node | None] = {}
         unknown = []
-        scanned = scanned and self._siblings.fits
-        for name in names:
-            known = self._known.lookup(parent, name)
-            if known is None:
+        for name, answer in known.items():
+            if answer is None:
                 unknown.append(name)
+            elif isinstance(answer, Missing):
+                found[name] = None
             else:
-                entry = None if isinstance(known, Missing) else known
-                found[name] = entry and entry.node
+                found[name] = answer.node
                 if scanned:
-                    self._siblings.scanned(parent, name, entry)
+                    self._siblings.scanned(parent, name, answer)
         if unknown:
-            answers = await self._batches.find_each(parent, unknown, lane)
+            asked = await self._batches.find_each(parent, unknown, lane)
             if publish and self._siblings.fits:
-                self._batches.publish(parent, answers)
-            for name, answer in answers.items():
-                found[name] = node = None if isinstance(answer, OSError) else answer
+                self._batches.publish(parent, asked)
+            now = time.time_ns()
+            for name, node in asked.items():
+                found[name] = node = None if isinstance(node, OSError) else node
                 if scanned and node is not None:
-                    entry = self._known.entry(node.fetched_ns, node, time.time_ns())
+                    entry = self._known.entry(node.fetched_ns, node, now)
                     self._siblings.scanned(parent, name, entry)
-        return [found[name] for name in names]
+        return found
 
     async def _fetch(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:
         shared = self._batches.shared

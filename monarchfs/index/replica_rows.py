@@ -54,11 +54,9 @@ class ReplicaRows(SegmentTables):
 
     def replicas_of(self, inos: Sequence[int]) -> dict[int, Replica]:
         """``replica`` of each, where there is one."""
-        rows = self._get_each(self._db.replicas, [ID.pack(ino) for ino in inos])
+        rows = self._get_each(self._db.replicas, inos)
         return {
-            int.from_bytes(key, "big"): unpack_replica(value)
-            for key, value in rows.items()
-            if replica_counts(value, self._boot)
+            ino: unpack_replica(value) for ino, value in rows if replica_counts(value, self._boot)
         }
 
     def replicas(self) -> Iterator[tuple[int, Replica]]:

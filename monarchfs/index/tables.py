@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import lmdb
@@ -97,11 +97,12 @@ class Tables:
         except lmdb.Error as error:
             raise IndexUnusable(f"reading the index failed: {error}") from error
 
-    def _get_each(self, table: Any, keys: Sequence[bytes]) -> dict[bytes, Any]:
-        """The values of the rows that exist, by key."""
+    def _get_each(self, table: Any, inos: Iterable[int]) -> list[tuple[int, Any]]:
+        """The rows of these inode numbers that exist."""
         try:
-            get = (self._reader or self._begin_read()).get
-            return {key: value for key in keys if (value := get(key, None, table)) is not None}
+            get, pack = (self._reader or self._begin_read()).get, ID.pack
+            rows = [(ino, get(pack(ino), None, table)) for ino in inos]
+            return [row for row in rows if row[1] is not None]
         except lmdb.Error as error:
             raise IndexUnusable(f"reading the index failed: {error}") from error
 

@@ -45,9 +45,8 @@ class TreeTables(Outdated):
 
     def nodes_of(self, inos: Sequence[int]) -> dict[int, Node]:
         """``node`` of each, where there is one."""
-        rows = self._get_each(self._db.nodes, [ID.pack(ino) for ino in inos])
-        numbers = {key: int.from_bytes(key, "big") for key in rows}
-        return {numbers[key]: unpack_node(numbers[key], value) for key, value in rows.items()}
+        rows = self._get_each(self._db.nodes, inos)
+        return {ino: unpack_node(ino, value) for ino, value in rows}
 
     def count_nodes(self) -> int:
         """How many nodes are recorded, outdated ones included."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from monarchfs.types import Space
 
@@ -256,8 +257,7 @@ class RefusalReason(Enum):
     """No tier is usable: all are lost or were never seen. For a partial replica: its own tier."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Copy the file to this tier: all of it (``reserved_bytes`` are set aside), or only parts, with
     ``RoomWanted`` before each.
 

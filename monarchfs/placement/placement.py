@@ -205,7 +205,10 @@ class Placement:
 
     def _taker(self, need: int) -> int | None:
         """The fastest tier that has room for the reservation of one more file."""
-        return next((tier for tier, ledger in self._usable if ledger.takes(need)), None)
+        for tier, ledger in self._usable:
+            if ledger.takes(need):
+                return tier
+        return None
 
     def _free_for_all(self, sizes: Sequence[int], wanted: WantedEach) -> list[Action]:
         """Make room for files of these sizes in one tier, unless one may be kept in part, or each

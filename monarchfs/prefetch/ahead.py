@@ -19,7 +19,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import WANTED, MirrorTree
+from monarchfs.prefetch.scan import SELF, WANTED, MirrorTree
 from monarchfs.types import Dirent, IndexWriteError, Lane, Node
 
 log = logging.getLogger(__name__)
@@ -241,14 +241,14 @@ class Ahead:
     async def _find(self, directory: int, batch: list[Listed]) -> list[Node]:
         """The nodes of the entries, as far as they may be of use."""
         unknown = [
-            entry.name
-            for entry, node, *_ in batch
-            if node is None and entry.type in WANTED and entry.name not in (b".", b"..")
+            row
+            for row in batch
+            if row[1] is None and row[0].type in WANTED and row[0].name not in SELF
         ]
-        find_each = self._tree.names.find_each
-        found = await find_each(directory, unknown, Lane.BACKGROUND, publish=True)
+        find_entries = self._tree.names.find_entries
+        found = await find_entries(directory, unknown, Lane.BACKGROUND, publish=True)
         self.names += len(unknown)
-        nodes = dict(zip(unknown, found, strict=True))
+        nodes = dict(zip((entry.name for entry, *_ in unknown), found, strict=True))
         known = [node or nodes.get(entry.name) for entry, node, *_ in batch]
         return [node for node in known if node is not None]
 

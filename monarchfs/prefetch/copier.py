@@ -203,7 +203,7 @@ class Copier:
         if not paced:
             before = min(before, Priority.HINTED)
         while self.jobs.queue.first < before and (job := self.jobs.take()) is not None:
-            if (node := self._copyable(job[0])) is not None:
+            if (node := self._copyable(job[0], self._cache.index.node(job[0]))) is not None:
                 if self._is_small(node):
                     return self._begin_small(self._with_others(node, job[1]), job[1])
                 if not self._cache.resident(node):
@@ -216,15 +216,15 @@ class Copier:
             self.jobs.notify([job[0]])
         return None
 
-    def _copyable(self, ino: int) -> Node | None:
-        """The node, if it may be copied. A resident one passes, but finds no room."""
+    def _copyable(self, ino: int, node: Node | None) -> Node | None:
+        """The node, as the index has it, if it may be copied. A resident one passes, but finds no
+        room."""
         fill = self.files.get(ino)
         if fill is not None and (fill.in_background or fill.state is State.RESIDENT):
             return None
         if ino in self.jobs.arriving:
             return None
-        node = self._cache.index.node(ino)
-        if node is None or node.outdated or node.stat is None or not node.stat.is_regular:
+        if node is None or node.outdated or not node.stat.is_regular:
             return None
         return node
 
@@ -267,25 +267,30 @@ class Copier:
     def _with_others(self, node: Node, priority: Priority) -> list[Node]:
         """The node, and the next small files of the queue that are to be copied with it."""
         nodes, size = [node], node.stat.size
+        uncopied: list[int] = []
         paced = (
             math.inf
             if priority is Priority.OPENED
             else self._rate_limiter.room(trio.current_time())
         )
-        while len(nodes) < self.together.value and size <= paced:
-            job = self.jobs.queue.peek()
-            if job is None or job[1] is not priority:
+        # There is no checkpoint between these looks and the end of the batch.
+        next_ones = self.jobs.queue.next(priority, max(0, self.together.value - 1))
+        known = self._cache.index.nodes_of(next_ones)
+        taken = 0
+        for ino in next_ones:
+            if size > paced:
                 break
-            other = self._copyable(job[0])
-            if other is not None:
+            other = self._copyable(ino, known.get(ino))
+            if other is None:
+                uncopied.append(ino)
+            else:
                 size += other.stat.size
                 if size > MAX_UNIT_BYTES or not self._is_small(other):
                     break
-            self.jobs.take()
-            if other is None:
-                self.jobs.notify([job[0]])
-            else:
                 nodes.append(other)
+            taken += 1
+        self.jobs.take_each(next_ones[:taken])
+        self.jobs.notify(uncopied)
         return nodes
 
     def _begin_small(self, nodes: list[Node], priority: Priority) -> Step:
@@ -325,7 +330,8 @@ class Copier:
         if small is None or not self.jobs.keeps or self._cache.reconciling:
             return
         small.take_events()
-        nodes = [node for ino in inos if (node := self._copyable(ino)) is not None]
+        known = self._cache.index.nodes_of(inos)
+        nodes = [node for ino in inos if (node := self._copyable(ino, known.get(ino))) is not None]
         others = [node for node in nodes if not self._is_small(node)]
         for node in others:
             self.jobs.opened(node.ino)

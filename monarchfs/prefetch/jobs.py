@@ -69,7 +69,7 @@ class CopyJobs:
             if priority < fill.priority:
                 self.background.remove(fill)
                 self.begin(fill, priority)
-        elif self.queue.push(ino, priority):
+        elif self.queue.push(ino, priority) and self.wakes:
             self.wakes.unpark_all()
 
     def opened(self, ino: int) -> None:
@@ -88,6 +88,11 @@ class CopyJobs:
         """The next one of the queue."""
         self._shrunk.unpark_all()
         return self.queue.pop()
+
+    def take_each(self, inos: Sequence[int]) -> None:
+        """Take these out of the queue."""
+        self._shrunk.unpark_all()
+        self.queue.drop(inos)
 
     async def queue_below(self, count: int) -> None:
         """Wait until fewer than ``count`` files wait to be copied. A checkpoint in any case."""

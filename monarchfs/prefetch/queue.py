@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -81,3 +82,20 @@ class CopyQueue:
             if line:
                 return line[0], priority
         return None
+
+    def next(self, priority: Priority, count: int) -> list[int]:
+        """What ``pop`` would give next, up to so many, if they have this priority."""
+        found: dict[int, None] = {}
+        if self.first is priority:
+            for ino in self._lines[priority]:
+                if len(found) >= count:
+                    break
+                if self._best.get(ino) == priority:
+                    found[ino] = None
+        return list(found)
+
+    def drop(self, inos: Iterable[int]) -> None:
+        """Remove those that come ``next``, or the first of them."""
+        for ino in inos:
+            del self._best[ino]
+        self.peek()

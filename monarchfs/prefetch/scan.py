@@ -29,15 +29,23 @@ _LONGEST_PATH = 4096  # PATH_MAX of limits.h
 _LONGEST_LINE = 2 * _LONGEST_PATH  # with that of the root before it
 
 
+Listed = tuple[Dirent, Node | None, float, float]
+"""As ``monarchfs.fs.directories.Row``."""
+
+
 class NameFinder(Protocol):
     """The part of ``monarchfs.fs.names.Names`` that is used here."""
 
     async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
 
     async def find_each(
+        self, parent: int, names: list[bytes], lane: Lane, *, publish: bool = False
+    ) -> list[Node | None]: ...
+
+    async def find_entries(
         self,
         parent: int,
-        names: list[bytes],
+        entries: Sequence[Listed],
         lane: Lane,
         *,
         publish: bool = False,
@@ -50,9 +58,7 @@ class Lister(Protocol):
 
     async def open(self, ino: int, lane: Lane) -> None: ...
 
-    def entries(
-        self, ino: int, after_cookie: int, limit: int
-    ) -> list[tuple[Dirent, Node | None, float, float]]: ...
+    def entries(self, ino: int, after_cookie: int, limit: int) -> list[Listed]: ...
 
 
 class MirrorTree(Protocol):
@@ -170,13 +176,17 @@ class Scan:
     async def _scan_directory(self, ino: int) -> list[int]:
         directories: list[int] = []
         cookie = 0
-        while batch := self._tree.directories.entries(ino, cookie, BATCH):
-            cookie = batch[-1][0].cookie
+        while True:
             await self._jobs.queue_below(QUEUE_LIMIT)
-            names = [dirent.name for dirent, *_rest in batch if dirent.type in WANTED]
-            names = [name for name in names if name not in (b".", b"..")]
+            batch = self._tree.directories.entries(ino, cookie, BATCH)
+            if not batch:
+                break
+            cookie = batch[-1][0].cookie
+            wanted = [row for row in batch if row[0].type in WANTED and row[0].name not in SELF]
             try:
-                nodes = await self._tree.names.find_each(ino, names, Lane.BACKGROUND, scanned=True)
+                nodes = await self._tree.names.find_entries(
+                    ino, wanted, Lane.BACKGROUND, scanned=True
+                )
             except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 break
@@ -203,4 +213,5 @@ class Scan:
         log.warning("not prefetched: %s: %s", what, exc)
 
 
+SELF = (b".", b"..")
 WANTED = (FileType.DIRECTORY, FileType.REGULAR, FileType.UNKNOWN)

@@ -22,8 +22,15 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import MirrorTree
-from monarchfs.types import IndexWriteError, Lane, Node, OperationError, ReplicaState
+from monarchfs.prefetch.scan import SELF, MirrorTree
+from monarchfs.types import (
+    IndexWriteError,
+    Lane,
+    Node,
+    OperationError,
+    Replica,
+    ReplicaState,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,8 +45,6 @@ PAUSE_SECONDS = 0.0005
 
 OUTSTANDING_MOST = 50_000
 """The walk waits while so many files wait for their copy: about 200 bytes each."""
-
-SELF = (b".", b"..")
 
 VERSIONS = 3
 """A file that changes while it is copied is wanted again, in its new version, so many times."""
@@ -147,7 +152,7 @@ class Warm:
                         self._directories.append(node.ino)
                     else:
                         await self._room()
-                        self._take(node)
+                        self._take([node])
                 for _ in range(WALKERS):
                     nursery.start_soon(self._walk)
                 while self._active or self._directories:
@@ -192,22 +197,20 @@ class Warm:
                 return
             cookie = batch[-1][0].cookie
             # Links, too: whoever opens what they lead to has to read them.
-            there = {entry.name: node for entry, node, *_ in batch if entry.name not in SELF}
-            unknown = [name for name, node in there.items() if node is None]
-            found = await self._tree.names.find_each(ino, unknown, Lane.BACKGROUND)
-            there.update(zip(unknown, found, strict=True))
+            there = [row for row in batch if row[0].name not in SELF]
+            found = await self._tree.names.find_entries(ino, there, Lane.BACKGROUND)
+            names = [entry.name for entry, *_ in there]
             if self.what is What.METADATA:
-                await self._xattrs.list_each(ino, list(there), Lane.BACKGROUND)
-            for name, node in there.items():
-                if node is None:
-                    node = await self._ask_again(ino, name)
-                if node is None:
-                    continue
-                if node.stat.is_directory:
-                    self._directories.append(node.ino)
-                    self._news.unpark_all()
-                elif node.stat.is_regular:
-                    self._take(node)
+                await self._xattrs.list_each(ino, names, Lane.BACKGROUND)
+            nodes = [
+                node or await self._ask_again(ino, name)
+                for name, node in zip(names, found, strict=True)
+            ]
+            there_now = [node for node in nodes if node is not None]
+            if directories := [node.ino for node in there_now if node.stat.is_directory]:
+                self._directories += directories
+                self._news.unpark_all()
+            self._take([node for node in there_now if node.stat.is_regular])
 
     async def _ask_again(self, parent: int, name: bytes) -> Node | None:
         """Of a name of which many at once did not say whether it is gone, or why it fails."""
@@ -227,49 +230,57 @@ class Warm:
 
     # -- its files
 
-    def _take(self, node: Node) -> None:
-        """A file was found."""
-        counts, size = self.counts, node.stat.size
-        counts.files += 1
-        counts.bytes += size
+    def _take(self, nodes: Sequence[Node]) -> None:
+        """Files were found. No checkpoint."""
+        counts, copies = self.counts, self.what is What.COPY
+        counts.files += len(nodes)
         if self.what is What.METADATA:
+            counts.bytes += sum(node.stat.size for node in nodes)
             return
-        if self._cache.resident(node):
-            self._resident(size)
-            if self.what is What.COPY:
-                self._cache.accessed(node.ino)
-        elif self.what is What.CHECK:
-            record = self._cache.state(node.ino)
-            if record is not None and record.state is ReplicaState.PARTIAL:
-                counts.partial += 1
-                counts.local_bytes += min(size, record.present.count(1) * record.chunk_bytes)
+        resident = self._cache.resident_each(nodes)
+        for node in nodes:
+            ino, size = node.ino, node.stat.size
+            counts.bytes += size
+            if ino in resident:
+                self._resident(size)
+                if copies:
+                    self._cache.accessed(ino)
+            elif copies:
+                _versions, names = self.outstanding.get(ino, (1, 0))
+                self._want(ino, 1, names + 1)
             else:
-                counts.remote += 1
-        else:
-            _versions, names = self.outstanding.get(node.ino, (1, 0))
-            self._want(node, 1, names + 1)
+                record = self._cache.state(ino)
+                if record is not None and record.state is ReplicaState.PARTIAL:
+                    counts.partial += 1
+                    counts.local_bytes += min(size, record.present.count(1) * record.chunk_bytes)
+                else:
+                    counts.remote += 1
+        # Where nothing has to be done for it. Each once: there are hard links.
+        self._ended(list({node.ino for node in nodes}))
 
     def _resident(self, size: int, names: int = 1) -> None:
         self.counts.resident += names
         self.counts.resident_bytes += names * size
         self.counts.local_bytes += names * size
 
-    def _want(self, node: Node, versions: int, names: int) -> None:
-        self.outstanding[node.ino] = versions, names
+    def _want(self, ino: int, versions: int, names: int) -> None:
+        """``_ended`` is due then."""
+        self.outstanding[ino] = versions, names
         fits = self.counts.bytes <= self._capacity_bytes
-        self._jobs.want(node.ino, Priority.HINTED if fits else Priority.LISTED)
-        self._ended([node.ino])  # where nothing has to be done for it
+        self._jobs.want(ino, Priority.HINTED if fits else Priority.LISTED)
 
     def _ended(self, inos: Sequence[int]) -> None:
         """The copier has done something for files; perhaps all it will."""
-        ended = [ino for ino in inos if ino in self.outstanding and not self._jobs.pending(ino)]
-        for ino in ended:
-            self._end(ino, *self.outstanding.pop(ino))
+        pending, outstanding = self._jobs.pending, self.outstanding
+        ended = [ino for ino in inos if ino in outstanding and not pending(ino)]
         if ended:
+            records = self._cache.states(ended)
+            for ino in ended:
+                self._end(ino, records.get(ino), *outstanding.pop(ino))
             self._news.unpark_all()
 
-    def _end(self, ino: int, versions: int, names: int) -> None:
-        counts, record = self.counts, self._cache.state(ino)
+    def _end(self, ino: int, record: Replica | None, versions: int, names: int) -> None:
+        counts = self.counts
         if record is not None and record.state is ReplicaState.RESIDENT:
             self._resident(record.size, names)
             counts.copied += names
@@ -311,7 +322,8 @@ class Warm:
                 if self._cache.resident(found):
                     self._resident(found.stat.size, names)
                 else:
-                    self._want(found, versions, names)
+                    self._want(found.ino, versions, names)
+                    self._ended([found.ino])
         finally:
             self._changing -= 1
             self._news.unpark_all()

@@ -698,15 +698,18 @@ async def test_a_scan_tells_of_names_alone(many: Area, monkeypatch: pytest.Monke
         told = Told(mirror, d := await mirror.ino("d"))
         scanned: list[bytes] = []
         mirror.tree.siblings._publish_name = lambda parent, name, entry: scanned.append(name)
-        for _ in ("unknown", "known"):
-            await mirror.tree.names.find_each(
-                d, [*all_names(FILES), b"none"], Lane.BACKGROUND, scanned=True
-            )
-            assert sorted(scanned) == all_names(FILES)
+        await mirror.tree.directories.open(d)
+
+        async def scan() -> list[bytes]:
             scanned.clear()
+            rows = mirror.tree.directories.entries(d, directories.PARENT_COOKIE, FILES + 1)
+            await mirror.tree.names.find_entries(d, rows, Lane.BACKGROUND, scanned=True)
+            return sorted(scanned)
+
+        assert await scan() == all_names(FILES), "unknown before"
+        assert await scan() == all_names(FILES), "known"
         monkeypatch.setattr(sibling_names, "MOST_NAMES", FILES)
-        await mirror.tree.names.find_each(d, all_names(FILES), Lane.BACKGROUND, scanned=True)
-        assert scanned == told.names == []
+        assert await scan() == told.names == []
 
 
 async def test_with_open_nothing_is_told_of(many: Area) -> None:

@@ -115,6 +115,28 @@ def test_the_queue_gives_each_file_once_by_best_priority(jobs: list[tuple[int, P
     assert [p for _i, p in popped] == sorted(p for _i, p in popped)
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Priority)[:-1]))),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+def test_a_look_at_the_next_ones_leaves_the_others_in_their_order(
+    jobs: list[tuple[int, Priority]], count: int, taken: int
+) -> None:
+    queue, twin = CopyQueue(), CopyQueue()
+    for ino, priority in jobs:
+        queue.push(ino, priority)
+        twin.push(ino, priority)
+    in_turn = list(iter(twin.pop, None))
+    for priority in Priority:
+        same = [ino for ino, its in in_turn if its is priority is in_turn[0][1]]
+        assert queue.next(priority, count) == same[:count]
+    dropped = queue.next(queue.first, count)[:taken]
+    queue.drop(dropped)
+    assert not any(ino in queue for ino in dropped)
+    assert list(iter(queue.pop, None)) == in_turn[len(dropped) :]
+
+
 def test_within_a_priority_it_is_first_come_first_served() -> None:
     queue = CopyQueue()
     for ino in (5, 3, 9):
