@@ -23,14 +23,7 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import SELF, MirrorTree
-from monarchfs.types import (
-    IndexWriteError,
-    Lane,
-    Node,
-    OperationError,
-    Replica,
-    ReplicaState,
-)
+from monarchfs.types import IndexWriteError, Lane, Node, OperationError, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -207,9 +200,8 @@ class Warm:
                 for name, node in zip(names, found, strict=True)
             ]
             there_now = [node for node in nodes if node is not None]
-            if directories := [node.ino for node in there_now if node.stat.is_directory]:
-                self._directories += directories
-                self._news.unpark_all()
+            self._directories += [node.ino for node in there_now if node.stat.is_directory]
+            self._news.unpark_all()
             self._take([node for node in there_now if node.stat.is_regular])
 
     async def _ask_again(self, parent: int, name: bytes) -> Node | None:
@@ -264,19 +256,17 @@ class Warm:
         self.counts.local_bytes += names * size
 
     def _want(self, ino: int, versions: int, names: int) -> None:
-        """``_ended`` is due then."""
         self.outstanding[ino] = versions, names
         fits = self.counts.bytes <= self._capacity_bytes
         self._jobs.want(ino, Priority.HINTED if fits else Priority.LISTED)
 
     def _ended(self, inos: Sequence[int]) -> None:
         """The copier has done something for files; perhaps all it will."""
-        pending, outstanding = self._jobs.pending, self.outstanding
-        ended = [ino for ino in inos if ino in outstanding and not pending(ino)]
+        ended = [ino for ino in inos if ino in self.outstanding and not self._jobs.pending(ino)]
         if ended:
             records = self._cache.states(ended)
             for ino in ended:
-                self._end(ino, records.get(ino), *outstanding.pop(ino))
+                self._end(ino, records.get(ino), *self.outstanding.pop(ino))
             self._news.unpark_all()
 
     def _end(self, ino: int, record: Replica | None, versions: int, names: int) -> None:
