@@ -75,6 +75,11 @@ class Order:
         self._agreement = LOST if begun else 1.0
         self._searches = self._since_search = 0
 
+    @property
+    def exited(self) -> bool:
+        """Whether the process that announced it has exited, as far as that is known."""
+        return self._exited()
+
     def __len__(self) -> int:
         """How much memory its names take."""
         return len(self._names)
@@ -237,7 +242,7 @@ class Order:
         """Whether it is time to ``suspend`` it. Only after a first open that agreed: a command that
         announces an order exits before anybody reads."""
         since = now - self.agreed_at
-        return since >= DESERTED_SECONDS and not self.suspended and self._exited()
+        return since >= DESERTED_SECONDS and not self.suspended and self.exited
 
     def suspend(self) -> list[int]:
         """Perhaps nobody reads in it any more. What was fetched is to be given up; it comes first

@@ -102,14 +102,18 @@ class Window:
         self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool = False
     ) -> None:
         """Files will be read in this order (see ``Order``). It takes the place of what was
-        announced under the same ``name``, and of what was learned. Raises OperationError. No
-        checkpoint."""
+        announced under the same ``name``, and of what was learned. If memory is short, orders of
+        processes that have exited go for it. Raises OperationError. No checkpoint."""
         self._drop(name)
         if not names.strip(b"\0"):
             return
         self._drop(LEARNED)
-        if sum(map(len, self.orders.values())) + len(names) > MOST_NAME_BYTES:
-            raise OperationError("the orders that this mount was told of take too much memory")
+        most = MOST_NAME_BYTES - len(names)
+        while sum(map(len, self.orders.values())) > most:
+            left = (name for name, order in self.orders.items() if order.exited)
+            if (oldest := next(left, None)) is None:
+                raise OperationError("the orders that this mount was told of take too much memory")
+            self._drop(oldest)
         while len(self.orders) >= MOST_ORDERS:
             self._drop(next(iter(self.orders)))
         self._follow(name, Order(names, exited, begun=begun))

@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import trio
 import trio.testing
 from hypothesis import given, settings
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 
 from monarchfs.cache.replicas import Reservation
 from monarchfs.engine.misses import Served, WindowState
+from monarchfs.prefetch import window
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.order import DESERTED_SECONDS
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.window import IDLE_SECONDS, LOOK_SECONDS, Window
 from monarchfs.prefetch.window_size import FIRST_DISTANCE, WindowSize
-from monarchfs.types import Node, SourceStat
+from monarchfs.types import Node, OperationError, SourceStat
 
 SIZE = 1 << 20
 FILES = 90
@@ -395,3 +397,21 @@ def test_the_copier_tells_of_no_read_of_the_window() -> None:
         assert (batch.unread, batch.took_ns, batch.sizes) == (0, 5, [SIZE])
 
     trio.run(main)
+
+
+def test_orders_of_processes_that_exited_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(partial(_many_orders, monkeypatch))
+
+
+async def _many_orders(monkeypatch: pytest.MonkeyPatch, following: Following) -> None:
+    inos = list(range(1, FILES + 1))
+    most = 3 * len(b"\0".join(b"%d" % ino for ino in inos)) + 16
+    monkeypatch.setattr(window, "MOST_NAME_BYTES", most)
+    for stream in ("first", "second", "third"):
+        following.announce(stream, inos, partial(stream.__ne__, "second"))
+    following.announce("fourth", inos, lambda: False)
+    assert list(following.window.orders) == ["second", "third", "fourth"]
+    following.announce("fifth", inos, lambda: False)
+    with pytest.raises(OperationError, match="too much memory"):
+        following.announce("sixth", inos, lambda: False)
+    assert list(following.window.orders) == ["second", "fourth", "fifth"]
