@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.support.private_mounts import Place, left_clean, lines_of, make_place
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
 FILES, LARGE = 40, 3
+KILLED = int(os.environ.get("JOBS_KILLED", "4"))
 SCRIPT = "readlink /proc/self/ns/mnt; read line"
 
 READER = """
@@ -188,16 +190,28 @@ def test_a_job_that_is_killed_takes_nothing_of_the_others(place: Place, seed: in
     jobs.ended(later)
 
 
-def test_one_job_after_the_other_is_killed(place: Place) -> None:
+def test_the_owner_is_killed_again_and_again(place: Place) -> None:
+    """JOBS_KILLED: how often. Prints the longest read."""
     jobs = Jobs(place)
     holders = [jobs.waiting(1)]
-    reader = jobs.reading(9)
-    for number in range(2, 6):
+    readers = [jobs.reading(98), jobs.reading(99)]
+    for number in range(2, KILLED + 2):
         holders.append(jobs.waiting(number))
-        kill_job(holders.pop(0))
-        jobs.status()
-    jobs.ended(reader)
-    assert holders[0].communicate("\n", timeout=WAIT_SECONDS) == ("", "")
+        worker = jobs.status()["worker"]["pid"]
+        supervisor = parent_of(worker)
+        owner = next((holder for holder in holders if supervisor in below(holder.pid)), None)
+        if owner is not None:
+            kill_job(owner, seed=number if number % 2 else None)
+            holders.remove(owner)
+        else:  # a reader's job: its command goes on
+            for pid in (parent_of(supervisor), supervisor, worker):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        wait_for(partial(jobs.is_other, worker), "another worker")
+    for reader in readers:
+        print(f"{KILLED} kills:", jobs.ended(reader))
+    for holder in holders:
+        assert holder.communicate("\n", timeout=WAIT_SECONDS) == ("", "")
 
 
 def test_a_killed_supervisor_is_replaced(place: Place) -> None:
