@@ -8,11 +8,15 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 import urllib.parse
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.slurm.cluster import NODES, USERS, Cluster
 from tests.slurm.site import configure
@@ -491,3 +495,60 @@ def without_an_administrator_a_step_runs_its_own_mount(slurm: Cluster) -> str:
         "3 of 3 nodes: sha256 equal at the source's own path, as an ordinary user; exit code 3"
         f" passed on, 0 mounts seen outside or left, 12 files kept a node; {seconds:.1f} s"
     )
+
+
+def a_mount_of_run_outlives_the_job_that_made_it(slurm: Cluster) -> str:
+    """All processes of a job are killed, the mount's daemon too, as with cgroups; another job of
+    the user reads on."""
+    data = dataset(slurm, "outlived")
+    own = slurm.local_of("n1") / "outlived"
+    own.mkdir()
+    shutil.chown(own, USERS[0])
+    place = f"{slurm.local}/outlived"
+    words = f"--strict --freshness immutable --tier {place}/tier=32M --state-dir {place}/state"
+    begun, stop = (slurm.work(USERS[0]) / f"outlived.{name}" for name in ("begun", "stop"))
+
+    def submit(command: str) -> int:
+        script = (
+            f"export XDG_RUNTIME_DIR={place}\n"
+            f"srun {slurm.base}/monarchfs run {data} {words} -- sh -c '{command}'\n"
+        )
+        return slurm.sbatch(script, "-N1", "-w", "n1")
+
+    read = f"cd {data} && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum"
+    first = submit(f"cat {data}/* >/dev/null; touch {begun}; exec sleep 600")
+    slurm.wait_for(begun.exists, "the first job to read")
+    second = submit(
+        f"until test -e {stop}; do {read}; done; {slurm.base}/monarchfs status {data} --json"
+    )
+    slurm.wait_for(lambda: slurm.output(second).count(digest(data)) >= 2, "the second job to read")
+    killed = _kill(slurm, "n1", first)
+    slurm.wait(first)
+    before = slurm.output(second).count(digest(data))
+    slurm.wait_for(lambda: slurm.output(second).count(digest(data)) >= before + 3, "it to read on")
+    stop.touch()
+    slurm.wait(second)
+    *sums, told = slurm.output(second).splitlines()
+    assert {line.split()[0] for line in sums} == {digest(data)}, sums
+    status = json.loads(told)
+    assert status["worker"]["restarts"] == 1, told
+    assert status["source_io"]["read_bytes"] == sum(one.stat().st_size for one in data.iterdir())
+    nothing_left(slurm)
+    return (
+        f"{killed} processes of the job killed, {len(sums)} of {len(sums)} reads of 12 files by"
+        " another job right, 1.00 times the data read of the source"
+    )
+
+
+def _kill(slurm: Cluster, node: str, job: int) -> int:
+    """Kill all processes of a job at once, and all that came from them; how many."""
+    mine: set[psutil.Process] = set()
+    for process in psutil.Process(slurm.machines[node].pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.environ().get("SLURM_JOB_ID") == str(job):
+                mine |= {process, *process.children(recursive=True)}
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in mine:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+    return len(mine)

@@ -35,9 +35,10 @@ PROOFS: tuple[Callable[[Cluster], str], ...] = (
     proofs.nobody_else_gets_anything_of_a_mount_or_its_cache,
     proofs.prometheus_tells_a_jobs_local_share,
     proofs.without_an_administrator_a_step_runs_its_own_mount,
+    proofs.a_mount_of_run_outlives_the_job_that_made_it,
 )
 
-FOR_USERS = (proofs.without_an_administrator_a_step_runs_its_own_mount,)
+FOR_USERS = PROOFS[-2:]
 """In which an ordinary user opens the device."""
 DEVICE = "/dev/fuse"
 
