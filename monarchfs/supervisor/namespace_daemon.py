@@ -41,7 +41,7 @@ from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
 from monarchfs.supervisor.start import mount_and_supervise, take_over
 from monarchfs.supervisor.supervise import ORPHANED
-from monarchfs.supervisor.takeover import StandbyConnection, own
+from monarchfs.supervisor.takeover import OtherRelease, StandbyConnection, own
 from monarchfs.system.parent_death import die_with_parent
 from monarchfs.types import MonarchError, OperationError
 
@@ -140,7 +140,7 @@ class NamespaceDaemon:
 
     def begin(self, deadline: float) -> None:
         """Join the mount of another job, or mount. Raises UsageError or OperationError."""
-        lease = self._join_mount()
+        lease = self._joined(deadline)
         if lease is None:
             with_users = leave_for_own()
             self._supervisor = _start_supervisor(self._wanted, deadline)
@@ -150,10 +150,24 @@ class NamespaceDaemon:
         else:
             with_users = lease.spaces.users is not None
             self._leases.welcome["settings"] = lease.settings
-            self._stands_by(lease, StandbyConnection(lease.control))
             join(lease.spaces)
         self._leases.spaces = Spaces.own(with_users=with_users)
         self._leases.listen(self._wanted.stem)
+
+    def _joined(self, deadline: float) -> MountLease | None:
+        """Stand by the mount of another job. None if there is none. Raises OperationError if its
+        supervisor does not answer by ``deadline``, or is of another release."""
+        while (lease := self._join_mount()) is not None:
+            try:
+                self._stands_by(lease, StandbyConnection(lease.control))
+                return lease
+            except OperationError as error:
+                # Somebody may be about to take it over.
+                lease.close()
+                if isinstance(error, OtherRelease) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)
+        return None
 
     def _connect(self) -> None:
         """The supervisor is a child of this process, and serves or will soon."""

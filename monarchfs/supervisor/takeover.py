@@ -41,6 +41,10 @@ _PART_BYTES = 1 << 16
 _MOST_BYTES = 1 << 22
 
 
+class OtherRelease(OperationError):
+    """The supervisor is of a release with another protocol."""
+
+
 @dataclass(frozen=True, slots=True)
 class Handover:
     """All that a supervisor has of its mount. ``locks`` are held by the open files behind these
@@ -100,10 +104,10 @@ class Handover:
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any], numbers: Sequence[int]) -> Handover:
-        """What `to_json` gave, with the descriptors that came with it. Raises OperationError if a
-        supervisor of another release sent it; ValueError, KeyError or TypeError for nonsense."""
+        """What `to_json` gave, with the descriptors that came with it. Raises OtherRelease;
+        ValueError, KeyError or TypeError for nonsense."""
         if message.get("speaks") != PROTOCOL_VERSION:
-            raise OperationError("the mount there is of another release of monarchfs")
+            raise OtherRelease("the mount there is of another release of monarchfs")
         descriptors = dict(message["descriptors"])
         return cls(
             config=Config.from_json(message["config"]),
