@@ -90,13 +90,6 @@ class Area:
             self.write(name, content(size, number))
         return names
 
-    def _units_are_gone(self) -> bool:
-        """They are counted for the whole process. Those of an earlier mount, whose threads were
-        left behind, go when their threads end and the garbage is collected."""
-        if self.cache.backlog_bytes:
-            gc.collect()
-        return self.cache.backlog_bytes == 0
-
     async def settled(self) -> None:
         """Until no file could be changed without its version changing."""
         root = self.source.stat().st_dev
@@ -353,6 +346,13 @@ class Mirror:
     async def idle(self) -> None:
         """Until nothing is under way any more. What hangs must be let go before."""
         await until(self._is_idle, "nothing to be under way")
+
+    def _units_are_gone(self) -> bool:
+        """They are counted for the whole process. Those of an earlier mount, whose threads were
+        left behind, go when their threads end and the garbage is collected."""
+        if self.cache.backlog_bytes:
+            gc.collect()
+        return self.cache.backlog_bytes == 0
 
     async def settled(self) -> None:
         """With all handles closed: nothing is held any more, and the books are right."""
