@@ -56,9 +56,9 @@ class Reaper:
 
     def pids(self, worker: WorkerProcess) -> list[int]:
         """Of ``worker`` and of those that were left behind, as far as this process started them and
-        they are not reaped."""
+        has not reaped them: so these numbers mean nobody else. Reaps nothing."""
         own = [one for one in (worker, *self._left) if isinstance(one, WorkerProcess)]
-        return list(dict.fromkeys(one.pid for one in own if not one.reaped))
+        return list(dict.fromkeys(one.pid for one in own if one.process.returncode is None))
 
     @property
     def waits(self) -> bool:
