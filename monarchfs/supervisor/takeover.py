@@ -176,16 +176,23 @@ class Standbys:
         before, self._workers = self._workers, [os.pidfd_open(pid) for pid in pids]
         for number in before:
             os.close(number)
-        for connection in self._connections:
-            # One that does not read loses it, and is sent away.
-            with contextlib.suppress(OSError):
-                self._send_workers(connection)
+        self._connections = [one for one in self._connections if self._sent_workers(one)]
+
+    def _sent_workers(self, connection: socket.socket) -> bool:
+        """Whether it was told; one that does not read is sent away."""
+        try:
+            self._send_workers(connection)
+        except OSError as error:
+            log.warning("a standby is sent away: %s", error)
+            connection.close()
+            return False
+        return True
 
     def _send_workers(self, connection: socket.socket) -> None:
         restarts, _ = self._told
         line = json.dumps({"restarts": restarts, "workers": len(self._workers)}).encode() + b"\n"
         if socket.send_fds(connection, [line], self._workers) < len(line):
-            connection.shutdown(socket.SHUT_RDWR)
+            raise BlockingIOError("it does not read")
 
     def wanted(self) -> bool:
         """Whether somebody would go on with the mount."""
