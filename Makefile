@@ -62,10 +62,11 @@ demo:
 test: $(STAMP)
 	@$(BIN)/python -m pytest --quick $(SIDE_BY_SIDE) $(ARGS)
 
+# REPEAT=--repeat-late runs once more, alone, what failed by a limit of time.
 test-full: $(STAMP)
 ifeq ($(strip $(ARGS)),)
-	@$(BIN)/python -m pytest --quick $(SIDE_BY_SIDE)
-	@$(BIN)/python -m pytest --slow
+	@$(BIN)/python -m pytest --quick $(SIDE_BY_SIDE) $(REPEAT)
+	@$(BIN)/python -m pytest --slow $(REPEAT)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif

@@ -12,6 +12,8 @@ from tests.support import surroundings
 from tests.support.fake_mounts import device_mode
 from tests.support.mounting import Bench, bench
 
+pytest_plugins = ["tests.support.repeating"]
+
 settings.register_profile(
     "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

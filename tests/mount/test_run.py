@@ -614,7 +614,7 @@ def test_what_outlives_the_command_does_not_keep_the_mount(place: Place) -> None
     began = Stopwatch()
     done = place.run("sh", "-c", script)
     assert done.returncode == 0
-    assert began.seconds() < 15
+    began.check(15)
     left = int(done.stdout)
     mounts = Path(f"/proc/{left}/mountinfo").read_text()
     os.kill(left, signal.SIGKILL)

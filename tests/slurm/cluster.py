@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.support.timing import Stopwatch
 
@@ -194,7 +193,7 @@ class Cluster:
             return [j for j in self.jobs() if not wanted or j.split()[0].split("_")[0] in wanted]
 
         while jobs := left():
-            assert watch.seconds() < seconds, f"still there: {jobs}\n{self.logs()}"
+            watch.check(seconds, f"still there: {jobs}\n{self.logs()}")
             time.sleep(0.1)
 
     def node_states(self) -> dict[str, str]:
@@ -224,7 +223,7 @@ class Cluster:
         watch = Stopwatch()
         while not condition():
             if watch.seconds() > seconds:
-                pytest.fail(f"waited {seconds:g} s in vain for: {what}\n{self.state()}")
+                watch.check(seconds, f"waited in vain for: {what}\n{self.state()}")
             time.sleep(0.02)
 
     def state(self) -> str:
@@ -297,7 +296,7 @@ class Cluster:
                 return
             shown = f"nodes are {', '.join(sorted(states))}" if states else "no node is known"
             said = done.stderr.strip() or shown
-            assert watch.seconds() < _START_SECONDS, f"Slurm is not ready: {said}\n{self.logs()}"
+            watch.check(_START_SECONDS, f"Slurm is not ready: {said}\n{self.logs()}")
             time.sleep(0.1)
 
     def close(self) -> None:
@@ -337,7 +336,7 @@ class Cluster:
         watch = Stopwatch()
         while not (directory / "socket").exists():
             assert self.munged.poll() is None, (directory / "log").read_text()
-            assert watch.seconds() < _START_SECONDS, "munged does not come up"
+            watch.check(_START_SECONDS, "munged does not come up")
             time.sleep(0.02)
 
     def _start_machine(self, name: str) -> None:

@@ -11,17 +11,17 @@ import pytest
 from monarchfs.source import PosixSource
 from tests.source.tools import (
     HangingPosix,
-    eventually,
     open_descriptors,
 )
 from tests.support.open_directories import close_directories
+from tests.support.timing import wait_for
 
 
 @pytest.fixture(autouse=True)
 def nothing_left_open() -> Iterator[None]:
     before = open_descriptors()
     yield
-    eventually(lambda: open_descriptors() <= before)
+    wait_for(lambda: open_descriptors() <= before, "the descriptors to be closed")
 
 
 @pytest.fixture
@@ -52,5 +52,5 @@ def hanging(root: Path, root_fd: int) -> Iterator[HangingPosix]:
     source = HangingPosix(root_fd)
     yield source
     source.release.set()
-    eventually(lambda: source.inside == 0)
+    wait_for(lambda: source.inside == 0, "all calls to end")
     close_directories(source)

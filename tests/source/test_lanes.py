@@ -22,11 +22,11 @@ from monarchfs.types import (
 )
 from tests.source.tools import (
     HangingPosix,
-    eventually,
     open_descriptors,
     run_in_nursery,
     soon,
 )
+from tests.support.timing import wait_for
 
 DEMAND, BACKGROUND = Lane.DEMAND, Lane.BACKGROUND
 
@@ -208,7 +208,7 @@ def test_a_thread_that_outlives_the_run_still_closes_its_file(hanging: HangingPo
 
     run_in_nursery(body)
     hanging.release.set()
-    eventually(lambda: open_descriptors() == before)
+    wait_for(lambda: open_descriptors() == before, "the descriptors to be closed")
 
 
 def test_closing_is_done_even_if_cancelled_before_it_began(
@@ -245,7 +245,7 @@ def test_a_call_that_finished_as_its_caller_was_cancelled_is_disposed_of() -> No
 
     never = Call(lane, disposed.append, ("ran",), None, done.clear)
     never.abandon()
-    eventually(lambda: not done.is_set())
+    wait_for(lambda: not done.is_set(), "the turn to end")
     assert never() is None
     assert disposed == ["RESULT"]
 

@@ -15,8 +15,8 @@ import outcome
 import pytest
 
 from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
-from tests.source.tools import eventually
 from tests.support.mounting import as_user, requires_root
+from tests.support.timing import wait_for
 
 NO_THREADS = """
 import os, resource, sys, time
@@ -96,12 +96,12 @@ def test_few_threads_do_it_and_more_where_those_hang() -> None:
         releases.go_on()
         return releases.threads >= count
 
-    eventually(lambda: grows_to(MOST_THREADS))
-    eventually(lambda: grows_to(MOST_THREADS))
+    wait_for(lambda: grows_to(MOST_THREADS), "more threads")
+    wait_for(lambda: grows_to(MOST_THREADS), "more threads")
     releases.go_on()
     assert (releases.threads, releases.pending) == (MOST_THREADS, 1000)
     hang.set()
-    eventually(lambda: not releases.pending)
+    wait_for(lambda: not releases.pending, "all files to be closed")
     assert sorted(done) == list(range(1000))
     assert releases.threads == 0
 
@@ -113,9 +113,9 @@ def test_one_thread_that_hangs_holds_up_nobody_else() -> None:
     releases.soon(lambda: hang.wait(30))
     for number in range(100):
         releases.soon(partial(done.append, number))
-    eventually(lambda: len(done) == 100)
+    wait_for(lambda: len(done) == 100, "all calls to end")
     hang.set()
-    eventually(lambda: not releases.pending)
+    wait_for(lambda: not releases.pending, "all files to be closed")
 
 
 def test_what_fails_is_logged_and_the_rest_is_done(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +129,7 @@ def test_what_fails_is_logged_and_the_rest_is_done(caplog: pytest.LogCaptureFixt
     assert releases.pending == 3
     start.refuses = False
     releases.go_on()
-    eventually(lambda: not releases.pending)
+    wait_for(lambda: not releases.pending, "all files to be closed")
     assert "Bad file descriptor" in caplog.text
     for end in ends:
         with pytest.raises(OSError, match="Bad file descriptor"):
@@ -145,6 +145,6 @@ def test_its_threads_are_no_more_than_the_limit_at_once() -> None:
         fd = os.open("/", os.O_RDONLY)
         releases.soon(partial(os.close, fd))
         peak = max(peak, releases.threads)
-    eventually(lambda: not releases.pending)
+    wait_for(lambda: not releases.pending, "all files to be closed")
     assert peak <= FEW_THREADS
     assert threading.active_count() <= before + 2 * FEW_THREADS

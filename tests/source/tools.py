@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -21,14 +20,6 @@ from monarchfs.types import (
 
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10) -> None:
-    """Wait for something that another thread does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
 
 
 async def soon(condition: Callable[[], bool]) -> None:

@@ -51,6 +51,7 @@ from tests.layers.whole import WholeReaders, WholeReads
 from tests.support.accounts import check_accounts
 from tests.support.faults import FaultySource, FaultyTier
 from tests.support.open_directories import close_directories
+from tests.support.timing import WAIT_SECONDS, Stopwatch
 
 KIB, MIB = 1 << 10, 1 << 20
 ALL_ROOM = 1 << 30
@@ -445,7 +446,7 @@ def _is_settled(version: SourceVersion) -> bool:
 
 async def until(condition: Callable[[], bool], what: str) -> None:
     """Wait for what threads do; by threads, because the clock may stand still."""
-    end = time.monotonic() + 10
+    watch = Stopwatch()
     while not condition():
-        assert time.monotonic() < end, f"waited for {what}"
+        watch.check(WAIT_SECONDS, f"waited in vain for: {what}")
         await trio.to_thread.run_sync(time.sleep, 0.0005)

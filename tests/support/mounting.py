@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,28 +27,18 @@ from monarchfs.cli.status import NOT_WELL, report_of
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.supervisor.recover import find_one
 from tests.support import surroundings
+from tests.support.timing import WAIT_SECONDS as WAIT_SECONDS
 from tests.support.timing import Stopwatch
+from tests.support.timing import wait_for as wait_for
 
 REPOSITORY = surroundings.REPOSITORY
 MONARCHFS = [sys.executable, "-m", "monarchfs.cli.main"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))}
-WAIT_SECONDS = 30.0
 WATCHDOG_SECONDS = 240.0
 
 requires_root = surroundings.requires_root
 requires_fuse = surroundings.requires_fuse
 requires_mounts = [requires_root, requires_fuse]
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> Any:
-    """The first true value of ``condition``; fails the test after ``seconds``, or later where the
-    machine is busy."""
-    watch = Stopwatch()
-    while not (value := condition()):
-        if watch.seconds() > seconds:
-            pytest.fail(f"waited {seconds:g} s in vain for: {what}")
-        time.sleep(0.01)
-    return value
 
 
 def free_port() -> int:

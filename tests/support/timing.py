@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+WAIT_SECONDS = 30.0
 _MOST_PATIENT = 6
+
+
+class Late(AssertionError):
+    """A limit of time has passed: the test's fault, the product's, or that of a busy machine.
+
+    ``tests/support/repeating.py`` runs such a test once more.
+    """
 
 
 class Stopwatch:
@@ -21,9 +31,24 @@ class Stopwatch:
         elapsed = time.monotonic() - self._began
         return max(elapsed - (_waiting_seconds() - self._waited), elapsed / _MOST_PATIENT)
 
+    def check(self, limit_seconds: float, what: str = "") -> None:
+        """Raises Late if it runs for longer."""
+        if (seconds := self.seconds()) >= limit_seconds:
+            raise Late(f"{seconds:.1f} s, the limit is {limit_seconds:g} s{what and ': '}{what}")
+
     def elapsed(self) -> float:
         """All of it, for what is to take some time."""
         return time.monotonic() - self._began
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = WAIT_SECONDS) -> Any:
+    """The first true value of ``condition``; raises Late after ``seconds``, or later where the
+    machine is busy."""
+    watch = Stopwatch()
+    while not (value := condition()):
+        watch.check(seconds, f"waited in vain for: {what}")
+        time.sleep(0.005)
+    return value
 
 
 def _waiting_seconds() -> float:

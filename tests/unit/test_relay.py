@@ -187,10 +187,7 @@ class Threads:
     def left_to_python(self, send: Callable[[], None]) -> None:
         before = self.numbers.queued
         send()
-        end = time.monotonic() + 10
-        while self.numbers.queued == before:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        wait_for(lambda: self.numbers.queued != before, "Python to get the request")
         assert self.numbers.queued == before + 1
 
     def read_by_python(self, ino: int, offset: int = 0, size: int = 10) -> None:
@@ -228,9 +225,9 @@ def reads(directory: Path) -> None:
             assert not error
             assert got == file.data[offset : offset + size]
     assert not asked
-    end = time.monotonic() + 10
-    while sum(threads.durations.read_local[1]) < len(places) + 199:  # counted after the answer
-        assert time.monotonic() < end
+    # Counted after the answer.
+    least = len(places) + 199
+    wait_for(lambda: sum(threads.durations.read_local[1]) >= least, "all reads to be counted")
     assert threads.numbers.answered_bytes == relayed
     total_ns, took = threads.durations.read_local
     assert sum(took) == len(places) + 199
@@ -248,9 +245,8 @@ def reads(directory: Path) -> None:
     assert not threads.kept_open()
     threads.put(file)
     threads.read(file, 5, 10)
-    end = time.monotonic() + 10
-    while struct.unpack("=Q", os.pread(threads.table, 8, ANSWERED)) != (len(places) + 200,):
-        assert time.monotonic() < end
+    answered = struct.pack("=Q", len(places) + 200)
+    wait_for(lambda: os.pread(threads.table, 8, ANSWERED) == answered, "all answers to be counted")
 
 
 def opens(directory: Path) -> None:
@@ -365,10 +361,8 @@ def trouble(directory: Path) -> None:
         for each in random.Random(1).sample(files, len(files)):
             threads.read(each, 10_000, 40_000)
     assert len(threads.kept_open()) == MOST_FILES
-    end = time.monotonic() + 10
     for each in files:
-        while not threads.hooks.resident_retire(each.ino):  # the last one's reader has yet to leave
-            assert time.monotonic() < end
+        wait_for(partial(threads.hooks.resident_retire, each.ino), "the last reader to leave")
     assert not threads.kept_open()
 
     with pytest.raises(ValueError, match="16 bytes"):
@@ -446,10 +440,8 @@ def segments(directory: Path) -> None:
         for file in random.Random(1).sample(every, len(every)):
             threads.read(file)
     assert len(threads.kept_open()) == MOST_FILES
-    end = time.monotonic() + 10
     for file in [*every, *files.values()]:
-        while not hooks.resident_retire(file.ino):  # the last one's reader has yet to leave
-            assert time.monotonic() < end
+        wait_for(partial(hooks.resident_retire, file.ino), "the last reader to leave")
     assert not threads.kept_open()
 
 
@@ -721,9 +713,9 @@ def from_source(directory: Path) -> None:
         answers[unique] = got
     assert answers == {n: data[n * 1000 : n * 1000 + 20_000] for n in range(2, 42, 2)}
     asked = sum(len(data[offset : offset + size]) for offset, size in places) + 20 * 20_000
-    end = time.monotonic() + 10
-    while sum(threads.durations.source[1]) < len(places) + 20:  # counted after the answer
-        assert time.monotonic() < end
+    # Counted after the answer.
+    least = len(places) + 20
+    wait_for(lambda: sum(threads.durations.source[1]) >= least, "all reads to be counted")
     assert threads.numbers.answered_bytes == threads.numbers.source_bytes == asked
     (answer_ns, took), (read_ns, reads_took) = threads.durations[4:6]
     assert sum(took) == sum(reads_took) == len(places) + 20
@@ -761,9 +753,7 @@ def from_source(directory: Path) -> None:
     hooks.resident_stop(7)
     threads.read(file)
     hooks.nonresident_no_source(7)
-    end = time.monotonic() + 10
-    while len(psutil.Process().open_files()) > 1:  # closed by whoever was the last to read
-        assert time.monotonic() < end
+    wait_for(lambda: len(psutil.Process().open_files()) <= 1, "the last reader to close it")
     assert hooks.waiting_leave_older(0, 0) == 0
 
 
@@ -794,9 +784,8 @@ def filling(directory: Path) -> None:
 
     def wait(unique: int, offset: int, size: int, together: int = 1) -> None:
         threads.ask(unique, 7, offset, size)
-        end = time.monotonic() + 10
-        while waiting() != together:  # one that was answered is counted for a moment
-            assert time.monotonic() < end
+        # One that was answered is counted for a moment.
+        wait_for(lambda: waiting() == together, "the requests to wait")
 
     in_use: dict[int, object] = {}
     release = LET_GO(lambda start: in_use.pop(start or 0) and None)
@@ -898,9 +887,7 @@ def filling(directory: Path) -> None:
     assert not in_use
     os.close(fd)
     part.close()
-    end = time.monotonic() + 10
-    while psutil.Process().open_files():
-        assert time.monotonic() < end
+    wait_for(lambda: not psutil.Process().open_files(), "all files to be closed")
 
 
 def names(directory: Path) -> None:
