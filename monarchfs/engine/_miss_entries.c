@@ -275,6 +275,7 @@ void miss_answered(struct entry *entry)
 		miss_leave_entry(entry);
 	else
 		put_down(entry);
+	miss_make_window_room();
 }
 
 void misses_released(uint64_t ino)
@@ -325,29 +326,22 @@ bool miss_make_room(size_t size)
 
 /* -- the window */
 
-/* Without opens nobody says that a reader is done with a file of which it did not read all. */
-static void leave_half_read(void)
+bool miss_may_fill_window(const struct task *first)
 {
-	static bool leaving; /* memory that becomes free has a thread ask again */
-	if (leaving)
+	return misses.memory[OF_WINDOW] + OF_TASK(first, struct entry, task)->version.size <= misses.window_bytes;
+}
+
+void miss_make_window_room(void)
+{
+	const struct task *next = window_threads.first;
+	if (!misses.free_opens || !next || misses.window_asked <= misses.window_bytes / 4 || miss_may_fill_window(next))
 		return;
-	leaving = true;
 	for (struct entry *entry = filled.first, *newer; entry; entry = newer) {
 		newer = entry->newer;
 		if (entry->bytes->owner == OF_WINDOW && !entry->bytes->unread && entry->state == REMOTE &&
 		    !entry->answering)
 			empty(entry);
 	}
-	leaving = false;
-}
-
-bool miss_may_fill_window(const struct task *first)
-{
-	size_t size = OF_TASK(first, struct entry, task)->version.size;
-	size_t most = misses.window_bytes;
-	if (misses.free_opens && misses.memory[OF_WINDOW] + size > most && misses.window_asked > most / 4)
-		leave_half_read();
-	return misses.memory[OF_WINDOW] + size <= most;
 }
 
 /* Under `source_lock`. */
@@ -368,6 +362,7 @@ void misses_window(const uint64_t *inos, const int64_t *fresh_until_ns, size_t c
 	window_threads.most = threads;
 	for (size_t n = 0; n < count; n++)
 		begun[n] = misses.window_bytes && into_window(*miss_place_of(inos[n]), fresh_until_ns[n]);
+	miss_make_window_room();
 	pthread_mutex_unlock(&source_lock);
 }
 
@@ -390,6 +385,7 @@ void misses_window_limit(size_t bytes)
 {
 	pthread_mutex_lock(&source_lock);
 	misses.window_bytes = bytes;
+	miss_make_window_room();
 	(void)pool_wake(&window_threads);
 	pthread_mutex_unlock(&source_lock);
 }

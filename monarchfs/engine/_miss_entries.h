@@ -91,9 +91,14 @@ void miss_forget_unless_open(struct entry **place);
  * Bytes that wait for Python are dropped too, and have to be read again. */
 bool miss_make_room(size_t size);
 
-/* Whether there is memory for the first file in the queue of those read ahead; of those for the window. */
+/* Whether there is memory for the first file in the queue of those read ahead; of those for the window. As pool.may. */
 bool miss_may_read_ahead(const struct task *first);
 bool miss_may_fill_window(const struct task *first);
+
+/* Without opens nobody says that a reader is done with a file of which it did not read all. If such files have much of
+ * the window, they make room for the next one. To be called when there is a next one, when the window has grown, and
+ * when a file was read. */
+void miss_make_window_room(void);
 
 /* Give the entry its bytes. */
 void miss_fill(struct entry *entry, struct miss_bytes *bytes);

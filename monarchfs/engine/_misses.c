@@ -273,6 +273,8 @@ static void carry(struct entry *entry, enum miss_owner owner)
 	size_t *counted = &misses.memory[owner];
 	*counted += reads ? size : 0;
 	entry->state = READING;
+	if (owner == OF_WINDOW)
+		miss_make_window_room();
 	for (struct waiter *waiter = entry->waiters; waiter; waiter = waiter->next)
 		waiter->may_stay = false;
 	directory->users++;

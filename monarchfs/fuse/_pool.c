@@ -6,12 +6,18 @@
  * Groups take turns, so that one with many requests does not make another one wait for all of them. A task is of
  * the round after that of its group's newest one, or of the present round if its group has nothing queued. The
  * queue is in the order of rounds (start-time fair queueing).
+ *
+ * The rule for `may`: it only looks. It changes nothing, and nobody wakes a pool from within its `may`: waking takes
+ * threads from the list of idle ones, and so would whoever has asked. What makes room for a task does so before it wakes
+ * the pool. Each thread is in one of the two lists, or on its way from one to the other: it was woken or has not
+ * begun. Builds without NDEBUG, those of tests/c, check both.
  */
 #define _GNU_SOURCE
 #include "_pool.h"
 
 #include "_counts.h"
 
+#include <assert.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -94,10 +100,16 @@ bool pool_queue(struct pool *pool, struct task *task)
 }
 
 /* Whether a thread may begin the first task. */
-static bool may_begin(const struct pool *pool)
+static bool may_begin(struct pool *pool)
 {
-	return pool->first && pool->busy - pool->stuck < pool->most &&
-	       (!pool->may || pool->may(pool->first));
+	if (!pool->first || pool->busy - pool->stuck >= pool->most)
+		return false;
+	if (!pool->may)
+		return true;
+	pool->asking = true;
+	bool may = pool->may(pool->first);
+	pool->asking = false;
+	return may;
 }
 
 /* -- threads */
@@ -107,6 +119,19 @@ static void leave_list(struct worker **place, const struct worker *self)
 	while (*place != self)
 		place = &(*place)->next;
 	*place = self->next;
+}
+
+/* Whether both lists have an end, and all threads in them are there. Under the lock. */
+static __attribute__((unused)) bool is_sound(const struct pool *pool)
+{
+	unsigned idle = 0, working = 0;
+	for (const struct worker *worker = pool->idle; worker; worker = worker->next)
+		if (++idle > pool->threads || worker->woken)
+			return false;
+	for (const struct worker *worker = pool->working; worker; worker = worker->next)
+		if (++working > pool->busy)
+			return false;
+	return working == pool->busy && idle + working <= pool->threads;
 }
 
 /* Wait until a task may begin. False after IDLE_SECONDS without one. Under the lock. */
@@ -119,6 +144,7 @@ static bool wait_for_work(struct pool *pool, struct worker *self)
 		self->woken = false;
 		self->next = pool->idle;
 		pool->idle = self;
+		assert(is_sound(pool));
 		int error = 0;
 		while (!self->woken && !error)
 			error = pthread_cond_timedwait(&self->wake, pool->lock, &until);
@@ -208,12 +234,14 @@ static bool start_thread(struct pool *pool)
 
 bool pool_wake(struct pool *pool)
 {
-	struct worker *first = pool->idle;
+	assert(!pool->asking && is_sound(pool));
 	if (!may_begin(pool))
 		return true; /* a thread that ends its task, or whoever makes room, begins it */
+	struct worker *first = pool->idle;
 	if (first) {
 		pool->idle = first->next;
 		first->woken = true;
+		assert(is_sound(pool));
 		pthread_cond_signal(&first->wake);
 		return true;
 	}

@@ -28,7 +28,7 @@ struct worker;
 /* Guarded by `lock`, which belongs to the caller and guards the caller's tasks, too. */
 struct pool {
 	pthread_mutex_t *lock;
-	/* Whether the first task may begin; NULL: it always may. */
+	/* Whether the first task may begin; NULL: it always may. It changes nothing, and wakes no thread of this pool. */
 	bool (*may)(const struct task *first);
 	/* What each thread calls first; may be NULL. */
 	void (*begin)(void);
@@ -39,6 +39,7 @@ struct pool {
 	uint32_t rounds[POOL_GROUPS]; /* of each group's newest task */
 	struct worker *idle, *working;
 	unsigned threads, busy, stuck;
+	bool asking; /* `may` is being asked */
 };
 
 /* Whether tasks are queued. Needs no lock. */

@@ -23,6 +23,7 @@
 
 #define SIZE 5000
 #define DIRECTORY 3
+#define IN_PART 16 /* files in the window of which only a part was read */
 
 static int source_fd;
 static bool no_opens;
@@ -319,6 +320,59 @@ static void use_the_window(void)
 	CHECK(state.wasted > full.wasted);
 }
 
+static void wait_for_window(uint64_t files)
+{
+	struct miss_window state = {0};
+	bool idle = false;
+	for (unsigned tries = 0; tries < 30000 && !(idle && state.read >= files); tries++) {
+		usleep(1000);
+		misses_window_state(&state);
+		pthread_mutex_lock(&source_lock);
+		idle = !window_threads.first && !window_threads.busy;
+		pthread_mutex_unlock(&source_lock);
+	}
+	CHECK(idle && state.read == files);
+}
+
+/* The window is full of files that were read in part, its threads are idle, and one file more is wanted. Without
+ * opens all of these files make room for it, and each wakes a thread. Then all threads end, and are started again. */
+static void make_room_for_one(void)
+{
+	char answer[8192];
+	bool begun[FILES];
+	int64_t fresh[FILES] = {0};
+	uint64_t inos[FILES];
+	struct miss_window state;
+	const struct fuse_read_in read_in = {.size = READ_BYTES};
+	misses_forget_all();
+	take_events();
+	misses_window_limit(IN_PART * SIZE);
+	for (uint64_t n = 0; n < FILES; n++) {
+		inos[n] = n + 1;
+		misses_exclude(n + 1, false);
+		replace(n + 1, true);
+	}
+	misses_window_state(&state);
+	CHECK(!state.bytes);
+	misses_window(inos, fresh, IN_PART, IN_PART / 2, begun);
+	wait_for_window(state.read + IN_PART);
+	for (unsigned n = 0; n < IN_PART; n++)
+		CHECK(answer_to(FUSE_READ, inos[n], &read_in, sizeof(read_in), answer) == READ_BYTES);
+	misses_window(inos + IN_PART, fresh, 1, IN_PART / 2, begun);
+	wait_for_window(state.read + IN_PART + 1);
+	unsigned threads = 1;
+	for (unsigned tries = 0; tries < 30000 && threads; tries++) {
+		usleep(1000);
+		pthread_mutex_lock(&source_lock);
+		threads = window_threads.threads;
+		CHECK(threads || !window_threads.idle);
+		pthread_mutex_unlock(&source_lock);
+	}
+	CHECK(!threads);
+	misses_window(inos + IN_PART + 1, fresh, IN_PART / 2, IN_PART / 2, begun);
+	wait_for_window(state.read + IN_PART + 1 + IN_PART / 2);
+}
+
 /* Twice as much is read as there is memory, and Python takes nothing up meanwhile. */
 static void be_short_of_memory(void)
 {
@@ -367,6 +421,8 @@ int main(int count, char **arguments)
 	counts_read(&counts);
 	CHECK(counts.numbers[COUNT_AHEAD_BYTES]);
 	use_the_window();
+	if (no_opens)
+		make_room_for_one();
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */
