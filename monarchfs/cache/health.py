@@ -14,7 +14,7 @@ CALM_SECONDS = 60.0
 NOT_THE_TIERS = frozenset(
     {
         *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EBUSY),
-        *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESTALE),
+        *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ESTALE, errno.EFBIG),
     }
 )
 """Errors that concern this process, this node or one file, but not the tier."""

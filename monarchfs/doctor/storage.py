@@ -16,7 +16,7 @@ from monarchfs.supervisor.storage import (
 )
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.text.sizes import format_bytes
-from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
+from monarchfs.types import MonarchError, OperationError, Space, TierSize
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 LITTLE_BYTES = 64 << 20
@@ -91,11 +91,6 @@ def check_and_locate(spec: TierSpec, config: Config, cache_dir: str) -> TierLoca
         place = locate(spec.path, check_directory(directory, cache_dir, config.user))
     except OSError as error:
         raise OperationError(f"tier {spec.path}: {error.strerror}: use another disk") from None
-    if place.space.total_bytes == 0:
-        raise UsageError(
-            f"tier {spec.path} is on a file system that holds no files ({place.fstype}): name"
-            " another --tier"
-        )
     check_size(spec, place.existing)
     return place
 

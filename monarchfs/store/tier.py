@@ -9,6 +9,7 @@ Methods block, if only for a local disk, and raise OSError. Thread-safe.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -110,8 +111,11 @@ class Tier:
         trials.check_stores(self.files.parts_directory, self.path)
 
     def space(self) -> Space:
-        """The room on the tier's file system. ``total_inodes`` is 0 where they are not counted."""
+        """The room on the tier's file system. ``total_inodes`` is 0 where they are not counted.
+        Raises OSError, also where blocks are not counted (ramfs)."""
         st = os.fstatvfs(self.dir_fd)
+        if st.f_blocks == 0:
+            raise OSError(errno.ENOSYS, "its file system has no size", self.path)
         return Space(st.f_blocks * st.f_frsize, st.f_bavail * st.f_frsize, st.f_files, st.f_favail)
 
     def sync(self) -> None:

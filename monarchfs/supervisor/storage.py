@@ -111,11 +111,19 @@ def check_directory(directory: StorageDirectory, cache_dir: str, user: User) -> 
 
 def check_size(tier: TierSpec, existing: str) -> None:
     """Raises UsageError for a tier larger than the whole file system of ``existing``, a directory:
-    a slip, or a size for another node. Blocks as the file system does."""
+    a slip, or a size for another node; and where that file system does not count what it holds
+    (ramfs, a tmpfs with size=0). Blocks as the file system does."""
     vfs = os.statvfs(existing)
     total = vfs.f_blocks * vfs.f_frsize
+    if total == 0:
+        mount = mount_of(existing)
+        raise UsageError(
+            f"tier {tier.path}: its file system ({mount.fstype if mount else 'unknown'}) has no"
+            " size, so nothing tells how much room is left: name another --tier (in memory: on a"
+            " tmpfs with a size=)"
+        )
     size = tier.size.resolve(total)
-    if size > total > 0:  # some file systems do not say how large they are
+    if size > total:
         raise UsageError(
             f"tier {tier.path}: its size, {format_bytes(size)}, is more than all of its file"
             f" system, which has {format_bytes(total)}: give less, or a share of it, as in 80%"

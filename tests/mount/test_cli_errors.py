@@ -350,6 +350,22 @@ def test_a_tier_larger_than_its_file_system(root_work: Area) -> None:
         subprocess.run(["umount", place], check=True)
 
 
+def test_a_tier_on_a_file_system_without_a_size(root_work: Area) -> None:
+    """ramfs counts nothing: what is free, and what files take, is not known."""
+    place = root_work.path / "ram"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "ramfs", "none", place], check=True)
+    try:
+        command = ["mount", "src", "mnt", "--state-dir", "state", "--tier"]
+        for tier in ("ram", "ram/below"):
+            assert_refused(root_work, [*command, f"{tier}=1G"], 2, tier, "ramfs", "has no size")
+            done = root_work.run("doctor", "src", "--quick", "--tier", f"{tier}=1G")
+            assert done.returncode == 1
+            assert "(ramfs) has no size" in done.stdout
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
 def test_names_may_stand_before_and_behind_options() -> None:
     words = ["a", "--yes", "b", "--tier", "/t", "c"]
     parsed = build_parser().parse_args(["cache", "remove", *words])

@@ -565,7 +565,7 @@ PROBLEMS: list[tuple[str, list[str], str, str]] = [
     ("source not text", ["{}/\udcff"], "source", "does not exist"),
     ("tier nowhere", ["--tier", "{}/no/such=1G"], "tier", "does not exist"),
     ("tier a file", ["--tier", "{}/file=1G"], "tier", "not a directory"),
-    ("tier in proc", ["--tier", "/proc=1G"], "tier", "holds no files"),
+    ("tier in proc", ["--tier", "/proc=1G"], "tier", "(proc) has no size"),
     ("state directory a file", ["--state-dir", "{}/file"], "state_dir", "not a directory"),
     ("state directory nowhere", ["--state-dir", "{}/no/such"], "state_dir", "does not exist"),
 ]

@@ -109,6 +109,18 @@ def test_memory_is_known_as_such(small: Path, tmp_path: Path) -> None:
     tier.close()
 
 
+@needs_root
+def test_a_file_system_that_counts_nothing_has_no_room(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "ramfs", "none", tmp_path], check=True)
+    try:
+        tier = open_tier(tmp_path)
+        with pytest.raises(OSError, match="has no size"):
+            tier.space()
+        tier.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 def test_sync_reports_the_error(path: Path) -> None:
     closed = open_tier(path)
     closed.sync()
