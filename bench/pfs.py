@@ -15,7 +15,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +30,8 @@ READ_AHEAD_KIB = 4096
 milliseconds, and no more than a fault in a map should bring."""
 
 _MOST_IN_FLIGHT = 64
-_SETTINGS = struct.Struct("=5d3Q")
+_MOST_TARGETS = 64
+_SETTINGS = struct.Struct("=6d6Q")
 _MASK = (1 << 64) - 1
 _STEPS_OF_A_SPELL = 8
 
@@ -119,6 +120,39 @@ class Counts(NamedTuple):
         return Counts(*(now - then for now, then in zip(self, earlier, strict=True)))
 
 
+class Requests(NamedTuple):
+    """What a client of Lustre would have asked for the same, beside its reads. ``enqueue``: of the
+    metadata server; an open at the end of its look-up is one with it. ``glimpse``: of storage
+    targets, for the size of a file, one for each stripe. ``seek``: calls of SEEK_DATA and
+    SEEK_HOLE. ``recall``: files that reads brought back from the archive."""
+
+    enqueue: int = 0
+    glimpse: int = 0
+    close: int = 0
+    seek: int = 0
+    recall: int = 0
+
+    def __sub__(self, earlier: Requests) -> Requests:
+        return Requests(*(now - then for now, then in zip(self, earlier, strict=True)))
+
+
+LAYOUT_ATTRIBUTE = "user.pfs.layout"
+
+
+def set_layout(
+    path: Path,
+    stripes: int = 1,
+    *,
+    stripe_bytes: int = 1 << 20,
+    first: int = 0,
+    released: bool = False,
+) -> None:
+    """Of a file of the backing, before it is mounted: stripe n lies on target ``first`` + n, modulo
+    their number; ``released``: in the archive alone, until it is read."""
+    text = f"{stripes} {stripe_bytes} {first}" + " released" * released
+    os.setxattr(path, LAYOUT_ATTRIBUTE, text.encode())
+
+
 class ParallelFileSystem:
     """``backing`` seen at ``path``, as a context manager; ``path`` is made where it is missing.
 
@@ -130,10 +164,25 @@ class ParallelFileSystem:
     """
 
     def __init__(
-        self, backing: Path, path: Path, profile: Profile, *, seed: int = 0, forgets: bool = False
+        self,
+        backing: Path,
+        path: Path,
+        profile: Profile,
+        *,
+        seed: int = 0,
+        forgets: bool = False,
+        targets: int = 0,
+        recall_seconds: float = 0.0,
     ) -> None:
         """``forgets``: the client keeps no names, so that each look-up of each node counts, though
-        all of them are on one machine."""
+        all of them are on one machine. ``targets``: files have Lustre layouts (``set_layout``) on
+        so many storage targets, and their sizes are asked of those; modes are not checked then.
+        Bringing a file back from the archive takes ``recall_seconds``."""
+        if not 0 <= targets <= _MOST_TARGETS:
+            raise ValueError(f"{targets} storage targets: at most {_MOST_TARGETS}")
+        self._targets = targets
+        self._recall_seconds = recall_seconds
+        self._hung = self._failing = 0
         self._forgets = forgets
         self.backing = backing
         self.path = path
@@ -150,7 +199,7 @@ class ParallelFileSystem:
             self._counters = memoryview(self._shared).cast("Q")
             places = [str(program), str(self.backing.resolve()), str(self.path)]
             self._process = subprocess.Popen(
-                [*places, _options(), str(shared)],
+                [*places, _options(checks_modes=not self._targets), str(shared)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
@@ -171,6 +220,7 @@ class ParallelFileSystem:
                 raise Unusable(f"the emulated file system does not answer: {error}") from error
             raise
         self._unseen = self._counted()
+        self._unseen_requests = self._counted_requests()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -204,10 +254,11 @@ class ParallelFileSystem:
         assert self._process.stdout is not None
         profile = self.profile
         rates = (profile.bandwidth, profile.metadata_seconds, profile.read_seconds)
-        noise = (profile.noise, profile.noise_period)
+        noise = (profile.noise, profile.noise_period, self._recall_seconds)
         numbers = (profile.metadata_in_flight, self.seed & _MASK, int(restart_noise))
+        targets = (self._targets, self._hung, self._failing)
         try:
-            self._process.stdin.write(_SETTINGS.pack(*rates, *noise, *numbers))
+            self._process.stdin.write(_SETTINGS.pack(*rates, *noise, *numbers, *targets))
             answered = self._process.stdout.read(1)
         except BrokenPipeError:
             answered = b""
@@ -217,6 +268,13 @@ class ParallelFileSystem:
     def use(self, profile: Profile) -> None:
         """From now on; what is under way ends as it began, and the noise goes on."""
         self.profile = profile
+        self._send(restart_noise=False)
+
+    def set_faults(self, *, hung: Iterable[int] = (), failing: Iterable[int] = ()) -> None:
+        """From now on reads of what lies on these storage targets, and of its size, hang, or fail
+        with EIO. Those of all others do not; what hung goes on."""
+        self._hung = sum(1 << target for target in set(hung))
+        self._failing = sum(1 << target for target in set(failing))
         self._send(restart_noise=False)
 
     def restart_noise(self) -> None:
@@ -232,9 +290,26 @@ class ParallelFileSystem:
         read ahead. Costs a microsecond, and the file system nothing."""
         return self._counted() - self._unseen
 
+    def _counted_requests(self) -> Requests:
+        first = len(Counts._fields)
+        return Requests(*self._counters[first : first + len(Requests._fields)])
 
-def _options() -> str:
-    options = ["ro", "nosuid", "nodev", "default_permissions", "fsname=pfs", "subtype=pfs"]
+    def requests(self) -> Requests:
+        """As ``counts``. A close may come a little later than the system call."""
+        return self._counted_requests() - self._unseen_requests
+
+    def read_sizes(self) -> dict[int, int]:
+        """How many reads there were of at most so many bytes, and more than the size before; the
+        kernel cuts a larger one into reads of 1 MiB."""
+        first = len(Counts._fields) + len(Requests._fields)
+        return {4096 << n: count for n, count in enumerate(self._counters[first : first + 9])}
+
+
+def _options(*, checks_modes: bool) -> str:
+    """To check modes the kernel asks for the attributes before an open, and so for the size."""
+    options = ["ro", "nosuid", "nodev", "fsname=pfs", "subtype=pfs"]
+    if checks_modes:
+        options.append("default_permissions")
     return ",".join([*options, "allow_other"] if os.geteuid() == 0 else options)
 
 

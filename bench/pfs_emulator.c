@@ -13,6 +13,7 @@
  * sleeps until then. */
 #define FUSE_USE_VERSION 312
 #define _GNU_SOURCE
+#include "pfs_emulator_layout.h"
 #include "pfs_emulator_plan.h"
 #include "pfs_emulator_tree.h"
 
@@ -40,6 +41,7 @@
 #endif
 #define MOST_THREADS 128
 #define MOST_BACKGROUND 64 /* reads ahead that the kernel sends before it waits */
+#define MOST_HUNG 1024 /* the same two, where targets may hang */
 #define LISTING_BYTES (1 << 20) /* of a directory in one answer of the server */
 #define PRIORITY -10
 #define READ_BYTES_AT_ONCE (1 << 20)
@@ -52,9 +54,49 @@ static void fail(fuse_req_t req, int error, double when)
 	fuse_reply_err(req, error);
 }
 
+/* The layout of a file, if files have one. */
+static bool has_layout(const char *path, const struct stat *found, struct layout *layout)
+{
+	uint64_t targets = plan_targets();
+	if (!targets || !S_ISREG(found->st_mode))
+		return false;
+	*layout = layout_of(path, found, targets);
+	return true;
+}
+
+/* Waits for the archive, and for the targets that have these bytes; 0 or an errno. */
+static int wait_for_bytes(struct layout layout, const struct stat *found, off_t offset, size_t size)
+{
+	if (layout.released) {
+		bool first;
+		double when = layout_recall(found, plan_now(), plan_recall_seconds(), &first);
+		plan_count(RECALL, first);
+		sleep_until(when);
+		layout.released = false;
+	}
+	return plan_wait_for(layout_targets(&layout, plan_targets(), offset, size));
+}
+
+/* The size of a file is asked of each of its targets; what only an archive has is counted as one block. */
+static int glimpse(const char *path, struct stat *found)
+{
+	struct layout layout;
+	if (!has_layout(path, found, &layout))
+		return 0;
+	if (layout.released) {
+		found->st_blocks = 1;
+		return 0;
+	}
+	plan_count(GLIMPSE, layout.stripes);
+	uint64_t all = (uint64_t)layout.stripes * layout.stripe_bytes;
+	return plan_wait_for(layout_targets(&layout, plan_targets(), 0, all));
+}
+
 static void lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
 {
 	double when = plan_metadata(LOOKUP);
+	struct layout layout;
+	plan_count(ENQUEUE, 1);
 	char path[PATH_MAX];
 	struct fuse_entry_param entry = {
 		.attr_timeout = VALID_SECONDS,
@@ -65,9 +107,15 @@ static void lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
 		error = errno;
 	if (error)
 		return fail(req, error, when);
+	/* The metadata server does not know how large it is. */
+	if (has_layout(path, &entry.attr, &layout)) {
+		entry.attr_timeout = layout.released ? VALID_SECONDS : 0;
+		entry.attr.st_blocks = layout.released ? 1 : entry.attr.st_blocks;
+	}
 	entry.ino = tree_look_up(parent, name, &entry.attr);
 	if (!entry.ino)
 		return fail(req, ENOMEM, when);
+	tree_looked_up(entry.ino, fuse_req_ctx(req)->pid);
 	sleep_until(when);
 	fuse_reply_entry(req, &entry);
 }
@@ -85,8 +133,11 @@ static void get_attributes(fuse_req_t req, fuse_ino_t number, struct fuse_file_i
 	char path[PATH_MAX];
 	struct stat found;
 	int error = tree_path(number, NULL, path);
+	tree_take_thread(number);
 	if (!error && lstat(path, &found))
 		error = errno;
+	if (!error)
+		error = glimpse(path, &found);
 	if (error)
 		return fail(req, error, when);
 	sleep_until(when);
@@ -110,23 +161,52 @@ static void read_link(fuse_req_t req, fuse_ino_t number)
 	fuse_reply_readlink(req, target);
 }
 
+struct opened {
+	int fd;
+	bool has_layout;
+	struct layout layout;
+	struct stat found;
+};
+
+static void close_file(struct opened *opened)
+{
+	close(opened->fd);
+	free(opened);
+}
+
 static void open_file(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *file)
 {
 	double when = plan_metadata(OPEN);
 	char path[PATH_MAX];
+	struct opened *opened = NULL;
 	int error = tree_path(number, NULL, path);
+	/* A look-up with the intent to open is one request. */
+	if (tree_take_thread(number) != fuse_req_ctx(req)->pid)
+		plan_count(ENQUEUE, 1);
 	if (!error && (file->flags & O_ACCMODE) != O_RDONLY)
 		error = EROFS;
 	int fd = -1;
 	if (!error && (fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW)) < 0)
 		error = errno;
+	if (!error && !(opened = calloc(1, sizeof *opened))) {
+		error = ENOMEM;
+		close(fd);
+	}
 	if (error)
 		return fail(req, error, when);
-	file->fh = (uint64_t)fd;
+	opened->fd = fd;
+	fstat(fd, &opened->found);
+	opened->has_layout = has_layout(path, &opened->found, &opened->layout);
+	file->fh = (uintptr_t)opened;
 	file->keep_cache = 1;
 	sleep_until(when);
 	if (fuse_reply_open(req, file) == -ENOENT)
-		close(fd); /* interrupted: no release will come */
+		close_file(opened); /* interrupted: no release will come */
+}
+
+static struct opened *opened_of(const struct fuse_file_info *file)
+{
+	return (struct opened *)(uintptr_t)file->fh;
 }
 
 /* Copied while it waits: splice would need a larger pipe than a process without CAP_SYS_RESOURCE may
@@ -135,15 +215,17 @@ static void read_file(fuse_req_t req, fuse_ino_t number, size_t size, off_t offs
 		      struct fuse_file_info *file)
 {
 	(void)number;
-	double began = plan_now();
+	const struct opened *opened = opened_of(file);
 	static _Thread_local char *buffer;
 	if (!buffer && !(buffer = malloc(READ_BYTES_AT_ONCE))) {
 		fuse_reply_err(req, ENOMEM);
 		return;
 	}
-	ssize_t got = pread((int)file->fh, buffer, size, offset);
+	int error = opened->has_layout ? wait_for_bytes(opened->layout, &opened->found, offset, size) : 0;
+	double began = plan_now();
+	ssize_t got = error ? -1 : pread(opened->fd, buffer, size, offset);
 	if (got < 0) {
-		fuse_reply_err(req, errno);
+		fuse_reply_err(req, error ? error : errno);
 		return;
 	}
 	sleep_until(plan_read(began, (size_t)got));
@@ -153,8 +235,24 @@ static void read_file(fuse_req_t req, fuse_ino_t number, size_t size, off_t offs
 static void release(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *file)
 {
 	(void)number;
-	close((int)file->fh);
+	plan_count(CLOSE, 1);
+	close_file(opened_of(file));
 	fuse_reply_err(req, 0);
+}
+
+/* Each target is asked. */
+static void seek(fuse_req_t req, fuse_ino_t number, off_t offset, int whence, struct fuse_file_info *file)
+{
+	(void)number;
+	const struct opened *opened = opened_of(file);
+	size_t all = (size_t)opened->found.st_size;
+	plan_count(SEEK, 1);
+	int error = opened->has_layout ? wait_for_bytes(opened->layout, &opened->found, 0, all) : 0;
+	off_t found = error ? -1 : lseek(opened->fd, offset, whence);
+	if (found < 0)
+		fuse_reply_err(req, error ? error : errno);
+	else
+		fuse_reply_lseek(req, found);
 }
 
 struct listing {
@@ -167,6 +265,7 @@ struct listing {
 static void open_directory(fuse_req_t req, fuse_ino_t number, struct fuse_file_info *file)
 {
 	double when = plan_metadata(OPENDIR);
+	plan_count(ENQUEUE, 1);
 	char path[PATH_MAX];
 	int error = tree_path(number, NULL, path);
 	struct listing *listing = calloc(1, sizeof *listing);
@@ -259,26 +358,75 @@ static void reply_attribute(fuse_req_t req, const char *value, ssize_t length, s
 		fuse_reply_buf(req, value, (size_t)length);
 }
 
+static ssize_t lustre_value(const char *path, char *value)
+{
+	struct stat found;
+	struct layout layout;
+	if (lstat(path, &found))
+		return -errno;
+	return has_layout(path, &found, &layout) ? layout_value(&layout, plan_targets(), value) : -ENODATA;
+}
+
+static ssize_t attribute_value(const char *path, const char *name, char *value)
+{
+	if (plan_targets() && strcmp(name, LUSTRE_ATTRIBUTE) == 0)
+		return lustre_value(path, value);
+	if (strcmp(name, LAYOUT_ATTRIBUTE) == 0)
+		return -ENODATA;
+	ssize_t length = lgetxattr(path, name, value, XATTR_SIZE_MAX);
+	return length < 0 ? -errno : length;
+}
+
 static void get_attribute(fuse_req_t req, fuse_ino_t number, const char *name, size_t size)
 {
-	double when = plan_metadata(XATTR);
+	/* A client knows the layout of what it has opened. */
+	bool known = plan_targets() && strcmp(name, LUSTRE_ATTRIBUTE) == 0;
+	double when = known ? plan_now() : plan_metadata(XATTR);
 	char path[PATH_MAX];
 	char value[XATTR_SIZE_MAX];
+	plan_count(ENQUEUE, !known);
 	ssize_t length = -tree_path(number, NULL, path);
-	if (!length && (length = lgetxattr(path, name, value, size)) < 0)
-		length = -errno;
+	if (!length)
+		length = attribute_value(path, name, value);
+	if (size && length > (ssize_t)size)
+		length = -ERANGE;
 	sleep_until(when);
 	reply_attribute(req, value, length, size);
+}
+
+/* As Lustre lists them: with its own one, without ours. */
+static ssize_t shown_names(const char *path, char *names, ssize_t length)
+{
+	char own[XATTR_SIZE_MAX];
+	ssize_t kept = 0;
+	for (ssize_t at = 0; at < length;) {
+		ssize_t size = (ssize_t)strlen(names + at) + 1;
+		if (strcmp(names + at, LAYOUT_ATTRIBUTE)) {
+			memmove(names + kept, names + at, (size_t)size);
+			kept += size;
+		}
+		at += size;
+	}
+	if (plan_targets() && lustre_value(path, own) > 0) {
+		memcpy(names + kept, LUSTRE_ATTRIBUTE, sizeof LUSTRE_ATTRIBUTE);
+		kept += (ssize_t)sizeof LUSTRE_ATTRIBUTE;
+	}
+	return kept;
 }
 
 static void list_attributes(fuse_req_t req, fuse_ino_t number, size_t size)
 {
 	double when = plan_metadata(XATTR);
+	plan_count(ENQUEUE, 1);
 	char path[PATH_MAX];
-	char names[XATTR_LIST_MAX];
+	char names[XATTR_LIST_MAX + sizeof LUSTRE_ATTRIBUTE];
 	ssize_t length = -tree_path(number, NULL, path);
-	if (!length && (length = llistxattr(path, names, size)) < 0)
+	if (!length && (length = llistxattr(path, names, XATTR_LIST_MAX)) < 0)
 		length = -errno;
+	if (length >= 0)
+		length = shown_names(path, names, length);
+	if (size && length > (ssize_t)size)
+		length = -ERANGE;
 	sleep_until(when);
 	reply_attribute(req, names, length, size);
 }
@@ -299,11 +447,13 @@ static void init(void *data, struct fuse_conn_info *connection)
 	(void)data;
 	/* A listing brings no attributes on Lustre: each name is asked for. */
 	connection->want &= ~(unsigned)(FUSE_CAP_READDIRPLUS | FUSE_CAP_READDIRPLUS_AUTO);
+	/* Nothing changes, and a read of one target need not ask the others for the size. */
+	connection->want &= ~(unsigned)FUSE_CAP_AUTO_INVAL_DATA;
 	connection->want |= connection->capable & (FUSE_CAP_CACHE_SYMLINKS |
 						   FUSE_CAP_PARALLEL_DIROPS | FUSE_CAP_ASYNC_READ);
 	connection->max_read = READ_BYTES_AT_ONCE;
-	connection->max_background = MOST_BACKGROUND;
-	connection->congestion_threshold = MOST_BACKGROUND;
+	connection->max_background = plan_targets() ? MOST_HUNG : MOST_BACKGROUND;
+	connection->congestion_threshold = connection->max_background;
 }
 
 static const struct fuse_lowlevel_ops operations = {
@@ -314,6 +464,7 @@ static const struct fuse_lowlevel_ops operations = {
 	.readlink = read_link,
 	.open = open_file,
 	.read = read_file,
+	.lseek = seek,
 	.release = release,
 	.opendir = open_directory,
 	.readdir = read_directory,
@@ -406,7 +557,7 @@ static int serve(struct fuse_session *session)
 {
 	struct fuse_loop_config *loop = fuse_loop_cfg_create();
 	fuse_loop_cfg_set_clone_fd(loop, 1);
-	fuse_loop_cfg_set_max_threads(loop, MOST_THREADS);
+	fuse_loop_cfg_set_max_threads(loop, plan_targets() ? MOST_HUNG : MOST_THREADS);
 	fuse_loop_cfg_set_idle_threads(loop, MOST_THREADS);
 	sigset_t all, before;
 	sigfillset(&all);

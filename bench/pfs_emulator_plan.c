@@ -23,6 +23,7 @@ int plan_count_in(int fd)
 }
 
 static pthread_mutex_t plan = PTHREAD_MUTEX_INITIALIZER; /* guards what follows */
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static struct settings settings;
 static double noise_began;
 static double link_free; /* when the last byte promised so far has come */
@@ -90,9 +91,40 @@ static double transferred(double start, double bytes)
 	}
 }
 
+void plan_count(enum counter counter, uint64_t more)
+{
+	atomic_fetch_add_explicit(&counters[counter], more, memory_order_relaxed);
+}
+
+uint64_t plan_targets(void)
+{
+	pthread_mutex_lock(&plan);
+	uint64_t targets = settings.targets;
+	pthread_mutex_unlock(&plan);
+	return targets;
+}
+
+double plan_recall_seconds(void)
+{
+	pthread_mutex_lock(&plan);
+	double seconds = settings.recall_seconds;
+	pthread_mutex_unlock(&plan);
+	return seconds;
+}
+
+int plan_wait_for(uint64_t targets)
+{
+	pthread_mutex_lock(&plan);
+	while (settings.hung & targets)
+		pthread_cond_wait(&changed, &plan);
+	int error = settings.failing & targets ? EIO : 0;
+	pthread_mutex_unlock(&plan);
+	return error;
+}
+
 double plan_metadata(enum counter counter)
 {
-	atomic_fetch_add_explicit(&counters[counter], 1, memory_order_relaxed);
+	plan_count(counter, 1);
 	double begin = plan_now();
 	pthread_mutex_lock(&plan);
 	uint64_t first = 0;
@@ -107,10 +139,19 @@ double plan_metadata(enum counter counter)
 	return end;
 }
 
+static enum counter size_class(size_t bytes)
+{
+	enum counter class = READ_SIZES;
+	for (size_t most = 4096; most < bytes && class < COUNTERS - 1; most *= 2)
+		class++;
+	return class;
+}
+
 double plan_read(double begin, size_t bytes)
 {
-	atomic_fetch_add_explicit(&counters[READ], 1, memory_order_relaxed);
-	atomic_fetch_add_explicit(&counters[READ_BYTES], bytes, memory_order_relaxed);
+	plan_count(READ, 1);
+	plan_count(READ_BYTES, bytes);
+	plan_count(size_class(bytes), 1);
 	pthread_mutex_lock(&plan);
 	begin += settings.read_seconds / (1 - share_at(begin));
 	if (link_free > begin)
@@ -127,5 +168,6 @@ void plan_set(const struct settings *given)
 	settings = *given;
 	if (given->restart_noise)
 		noise_began = plan_now();
+	pthread_cond_broadcast(&changed);
 	pthread_mutex_unlock(&plan);
 }

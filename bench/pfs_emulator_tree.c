@@ -13,6 +13,7 @@ struct node {
 	dev_t dev;
 	uint64_t lookups;
 	uint64_t references; /* the kernel's (while there are lookups), and its children's */
+	pid_t thread; /* that looked it up last */
 };
 
 #define BUCKETS (1 << 20)
@@ -125,4 +126,21 @@ void tree_forget(uint64_t number, uint64_t lookups)
 	if (node->lookups == 0)
 		drop(node);
 	pthread_mutex_unlock(&tree);
+}
+
+void tree_looked_up(uint64_t number, pid_t thread)
+{
+	pthread_mutex_lock(&tree);
+	node_of(number)->thread = thread;
+	pthread_mutex_unlock(&tree);
+}
+
+pid_t tree_take_thread(uint64_t number)
+{
+	pthread_mutex_lock(&tree);
+	struct node *node = node_of(number);
+	pid_t thread = node->thread;
+	node->thread = 0;
+	pthread_mutex_unlock(&tree);
+	return thread;
 }

@@ -4,6 +4,7 @@
 #include <limits.h>
 #include <stdint.h>
 #include <sys/stat.h>
+#include <sys/types.h>
 
 #define TREE_ROOT 1
 
@@ -17,3 +18,7 @@ int tree_path(uint64_t number, const char *name, char path[static PATH_MAX]);
  * memory. A file has one number, however many names it has. */
 uint64_t tree_look_up(uint64_t parent, const char *name, const struct stat *found);
 void tree_forget(uint64_t number, uint64_t lookups);
+
+/* The thread that looked the file up; the next one to ask gets 0. */
+void tree_looked_up(uint64_t number, pid_t thread);
+pid_t tree_take_thread(uint64_t number);

@@ -24,7 +24,17 @@ import pytest
 
 import bench.pfs
 from bench.harness import Unusable, drop_names
-from bench.pfs import INSTANT, PROFILES, Counts, ParallelFileSystem, Profile, build
+from bench.pfs import (
+    INSTANT,
+    PROFILES,
+    Counts,
+    ParallelFileSystem,
+    Profile,
+    Requests,
+    build,
+    set_layout,
+)
+from monarchfs.source.layout import parse
 from tests.support import surroundings
 from tests.support.mounting import (
     REPOSITORY,
@@ -290,6 +300,162 @@ print(json.dumps([started, time.monotonic()]))
 def seconds(threads: int, work: str, *paths: Path) -> float:
     started, ended = python(TIMED, threads, work, *paths)
     return float(ended - started)
+
+
+# -- as Lustre
+
+
+def test_each_file_has_a_layout(backing: Path, mounted: Mounter) -> None:
+    set_layout(backing / "large", 300, stripe_bytes=2 * MIB, first=3)
+    set_layout(backing / "many" / "001", released=True)
+    pfs = mounted(targets=8)
+    script = """
+import json, os, sys
+root = sys.argv[1]
+value = lambda name: os.getxattr(f"{root}/{name}", "lustre.lov").hex()
+found = [value("large"), value("many/001"), value("many/002")]
+print(json.dumps([*found, os.listxattr(root + "/large")]))
+"""
+    *values, names = python(script, pfs.path)
+    assert names == ["lustre.lov"]
+    large, released, other = [parse(bytes.fromhex(value)) for value in values]
+    assert large is not None
+    assert released is not None
+    assert other is not None
+    assert len(large.parts[0].targets) == 300
+    assert [large.target(n * MIB) for n in (0, 2, 4, 12)] == [3, 4, 5, 1]
+    assert (released.released, other.released) == (True, False)
+    assert other.target(0) == (backing / "many" / "002").stat().st_ino % 8
+    with pytest.raises(OSError, match="No data") as none:
+        os.getxattr(pfs.path, "lustre.lov")
+    assert none.value.errno == errno.ENODATA
+
+
+READS = """
+import os, sys
+sys.stdin.readline()
+fd = os.open(sys.argv[1], os.O_RDONLY)  # without asking for the size
+try:
+    print(len(os.pread(fd, 100, int(sys.argv[2]))), flush=True)
+except OSError as error:
+    print(error.strerror, flush=True)
+"""
+
+
+@requires_root
+def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> None:
+    """A reader of one that hangs waits, whatever becomes of the others."""
+    set_layout(backing / "large", 3)
+    pfs = mounted(targets=4)
+    offsets = {target: target * MIB for target in range(3)}
+    pfs.set_faults(hung=[1], failing=[2])
+    readers = {}
+    for target, offset in offsets.items():
+        readers[target] = subprocess.Popen(
+            [sys.executable, "-c", READS, pfs.path / "large", str(offset)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        hanging = readers[1]
+        assert hanging.stdin is not None
+        hanging.stdin.write("\n")
+        hanging.stdin.flush()
+        wait_for(lambda: waits(hanging.pid), "the reader to wait for its target")
+        said = [readers[n].communicate("\n", SECONDS)[0].strip() for n in (0, 2)]
+        assert said == ["100", "Input/output error"]
+        assert waits(hanging.pid)
+        pfs.set_faults(failing=[2])
+        assert hanging.communicate(timeout=SECONDS)[0] == "100\n"
+    finally:
+        pfs.set_faults()
+        for reader in readers.values():
+            reader.kill()
+            reader.communicate()
+
+
+def waits(pid: int) -> bool:
+    """For a page of a file."""
+    return "folio_wait" in Path(f"/proc/{pid}/stack").read_text()
+
+
+def test_a_size_is_asked_of_the_targets(backing: Path, mounted: Mounter) -> None:
+    set_layout(backing / "large", 3)
+    pfs = mounted(targets=4)
+    pfs.set_faults(failing=[2])
+    with pytest.raises(OSError, match="Input/output"):
+        (pfs.path / "large").stat()
+    pfs.set_faults()
+    before = pfs.requests()
+    assert (pfs.path / "large").stat().st_size == 3 * MIB + 5
+    assert pfs.requests() - before == Requests(glimpse=3)  # its name is known
+
+
+def test_what_a_released_file_is_asked_for(backing: Path, mounted: Mounter) -> None:
+    """Its archive brings it back once, for the first read, and not for an open."""
+    set_layout(backing / "large", 2, released=True)
+    pfs = mounted(targets=4, recall_seconds=0.05)
+    name = pfs.path / "large"
+    assert name.stat().st_blocks == 1
+    with name.open("rb"):
+        assert pfs.requests().recall == 0
+    began = time.monotonic()
+    assert name.read_bytes() == (backing / "large").read_bytes()
+    assert time.monotonic() - began >= 0.05
+    assert name.read_bytes() == (backing / "large").read_bytes()
+    assert pfs.requests().recall == 1
+    layout = parse(os.getxattr(name, "lustre.lov"))
+    assert layout is not None
+    assert not layout.released
+
+
+def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mounter) -> None:
+    with (backing / "holes").open("wb") as file:
+        file.truncate(10 * MIB)
+        file.seek(5 * MIB)
+        file.write(b"x" * 4096)
+    set_layout(backing / "holes", released=True)
+    pfs = mounted(targets=4)
+    with (pfs.path / "holes").open("rb", buffering=0) as file:
+        assert pfs.requests().recall == 0
+        assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 5 * MIB
+        assert os.lseek(file.fileno(), 5 * MIB, os.SEEK_HOLE) == 5 * MIB + 4096
+        assert pfs.requests().recall == 1
+        assert pfs.requests().seek == 2
+
+
+def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
+    """Of a cold open, read and close by Python, which asks for the size, too: an enqueue, a
+    glimpse, a close, as measured there. A later open is an enqueue, as an attribute is."""
+    pfs = mounted(targets=4)
+    names = [pfs.path / "many" / f"{number:03}" for number in range(100, 150)]
+
+    def asked_requests(script: str) -> Requests:
+        before = pfs.requests()
+        python(script, *names)
+        wait_for(lambda: (pfs.requests() - before).close >= 50, "the files to be closed")
+        return pfs.requests() - before
+
+    directory = 1  # it is looked up
+    assert asked_requests(READ) == Requests(enqueue=50 + directory, glimpse=50, close=50)
+    assert asked_requests(READ) == Requests(enqueue=50, close=50)
+    listing = "import os, sys\nfor path in sys.argv[1:]: os.listxattr(path)"
+    assert asked_requests(f"{READ}\n{listing}") == Requests(enqueue=100, close=50)
+
+
+def test_how_large_reads_are(backing: Path, mounted: Mounter) -> None:
+    pfs = mounted()
+    script = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
+buffers = [memoryview(__import__("mmap").mmap(-1, int(size))) for size in sys.argv[2:]]
+for buffer in buffers:
+    os.preadv(fd, [buffer], 0)
+"""
+    python(script, pfs.path / "large", 4096, 256 << 10, 2 * MIB)
+    sizes = {size: count for size, count in pfs.read_sizes().items() if count}
+    assert sizes == {4096: 1, 256 << 10: 1, MIB: 2}
 
 
 def test_metadata_takes_its_time(mounted: Mounter) -> None:
