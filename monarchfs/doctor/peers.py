@@ -1,4 +1,8 @@
-"""Sharing with peers: nginx, the list and the key, and whether each peer answers."""
+"""Sharing with peers: nginx, libcurl, the list and the key, and whether each peer answers.
+
+libcurl is loaded by ``_replicas``, so that is imported where it is needed: most mounts, and their
+checks, do without.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from importlib import import_module
 from ipaddress import ip_address
 
 from monarchfs.config import Config
 from monarchfs.doctor.checks import Check, Value, from_error, ok, problem, warning
 from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.peers import _replicas, credentials
+from monarchfs.peers import credentials
 from monarchfs.peers.nodes import PeerNode, Peers
 from monarchfs.peers.web_server import find_nginx
 from monarchfs.supervisor.peering import address_of, find_peers
@@ -32,6 +37,12 @@ _THREADS = 32
 
 def peers(config: Config) -> Iterator[Check]:
     """For a child process, because names may not be resolved in time."""
+    try:
+        import_module("monarchfs.peers._replicas")
+    except ImportError as error:
+        detail = f"libcurl, which peers need, cannot be loaded: {error}"
+        yield problem("libcurl", detail, "apt-get install libcurl4")
+        return
     program = find_nginx()
     if program is None:
         remedy = "apt-get install nginx-light"
@@ -80,6 +91,8 @@ def judge_nginx(program: str, build: str) -> Check:
 def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNode, str]:
     """Why each of the other nodes does not answer, "" for those that do. ``authorised``: the secret
     is that of the source, so they have to answer a request that is signed with it."""
+    from monarchfs.peers import _replicas
+
     token = credentials.token(own_address, peers.secret, time.time()) if authorised else ""
     _replicas.token(token, own_address)
     _replicas.pin(peers.pin)
@@ -107,6 +120,8 @@ def _said(one: Future[str]) -> str:
 
 def ask(number: int, path: str) -> str:
     """Why a peer does not answer as one does; "" if it does. Raises OSError."""
+    from monarchfs.peers import _replicas
+
     status, _answer = _replicas.ask(number, path, None, _ANSWER_SECONDS, _ANSWER_BYTES)
     return "" if status == 200 else f"status {status}"
 

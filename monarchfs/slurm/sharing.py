@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from ipaddress import ip_address
 from itertools import product
 from math import prod
@@ -39,12 +40,13 @@ def sharing_options(site: Site, job: Job, key: str) -> list[str]:
             raise UsageError(f"{job.node} is none of the job's nodes, {job.node_list[:200]!r}")
         if find_nginx() is None:
             raise UsageError("nginx is not installed: apt-get install nginx-light")
+        import_module("monarchfs.peers._replicas")  # the mount's worker needs it, and libcurl
         read_site_key(site.peer_key)
         port = port_of(site, key)
         address = address_of(PeerNode(job.node, job.node, port), _RESOLVE_SECONDS)
         if ip_address(address).is_loopback:
             raise UsageError(f"{job.node} is {address} on this node: see /etc/hosts")
-    except (MonarchError, OSError) as error:
+    except (MonarchError, OSError, ImportError) as error:
         log.warning("job %d of %s: mounts without peers: %s", job.id, job.user, error)
         return []
     values = {

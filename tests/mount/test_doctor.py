@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from monarchfs.types import Space, TierSize
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, device_mode
 from tests.support.mounting import (
+    ENVIRONMENT,
+    MONARCHFS,
     Bench,
     processes_about,
     requires_fuse,
@@ -391,6 +394,31 @@ def test_a_machine_that_can_mount(work: Bench, src: Path) -> None:
     assert sorted(work.path.rglob("*")) == before
     mounts = Path("/proc/self/mountinfo").read_text()
     assert connection.TRIAL_NAME not in mounts, "the trial mount is in a namespace of its own"
+
+
+@pytest.mark.parametrize(
+    "peers", [(), ("--peers", "a=127.0.0.1,b=127.0.0.1:9467", "--peer-name=a")]
+)
+def test_without_libcurl_only_sharing_is_a_problem(work: Bench, peers: tuple[str, ...]) -> None:
+    (work.path / "libcurl.so.4").touch()
+    (work.path / "src").mkdir()
+    environ = {**ENVIRONMENT, "LD_LIBRARY_PATH": str(work.path)}
+
+    def said(command: str, *words: str) -> subprocess.CompletedProcess[str]:
+        words = (command, *words, "--json", "--quick", "--tier", f"{work.path}/tier=100M")
+        return subprocess.run(
+            [*MONARCHFS, *words], capture_output=True, text=True, env=environ, check=False
+        )
+
+    doctor, plan = said("doctor", *peers), said("plan", f"{work.path}/src")
+    assert (doctor.stderr, plan.stderr, plan.returncode) == ("", "", 0)
+    problems = {
+        one["name"]: one["detail"]
+        for one in json.loads(doctor.stdout)["checks"]
+        if one["state"] == "problem" and one["name"] not in ("device", "mount")
+    }
+    assert list(problems) == (["libcurl"] if peers else [])
+    assert all("libcurl.so.4: file too short" in detail for detail in problems.values())
 
 
 def test_without_a_source(work: Bench) -> None:

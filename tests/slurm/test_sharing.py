@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,7 @@ def test_without_a_key_or_another_node_nothing_is_said(
     ("what", "words"),
     [
         ("nginx", "nginx is not installed"),
+        ("libcurl", "_replicas"),
         ("key", "No such file"),
         ("open key", "chmod 0400"),
         ("address", "n02 is 127.0.1.1 on this node: see /etc/hosts"),
@@ -191,6 +193,8 @@ def test_a_node_that_cannot_share_says_why_and_goes_on_alone(
     job = JOB
     if what == "nginx":
         monkeypatch.setattr(sharing, "find_nginx", lambda: None)
+    elif what == "libcurl":
+        monkeypatch.setitem(sys.modules, "monarchfs.peers._replicas", None)
     elif what == "key":
         site = replace(site, peer_key=f"{site.peer_key}.none")
     elif what == "open key":
