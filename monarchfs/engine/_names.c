@@ -51,7 +51,8 @@ enum { SIZE, BLOCKS, MTIME, ATIME, CTIME, UNTIL, NUMBERS };
 
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static uint32_t buckets[BUCKETS], of_ino[BUCKETS]; /* the places of records in `ring` */
-static _Alignas(PAGE) unsigned char ring[NAMES_BYTES + MOST_KEY]; /* keys are compared beyond a record's end */
+/* Keys are compared beyond a record's end. Whole pages, because madvise(2) clears whole pages. */
+static _Alignas(PAGE) unsigned char ring[(NAMES_BYTES + MOST_KEY + PAGE - 1) / PAGE * PAGE];
 static uint32_t oldest = FIRST, end = FIRST; /* equal: the ring is empty */
 static uint32_t top;                         /* where the older part ends, if the newer lies before it */
 static struct class classes[OWN_CLASS];

@@ -290,10 +290,12 @@ static void show_block(const struct unit *unit, unsigned n, struct block *block)
 		leave_block(block);
 }
 
-/* A block has arrived, and its version was compared. Takes it over. */
+/* A block has arrived, and its version was compared. Takes it over. Meanwhile the unit may be emptied: the block stays
+ * until it is shown. */
 static void put(struct unit *unit, unsigned n, struct block *block)
 {
 	bool full = unit->plan.most_bytes && unit_memory() > unit->plan.most_bytes;
+	use_block(block);
 	pthread_mutex_lock(&unit->lock);
 	unit->places[n].block = block;
 	unit->places[n].state = UNIT_IN_MEMORY;
@@ -304,6 +306,8 @@ static void put(struct unit *unit, unsigned n, struct block *block)
 		show_block(unit, n, block);
 	pthread_mutex_lock(&unit->lock);
 	if (full) {
+		if (unit->places[n].block)
+			leave_block(block);
 		unit->places[n].block = NULL;
 		unit->places[n].state = UNIT_DROPPED;
 		show_state(unit, n, CHUNK_MISSING);
@@ -311,8 +315,7 @@ static void put(struct unit *unit, unsigned n, struct block *block)
 	unit->arrived = n + 1;
 	pthread_cond_signal(&unit->news);
 	pthread_mutex_unlock(&unit->lock);
-	if (full)
-		leave_block(block);
+	leave_block(block);
 }
 
 static unsigned next_step(unsigned step, uint64_t took_ns)
@@ -413,9 +416,9 @@ enum elsewhere_result unit_read_elsewhere(struct unit *unit, unit_elsewhere *fro
 {
 	struct intake intake = {.unit = unit, .digests = digests};
 	uint64_t start = start_of(unit, unit->arrived), end = unit->plan.start + unit->plan.size;
-	enum elsewhere_result result = ELSEWHERE_READ;
-	if (start < end)
-		result = from(peer, path, start, (size_t)(end - start), take, &intake);
+	if (start >= end) /* all has arrived, and the last block ends before the next one would start */
+		return ELSEWHERE_READ;
+	enum elsewhere_result result = from(peer, path, start, (size_t)(end - start), take, &intake);
 	if (intake.block)
 		leave_block(intake.block);
 	uint64_t reached = start_of(unit, unit->arrived);

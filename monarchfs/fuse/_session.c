@@ -247,8 +247,8 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 	do {
 		sent = writev(real_session_fd(se), parts, 2);
 	} while (sent < 0 && errno == EINTR);
-	if (sent < 0 && errno == ENOENT && in->opcode == FUSE_OPEN &&
-	    current_past == TAKEN)
+	if (sent < 0 && errno == ENOENT && in->opcode == FUSE_OPEN && current_past == TAKEN &&
+	    size >= sizeof(struct fuse_open_out))
 		unopened(((const struct fuse_open_out *)PyBytes_AS_STRING(body))->fh);
 	if (recording())
 		record_answer(in->unique, BY_MEMORY, out.error, parts[1].iov_base, size);

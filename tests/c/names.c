@@ -9,6 +9,8 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #define NAMES 50
 #define MORE (NAMES_BYTES / 36) /* than there is room for */
@@ -21,6 +23,17 @@ static unsigned lookups;
 static _Atomic uint64_t stands_for[NAMES]; /* 0: nothing that may be answered */
 static _Atomic bool over;
 static _Atomic unsigned found;
+
+int __real_madvise(void *from, size_t bytes, int advice);
+int __wrap_madvise(void *from, size_t bytes, int advice);
+
+/* The linker's --wrap: madvise(2) takes whole pages, and would clear what shares the last one with the names. */
+int __wrap_madvise(void *from, size_t bytes, int advice)
+{
+	const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+	CHECK((uintptr_t)from % page == 0 && bytes % page == 0);
+	return __real_madvise(from, bytes, advice);
+}
 
 static size_t name_of(unsigned number, char *name)
 {

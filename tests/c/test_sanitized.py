@@ -112,7 +112,7 @@ def test_events_of_a_recording(tmp_path: Path, sanitizers: str) -> None:
 @pytest.mark.parametrize("size", [1 << 16, 8 << 20], ids=["little room", "more room"])
 def test_names_while_they_change(tmp_path: Path, size: int, sanitizers: str) -> None:
     """No look-up shows what had been forgotten before."""
-    flags = (f"-fsanitize={sanitizers}", f"-DNAMES_BYTES={size}")
+    flags = (f"-fsanitize={sanitizers}", f"-DNAMES_BYTES={size}", "-Wl,--wrap=madvise")
     program = build(tmp_path, "names", *flags, parts=("engine/_names",))
     run(program, 10 * REQUESTS)
 

@@ -83,6 +83,20 @@ static void tell(uint64_t ino, uint64_t first, uint64_t last, enum chunk_state s
 
 static const struct nonresident_units readers = {arrive, tell};
 
+/* Somebody empties a unit at the moment when a block of it is shown, of which a reader keeps the first. */
+static struct unit *emptied;
+static void (*kept_release)(void *);
+static void *kept;
+
+static bool arrive_and_empty(uint64_t ino, uint64_t start, const char *data, size_t size, void (*release)(void *), void *token)
+{
+	(void)ino, (void)data, (void)size;
+	unit_empty(emptied);
+	kept_release = release;
+	kept = start ? kept : token;
+	return !start;
+}
+
 /* What another node has of each file: the bytes, and how many of them are right. */
 static struct {
 	char *data;
@@ -262,6 +276,36 @@ static void *be_one(void *given)
 	return NULL;
 }
 
+/* A block is given back once, whoever empties the unit while it arrives; and a unit of which all has arrived takes
+ * nothing from elsewhere. `scarce`: more is in memory than may be. */
+static void empty_while_blocks_arrive(bool scarce)
+{
+	static const struct nonresident_units emptying = {arrive_and_empty, tell};
+	char path[256], *data = malloc(SIZE);
+	unsigned char digests[(SIZE / UNIT_CHECKED_BYTES + 1) * UNIT_DIGEST_BYTES] = {0};
+	uint64_t bytes;
+	struct stat st;
+	snprintf(path, sizeof(path), "%s/emptied", directory);
+	struct unit_source source = {open(path, O_RDWR | O_CREAT, 0600), -1};
+	CHECK(data && source.fd >= 0);
+	fill(source.fd, 1, data);
+	CHECK(fstat(source.fd, &st) == 0);
+	const struct unit_plan plan = {
+		.ino = 1, .size = SIZE, .chunk_bytes = CHUNK, .readers = &emptying, .most_bytes = scarce,
+		.version = {st.st_dev, st.st_ino, st.st_size, st.st_mtim, st.st_ctim},
+	};
+	CHECK((emptied = unit_new(&plan)));
+	CHECK(unit_read(emptied, &source, &bytes) == UNIT_READ && bytes == SIZE);
+	CHECK(kept && unit_memory() == UNIT_BLOCK_BYTES); /* the reader's */
+	kept_release(kept);
+	bytes = 0;
+	CHECK(unit_read_elsewhere(emptied, give, 1, "/path", digests, &bytes) == ELSEWHERE_READ && !bytes);
+	unit_free(emptied);
+	CHECK(unit_memory() == 0);
+	close(source.fd);
+	free(data);
+}
+
 static void *let_go_of_some(void *unused)
 {
 	unsigned n = 0;
@@ -279,6 +323,8 @@ int main(int count, char **arguments)
 	CHECK(count == 3);
 	directory = arguments[1];
 	units = (unsigned)atoi(arguments[2]);
+	empty_while_blocks_arrive(false);
+	empty_while_blocks_arrive(true);
 	pthread_t people[PEOPLE], other;
 	uint64_t numbers[PEOPLE];
 	CHECK(!pthread_create(&other, NULL, let_go_of_some, NULL));
