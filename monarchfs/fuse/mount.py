@@ -22,6 +22,7 @@ FUSERMOUNT = "fusermount3"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/run/wrappers/bin"
 """Where programs are looked for; the caller's $PATH has no say in what is run here."""
 
+PAGE_BYTES = 4096
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 _MOUNT_SECONDS = 20
 _CAP_SYS_ADMIN = 21
@@ -51,7 +52,17 @@ def mount(
 
 
 def check_device(device: str = DEVICE) -> None:
-    """Raises OperationError if this process could not mount, as far as can be told beforehand."""
+    """Raises OperationError if this process could not mount, as far as can be told beforehand.
+
+    Nobody has run this with other pages than those of 4 KiB, in which fuse/_reply.c counts what a
+    pipe holds.
+    """
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    if page_bytes != PAGE_BYTES:
+        raise OperationError(
+            f"this kernel's memory pages have {page_bytes >> 10} KiB, with which monarchfs was"
+            " never run: boot a kernel whose pages have 4 KiB"
+        )
     try:
         st = os.stat(device)
     except OSError as error:

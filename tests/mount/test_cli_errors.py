@@ -283,6 +283,12 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         mount_module.check_device("/dev/null")
 
 
+def test_pages_with_which_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 65536}[name])
+    with pytest.raises(OperationError, match="have 64 KiB, "):
+        mount_module.check_device("/dev/null")
+
+
 def test_bytes_that_are_no_text_do_not_break_the_line(root_work: Area) -> None:
     done = subprocess.run(
         [*map(os.fsencode, root_work.command("mount")), b"no\xff\nsuch", b"mnt"],

@@ -6,6 +6,8 @@ import errno
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from typing import TypeVar
 import pytest
 
 from monarchfs.peers import _replicas, certificates, credentials
+from monarchfs.store.checksum import checksum
 from monarchfs.types import OperationError
 from tests.peers.test_replicas import AVOIDED, FAILED, SECRET, SEGMENT, replica, serving
 from tests.peers.test_sharing import Nodes, read_all, total_bytes
@@ -82,6 +85,35 @@ def test_a_peer_with_another_key_is_not(served: tuple[bytes, int]) -> None:
     assert in_thread(lambda: _replicas.fetch(name, 100)) == AVOIDED
     _replicas.peer(0, f"https://127.0.0.1:{port}")
     assert in_thread(lambda: _replicas.fetch(name, 100)) == FAILED
+
+
+HANDSHAKE = """
+import sys, threading
+from monarchfs.peers import _replicas
+pin, url, token, name, checksum, segment = sys.argv[1:]
+_replicas.pin(pin)
+_replicas.token(token, "127.0.0.1")
+_replicas.peer(0, url)
+_replicas.put(0, [(bytes.fromhex(name), int(checksum), 5000, 0, int(segment), 0)])
+threading.stack_size(64 << 10)
+got = []
+thread = threading.Thread(target=lambda: got.append(_replicas.fetch(bytes.fromhex(name), 5000)))
+thread.start()
+thread.join()
+sys.stdout.buffer.write(got[0])
+"""
+
+
+def test_a_handshake_fits_into_half_of_a_pool_thread_s_stack(served: tuple[bytes, int]) -> None:
+    """STACK_BYTES of fuse/_pool.c."""
+    data, port = served
+    done = subprocess.run(
+        [sys.executable, "-c", HANDSHAKE, certificates.public_key_pin(SECRET),
+         f"https://127.0.0.1:{port}", credentials.token("127.0.0.1", SECRET, time.time()),
+         os.urandom(16).hex(), str(checksum(data[:5000])), str(SEGMENT)],
+        capture_output=True, check=False, timeout=30,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, data[:5000]), done.stderr
 
 
 def test_without_tls_it_gives_nothing(served: tuple[bytes, int]) -> None:
