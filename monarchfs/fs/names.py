@@ -177,6 +177,8 @@ class Names:
         if known is not None:
             return known
         if dirent is not None:
+            if self._asking.hanging:
+                return None  # a batch may have a name that hangs
             await self._statahead.bring(parent, dirent)
             return self._known.lookup(parent, name)
         if self._index.listing(parent) is None:

@@ -54,7 +54,8 @@ MOST_BATCHES = 8
 
 PATIENCE_SECONDS = 1.0
 """A reader waits this long for a batch that brings nothing. Then it asks the source itself, and
-nothing is asked ahead in that directory until the batch returns."""
+nothing is asked ahead, in any directory, until the batch returns: others may have names that hang,
+too, and each would be waited for as long."""
 
 PAUSE_SECONDS = 10.0
 """Nothing is asked ahead in a directory for this long after a batch that found nothing."""
@@ -79,18 +80,17 @@ class _Batch:
 
 @dataclass(eq=False, slots=True)
 class _Window:
-    """What was asked for in one directory. Changing: all. ``coming`` are the batches by name,
-    ``stuck`` those that took too long. ``end`` is the cookie up to which names were looked at,
-    ``half`` the one from which the next window is due, ``size`` the size of the last window; before
-    ``paused_until`` (trio's clock) there is no next one. ``began_ns`` is when somebody began to go
-    through the directory, or it was renewed.
+    """What was asked for in one directory. Changing: all. ``coming`` are the batches by name.
+    ``end`` is the cookie up to which names were looked at, ``half`` the one from which the next
+    window is due, ``size`` the size of the last window; before ``paused_until`` (trio's clock)
+    there is no next one. ``began_ns`` is when somebody began to go through the directory, or it was
+    renewed.
 
     For a reader in no order: ``missed``, the names that it asked for and nobody had asked for
     ahead; ``names``, how many there are, as far as counted; ``swept``, the cookie up to which all
     were asked for ahead, from the first one on; that begins anew after ``sweeps_again``."""
 
     coming: dict[bytes, _Batch] = field(default_factory=dict)
-    stuck: list[_Batch] = field(default_factory=list)
     began_ns: int = 0
     end: int = 0
     half: int = _FAR
@@ -101,10 +101,6 @@ class _Window:
     swept: int = 0
     sweeps_again: float = field(default_factory=lambda: trio.current_time() + PAUSE_SECONDS)
 
-    @property
-    def paused(self) -> bool:
-        return bool(self.stuck) or trio.current_time() < self.paused_until
-
     def pause(self) -> None:
         self.size, self.paused_until = 1, trio.current_time() + PAUSE_SECONDS
 
@@ -114,7 +110,7 @@ class Statahead:
     the listing's order, ``count`` (directory, limit) their number; ``lacks`` says whether an entry
     has to be asked for. ``ask`` asks about names of a directory; it returns those for which it
     recorded an answer, one at least, and how many it found. It raises OSError and
-    IndexWriteError."""
+    IndexWriteError. Changing: ``_stuck``, batches that took too long."""
 
     def __init__(
         self,
@@ -131,6 +127,7 @@ class Statahead:
         self._ask = ask
         self._batches = trio.CapacityLimiter(MOST_BATCHES)
         self._windows: OrderedDict[int, _Window] = OrderedDict()
+        self._stuck: set[_Batch] = set()
 
     async def bring(self, parent: int, dirent: Dirent) -> None:
         """The name has to be asked for: wait for a batch that asks for it and for others.
@@ -141,18 +138,18 @@ class Statahead:
         window = self._window(parent)
         if dirent.name not in window.coming:
             window.missed += 1
-            if window.paused or not self._follows(parent, window, dirent):
+            if self._paused(window) or not self._follows(parent, window, dirent):
                 window.end, window.half = dirent.cookie, _FAR
-                if not window.paused:
+                if not self._paused(window):
                     self._scatter(parent, window, dirent)
-        elif dirent.cookie >= window.half and not window.paused:
+        elif dirent.cookie >= window.half and not self._paused(window):
             window.size = min(2 * window.size, MOST_AHEAD)
             self._start(parent, window, window.end, window.size)
         while (batch := window.coming.get(dirent.name)) is not None:
             with trio.move_on_after(PATIENCE_SECONDS) as scope:
                 await batch.waiters.park()
             if scope.cancelled_caught and window.coming.get(dirent.name) is batch:
-                window.stuck.append(batch)
+                self._stuck.add(batch)
                 self._end(window, batch)
 
     def missed(self, parent: int) -> int:
@@ -176,12 +173,15 @@ class Statahead:
         self, parent: int, window: _Window, due: Callable[[Dirent, Node | None], bool]
     ) -> None:
         after = 0
-        while not window.paused and (rows := self._rows(parent, after, RENEWED)):
+        while not self._paused(window) and (rows := self._rows(parent, after, RENEWED)):
             after = rows[-1][0].cookie
             names = [row[0].name for row in rows if due(*row) and row[0].name not in window.coming]
             async with trio.open_nursery() as nursery:
                 for batch in self._batches_for(window, names):
                     nursery.start_soon(self._run, parent, window, batch)
+
+    def _paused(self, window: _Window) -> bool:
+        return bool(self._stuck) or trio.current_time() < window.paused_until
 
     def _batches_for(self, window: _Window, names: list[bytes]) -> list[_Batch]:
         batches = [_Batch(names[at : at + BATCH]) for at in range(0, len(names), BATCH)]
@@ -269,7 +269,7 @@ class Statahead:
         try:
             await self._batches.acquire_on_behalf_of(batch)
             batch.runs = True
-            while batch not in window.stuck and batch.names:
+            while batch not in self._stuck and batch.names:
                 done, found = await self._ask(parent, batch.names)
                 if not found:
                     window.pause()
@@ -281,8 +281,7 @@ class Statahead:
             window.pause()
         finally:
             self._end(window, batch)
-            if batch in window.stuck:
-                window.stuck.remove(batch)
+            self._stuck.discard(batch)
 
     def _end(self, window: _Window, batch: _Batch) -> None:
         """Nobody waits for the batch any more, and another one may run."""

@@ -47,8 +47,8 @@ class Tree:
         where something is known that can be served instead. For ``on_moved`` see ``Recorder``."""
         self.index = index
         self.freshness = freshness
-        self._asking = asking = StaleOnTimeout(source, freshness, metrics, nursery, deadline)
         self.known = known = KnownMetadata(index, freshness)
+        self._asking = asking = StaleOnTimeout(source, known, metrics, nursery, deadline)
         self.recorder = recorder = Recorder(known, on_moved)
         self.siblings = SiblingNames(known, publishing)
         self.shared = SharedNames(known, recorder, metrics)

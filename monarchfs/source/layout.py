@@ -45,6 +45,11 @@ class Layout(NamedTuple):
     released: bool
     parts: tuple[Part, ...]
 
+    @property
+    def targets(self) -> frozenset[int]:
+        """All that have bytes of the file."""
+        return frozenset(target for part in self.parts for target in part.targets)
+
     def target(self, offset: int) -> int | None:
         """The storage target that has a byte; None where none is known to."""
         for part in self.parts:

@@ -213,12 +213,19 @@ async def test_a_file_that_hangs_does_not_hold_up_the_others(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 0.05)
+    for number in range(FILES):
+        many.write(f"e/{number:04}", b"x" * number)
     async with many.mount() as mirror:
         d = await mirror.ino("d")
         order = list(await names(mirror, d))
         gate = mirror.posix.faults.gate("found_each")
         assert len(await stat_each(mirror, d, order)) == FILES
         assert gate.waiting
+        # Nor those in other directories: none of them waits for a batch.
+        e = await mirror.ino("e")
+        order, batches = list(await names(mirror, e)), mirror.posix.faults.calls["found_each"]
+        assert len(await stat_each(mirror, e, order)) == FILES
+        assert mirror.posix.faults.calls["found_each"] == batches
         gate.open()
         await mirror.idle()
 

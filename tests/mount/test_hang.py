@@ -111,6 +111,36 @@ def test_what_is_local_is_served_while_hundreds_wait(
     assert mount.umount(timeout=5).returncode == 0
 
 
+@pytest.mark.parametrize("targets", [True, False], ids=["targets", "no targets"])
+def test_one_storage_target_that_hangs_is_waited_for_once(
+    work: Bench, source: FaultySource, targets: bool
+) -> None:
+    """By a reader of all files, a third of which are on it. The others are asked about as ever."""
+    count, deadline = 30, 4.0
+    contents = fill(source, count, 0)
+    if targets:
+        source.faults(targets={f"r{n}": [n % 3] for n in range(count)})
+    options = ("--freshness", "ttl=1", "-o", f"source_deadline_seconds={deadline}")
+    mount = work.mount(source.path, *options)
+    read_resident(mount, contents)
+    mount.wait_idle()
+    time.sleep(1.1)  # past the promise
+    source.faults(hang=[f"getattr r{n}" for n in range(0, count, 3)])
+    took: list[float] = []
+    for _ in range(2):
+        for name, data in contents.items():
+            watch = Stopwatch()
+            assert (mount.path / name).read_bytes() == data
+            took.append(watch.elapsed())
+    print(f"{sum(took):.1f} s in all, longest {[round(one, 2) for one in sorted(took)[-3:]]}")
+    assert sum(one > deadline for one in took) <= 1
+    (source.backing / "r1").write_bytes(b"changed")
+    wait_for(lambda: (mount.path / "r1").read_bytes() == b"changed", "the change to be seen")
+    source.faults()
+    (source.backing / "r0").write_bytes(b"changed")
+    wait_for(lambda: (mount.path / "r0").read_bytes() == b"changed", "the change to be seen")
+
+
 def cached(path: Path | str, seconds: float) -> str | None:
     """The mode as statx(2) with AT_STATX_DONT_SYNC shows it; None if that takes too long."""
     command = ["stat", "--cached=always", "-c", "%f", str(path)]

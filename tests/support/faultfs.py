@@ -5,14 +5,17 @@ Run as ``python -m tests.support.faultfs DIRECTORY MOUNTPOINT``. It answers JSON
 input with a JSON line on standard output:
 
     {"do": "faults", "delay": SECONDS, "delayed": [OP], "rate": BYTES_PER_SECOND,
-     "fail": {"OP PATH": ERRNO}, "hang": ["OP PATH"], "flushes": BOOL}
+     "fail": {"OP PATH": ERRNO}, "hang": ["OP PATH"], "flushes": BOOL,
+     "targets": {PATH: [NUMBER]}}
     {"do": "counts", "reset": BOOL} -> {"operations": {"read": 3, ...}, "read_bytes": 17}
 
 OP is one of lookup, getattr, readdir, open, read, flush, xattr, or ``*`` for all; PATH is relative
 to the root, or ``*``. There is a flush (at close(2)) only where ``flushes`` was said before the
-first one, and from then on. ``delay`` is what each operation takes, of those in ``delayed`` (left
-out: of all), however many there are at once; ``rate`` is shared by all reads. What a message leaves
-out is off. Reads are not cached by the kernel, so that each one is seen and counted as it was made.
+first one, and from then on. ``targets`` are the storage targets that have a file, as Lustre says it
+in the attribute ``lustre.lov``; they stay, and a mount asks once whether there are any. ``delay``
+is what each operation takes, of those in ``delayed`` (left out: of all), however many there are at
+once; ``rate`` is shared by all reads. What a message leaves out is off. Reads are not cached by the
+kernel, so that each one is seen and counted as it was made.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import pyfuse3
 import trio
+
+from monarchfs.source.layout import ATTRIBUTE
+from tests.support.layouts import plain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -64,6 +70,7 @@ class FaultFS(pyfuse3.Operations):
         self.hang: set[str] = set()
         # The kernel remembers that a file system does not want to hear of close(2).
         self.flushes = False
+        self.targets: dict[str, list[int]] = {}
         self.changed = trio.Event()
 
     def set_faults(self, message: dict[str, Any]) -> None:
@@ -73,6 +80,7 @@ class FaultFS(pyfuse3.Operations):
         self.fail = message.get("fail", {})
         self.hang = set(message.get("hang", []))
         self.flushes = message.get("flushes", self.flushes)
+        self.targets = message.get("targets", self.targets)
         self.changed.set()
         self.changed = trio.Event()
 
@@ -174,6 +182,11 @@ class FaultFS(pyfuse3.Operations):
     @mapped
     async def getxattr(self, inode: pyfuse3.InodeT, name: pyfuse3.XAttrNameT, ctx: Any) -> bytes:
         await self.fault("xattr", self.paths[inode])
+        if name == ATTRIBUTE and self.targets:
+            targets = self.targets.get(os.fsdecode(self.paths[inode]))
+            if targets is None:
+                raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+            return plain(targets)
         return os.getxattr(self.full(self.paths[inode]), name, follow_symlinks=False)
 
     @mapped
