@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from monarchfs.system import inherited
 from monarchfs.system.parent_death import die_with_parent
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
@@ -62,8 +63,7 @@ def run_child(
     processes of one thread.
     """
     passed_on = {n for n in _PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the exit code away
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on | {signal.SIGCHLD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on | {signal.SIGCHLD})
     witness = _Witness()
     parent = os.getpid()
     pid = os.fork()
@@ -71,7 +71,7 @@ def run_child(
         code = 1
         try:
             prepare()
-            code = _become(command, parent, before, complain)
+            code = _become(command, parent, complain)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         except Exception as error:  # noqa: BLE001 - the child must not go on as its parent
@@ -84,15 +84,10 @@ def run_child(
         witness.close()
 
 
-def _become(
-    command: Sequence[str],
-    parent: int,
-    mask: set[signal.Signals] | set[int],
-    complain: Callable[[str, int], int],
-) -> int:
+def _become(command: Sequence[str], parent: int, complain: Callable[[str, int], int]) -> int:
     for number in _CHANGED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    inherited.restore()
     die_with_parent(parent, signal.SIGKILL)
     name = command[0]
     # Not os.execvp: it fails with EACCES where a directory of $PATH cannot be entered.

@@ -21,6 +21,7 @@ from monarchfs.cli.output import (
     prepare_streams,
 )
 from monarchfs.cli.parser import build_parser
+from monarchfs.system import inherited
 from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -35,6 +36,7 @@ Command = Callable[[Namespace, Mapping[str, str]], int]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line ``arguments`` (without the program's name); the exit code. If it is
     interrupted, the process ends by SIGINT, as its parent can see."""
+    inherited.put_right()
     prepare_streams()
     try:
         return output_written(_outcome(sys.argv[1:] if arguments is None else arguments))

@@ -19,6 +19,7 @@ from monarchfs.cli.output import complain, output_written, prepare_streams
 from monarchfs.cli.parser import Parser, build_parser
 from monarchfs.cli.text import printable
 from monarchfs.config.settings import escape_option, is_known_option, split_options
+from monarchfs.system import inherited
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 PROGRAM = "mount.monarchfs"
@@ -66,6 +67,7 @@ def build_helper_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the helper's command line; the exit code."""
+    inherited.put_right()
     prepare_streams()
     try:
         return output_written(_outcome(arguments), _complain)

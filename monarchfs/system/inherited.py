@@ -1,0 +1,48 @@
+"""What a process has from its caller, and cannot work with: undone at the start of every command.
+
+These are steps of daemon(7). A caller may ignore SIGCHLD: then nobody can wait for a child
+(wait(2), ECHILD). It may block signals, which nobody unblocks afterwards. And its umask may take
+rights from a file's owner: we could not open again what we make.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Set
+from typing import NamedTuple
+
+_OWNERS_RIGHTS = 0o700
+
+
+class Inherited(NamedTuple):
+    """As it was when this process began. ``mask``: the blocked signals."""
+
+    mask: Set[int]
+    ignores_children: bool
+    umask: int
+
+
+_inherited: Inherited | None = None
+
+
+def put_right() -> None:
+    """At the start of a process of one thread. Signals that are ignored stay so (nohup(1)), but
+    SIGCHLD."""
+    global _inherited
+    umask = os.umask(0o077)
+    os.umask(umask & ~_OWNERS_RIGHTS)
+    ignores_children = signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN
+    if ignores_children:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _inherited = Inherited(mask, ignores_children, umask)
+
+
+def restore() -> None:
+    """As before `put_right`: in a child that becomes the caller's own program."""
+    assert _inherited is not None
+    os.umask(_inherited.umask)
+    if _inherited.ignores_children:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _inherited.mask)
