@@ -168,11 +168,12 @@ def _mount_as_user(source: str, mountpoint: str, allow_other: bool, noexec: bool
         options += ["default_permissions", "allow_other"]
     if noexec:
         options.append("noexec")
+    program = fusermount_path()
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
             process = subprocess.Popen(
-                [fusermount_path(), "-o", ",".join(options), "--", mountpoint],
+                [program, "-o", ",".join(options), "--", mountpoint],
                 env={"PATH": SYSTEM_PATH, "LANG": "C", "_FUSE_COMMFD": str(theirs.fileno())},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -189,7 +190,7 @@ def _mount_as_user(source: str, mountpoint: str, allow_other: bool, noexec: bool
                 f" {_MOUNT_SECONDS} s: check the file system that holds it"
             ) from None
         if process.returncode != 0:
-            raise OperationError(_explain(mountpoint, os.fsdecode(complaint)))
+            raise OperationError(_explain(mountpoint, os.fsdecode(complaint), program))
         _, descriptors, _, _ = socket.recv_fds(ours, 16, 1)
     if len(descriptors) != 1:
         raise OperationError(f"cannot mount on {mountpoint}: {FUSERMOUNT} sent no descriptor")
@@ -203,8 +204,10 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace(",", "\\,")
 
 
-def _explain(mountpoint: str, complaint: str) -> str:
-    reason = " ".join(complaint.replace(f"{FUSERMOUNT}:", "").split()) or "no reason given"
+def _explain(mountpoint: str, complaint: str, program: str) -> str:
+    """``complaint``: what ``program`` said, each line with its own name before it."""
+    lines = (line.removeprefix(f"{program}:") for line in complaint.splitlines())
+    reason = " ".join(" ".join(lines).split()) or "no reason given"
     remedy = ""
     if "user_allow_other" in complaint:
         reason, remedy = (

@@ -253,7 +253,11 @@ def test_a_users_tier_must_be_writable(users_area: Area) -> None:
 
 def test_a_user_mounts_only_on_own_directories(users_area: Area) -> None:
     os.chown(users_area.path / "mnt", 0, 0)
-    assert_refused(users_area, with_storage(users_area, "src", "mnt"), 1, "mnt", "of your own")
+    point = f"{users_area.path}/mnt"
+    words = (
+        f"on {point}: user has no write access to mountpoint {point}: use a directory of your own"
+    )
+    assert_refused(users_area, with_storage(users_area, "src", "mnt"), 1, words)
 
 
 def test_a_user_needs_leave_for_allow_other(users_area: Area) -> None:
