@@ -155,7 +155,7 @@ def check_filled(source: OpenedSource) -> None:
 
 def probe_mountpoint(path: str, timeout: float) -> Mountpoint:
     """Checks that ``path`` (absolute) is a directory with no mount of ours on it. Raises UsageError
-    if it is not, OperationError if it does not answer or its daemon is dead."""
+    if it is no directory, OperationError if there is such a mount, or it does not answer."""
     literal = find_mount(os.path.normpath(path))
     if literal is not None:
         _refuse_ours(literal)
@@ -210,7 +210,7 @@ def _tuples(identities: list[list[int]]) -> tuple[Identity, ...]:
 
 def _refuse_ours(mount: Mount) -> None:
     if mount.fstype == MONARCHFS:
-        raise UsageError(
+        raise OperationError(
             f"{mount.mountpoint} is already a monarchfs mount of {mount.source}:"
             f" unmount it first with monarchfs umount {mount.mountpoint}"
         )

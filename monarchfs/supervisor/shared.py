@@ -21,7 +21,7 @@ from monarchfs.supervisor.lease import MOST_END_SECONDS, STARTING, MountLease, s
 from monarchfs.supervisor.lock import NamedLock
 from monarchfs.supervisor.namespace_daemon import MountRequest, run_namespace_daemon
 from monarchfs.supervisor.registration import open_runtime_dir
-from monarchfs.types import OperationError, UsageError
+from monarchfs.types import OperationError
 
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID")
 _PARENT_GRACE_SECONDS = 5.0
@@ -71,7 +71,7 @@ def lease_mount(
                     f" {timeout:.0f} s",
                 )
                 attempts += 1
-            except UsageError as error:
+            except OperationError as error:
                 # The mount of another job that begins or ends, perhaps, or that is taken over.
                 in_use = f"state directory {wanted.state_dir} is in use" in str(error)
                 if not in_use or time.monotonic() > give_up:

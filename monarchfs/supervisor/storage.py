@@ -132,8 +132,8 @@ def check_size(tier: TierSpec, existing: str) -> None:
 
 def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:
     """Makes and opens the state directory and takes its lock: both descriptors. The lock is held
-    until the second is closed. Raises UsageError, naming the other mount, if another supervisor
-    holds it."""
+    until the second is closed. Raises OperationError, naming the other mount, if another
+    supervisor holds it."""
     descriptor = open_own(config.state_dir, "--state-dir", config.user, undo)
     undo.callback(os.close, descriptor)
     lock = _lock(config, descriptor)
@@ -295,7 +295,7 @@ def _lock(config: Config, state_dir: int) -> int:
             "lock", os.path.join(config.state_dir, LOCK), partial(take_lock, state_dir, config.user)
         )
     except InUse as error:
-        raise UsageError(
+        raise OperationError(
             f"state directory {config.state_dir} is in use by {error}, or name another --state-dir"
         ) from None
     holder = Holder(
