@@ -23,7 +23,7 @@ _MOST_AT_ONCE = 16
 _WATCH_SECONDS = "2"
 _LEAST_WATCH_SECONDS = 0.1
 _MOST_WATCH_SECONDS = 86400.0
-NOT_WELL = ("dead", "unknown", "silent", "down", "worker not answering")
+NOT_WELL = ("not yours", "dead", "unknown", "silent", "down", "worker not answering")
 
 
 def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -109,6 +109,9 @@ def report_of(found: FoundMount, deadline: float | None = None) -> Report:
     """The mount's report; of a silent one, why. Takes 5 seconds at most, and little after
     ``deadline`` (time.monotonic())."""
     silent = {"source": found.source, "mountpoint": found.mountpoint, "private": found.private}
+    if found.other_owner is not None:
+        error = f"the mount belongs to {found.other_owner}: only they and root can ask it"
+        return {**silent, "state": "not yours", "error": error}
     remedy = f"clear it with monarchfs umount {found.mountpoint}"
     if found.registered is None:
         # Its runtime directory is another container's, perhaps, or was emptied.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Mapping
 
@@ -33,9 +32,7 @@ def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         raise OperationError(
             f"{found.mountpoint} is hidden by another mount on it or above it: unmount that first"
         )
-    owner = found.mount.user_id if found.mount is not None else None
-    if os.geteuid() not in (0, owner) and owner is not None:
-        raise OperationError(f"{found.mountpoint} belongs to another user: ask them, or use root")
+    found.refuse_others()
     if not unmount_found(found, deadline):
         raise OperationError(
             f"cannot unmount {found.mountpoint}: try umount -l {found.mountpoint} as root"

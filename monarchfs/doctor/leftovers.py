@@ -38,8 +38,9 @@ def mounts(search: Search) -> list[Check]:
 
 def judge_mounts(found: Sequence[FoundMount]) -> list[Check]:
     checks = []
+    others = sum(one.other_owner is not None for one in found)
     for one in found:
-        if one.supervisor_alive:
+        if one.other_owner is not None or one.supervisor_alive:
             continue
         remedy = f"monarchfs umount {one.mountpoint}"
         if one.registered is not None:
@@ -49,11 +50,12 @@ def judge_mounts(found: Sequence[FoundMount]) -> list[Check]:
             detail = f"no daemon of the mount on {one.mountpoint} can be seen from here"
             remedy = f"if it does not answer: {remedy}"
         checks.append(warning("stale_mount", detail, remedy, mountpoint=one.mountpoint))
-    alive = len(found) - len(checks)
+    alive = len(found) - others - len(checks)
     hidden = sum(one.private for one in found)
     text = "none" if not found else f"{alive} alive, {len(checks)} stale"
+    text += f", {others} of other users" if others else ""
     text += f"; {hidden} of them not visible in this mount namespace" if hidden else ""
-    return [ok("mounts", text, alive=alive, stale=len(checks)), *checks]
+    return [ok("mounts", text, alive=alive, stale=len(checks), others=others), *checks]
 
 
 def sockets(search: Search) -> list[Check]:

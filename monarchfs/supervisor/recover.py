@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 
-from monarchfs.config.places import Search
+from monarchfs.config.places import Search, name_of
 from monarchfs.control.client import Connection, connect
 from monarchfs.control.registration import (
     UNKNOWN_CONNECTION,
@@ -60,13 +60,33 @@ class FoundMount:
 
     @property
     def daemon(self) -> Registered:
-        """Where it can be asked. Raises OperationError, with the remedy, if it is gone."""
+        """Where it can be asked. Raises OperationError, with the remedy, if it is gone, or another
+        user's."""
+        self.refuse_others()
         if self.registered is None or not self.supervisor_alive:
             raise OperationError(
                 f"the daemon of {self.mountpoint} is gone: clear the mount with"
                 f" monarchfs umount {self.mountpoint}"
             )
         return self.registered
+
+    @property
+    def other_owner(self) -> str | None:
+        """Another user whose mount it is: its daemon answers only them and root, and may have
+        registered where this process does not look. None: this process may ask."""
+        if self.mount is not None:
+            uid = self.mount.user_id
+        else:
+            uid = self.registered.entry.uid if self.registered is not None else None
+        return None if uid is None or os.geteuid() in (0, uid) else name_of(uid)
+
+    def refuse_others(self) -> None:
+        """Raises OperationError for another user's mount."""
+        if self.other_owner is not None:
+            raise OperationError(
+                f"the mount on {self.mountpoint} belongs to {self.other_owner}: ask them, or use"
+                " root"
+            )
 
     @property
     def made_elsewhere(self) -> bool:

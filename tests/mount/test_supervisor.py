@@ -33,7 +33,6 @@ from tests.support.fake_mounts import (
 from tests.support.mounting import (
     REPOSITORY,
     fuse_mounts,
-    processes_about,
     requires_mounts,
     wait_for,
 )
@@ -538,16 +537,31 @@ def test_nonsense_on_the_control_socket(root_work: Area) -> None:
     assert umount(root_work) < 5
 
 
-def test_a_socket_of_another_user_is_closed_to_us(root_work: Area) -> None:
-    nobody = Area(root_work.path, NOBODY, interpreter_for(NOBODY))
-    root_work.mount()
-    done = nobody.run("umount", "mnt")
-    assert done.returncode == 1
-    assert "belongs to another user" in done.stderr
-    done = nobody.run("status", "mnt")
-    assert done.returncode == 1
-    assert processes_about(str(root_work.path))
-    umount(root_work)
+def test_another_users_mount_is_not_asked_nor_called_dead(work: Area) -> None:
+    work.mount()
+    (work.path / "list").write_text("1\tsome\n")
+    owner, other = ("root", NOBODY) if work.user is None else (work.user, "daemon")
+    stranger = Area(work.path, other, interpreter_for(other))
+    report = json.loads(stranger.run("status", "mnt", "--json").stdout)
+    assert report["state"] == "not yours"
+    assert report["error"] == f"the mount belongs to {owner}: only they and root can ask it"
+    checks = json.loads(stranger.run("doctor", "--quick", "--json").stdout)["checks"]
+    assert next(one for one in checks if one["name"] == "mounts")["others"] >= 1
+    assert not any(one.get("mountpoint") == f"{work.path}/mnt" for one in checks)
+    for command in ("umount", "restart", "warm", "refresh", "evict", "top", "peers"):
+        assert_is_others(stranger.run(command, "mnt"), work, owner)
+    for command in ("pin", "unpin", "weigh", "order"):
+        assert_is_others(stranger.run(command, "mnt", "list"), work, owner)
+    assert_is_others(stranger.run("why", "mnt/some"), work, owner)
+    assert_is_others(stranger.run("record", "mnt", "--output", "no/file"), work, owner)
+    assert status(work)["state"] == "serving"
+    umount(work)
+
+
+def assert_is_others(done: subprocess.CompletedProcess[str], work: Area, owner: str) -> None:
+    assert (done.returncode, done.stdout) == (1, "")
+    where = f"the mount on {work.path}/mnt"
+    assert done.stderr == f"monarchfs: {where} belongs to {owner}: ask them, or use root\n"
 
 
 def test_the_log_file(root_work: Area) -> None:
