@@ -19,7 +19,8 @@ xattrs       ino, name of the xattr   ``XATTR``, value
 files        ``PLACE_KEY``            ino: its replica is the file of that name in that tier
 segments     ``SEGMENT_KEY``          ``SEGMENT``: this segment may lie in the tier
 records      ``RECORD_KEY``           ino: its replica lies at that offset of that segment
-journal      ``PLACE_KEY``            ino: the file may lie in the tier without a record
+journal      ``PLACE_KEY``            the file may lie in the tier without a record: ino of
+                                      a copy that was begun, 0 of a removal
 stale        ino                      ``STALE``: since when the node is outdated
 outdated     tier, ino                nothing: the replica is FOUND, or its node outdated
 pins         ino                      nothing

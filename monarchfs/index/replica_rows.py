@@ -135,8 +135,9 @@ class ReplicaRows(SegmentTables):
         return [PLACE_KEY.unpack(key) for key, _ in self._journal_rows()]
 
     def under_way(self) -> list[int]:
-        """The inode numbers of the ``journal``."""
-        return [int.from_bytes(value, "big") for _, value in self._journal_rows()]
+        """The inode numbers of the copies in the ``journal``."""
+        inos = (int.from_bytes(value, "big") for _, value in self._journal_rows())
+        return [ino for ino in inos if ino]
 
     def _journal_rows(self) -> list[tuple[bytes, bytes]]:
         return self._rows(self._db.journal, b"", b"", self._count_rows(self._db.journal))

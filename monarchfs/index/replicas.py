@@ -33,6 +33,10 @@ _COLUMN: dict[int, int] = {
 """The field of TOTALS that counts the replicas in each state."""
 
 
+_REMOVAL = ID.pack(0)
+"""In the journal, in place of an inode number. Nobody wants what was removed, by hand perhaps."""
+
+
 class Replicas(ReplicaRows):
     """Records replicas. At any moment, every file that this program has in a tier has a record or
     is in the journal, unless the index that knew it is gone.
@@ -266,7 +270,7 @@ class Replicas(ReplicaRows):
             self._on_record(head.place[TIER_KEY.size :])
             txn.put(head.record[: SEGMENT_KEY.size], SEGMENT.pack(1), db=self._db.segments)
         elif lies_there:
-            txn.put(head.place, key, db=self._db.journal)
+            txn.put(head.place, _REMOVAL, db=self._db.journal)
 
     def _count(self, txn: Any, tier: int, state: int, number: int, allocated: int) -> None:
         self._tiers.add(tier)

@@ -146,7 +146,6 @@ class Worker(Parts):
         elif config.tiers:
             self.warming.resume()
         for ino in self._interrupted:
-            # After the open files: some of these were being removed when the other worker died.
             self.copier.jobs.want(ino, Priority.SCANNED)
         if config.index_file is not None:
             # Before the scan, which then finds what it looks for.

@@ -70,7 +70,7 @@ def test_durable_is_marked_in_batches(index: Index) -> None:
 def test_a_copy_is_journalled_from_its_begin_to_its_record(index: Index) -> None:
     name = name_of(1)
     index.begin_copy(20, 3, name)
-    assert index.journal() == [(3, name)]
+    assert (index.journal(), index.under_way()) == ([(3, name)], [20])
     assert index.owner(3, name) is None
     index.put_replica(20, replica(1, 3, state=PARTIAL), in_flight=True)
     assert (index.journal(), index.owner(3, name)) == ([(3, name)], 20)
@@ -91,6 +91,7 @@ def test_a_dropped_replica_is_journalled_until_its_file_is_gone(index: Index) ->
     index.put_replica(20, replica(1, 3))
     index.drop_replica(20)
     assert (index.journal(), index.owner(3, name_of(1))) == ([(3, name_of(1))], None)
+    assert index.under_way() == [], "what goes is no copy that has to be ended"
     index.file_gone(3, name_of(1))
     assert index.journal() == []
 

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -17,7 +18,15 @@ import pytest
 from monarchfs.control import client, registration
 from tests.support import trees
 from tests.support.fake_mounts import NOBODY
-from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, run, wait_for
+from tests.support.mounting import (
+    MONARCHFS,
+    Bench,
+    FaultySource,
+    Mount,
+    requires_mounts,
+    run,
+    wait_for,
+)
 from tests.support.processes import READER, Processes, clean_after, open_slots, some_files
 from tests.support.timing import Stopwatch
 
@@ -181,6 +190,26 @@ def test_replaced_on_purpose_under_readers(work: Bench, processes: Processes) ->
         assert mount.status()["worker"]["restarts"] == count
     reader.end()
     assert mount.status()["worker"]["last_death"] is None
+    clean_after(work, mount)
+
+
+def test_what_was_evicted_by_hand_is_not_copied_again(work: Bench) -> None:
+    """Some of the copies are still there when the worker dies; the next one removes them."""
+    contents = some_files(work.path / "source", 60, 1_100_000)
+    mount = work.mount(work.path / "source", "--prefetch", "access")
+    assert run("warm", str(mount.path), "--wait").returncode == 0
+    worker, copies = mount.worker_pid(), work.path / "tier"
+    names = {path.name for path in copies.rglob("*") if path.stat().st_size >= 1_100_000}
+    assert len(names) == len(contents)
+    command = [*MONARCHFS, "evict", str(mount.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as evicting:
+        wait_for(lambda: names - {path.name for path in copies.rglob("*")}, "a copy to go")
+        os.kill(worker, signal.SIGKILL)
+        evicting.communicate(timeout=30)
+    wait_replaced(mount, 0)
+    report = mount.wait_idle()
+    assert (report["files"]["resident"], report["prefetch"]["completed"]) == (0, len(contents))
+    assert not names & {path.name for path in copies.rglob("*")}
     clean_after(work, mount)
 
 
