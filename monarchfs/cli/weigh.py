@@ -10,11 +10,12 @@ from typing import Any, BinaryIO
 
 from monarchfs.cli.ask import add, ask, below, opened_list
 from monarchfs.cli.progress import Progress
+from monarchfs.cli.text import counted
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.control.weights import checked, weight_requests
 from monarchfs.supervisor.recover import required
-from monarchfs.types import UsageError
+from monarchfs.types import OperationError, UsageError
 
 
 def weigh_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -22,15 +23,17 @@ def weigh_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     OperationError."""
     name, typed = arguments.file, parse_path(arguments.mountpoint)
     found = required(typed, search_of(environ))
-    total: dict[str, Any] = {"files": 0, "unknown": 0}
+    total: dict[str, Any] = {"files": 0, "unknown": 0, "first_unknown": ""}
     with Progress() as progress, opened_list(name) as lines:
         weights = _weights(lines, name, (typed, found.mountpoint))
         for request in weight_requests(weights, replace=arguments.replace):
             total = add(total, ask(found, request, lambda so_far: None))
             progress.show(f"weigh: {total['files']} files")
-    text = f"weighed {total['files']} file{'' if total['files'] == 1 else 's'}"
-    text += f", {total['unknown']} are not in the mount" if total["unknown"] else ""
-    print(json.dumps(total) if arguments.json else text)
+    print(json.dumps(total) if arguments.json else f"weighed {counted(total['files'], 'file')}")
+    if total["unknown"] and not arguments.json:
+        path = os.path.join(found.mountpoint, total["first_unknown"])
+        more = f" (and {total['unknown'] - 1:,} more)" if total["unknown"] > 1 else ""
+        raise OperationError(f"no weight for {path}{more}: no such file in the mount, or empty")
     return int(bool(total["unknown"]))
 
 
@@ -41,6 +44,13 @@ def _weights(file: BinaryIO, name: str, mountpoints: Sequence[str]) -> Iterator[
         try:
             if not tab:
                 raise ValueError("a line is a weight, a tab and a path")
-            yield below(os.fsdecode(path), mountpoints), checked(float(weight))
+            yield below(os.fsdecode(path), mountpoints), checked(_number(weight))
         except (ValueError, UsageError) as exc:
             raise UsageError(f"{name}, line {number}: {exc}") from None
+
+
+def _number(text: bytes) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"a weight is a number, not {os.fsdecode(text)}") from None

@@ -181,9 +181,11 @@ class Commands:
         nodes = await self._files.nodes([os.fsencode(path) for path in paths])
         pairs = zip(nodes, weights, strict=True)
         found = [(node.ino, weight) for node, weight in pairs if node is not None]
+        unknown = [path for path, node in zip(paths, nodes, strict=True) if node is None]
         # At once, so that a job is never weighed by half of a request.
         self._cache.weigh(found, replace=request.get("replace") is True)
-        return {"files": len(found), "unknown": len(weights) - len(found)}
+        first = unknown[0] if unknown else ""
+        return {"files": len(found), "unknown": len(unknown), "first_unknown": first}
 
     async def _warm(
         self, nodes: Sequence[Node], request: dict[str, Any], so_far: dict[str, Any]

@@ -80,7 +80,8 @@ def test_the_heavy_files_stay_and_weights_may_change(
     weights = tmp_path / "weights"
     weights.write_text("".join(f"{n}\tdir/{n}\n" for n in range(FILES)))
     assert main(["weigh", str(mount.path), str(weights), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"files": FILES, "unknown": 0}
+    answer = {"files": FILES, "unknown": 0, "first_unknown": ""}
+    assert json.loads(capsys.readouterr().out) == answer
     read(mount, *range(FILES))
     assert local(mount) == set(range(FILES - 4, FILES))
     # The job says it by itself, with the paths that it opens; others keep their weight.
@@ -126,11 +127,16 @@ def test_files_are_named_as_elsewhere(
     weights = tmp_path / "weights"
     weights.write_text(f"1\t{mount.path}/dir/../dir/1\n2\tdir/2\n1e3\tdir/nosuch\n0\tdir\n")
     assert main(["weigh", str(mount.path), str(weights)]) == 1
-    assert capsys.readouterr().out == "weighed 2 files, 2 are not in the mount\n"
+    said = capsys.readouterr()
+    assert said.out == "weighed 2 files\n"
+    assert f"no weight for {mount.path}/dir/nosuch (and 1 more): no such file" in said.err
+    assert main(["weigh", str(mount.path), str(weights), "--json"]) == 1
+    answer = {"files": 2, "unknown": 2, "first_unknown": "dir/nosuch"}
+    assert json.loads(capsys.readouterr().out) == answer
     # Much of it goes in several requests; the first one alone replaces.
     weights.write_text("".join(f"{n % FILES}\tdir/{n % FILES}\n" for n in range(9_000)))
     assert main(["weigh", str(mount.path), str(weights), "--replace"]) == 0
-    assert capsys.readouterr().out == "weighed 9000 files\n"
+    assert capsys.readouterr().out == "weighed 9,000 files\n"
 
 
 def test_what_is_no_weight_is_refused(
@@ -141,6 +147,7 @@ def test_what_is_no_weight_is_refused(
         ("1 dir/1\n", "line 1: a line is a weight, a tab and a path"),
         ("1\tdir/1\n-1\tdir/1\n", "line 2: a weight is a number of at least 0"),
         ("nan\tdir/1\n", "line 1: a weight is"),
+        ("much\tdir/1\n", "line 1: a weight is a number, not much"),
         ("1\t../x\n", "line 1: ../x is not below"),
         ("1\t\n", "line 1: a path is empty"),
     ):
