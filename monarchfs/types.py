@@ -164,8 +164,10 @@ class Dirent(NamedTuple):
     """One name in a directory of the mount.
 
     ``cookie`` is the readdir offset *of* this entry: it never changes while the name exists and is
-    never used again, so that a listing can go on from it in another process. ``checked_ns`` is when
-    the source was last asked about this very name.
+    never used again, so that a listing can go on from it in another process. ``ino`` is what the
+    name stands for, as a look-up said; 0 where only a listing has the name. ``checked_ns`` is when
+    the source last confirmed that; 0 where a listing gave reason to doubt it. ``shown_ino`` is what
+    a listing of the mount shows as d_ino: ``ino``, or a number of which nothing follows.
     """
 
     cookie: int
@@ -173,6 +175,7 @@ class Dirent(NamedTuple):
     type: FileType
     ino: int
     checked_ns: int
+    shown_ino: int
 
 
 class Listing(NamedTuple):

@@ -37,9 +37,8 @@ attributes are not known or not fresh: the kernel then asks for them if anybody 
 class Differences(Protocol):
     """What a new listing has otherwise than the one before."""
 
-    def name(self, name: bytes, before: Dirent | None) -> None:
-        """It stands for something else than before; or it is gone (its record is still as before);
-        or it was not known (None)."""
+    def name(self, name: bytes, *, gone: bool) -> None:
+        """It is gone, or it appeared."""
 
     async def pause(self) -> None:
         """Called between batches; a checkpoint."""
@@ -145,11 +144,10 @@ class Directories:
         if answer is None:
             return False
         asked_ns, listing = answer
-        known = self.index.listing(ino) is not None
         sequence = self.index.begin_listing(ino)
         for at in range(0, len(listing.entries), LISTING_BATCH):
             batch = [(*entry, 0) for entry in listing.entries[at : at + LISTING_BATCH]]
-            self._add(ino, sequence, batch, asked_ns, None, compares=known)
+            self.index.add_entries(ino, sequence, batch, asked_ns)
             await trio.lowlevel.checkpoint()
         await self.finish_listing(ino, sequence, (listing.mtime_ns, listing.ctime_ns), asked_ns)
         return True
@@ -171,7 +169,6 @@ class Directories:
         if on_batch is None:
             self._unlisted.stop(ino)
         directory = self._known.directory(ino)
-        compares = differences is not None or self.index.listing(ino) is not None
         count, asked_ns = 0, time.time_ns()
         entries: Entries = []
         sequence = self.index.begin_listing(ino)
@@ -183,14 +180,13 @@ class Directories:
                         return None
                     if on_batch is not None:
                         on_batch()
-                    self._add(ino, sequence, batch, asked_ns, differences, compares=compares)
+                    self._add(ino, sequence, batch, asked_ns, differences)
                     if count <= MOST_LISTED:
                         entries += [entry[:3] for entry in batch]
                     if differences is not None:
                         await differences.pause()
-        if compares:
-            await self._outdate_gone(ino, asked_ns, batch_names, differences)
-        await self._record_listed(ino, sequence, (stat.mtime_ns, stat.ctime_ns), asked_ns)
+        times = stat.mtime_ns, stat.ctime_ns
+        await self.finish_listing(ino, sequence, times, asked_ns, differences)
         if len(entries) == count:
             self.shared.keep(ino, asked_ns, entries)
         return count
@@ -205,18 +201,23 @@ class Directories:
         )
 
     async def finish_listing(
-        self, ino: int, sequence: int, times: tuple[int, int], asked_ns: int
+        self,
+        ino: int,
+        sequence: int,
+        times: tuple[int, int],
+        asked_ns: int,
+        differences: Differences | None = None,
     ) -> None:
         """All entries were recorded since ``begin_listing`` gave out ``sequence``: others are not
         there. ``times``: the directory's mtime and ctime (ns). Raises IndexWriteError."""
-        await self._outdate_gone(ino, asked_ns, LISTING_BATCH, None)
-        await self._record_listed(ino, sequence, times, asked_ns)
-
-    async def _record_listed(
-        self, ino: int, sequence: int, times: tuple[int, int], asked_ns: int
-    ) -> None:
-        for _step in self.index.finish_listing(ino, sequence, *times, asked_ns):
+        for gone in self.index.finish_listing(ino, sequence, *times, asked_ns):
+            for dirent in gone:
+                self._recorder.replaced(ino, dirent.name, dirent.ino)
+                if differences is not None:
+                    differences.name(dirent.name, gone=True)
             await trio.lowlevel.checkpoint()
+            if differences is not None:
+                await differences.pause()
         self._recorder.listed(ino)
 
     def _add(
@@ -226,39 +227,12 @@ class Directories:
         batch: Sequence[FoundName],
         asked_ns: int,
         differences: Differences | None,
-        *,
-        compares: bool,
     ) -> None:
-        known = [self.index.dirent(ino, e[0]) for e in batch] if compares else []
+        if differences is not None:
+            for name, *_ in batch:
+                if self.index.dirent(ino, name) is None:
+                    differences.name(name, gone=False)
         self.index.add_entries(ino, sequence, batch, asked_ns)
-        for before, (name, *_) in zip(known, batch, strict=False):
-            if before is not None:
-                now = self.index.dirent(ino, name)
-                if now is None or now.ino == before.ino:
-                    continue
-                self._recorder.replaced(ino, name, before.ino)
-            if differences is not None:
-                differences.name(name, before)
-
-    async def _outdate_gone(
-        self,
-        ino: int,
-        asked_ns: int,
-        batch_names: int,
-        differences: Differences | None,
-    ) -> None:
-        """What a listing did not see is gone, unless somebody found it since."""
-        cookie = PARENT_COOKIE
-        while rows := self.index.entries(ino, cookie, batch_names):
-            cookie = rows[-1][0].cookie
-            for dirent, _node in rows:
-                if dirent.checked_ns < asked_ns:
-                    self._recorder.replaced(ino, dirent.name, dirent.ino)
-                    if differences is not None:
-                        differences.name(dirent.name, dirent)
-            await trio.lowlevel.checkpoint()
-            if differences is not None:
-                await differences.pause()
 
     def entries(self, ino: int, after_cookie: int, limit: int) -> list[Row]:
         """At most ``limit`` entries of an opened directory (and ``.`` and ``..``) by rising cookie,
@@ -277,12 +251,12 @@ class Directories:
         now = time.time_ns()
         result: list[Row] = []
         if after_cookie < SELF_COOKIE:
-            dot = Dirent(SELF_COOKIE, b".", FileType.DIRECTORY, ino, 0)
+            dot = Dirent(SELF_COOKIE, b".", FileType.DIRECTORY, ino, 0, ino)
             result.append((dot, None, 0.0, 0.0))
         if after_cookie < PARENT_COOKIE:
             node = self.index.node(ino)
             up = node.parent if node is not None and ino != ROOT_INO else ROOT_INO
-            dots = Dirent(PARENT_COOKIE, b"..", FileType.DIRECTORY, up, 0)
+            dots = Dirent(PARENT_COOKIE, b"..", FileType.DIRECTORY, up, 0, up)
             result.append((dots, None, 0.0, 0.0))
         kept, shortest = self._known.freshness.kept, FOREVER_SECONDS
         for dirent, node in self.index.entries(ino, max(after_cookie, PARENT_COOKIE), limit):

@@ -70,8 +70,8 @@ class Recorder:
                 self._on_appeared(ino, name)
 
     def replaced(self, parent: int, name: bytes, before: int) -> None:
-        """``name`` no longer stands for ``before``, which is outdated by that unless it is a
-        directory, or was found at another place since. Raises nothing."""
+        """``name`` no longer stands for ``before`` (0: it was only listed), which is outdated by
+        that unless it is a directory, or was found at another place since. Raises nothing."""
         self.cached_listings.changed(parent)
         node = self._index.node(before)
         if node is None or node.stat.is_directory:

@@ -1,7 +1,8 @@
 """Asking the source again now, whatever the mount's promise is.
 
 Below a path, every directory whose listing is known is listed again, and every name whose file is
-known is asked for. What is known is served meanwhile, and corrected name by name.
+known, or that may be a directory's, is asked for. What is known is served meanwhile, and corrected
+name by name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from monarchfs.fs.kernel import Kernel
 from monarchfs.fs.tree import Tree
 from monarchfs.types import (
     ROOT_INO,
-    Dirent,
+    FileType,
     IndexWriteError,
     Lane,
     Node,
@@ -27,6 +28,8 @@ from monarchfs.types import (
 )
 
 T = TypeVar("T")
+
+_MAY_BE_MOVED = (FileType.DIRECTORY, FileType.UNKNOWN)
 
 WORKERS = 4
 """Directories that are refreshed side by side."""
@@ -80,21 +83,17 @@ class _Differences:
 
     def __init__(self, tree: Tree, kernel: Kernel, ino: int, result: RefreshResult) -> None:
         self.scope = trio.CancelScope()
-        self._tree = tree
         self._kernel = kernel
         self._ino = ino
         self._result = result
         self._was_known = tree.index.listing(ino) is not None
 
-    def name(self, name: bytes, before: Dirent | None) -> None:
+    def name(self, name: bytes, *, gone: bool) -> None:
         self._kernel.invalidate_entry(self._ino, name)
-        now = self._tree.index.dirent(self._ino, name)
-        if before is None:
-            self._result.appeared += self._was_known
-        elif now is None or now.ino == before.ino:
+        if gone:
             self._result.gone += 1
         else:
-            self._result.changed += 1
+            self._result.appeared += self._was_known
 
     async def pause(self) -> None:
         self.scope.deadline = math.inf
@@ -192,7 +191,10 @@ class Refresh:
             run.work.append(_Work(work.ino, 0))
             return
         rows = self._tree.index.entries(work.ino, work.after, BATCH)
-        names = [dirent.name for dirent, node in rows if node is not None]
+        # A directory that was only listed may be one that is known, and was moved.
+        names = [
+            dirent.name for dirent, node in rows if node is not None or dirent.type in _MAY_BE_MOVED
+        ]
         answers = await self._names(run, work.ino, names) if names else []
         if len(rows) == BATCH:
             run.work.append(_Work(work.ino, rows[-1][0].cookie))
@@ -234,7 +236,7 @@ class Refresh:
             elif dirent is None or dirent.ino != answer.ino:
                 if dirent is None:
                     result.appeared += 1
-                else:
+                elif dirent.ino:
                     result.changed += 1
                 self._kernel.invalidate_entry(parent, name)
             elif known is not None and not _alike(known, answer):

@@ -252,10 +252,10 @@ def _direntplus(
     dirent: Dirent, node: Node | None, entry_timeout: float, attr_timeout: float
 ) -> bytes:
     """One entry; without attributes it has node id 0 (fs/fuse/readdir.c, fuse_direntplus_link)."""
-    cookie, name, type_, ino, _checked_ns = dirent
+    cookie, name, type_, ino, _checked_ns, shown_ino = dirent
     length = len(name)
     if node is None:
-        head = _BARE_DIRENTPLUS.pack(ino, type_ << 12, ino, cookie, length, type_)
+        head = _BARE_DIRENTPLUS.pack(shown_ino, type_ << 12, shown_ino, cookie, length, type_)
         return head + name + _PADDING[length % 8]
     # What _entry would do, in one step: there are as many of these as files.
     _device, _ino, size, mtime, ctime, atime, mode, nlink, uid, gid, rdev, blocks, blksize = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from monarchfs.index.records import (
@@ -10,7 +10,10 @@ from monarchfs.index.records import (
     FILE_TYPES,
     ID,
     ID_PAIR,
+    LOOKED_UP,
     META_NEXT,
+    node_identity,
+    node_place,
     node_type,
     pack_entry,
     pack_listing,
@@ -46,7 +49,7 @@ class Listings(TreeTables):
     ) -> list[tuple[Dirent, Node | None]]:
         """At most ``limit`` entries with cookies above ``after_cookie``, by rising cookie.
 
-        The node is None where only the name is known (from a listing).
+        The node is None where nobody has looked the name up.
         """
         prefix = ID.pack(parent)
         rows = self._rows(self._db.entries, prefix + ID.pack(after_cookie + 1), prefix, limit)
@@ -54,7 +57,7 @@ class Listings(TreeTables):
         get, nodes, pack = self._get, self._db.nodes, ID.pack
         for key, value in rows:
             dirent = unpack_dirent(int.from_bytes(key[8:], "big"), value)
-            node = get(nodes, pack(dirent.ino))
+            node = get(nodes, pack(dirent.ino)) if dirent.ino else None
             found.append((dirent, None if node is None else unpack_node(dirent.ino, node)))
         return found
 
@@ -77,8 +80,10 @@ class Listings(TreeTables):
     ) -> None:
         """Record a batch of names in one transaction (about 5 us a name: a few hundred at most).
 
-        A name that stands for the same source file as before keeps its cookie and number. Other
-        files get the number they are known by elsewhere, or a new one without a node.
+        A name is confirmed if a look-up under this very name found the inode number that the
+        listing says. If it found another one, the name is doubted: its number stays, and is not to
+        be believed before the next look-up. A new name stands for nothing: what a listing says of
+        it is only shown, because d_ino may be the st_ino of any other file.
         """
         self._write(lambda txn: self._add(txn, parent, sequence, found, now_ns))
 
@@ -90,74 +95,86 @@ class Listings(TreeTables):
         prefix = pack(parent)
         next_id = self._next_id
         for name, type_, source_ino, device in found:
-            source_key = ID_PAIR.pack(device, source_ino)
-            number = get(source_key, None, by_source)
+            source = device, source_ino
             cookie = get(prefix + name, None, names)
             seen = sequence
-            known = fresh = None
+            fresh = None
             if cookie is None:
                 # Also the number of the file, if it is new: see ``_put_name``.
                 cookie = fresh = pack(next_id)
                 next_id += 1
                 put(prefix + name, cookie, db=names)
             else:
-                known_type, known_ino, _, known_seen = ENTRY.unpack_from(
-                    get(prefix + cookie, None, entries)
-                )
-                known = pack(known_ino)
+                known = get(prefix + cookie, None, entries)
+                known_type, _, _, known_seen = ENTRY.unpack_from(known)
+                if type_ == FileType.UNKNOWN:
+                    type_ = FILE_TYPES[known_type & ~LOOKED_UP]
+                if known_type & LOOKED_UP:
+                    if known_seen >= sequence:
+                        continue  # who found it since this listing began knows better
+                    again = self._listed_again(txn, parent, known, type_, source, now_ns)
+                    if again is not None:
+                        put(prefix + cookie, pack_entry(*again, sequence, name), db=entries)
+                        continue
                 seen = max(known_seen, sequence)
-                if type_ == FileType.UNKNOWN and known == number:
-                    type_ = FILE_TYPES[known_type]
-            if number is not None and self._contradicts(txn, number, type_, now_ns):
-                number = None
+            source_key = ID_PAIR.pack(*source)
+            number = get(source_key, None, by_source)
             if number is None:
                 if fresh is None:
                     fresh = pack(next_id)
                     next_id += 1
                 number = fresh
                 put(source_key, number, db=by_source)
-            if known is not None and known != number:
-                self._on_name(parent, name)
-                self._move_pin_of_name(txn, parent, name, known, number)
-            ino = int.from_bytes(number, "big")
-            put(prefix + cookie, pack_entry(type_, ino, now_ns, seen, name), db=entries)
+            shown = int.from_bytes(number, "big")
+            put(prefix + cookie, pack_entry(type_, shown, now_ns, seen, name), db=entries)
         put(META_NEXT, pack(next_id), db=self._db.meta)
         self._next_id = next_id
 
-    def _contradicts(self, txn: Any, key: bytes, type_: FileType, now_ns: int) -> bool:
-        """Whether the number is recorded for a file of another type. If so, it becomes outdated.
-
-        The source has reused the inode of a deleted file.
-        """
-        value = txn.get(key, None, self._db.nodes)
-        if value is None or type_ == FileType.UNKNOWN:
-            return False
-        if node_type(value) == type_:
-            return False
-        self._outdate(txn, key, value, now_ns)
-        return True
+    def _listed_again(
+        self,
+        txn: Any,
+        parent: int,
+        row: bytes,
+        type_: FileType,
+        source: tuple[int, int],
+        now_ns: int,
+    ) -> tuple[int, int, int] | None:
+        """The entry (type, ino, checked_ns) of a name that was looked up, and that a listing has
+        with this type and number; None if what it stood for is forgotten."""
+        _, ino, checked_ns, _ = ENTRY.unpack_from(row)
+        name = row[ENTRY.size :]
+        node = txn.get(ID.pack(ino), None, self._db.nodes)
+        if node is None:
+            return None
+        if node_type(node) != type_ or node_identity(node) != source:
+            # It was replaced; or its d_ino is not its st_ino.
+            self._on_name(parent, name)
+            checked_ns = 0
+        elif checked_ns and node_place(node) == (parent, name):
+            checked_ns = now_ns
+        return type_ | LOOKED_UP, ino, checked_ns
 
     def finish_listing(
         self, parent: int, sequence: int, mtime_ns: int, ctime_ns: int, now_ns: int
-    ) -> Iterator[None]:
+    ) -> Iterator[list[Dirent]]:
         """Remove the names that the listing did not see, then record it as complete.
 
         ``mtime_ns`` and ``ctime_ns`` are the directory's, from before its first entry was read.
         A generator: each step takes about half a millisecond, so that other tasks can run in
-        between. The last step records the listing, so exhaust it.
+        between, and yields what it removed. The last step records the listing, so exhaust it.
         """
         prefix = ID.pack(parent)
         start = prefix
         while rows := self._rows(self._db.entries, start, prefix, _SWEEP):
-            gone = [key for key, value in rows if ENTRY.unpack_from(value)[3] < sequence]
+            gone = {key: value for key, value in rows if ENTRY.unpack_from(value)[3] < sequence}
             if gone:
                 self._remove_entries(gone)
             start = rows[-1][0] + b"\0"
-            yield
+            yield [unpack_dirent(ID.unpack(key[8:])[0], value) for key, value in gone.items()]
         listing = Listing(mtime_ns, ctime_ns, now_ns)
         self._write(lambda txn: txn.put(prefix, pack_listing(listing), db=self._db.listings))
 
-    def _remove_entries(self, keys: list[bytes]) -> None:
+    def _remove_entries(self, keys: Iterable[bytes]) -> None:
         # There is no checkpoint between reading these entries and removing them.
         def remove(txn: Any) -> None:
             for key in keys:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from monarchfs.index.records import ID, NODE, PLACE
+from monarchfs.index.records import ID, PLACE, node_place
 from monarchfs.index.tables import Tables
 from monarchfs.types import ROOT_INO
 
@@ -69,8 +69,6 @@ class Pins(Tables):
         if not self._pin_count or old == new:
             return
         value = txn.get(old, None, self._db.nodes)
-        if value is not None:
-            place, _, _, length = PLACE.unpack_from(value)
-            if (place, value[NODE.size : NODE.size + length]) != (parent, name):
-                return
+        if value is not None and node_place(value) != (parent, name):
+            return
         self._move_pin(txn, old, new)

@@ -44,7 +44,7 @@ from monarchfs.types import (
 )
 
 FORMAT = b"monarchfs index"
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 # Rows of the meta database.
 META_FORMAT = b"format"  # FORMAT: says that the environment is ours
@@ -125,11 +125,16 @@ _WIDE = 2  # a time outside the years 1678 to 2262 does not fit 64 bits: WIDE en
 
 ENTRY = struct.Struct(
     "<"
-    "B"  # type: a FileType
-    "Q"  # ino
+    "B"  # type: a FileType, and LOOKED_UP
+    "Q"  # ino: what the name stands for if LOOKED_UP is set, else a number for listings to show
     "q"  # checked_ns
     "Q"  # seen: compared with the sequence of a listing, which removes what it did not see
 )
+
+LOOKED_UP = 0x80
+"""In an entry's type: a look-up (stat) said what the name stands for. A listing alone does not: its
+d_ino may be another file's st_ino, as in overlays of several file systems, and where a subvolume of
+btrfs or another file system begins."""
 
 _TIMES = "qI"  # whole seconds and nanoseconds: any time of any file system
 LISTING = struct.Struct(
@@ -209,6 +214,12 @@ def node_type(value: bytes) -> int:
     return int(_MODE.unpack_from(value, _MODE_OFFSET)[0]) >> 12
 
 
+def node_place(value: bytes) -> tuple[int, bytes]:
+    """Parent and name of a packed node."""
+    parent, _, _, length = PLACE.unpack_from(value)
+    return parent, value[NODE.size : NODE.size + length]
+
+
 def node_identity(value: bytes) -> tuple[int, int]:
     """The device and number in the source of a packed node."""
     device, ino = _IDENTITY.unpack_from(value, _IDENTITY_OFFSET)
@@ -231,8 +242,10 @@ def pack_entry(type_: int, ino: int, checked_ns: int, seen: int, name: bytes) ->
 
 
 def unpack_dirent(cookie: int, value: bytes) -> Dirent:
-    type_, ino, checked_ns, _ = ENTRY.unpack_from(value)
-    return Dirent(cookie, value[ENTRY.size :], FILE_TYPES[type_], ino, checked_ns)
+    type_, shown, checked_ns, _ = ENTRY.unpack_from(value)
+    ino = shown if type_ & LOOKED_UP else 0
+    type_ &= ~LOOKED_UP
+    return Dirent(cookie, value[ENTRY.size :], FILE_TYPES[type_], ino, checked_ns, shown)
 
 
 def pack_listing(listing: Listing) -> bytes:

@@ -11,6 +11,7 @@ from monarchfs.index.records import (
     FILE_TYPES,
     ID,
     ID_PAIR,
+    LOOKED_UP,
     NODE,
     PLACE,
     pack_entry,
@@ -111,8 +112,9 @@ class TreeTables(Outdated):
         A known version keeps its number, also under another name (a hard link, a rename). A new
         version gets a new number, and the old node is outdated. A pin moves to the new number,
         whether the file changed or the name now stands for another file. Each node comes with the
-        number for which the name stood before, if any. One transaction takes about 8 us a name:
-        give a hundred names at most.
+        number for which the name stood before, if any; 0: listings showed the name with another
+        number than the node's. One transaction takes about 8 us a name: give a hundred names at
+        most.
         """
         return self._write(
             lambda txn: [
@@ -124,6 +126,7 @@ class TreeTables(Outdated):
         self, txn: Any, parent: int, name: bytes, stat: SourceStat, target: bytes, now_ns: int
     ) -> tuple[Node, int | None]:
         source_key = ID_PAIR.pack(stat.device, stat.ino)
+        # It may have been shown in listings only: then this file is the first that it stands for.
         number = txn.get(source_key, None, self._db.by_source)
         value = None if number is None else txn.get(number, None, self._db.nodes)
         changed = None
@@ -150,8 +153,8 @@ class TreeTables(Outdated):
         return node, self._put_name(txn, parent, name, type_, ino, now_ns, fresh)
 
     def record_missing(self, parent: int, names: Sequence[bytes]) -> list[int | None]:
-        """Record that ``parent`` has no such names. Returns the numbers for which they stood, if
-        any: those may have other names."""
+        """Record that ``parent`` has no such names. Returns the numbers for which they stood (0:
+        only listings had the name), if any: those may have other names."""
         return self._write(lambda txn: [self._remove_name(txn, parent, name) for name in names])
 
     # Within a transaction.
@@ -183,7 +186,8 @@ class TreeTables(Outdated):
     ) -> int | None:
         """Make ``name`` stand for ``ino``, with the cookie it has or a new one: ``fresh`` (the
         inode's own number, if it is new), or another. Numbers of new files then follow each other,
-        and so do their rows. Returns the number for which the name stood before."""
+        and so do their rows. Returns the number for which the name stood before; None if there was
+        no such name, and 0 if listings showed it with another number."""
         key = ID.pack(parent)
         # No listing under way removes the name: each began before the last number was given out.
         seen = self._next_id - 1
@@ -193,12 +197,14 @@ class TreeTables(Outdated):
             cookie = fresh or ID.pack(self._new_ids(txn))
             txn.put(key + name, cookie, db=self._db.names)
         else:
-            before = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))[1]
+            flags, before, _, _ = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))
             if before != ino:
                 self._on_name(parent, name)
-            if self._pin_count:
-                self._move_pin_of_name(txn, parent, name, ID.pack(before), ID.pack(ino))
-        value = pack_entry(type_, ino, checked_ns, seen, name)
+                if not flags & LOOKED_UP:
+                    before = 0
+                elif self._pin_count:
+                    self._move_pin_of_name(txn, parent, name, ID.pack(before), ID.pack(ino))
+        value = pack_entry(type_ | LOOKED_UP, ino, checked_ns, seen, name)
         txn.put(key + cookie, value, db=self._db.entries)
         return before
 
@@ -208,8 +214,8 @@ class TreeTables(Outdated):
         if cookie is None:
             return None
         self._on_name(parent, name)
-        ino: int = ENTRY.unpack_from(txn.pop(key + cookie, self._db.entries))[1]
-        return ino
+        flags, ino, _, _ = ENTRY.unpack_from(txn.pop(key + cookie, self._db.entries))
+        return ino if flags & LOOKED_UP else 0
 
 
 def _identity(stat: SourceStat) -> tuple[int, int]:

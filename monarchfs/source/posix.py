@@ -39,8 +39,10 @@ ACCESS_ACL = b"system.posix_acl_access"
 class SourceEntry(NamedTuple):
     """One name of a directory. ``type`` is UNKNOWN where the source would not say.
 
-    ``ino`` is d_ino and ``device`` the directory's: both are st_ino and st_dev of the entry except
-    where another file system is mounted on it (readdir(3)).
+    ``ino`` is d_ino and ``device`` the directory's st_dev. Often these are the entry's st_ino and
+    st_dev, but nothing follows from that: they are others where a file system is mounted or a
+    subvolume of btrfs begins, and, in an overlay of several file systems, may be another file's
+    (readdir(3), Documentation/filesystems/overlayfs.rst).
     """
 
     name: bytes

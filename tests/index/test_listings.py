@@ -15,10 +15,40 @@ def test_a_listing_gives_numbers_without_nodes_until_names_are_found(index: Inde
     assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW)
     (b, no_node), (a, _) = index.entries(ROOT_INO, 2, 10)
     assert (b.name, a.name, no_node) == (b"b", b"a", None)
-    assert index.node(b.ino) is None
+    assert (a.ino, b.ino) == (0, 0)
     found = record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
-    assert found.ino == b.ino
-    assert index.entries(ROOT_INO, 2, 10) == [(b, found), (a, None)]
+    assert found.ino == b.shown_ino
+    assert index.entries(ROOT_INO, 2, 10) == [(b._replace(ino=found.ino), found), (a, None)]
+
+
+def test_what_a_listing_shows_is_what_a_look_up_says_also_of_hard_links(index: Index) -> None:
+    add_listing(index, ROOT_INO, (b"a", 10), (b"linked", 10))
+    a, linked = (dirent for dirent, _ in index.entries(ROOT_INO, 2, 10))
+    assert a.shown_ino == linked.shown_ino
+    assert record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW).ino == a.shown_ino
+    add_listing(index, 300, (b"also", 10))
+    (also,) = (dirent for dirent, _ in index.entries(300, 2, 10))
+    assert also.shown_ino == a.shown_ino
+    # But what they stand for is not known before somebody asks.
+    assert [d.ino for d, _ in index.entries(ROOT_INO, 2, 10)] == [a.shown_ino, 0]
+    assert also.ino == 0
+
+
+def test_a_number_that_a_listing_only_shows_is_not_anothers(index: Index) -> None:
+    """What is found has the inode number that was listed for another name."""
+    add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11))
+    b = record_found(index, ROOT_INO, b"b", source_stat(10), b"", NOW)
+    assert [d.ino for d, _ in index.entries(ROOT_INO, 2, 10)] == [0, b.ino]
+    a = record_found(index, ROOT_INO, b"a", source_stat(11), b"", NOW)
+    assert [d.ino for d, _ in index.entries(ROOT_INO, 2, 10)] == [a.ino, b.ino]
+    assert a.ino != b.ino
+    # Listed again, they are doubted, but not forgotten: the next look-up finds them as they are.
+    add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11))
+    assert [(d.ino, d.checked_ns) for d, _ in index.entries(ROOT_INO, 2, 10)] == [
+        (a.ino, 0),
+        (b.ino, 0),
+    ]
+    assert record_found(index, ROOT_INO, b"a", source_stat(11), b"", NOW) == a
 
 
 def test_entries_go_on_after_a_cookie(index: Index) -> None:
@@ -38,7 +68,7 @@ def test_a_second_listing_removes_what_is_gone_and_keeps_the_rest(index: Index) 
     assert set(after) == {b"b", b"c", b"d"}
     assert after[b"c"] == before[b"c"]
     assert after[b"b"].cookie == before[b"b"].cookie
-    assert after[b"b"].ino != before[b"b"].ino
+    assert after[b"b"].shown_ino != before[b"b"].shown_ino
     assert index.dirent(ROOT_INO, b"a") is None
 
 
@@ -89,12 +119,14 @@ def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Inde
     assert types == {b"d": FileType.DIRECTORY, b"e": FileType.UNKNOWN}
 
 
-def test_a_listed_type_that_contradicts_the_node_is_another_file(index: Index) -> None:
+def test_a_listed_type_that_contradicts_the_node_is_a_doubt(index: Index) -> None:
     node = record_found(index, ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
     add_listing(index, ROOT_INO, (b"d", 20))
     dirent = index.dirent(ROOT_INO, b"d")
     assert dirent is not None
-    assert (dirent.type, index.node(dirent.ino)) == (FileType.REGULAR, None)
+    assert (dirent.type, dirent.ino, dirent.checked_ns) == (FileType.REGULAR, node.ino, 0)
+    file = record_found(index, ROOT_INO, b"d", source_stat(20), b"", NOW)
+    assert file.ino != node.ino
     assert index.node(node.ino) == node._replace(outdated=True)
 
 

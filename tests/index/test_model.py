@@ -61,7 +61,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = open_index(self.directory)
         self.nodes: dict[int, Node] = {}
         self.by_source: dict[int, int] = {}
-        self.names: dict[tuple[int, bytes], tuple[int, FileType, int]] = {}
+        # What the name stands for (0: nobody asked), type, when, what is shown.
+        self.names: dict[tuple[int, bytes], tuple[int, FileType, int, int]] = {}
         self.cookies: dict[tuple[int, bytes], int] = {}
         # With each, the boot it was recorded in.
         self.replicas: dict[int, tuple[Replica, int]] = {}
@@ -94,7 +95,9 @@ class IndexMachine(RuleBasedStateMachine):
         assert number not in self.given
         self.given.add(number)
 
-    def name_now(self, parent: int, name: bytes, type_: FileType, ino: int, now: int) -> None:
+    def name_now(
+        self, parent: int, name: bytes, type_: FileType, ino: int, now: int, shown: int
+    ) -> None:
         dirent = self.index.dirent(parent, name)
         assert dirent is not None
         if (parent, name) not in self.cookies:
@@ -103,12 +106,12 @@ class IndexMachine(RuleBasedStateMachine):
             self.given_cookies.add(dirent.cookie)
         self.cookies[parent, name] = dirent.cookie
         before = self.names.get((parent, name))
-        if before is not None and before[0] in self.pins and before[0] != ino:
+        if before is not None and ino and before[0] in self.pins and before[0] != ino:
             old = self.nodes.get(before[0])
             if old is None or (old.parent, old.name) == (parent, name):
                 self.pins.remove(before[0])
                 self.pins.add(ino)
-        self.names[parent, name] = (ino, type_, now)
+        self.names[parent, name] = (ino, type_, now, shown)
 
     def outdate(self, ino: int, now: int) -> None:
         if not self.nodes[ino].outdated:
@@ -135,7 +138,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.nodes[node.ino] = node
         self.stale.pop(node.ino, None)
         self.by_source[ino] = node.ino
-        self.name_now(parent, name, FileType.of_mode(mode), node.ino, now)
+        self.name_now(parent, name, FileType.of_mode(mode), node.ino, now, node.ino)
 
     @staticmethod
     def same(known: SourceStat, now: SourceStat) -> bool:
@@ -160,17 +163,22 @@ class IndexMachine(RuleBasedStateMachine):
         for name, (ino, mode) in found.items():
             type_ = FileType.of_mode(mode)
             self.index.add_entries(parent, sequence, [(name, type_, ino, 0)], now)
-            number = self.by_source.get(ino)
-            known = None if number is None else self.nodes.get(number)
-            if known is not None and FileType.of_mode(known.stat.mode) != type_:
-                self.outdate(known.ino, now)
-                number = None
+            before = self.names.get((parent, name))
+            if before is not None and (known := self.nodes.get(before[0])) is not None:
+                checked = before[2]
+                if FileType.of_mode(known.stat.mode) != type_ or known.stat.ino != ino:
+                    checked = 0
+                elif checked and (known.parent, known.name) == (parent, name):
+                    checked = now
+                self.name_now(parent, name, type_, known.ino, checked, known.ino)
+                continue
             dirent = self.index.dirent(parent, name)
             assert dirent is not None
+            number = self.by_source.get(ino)
             if number is None:
-                self.new(dirent.ino)
-                self.by_source[ino] = number = dirent.ino
-            self.name_now(parent, name, type_, number, now)
+                self.new(dirent.shown_ino)
+                self.by_source[ino] = number = dirent.shown_ino
+            self.name_now(parent, name, type_, 0, now, number)
         for _ in self.index.finish_listing(parent, sequence, now, now, now):
             pass
         assert self.index.listing(parent) == Listing(now, now, now)
@@ -410,7 +418,8 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.index.dirent(parent, dirent.name) == dirent
                 assert listed == self.nodes.get(dirent.ino)
                 assert self.cookies[parent, dirent.name] == dirent.cookie
-                seen[parent, dirent.name] = (dirent.ino, dirent.type, dirent.checked_ns)
+                _cookie, name, type_, ino, checked_ns, shown = dirent
+                seen[parent, name] = (ino, type_, checked_ns, shown)
         assert seen == self.names
         self.replicas_agree()
         assert self.index.pins() == sorted(self.pins)

@@ -59,7 +59,7 @@ def test_another_version_is_another_number_and_the_old_one_is_outdated(index: In
     assert index.node(old.ino) == old._replace(outdated=True)
     after = index.dirent(ROOT_INO, b"a")
     assert before is not None
-    assert after == before._replace(ino=new.ino, checked_ns=NOW + 5)
+    assert after == before._replace(ino=new.ino, shown_ino=new.ino, checked_ns=NOW + 5)
 
 
 def test_a_version_that_was_thought_outdated_is_good_when_it_is_found_again(index: Index) -> None:

@@ -173,6 +173,7 @@ def test_seeking_in_listings(work: Bench, source: Path, size: int) -> None:
 
 def test_types_and_attributes_of_what_is_listed(work: Bench, source: Path) -> None:
     (source / "d" / "link").symlink_to("f1")
+    os.link(source / "d" / "f2", source / "d" / "hard link")
     os.mkfifo(source / "d" / "fifo")
     (source / "d" / "below").mkdir()
     os.utime(source / "d" / "f1", ns=(-5, -1_000_000_001))

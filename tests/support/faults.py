@@ -14,7 +14,7 @@ import trio
 from monarchfs.engine.units import Unit
 from monarchfs.source import posix
 from monarchfs.source.direct import DirectDescriptor
-from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource
+from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource, SourceEntry
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
@@ -128,12 +128,14 @@ class Read(NamedTuple):
 
 
 class FaultySource(PosixSource):
-    """``reads`` has every read of a file that the source answered."""
+    """``reads`` has every read of a file that the source answered. ``lists_as`` says which inode
+    number a directory lists for an entry, in place of the true one."""
 
     def __init__(self, root_fd: int) -> None:
         super().__init__(root_fd)
         self.faults = Faults()
         self.reads: list[Read] = []
+        self.lists_as: Callable[[SourceEntry], int] = lambda entry: entry.ino
 
     def found(self, directory: DirRef, name: bytes) -> Found:
         self.faults.meet("found")
@@ -149,7 +151,8 @@ class FaultySource(PosixSource):
 
     def list(self, directory: DirRef, batch: int) -> Batches:
         self.faults.meet("list")
-        yield from super().list(directory, batch)
+        for entries in super().list(directory, batch):
+            yield [entry._replace(ino=self.lists_as(entry)) for entry in entries]
 
     def stat(self, directory: DirRef, name: bytes) -> SourceStat:
         self.faults.meet("stat")

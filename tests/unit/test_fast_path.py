@@ -90,7 +90,7 @@ def test_a_name_that_is_not_there() -> None:
 def test_a_listed_name(length: int) -> None:
     node, *timeouts = found = entry()
     name = b"n" * length
-    dirent = Dirent(2**40, name, FileType.REGULAR, node.ino, 0)
+    dirent = Dirent(2**40, name, FileType.REGULAR, node.ino, 0, node.ino)
     packed = fast_path._direntplus(dirent, node, *timeouts)
     assert len(packed) == (128 + 24 + length + 7) // 8 * 8
     assert packed[:128] == fast_path._entry(found), "as a look-up says it"

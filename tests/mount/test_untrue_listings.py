@@ -1,0 +1,137 @@
+"""Sources whose listings say other inode numbers (d_ino) than stat(2) does: overlays of two file
+systems, subvolumes of btrfs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support import surroundings
+from tests.support.mounting import Bench, requires_mounts, run
+
+pytestmark = requires_mounts
+
+FILES = 40
+"""In each of four directories."""
+
+Filled = dict[str, bytes]
+
+
+class Place:
+    """Where file systems are mounted for a test, and unmounted at its end."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._stack = stack
+
+    def mount(self, name: str, *words: str) -> Path:
+        """Mounts at ``name`` as mount(8) is told; skips where the kernel cannot."""
+        point = self.path / name
+        point.mkdir()
+        done = subprocess.run(
+            ["mount", *words, str(point)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            pytest.skip(surroundings.no_namespaces() or f"needs {words[1]}: {done.stderr.strip()}")
+        self._stack.callback(subprocess.run, ["umount", "-l", str(point)], check=True)
+        return point
+
+    def tmpfs(self, name: str) -> Path:
+        """Each numbers its files from the same number on."""
+        return self.mount(name, "-t", "tmpfs", "none")
+
+
+def fill(root: Path, of: str, files: Callable[[int], bool] = lambda number: True) -> Filled:
+    """Files, ``FILES`` in each of four directories, of which ``files`` says which there are."""
+    contents: Filled = {}
+    for number in filter(files, range(4 * FILES)):
+        path = f"d{number // FILES}/f{number}"
+        contents[path] = f"{of} {path} ".encode() * (1 + number % 7)
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_bytes(contents[path])
+    return contents
+
+
+def upper_elsewhere(place: Place) -> tuple[Path, Filled]:
+    lower, upper = place.tmpfs("lower"), place.tmpfs("upper")
+    for directory in (upper / "upper", upper / "work"):
+        directory.mkdir()
+    contents = fill(lower, "lower")
+    contents |= fill(upper / "upper", "upper", lambda number: number % 2 == 0)
+    layers = f"lowerdir={lower},upperdir={upper}/upper,workdir={upper}/work"
+    return place.mount("source", "-t", "overlay", "none", "-o", layers), contents
+
+
+def two_lowers(place: Place) -> tuple[Path, Filled]:
+    first, second = place.tmpfs("first"), place.tmpfs("second")
+    contents = fill(first, "first", lambda number: number % 2 == 0)
+    contents |= fill(second, "second", lambda number: number % 2 == 1)
+    layers = f"lowerdir={first}:{second}"
+    return place.mount("source", "-t", "overlay", "none", "-o", layers), contents
+
+
+def subvolumes(place: Place) -> tuple[Path, Filled]:
+    image = place.path / "image"
+    with open(image, "wb") as file:
+        file.truncate(256 << 20)
+    try:
+        subprocess.run(["mkfs.btrfs", "-q", str(image)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs mkfs.btrfs: apt-get install btrfs-progs")
+    source = place.mount("source", "-t", "btrfs", "-o", "loop", str(image))
+    contents: Filled = {}
+    for name in ("one", "two", "two/inner"):
+        made = ["btrfs", "-q", "subvolume", "create", str(source / name)]
+        subprocess.run(made, check=True, capture_output=True)
+        contents |= {f"{name}/{path}": data for path, data in fill(source / name, name).items()}
+    copied = ["btrfs", "-q", "subvolume", "snapshot", str(source / "one"), str(source / "three")]
+    subprocess.run(copied, check=True, capture_output=True)
+    three = {path: data for path, data in contents.items() if path.startswith("one/")}
+    contents |= {f"three/{path[4:]}": data for path, data in three.items()}
+    contents["three/d0/f0"] = b"changed in the snapshot"
+    (source / "three/d0/f0").write_bytes(contents["three/d0/f0"])
+    return source, contents
+
+
+@pytest.fixture
+def place(work: Bench) -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(work.path, stack)
+        for mount in work.mounts:
+            mount.umount()
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1", "open"])
+@pytest.mark.parametrize("make", [upper_elsewhere, two_lowers, subvolumes])
+def test_listed_first_and_opened_by_path(
+    work: Bench, place: Place, make: Callable[[Place], tuple[Path, Filled]], freshness: str
+) -> None:
+    source, contents = make(place)
+    mount = work.mount(source, "--freshness", freshness)
+    for _epoch in range(2):
+        listed: list[str] = []
+        for directory, below, names in os.walk(mount.path):
+            assert len(listed) <= len(contents), "the tree does not end"
+            listed += [os.path.relpath(os.path.join(directory, name), mount.path) for name in names]
+            below.sort()
+        assert sorted(listed) == sorted(contents)
+        wrong: list[str] = []
+        for path, data in contents.items():
+            try:
+                if (mount.path / path).read_bytes() != data:
+                    wrong.append(f"{path}: bytes of another file")
+            except OSError as error:
+                wrong.append(f"{path}: {error.strerror}")
+        assert not wrong, f"{len(wrong)} of {len(contents)} files are wrong: {wrong[:3]}"
+    inos = [(mount.path / path).stat().st_ino for path in contents]
+    assert len(set(inos)) == len(inos)
+    done = run("warm", str(mount.path), "--wait", "--json", timeout=60)
+    assert done.returncode == 0, done.stderr
+    warmed = json.loads(done.stdout)
+    assert (warmed["files"], warmed["resident"], warmed["failed"]) == (len(contents),) * 2 + (0,)
