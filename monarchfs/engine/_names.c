@@ -31,7 +31,7 @@
 
 /* What many files have in common. */
 struct class {
-	uint32_t mode, nlink, uid, gid, rdev, blksize, flags;
+	uint32_t mode, nlink, uid, gid, rdev, blksize;
 };
 
 /* A record. `rest` is packed: the length of the name (one byte), the parent, the name: these are its key. Then the
@@ -261,8 +261,8 @@ static unsigned char *pack(unsigned char *to, const struct fuse_attr *attr, uint
 	    !to_ns(attr->atime, attr->atimensec, &atime_ns) ||
 	    !to_ns(attr->ctime, attr->ctimensec, &ctime_ns))
 		return NULL;
-	const struct class class = {attr->mode, attr->nlink,   attr->uid,  attr->gid,
-				    attr->rdev, attr->blksize, attr->flags};
+	const struct class class = {attr->mode, attr->nlink, attr->uid,
+				    attr->gid,  attr->rdev,  attr->blksize};
 	const uint64_t numbers[NUMBERS] = {
 		[SIZE] = attr->size,
 		[BLOCKS] = folded(attr->blocks - usual_blocks(attr->size)),
@@ -299,7 +299,6 @@ static uint64_t unpack(const struct known *known, struct fuse_attr *attr)
 		.gid = class.gid,
 		.rdev = class.rdev,
 		.blksize = class.blksize,
-		.flags = class.flags,
 	};
 	from_ns((int64_t)mtime_ns, &attr->mtime, &attr->mtimensec);
 	from_ns((int64_t)(mtime_ns + unfolded(numbers[ATIME])), &attr->atime, &attr->atimensec);

@@ -4,8 +4,6 @@
 
 #include "_resident.h"
 
-#include <linux/openat2.h>
-
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>
@@ -154,11 +152,20 @@ int files_end(uint32_t place)
 
 /* -- opening, without the lock */
 
+/* Headers before Linux 5.6 and glibc 2.32 lack openat2(2) (linux/openat2.h). */
+#ifndef SYS_openat2
+#define SYS_openat2 437
+#endif
+struct how {
+	uint64_t flags, mode, resolve;
+};
+#define NO_SYMLINKS 4 /* RESOLVE_NO_SYMLINKS */
+
 /* As in store/files.py: never through a symbolic link, and without waiting for a FIFO. */
 static int open_below(int dir_fd, const char *path)
 {
 	const int flags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
-	struct open_how how = {.flags = flags, .resolve = RESOLVE_NO_SYMLINKS};
+	struct how how = {.flags = flags, .resolve = NO_SYMLINKS};
 	int fd = (int)syscall(SYS_openat2, dir_fd, path, &how, sizeof(how));
 	if (fd >= 0 || (errno != ENOSYS && errno != EPERM))
 		return fd;

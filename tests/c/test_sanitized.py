@@ -1,10 +1,13 @@
-"""The C part in programs of its own: under sanitizers, and killed at any instruction."""
+"""The C part in programs of its own: under sanitizers, and killed at any instruction; and whether
+it can be built elsewhere."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -150,3 +153,27 @@ def test_a_kill_at_any_instruction(tmp_path: Path, memory: str) -> None:
 def test_threads_that_outlive_their_worker(tmp_path: Path) -> None:
     """What one that was killed has in hand is taken up once, and only when it is whole."""
     run(build(tmp_path, "unreapable", parts=MEMORY))
+
+
+@pytest.mark.smoke
+def test_it_builds_with_the_headers_of_older_systems(tmp_path: Path) -> None:
+    """glibc before 2.32 and headers before Linux 5.6 lack openat2(2), those before 5.16 the flags
+    of struct fuse_attr."""
+    header = Path("/usr/include/linux/fuse.h").read_text()
+    (found,) = re.findall(r"struct fuse_attr \{.*?\};", header, re.DOTALL)
+    (tmp_path / "linux").mkdir()
+    older = header.replace(found, found.replace("flags;", "padding;"))
+    (tmp_path / "linux" / "fuse.h").write_text(older)
+    (tmp_path / "linux" / "openat2.h").write_text("#error there is none\n")
+    (tmp_path / "calls.h").write_text("#include <sys/syscall.h>\n#undef SYS_openat2\n")
+    assert COMPILER is not None
+    words = subprocess.run(
+        ["pkg-config", "--cflags", "fuse3"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    built = subprocess.run(
+        [COMPILER, "-std=gnu11", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64", "-fsyntax-only",
+         f"-I{tmp_path}", *words, f"-I{sysconfig.get_paths()['include']}",
+         "-include", str(tmp_path / "calls.h"), *map(str, (ROOT / "monarchfs").rglob("*.c"))],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (built.returncode, built.stderr) == (0, "")
