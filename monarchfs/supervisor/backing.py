@@ -142,6 +142,12 @@ class BackingFiles:
                 self._impossible(f"tier {path} lies on a FUSE file system")
                 continue
             try:
+                os.close(find_beneath(tier, "."))
+            except OSError as error:
+                # A container's filter may forbid the call, to root as well.
+                self._impossible(f"openat2(2) fails: {error.strerror}")
+                continue
+            try:
                 device, self._probed = probe(self._fuse, tier)
                 devices.add(device)
             except OSError as error:

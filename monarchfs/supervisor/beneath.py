@@ -22,7 +22,7 @@ _libc.syscall.argtypes = (
 def find_beneath(directory: int, path: str) -> int:
     """An O_PATH descriptor of what lies there. Nothing is opened, and no symbolic link or other
     file system is entered on the way, so only the directory's file system is asked, also on close.
-    Raises OSError; ENOSYS before Linux 5.6."""
+    Raises OSError; ENOSYS before Linux 5.6, EPERM where a container's filter forbids it."""
     found: int = _libc.syscall(_OPENAT2, directory, os.fsencode(path), _HOW, len(_HOW))
     if found < 0:
         code = ctypes.get_errno()

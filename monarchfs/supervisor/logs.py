@@ -14,6 +14,7 @@ from typing import TextIO
 from monarchfs.config import Config, User
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log
+from monarchfs.system.effective_access import may_access
 from monarchfs.system.logs import BoundedLog, keep_small, suspend
 from monarchfs.system.trusted import TrustedPath, Untrusted, place_of
 from monarchfs.text.escaping import OneLine
@@ -165,7 +166,7 @@ def _may_make(path: str, user: User) -> bool:
         except OSError:
             return False
     with acting_as(user):
-        return os.access(directory, os.W_OK | os.X_OK, effective_ids=True)
+        return may_access(directory, os.W_OK | os.X_OK)
 
 
 def _install(handler: logging.Handler, level: str, line_format: str) -> None:

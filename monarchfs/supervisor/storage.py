@@ -25,6 +25,7 @@ from monarchfs.supervisor.owned import open_own, refuse_foreign
 from monarchfs.supervisor.probe import Mountpoint, OpenedSource, lineage
 from monarchfs.supervisor.tierdirs import RECORD, RECORD_NEW, read_record_of
 from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.effective_access import may_access
 from monarchfs.system.trusted import Untrusted, place_of
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
@@ -265,7 +266,7 @@ def _check_writable(directory: StorageDirectory, user: User) -> None:
                 raise directory.refusal(f": {error.strerror}") from None
             who = acting_as(user)
     with who:
-        writable = os.access(existing, os.W_OK | os.X_OK, effective_ids=True)
+        writable = may_access(existing, os.W_OK | os.X_OK)
     if not writable:
         raise UsageError(
             f"{directory.what}: {existing} is not writable: name another {directory.option}, or"

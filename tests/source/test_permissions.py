@@ -27,17 +27,19 @@ needs_root = surroundings.requires_root
 @pytest.fixture
 def as_nobody(posix: PosixSource) -> Iterator[None]:
     """Be an ordinary user, whom the directories above the root would not let in."""
-    os.setegid(65534)
-    os.seteuid(65534)
+    os.setresgid(65534, 65534, 0)
+    os.setresuid(65534, 65534, 0)
     yield
     os.seteuid(0)
-    os.setegid(0)
+    os.setresuid(0, 0, 0)
+    os.setresgid(0, 0, 0)
 
 
 def prepare(root: Path) -> None:
     (root / "mine").write_text("x")
     (root / "secret").write_text("x")
     os.chmod(root / "secret", 0o600)
+    (root / "link").symlink_to("secret")
     os.setxattr(root / "secret", "user.colour", b"red\0\xff")
     for name, mode in (("names only", 0o744), ("search only", 0o711), ("closed", 0o700)):
         (root / name).mkdir()
@@ -62,6 +64,7 @@ def test_permissions_are_those_of_the_process(
         posix.open(here, b"secret")
     assert posix.access(here, b"mine", os.R_OK)
     assert not posix.access(here, b"secret", os.R_OK)
+    assert posix.access(here, b"link", os.R_OK)
     assert posix.access(here, b"", os.X_OK)
     assert not posix.access(here, b"", os.W_OK)
     with pytest.raises(FileNotFoundError):
