@@ -64,13 +64,14 @@ def module_command(module: str) -> tuple[str, ...]:
     return (sys.executable, isolation, "-X", "utf8", "-m", module)
 
 
-def thread_states(pid: int) -> list[bytes]:
-    """What the threads of a process do (proc_pid_stat(5), field 3); empty if it is gone."""
+def thread_states(process: str) -> list[bytes]:
+    """What the threads of a process do (proc_pid_stat(5), field 3), by its directory in /proc;
+    empty if it is gone."""
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except FileNotFoundError:
+        threads = os.listdir(f"{process}/task")
+    except (FileNotFoundError, ProcessLookupError):
         return []
-    return [fields[0] for one in threads if (fields := stat_fields(pid, int(one)))]
+    return [fields[0] for one in threads if (fields := stat_fields(f"{process}/task/{one}"))]
 
 
 class WorkerProcess:
@@ -80,6 +81,7 @@ class WorkerProcess:
         self, process: subprocess.Popen[bytes], channel: WorkerChannel, init: socket.socket
     ):
         self.process = process
+        self._directory = f"/proc/{process.pid}"
         self.channel = channel
         self.init = init
         self.error = ""
@@ -97,7 +99,7 @@ class WorkerProcess:
         if code is not None:
             return code
         # What its first thread left, while others cannot die (proc_pid_stat(5), fields 3 and 52).
-        fields = stat_fields(self.pid)
+        fields = stat_fields(self._directory)
         if not fields:
             return self.process.poll()
         if fields[0] not in (b"Z", b"X") or int(fields[49]) == 0:
@@ -117,14 +119,14 @@ class WorkerProcess:
     def activity(self) -> Activity | None:
         """What its threads are doing now; None where that cannot be seen. Blocks for nothing."""
         try:
-            fields = stat_fields(self.pid, self.pid)
+            fields = stat_fields(f"{self._directory}/task/{self.pid}")
         except OSError:
             return None
         if not fields:
             return None
         # proc_pid_stat(5): state, utime and stime.
         cpu_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-        rests = not any(state in b"RD" for state in thread_states(self.pid))
+        rests = not any(state in b"RD" for state in thread_states(self._directory))
         return Activity(fields[0] == b"R", cpu_seconds, rests)
 
     @property
@@ -137,14 +139,14 @@ class WorkerProcess:
         kernel in a state that no signal ends (a killed one dies when it comes back)."""
         if self.reaped:
             return True
-        return all(state in b"ZXD" for state in thread_states(self.pid))
+        return all(state in b"ZXD" for state in thread_states(self._directory))
 
     def is_gone(self) -> bool:
         """Whether it ended, or at least all of it that does not hang in the kernel."""
         if self.process.poll() is not None:
             return True
         # The first thread is a zombie while others cannot die yet (proc_pid_stat(5), field 3).
-        fields = stat_fields(self.pid)
+        fields = stat_fields(self._directory)
         return not fields or fields[0] in (b"Z", b"X")
 
     def has_ended(self, now: float) -> bool:

@@ -173,7 +173,7 @@ class Standbys:
         if (restarts, pids) == self._told:
             return
         self._told = (restarts, list(pids))
-        before, self._workers = self._workers, [os.pidfd_open(pid) for pid in pids]
+        before, self._workers = self._workers, list(map(open_process, pids))
         for number in before:
             os.close(number)
         self._connections = [one for one in self._connections if self._sent_workers(one)]
@@ -225,38 +225,44 @@ def _is_closed(connection: socket.socket) -> bool:
     return True
 
 
+def open_process(pid: int) -> int:
+    """A descriptor that stands for this process and no later one, also in another pid namespace:
+    its directory in /proc. (pidfd_open(2) came with Linux 5.3.)"""
+    return os.open(f"/proc/{pid}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
 class OrphanedWorker:
     """A worker of a supervisor that died. It ends by itself, or is killed here."""
 
     def __init__(self, descriptor: int) -> None:
-        """``descriptor``: of the process (pidfd_open(2)); it is this object's."""
+        """``descriptor``: of the process, from ``open_process``; it is this object's."""
         self.descriptor = descriptor
 
     def kill(self) -> None:
-        if self.descriptor >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+        """Does nothing if it is of another pid namespace: it ends by itself."""
+        if self.descriptor < 0:
+            return
+        path = os.readlink(f"/proc/self/fd/{self.descriptor}")
+        try:
+            # Between these calls its number goes to no other: all others come first.
+            if os.path.samestat(os.fstat(self.descriptor), os.stat(path)):
+                os.kill(int(os.path.basename(path)), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            log.debug("%s is gone, or cannot be seen", path)
 
     @property
     def reaped(self) -> bool:
         """Whether it is gone with all of its threads."""
-        if self.descriptor >= 0:
-            poll = select.poll()
-            poll.register(self.descriptor, select.POLLIN)
-            if poll.poll(0):
-                self.close()
+        if self.descriptor >= 0 and all(state in b"ZX" for state in self._thread_states()):
+            self.close()
         return self.descriptor < 0
 
     def is_quiet(self) -> bool:
-        """As ``WorkerProcess.is_quiet``. In another pid namespace threads cannot be seen: there it
-        is quiet when it is gone."""
-        if self.reaped:
-            return True
-        # Its number is its own as long as it is not gone.
-        with open(f"/proc/self/fdinfo/{self.descriptor}", encoding="ascii") as file:
-            fields = dict(line.split(":", 1) for line in file)
-        pid = int(fields["Pid"])
-        return pid > 0 and all(state in b"ZXD" for state in thread_states(pid))
+        """As ``WorkerProcess.is_quiet``."""
+        return self.reaped or all(state in b"ZXD" for state in self._thread_states())
+
+    def _thread_states(self) -> list[bytes]:
+        return thread_states(f"/proc/self/fd/{self.descriptor}")
 
     def close(self) -> None:
         if self.descriptor >= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,15 +20,11 @@ SECONDS = 60.0
 
 
 class Announcing:
-    """Constant: the window, None in safe mode; what keeps orders for later workers; who waits for
-    exits. Changing: by pid, the processes that announced something and have not exited
-    (``_alive``)."""
+    """Constant: the window, None in safe mode; what keeps orders for later workers."""
 
-    def __init__(self, window: Window | None, said: Said, nursery: trio.Nursery) -> None:
+    def __init__(self, window: Window | None, said: Said) -> None:
         self._window = window
         self._said = said
-        self._nursery = nursery
-        self._alive: dict[int, trio.Event] = {}
         self._one_at_a_time = trio.Lock()
         if window is not None:
             window.dropped = said.forget_order
@@ -45,7 +40,7 @@ class Announcing:
             raise OperationError("this mount is in safe mode: see monarchfs status")
         pid = peer_pid(stream.socket)
         order = KeptOrder(name, b"", pid, start_ticks(pid))
-        exited = self._exit_of(order)
+        exited = _exit_of(order)
         await stream.send_all(messages.encode_progress({"ready": True}))
         names = bytearray()
         with trio.move_on_after(SECONDS) as scope:
@@ -68,31 +63,14 @@ class Announcing:
             return
         async with self._one_at_a_time:
             for order in await run_sync(self._said.orders):
-                exited = self._exit_of(order)
+                exited = _exit_of(order)
                 self._window.announce(order.stream, order.names, exited, begun=True)
                 # That has dropped it first.
                 await run_sync(self._said.keep_order, order)
 
-    def _exit_of(self, order: KeptOrder) -> Callable[[], bool]:
-        """What tells whether the process has exited. It never does where that cannot be known: in
-        another pid namespace, before Linux 5.3 (pidfd_open(2))."""
-        pid = order.pid
-        if pid not in self._alive:
-            try:
-                descriptor = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return lambda: True
-            except OSError:  # EINVAL, for 0
-                return lambda: False
-            self._alive[pid] = trio.Event()
-            self._nursery.start_soon(self._wait_for, pid, descriptor)
-        if start_ticks(pid) != order.start_ticks:
-            return lambda: True  # another process has its number by now
-        return self._alive[pid].is_set
 
-    async def _wait_for(self, pid: int, descriptor: int) -> None:
-        try:
-            await trio.lowlevel.wait_readable(descriptor)
-        finally:
-            os.close(descriptor)
-            self._alive.pop(pid).set()
+def _exit_of(order: KeptOrder) -> Callable[[], bool]:
+    """What tells whether the process has exited. It never does where that cannot be known: in
+    another pid namespace."""
+    began = order.start_ticks
+    return lambda: began is not None and start_ticks(order.pid) != began

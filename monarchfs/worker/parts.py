@@ -243,7 +243,7 @@ class Parts:
         )
         self.cache.lookup.awaited = self.window.awaits
         self.said = Said(self._state_dir, bootstrap.mount_ns)
-        self.announcing = Announcing(self.window if relays else None, self.said, nursery)
+        self.announcing = Announcing(self.window if relays else None, self.said)
         self.commands = Commands(
             self.tree,
             self.cache,

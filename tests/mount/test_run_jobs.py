@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -91,7 +92,7 @@ class Jobs:
         return process
 
     def reading(self, job: int) -> subprocess.Popen[str]:
-        words = ["python3", "-c", READER, str(self.sums), str(self.stop)]
+        words = [sys.executable, "-c", READER, str(self.sums), str(self.stop)]
         process = self.start(job, *words)
         assert next(lines_of(process)) == "reads\n"
         return process

@@ -6,7 +6,6 @@ import os
 import pwd
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import mounting
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import Bench, fuse_mounts, processes_about, wait_for
 
@@ -42,7 +42,7 @@ class Place:
         index = [] if state is None else ["--state-dir", f"{self.path}/{state}"]
         return [
             *self.wrapper(),
-            *(sys.executable, "-m", "monarchfs.cli.main", "run", str(self.source)),
+            *(*mounting.MONARCHFS, "run", str(self.source)),
             *(*storage, *index, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
         ]
 
@@ -100,7 +100,7 @@ class Place:
         return subprocess.run(
             [
                 *(["setpriv", *ids] if self.user else []),
-                *(sys.executable, "-m", "monarchfs.cli.main", "status", *words),
+                *(*mounting.MONARCHFS, "status", *words),
             ],
             env=self.environment,
             capture_output=True,

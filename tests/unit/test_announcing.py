@@ -65,10 +65,10 @@ class Orders:
 class Daemon:
     """Takes announcements on a socket."""
 
-    def __init__(self, path: str, nursery: trio.Nursery) -> None:
+    def __init__(self, path: str) -> None:
         self.path, self.orders = path, Orders()
         self.said = Said(os.path.dirname(path), 1)
-        self.announcing = Announcing(cast(Any, self.orders), self.said, nursery)
+        self.announcing = Announcing(cast(Any, self.orders), self.said)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(path)
         self._socket.listen()
@@ -96,61 +96,24 @@ async def until(condition: Callable[[], bool]) -> None:
             await trio.testing.wait_all_tasks_blocked(0.01)
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def test_the_exit_of_an_announcer_is_seen(tmp_path: Any) -> None:
     async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            daemon = Daemon(str(tmp_path / "socket"), nursery)
-            before = descriptors()
-            first, second = (client(daemon.path, name) for name in ("a", "b"))
-            try:
-                await daemon.run(2)
-                exited = daemon.orders.exited
-                assert [one() for one in exited] == [False, False]
-                # Which of them was first is not known.
-                first.kill()
-                await until(lambda: exited[0]() or exited[1]())
-                assert sorted(one() for one in exited) == [False, True]
-                second.kill()  # nobody waits for it (wait(2)) yet
-                await until(lambda: exited[0]() and exited[1]())
-            finally:
-                for process in (first, second):
-                    process.kill()
-                    process.communicate()
-            await until(lambda: descriptors() < before)
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
-
-
-def test_one_descriptor_is_kept_for_all_orders_of_a_process(tmp_path: Any) -> None:
-    """A job announces each epoch."""
-
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            daemon = Daemon(str(tmp_path / "socket"), nursery)
-            nursery.start_soon(daemon.run, 20)
-            before = descriptors()
-            for _ in range(20):
-                async with await trio.open_unix_socket(daemon.path) as stream:
-                    await stream.send_eof()
-                    while await stream.receive_some():
-                        pass
-            assert descriptors() <= before + 1
-            assert not any(exited() for exited in daemon.orders.exited)
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
-
-
-def test_what_was_announced_from_another_pid_namespace_is_kept(tmp_path: Any) -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            announcing = Announcing(None, Said(str(tmp_path), 1), nursery)
-            assert not announcing._exit_of(KeptOrder("", b"", 0, None))()
+        daemon = Daemon(str(tmp_path / "socket"))
+        first, second = (client(daemon.path, name) for name in ("a", "b"))
+        try:
+            await daemon.run(2)
+            exited = daemon.orders.exited
+            assert [one() for one in exited] == [False, False]
+            # Which of them was first is not known.
+            first.kill()
+            await until(lambda: exited[0]() or exited[1]())
+            assert sorted(one() for one in exited) == [False, True]
+            second.kill()  # nobody waits for it (wait(2)) yet
+            await until(lambda: exited[0]() and exited[1]())
+        finally:
+            for process in (first, second):
+                process.kill()
+                process.communicate()
 
     trio.run(main)
 
@@ -163,17 +126,13 @@ def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path
         said.keep_order(KeptOrder("dead", b"a", 2**22 + 1, 5))
         said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))
         said.keep_order(KeptOrder("living", b"c\0d", os.getpid(), lives))
-        said.keep_order(KeptOrder("unknown", b"e", 0, None))
-        async with trio.open_nursery() as nursery:
-            orders = Orders()
-            await Announcing(cast(Any, orders), said, nursery).resume()
-            assert orders.orders == {
-                "dead": b"a", "other": b"b", "living": b"c\0d", "unknown": b"e"
-            }  # fmt: skip
-            assert [exited() for exited in orders.exited] == [True, True, False, False]
-            assert orders.begun == set(orders.orders)
-            assert [order.stream for order in said.orders()] == list(orders.orders)
-            nursery.cancel_scope.cancel()
+        said.keep_order(KeptOrder("unknown", b"e", 0, None))  # of another pid namespace
+        orders = Orders()
+        await Announcing(cast(Any, orders), said).resume()
+        assert orders.orders == {"dead": b"a", "other": b"b", "living": b"c\0d", "unknown": b"e"}
+        assert [exited() for exited in orders.exited] == [True, True, False, False]
+        assert orders.begun == set(orders.orders)
+        assert [order.stream for order in said.orders()] == list(orders.orders)
 
     trio.run(main)
 

@@ -24,6 +24,7 @@ from monarchfs.supervisor.takeover import (
     OrphanedWorker,
     StandbyConnection,
     Standbys,
+    open_process,
     own,
 )
 from monarchfs.types import OperationError
@@ -157,7 +158,7 @@ def test_what_cannot_be_understood_is_refused(
 
 def test_an_orphan_is_killed_and_seen_to_end() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        worker = OrphanedWorker(os.pidfd_open(process.pid))
+        worker = OrphanedWorker(open_process(process.pid))
         before = worker.reaped
         worker.kill()
         assert process.wait(10) == -signal.SIGKILL

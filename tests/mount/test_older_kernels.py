@@ -1,0 +1,99 @@
+"""Mounts as on Linux 4.18: without the system calls and the settings of FUSE that came later."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.mount.test_run_jobs import Jobs, parent_of
+from tests.support import mounting, older_kernel, surroundings
+from tests.support.mounting import Bench, requires_mounts, wait_for
+from tests.support.older_kernel import ALL_NEWER, NEWER_CALLS
+from tests.support.private_mounts import left_clean, make_place
+from tests.support.processes import READER, Processes, clean_after, some_files
+
+pytestmark = [*requires_mounts, surroundings.requires_namespaces]
+
+NOT_IN_CONTAINERS = ",".join(calls for name, calls in NEWER_CALLS.items() if name != "clone3")
+"""glibc's threads need ENOSYS to go back to clone(2), and containers say that."""
+
+
+class Kernel(NamedTuple):
+    """Which system calls fail how, and the minor version of FUSE, 0 for this kernel's own."""
+
+    code: int
+    numbers: str
+    minor: int = 0
+
+    @property
+    def relays(self) -> bool:
+        """Whether it reads no replica itself: that is later than 7.27, and takes openat2(2)."""
+        return self.minor > 0 or any(
+            one in (ALL_NEWER, NEWER_CALLS["openat2"]) for one in self.numbers.split(",")
+        )
+
+    def assert_in_force(self, worker: int) -> None:
+        supervisor = parent_of(worker)
+        for pid in (worker, supervisor):
+            assert "Seccomp:\t2\n" in Path(f"/proc/{pid}/status").read_text()
+        opened = {os.readlink(place) for place in Path(f"/proc/{supervisor}/fd").iterdir()}
+        # FUSE_NOTIFY_RESEND came with 7.40.
+        assert not self.minor or "/memfd:monarchfs-requests (deleted)" in opened
+
+
+@pytest.fixture(
+    params=[
+        *(
+            pytest.param(Kernel(errno.ENOSYS, calls), id=name)
+            for name, calls in NEWER_CALLS.items()
+        ),
+        pytest.param(Kernel(errno.ENOSYS, ALL_NEWER), id="none", marks=pytest.mark.smoke),
+        pytest.param(Kernel(errno.EPERM, NOT_IN_CONTAINERS), id="EPERM", marks=pytest.mark.smoke),
+        pytest.param(Kernel(errno.ENOSYS, ALL_NEWER, 27), id="FUSE 7.27", marks=pytest.mark.smoke),
+    ]
+)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """All commands run on it."""
+    made: Kernel = request.param
+    words = [sys.executable, older_kernel.__file__, *map(str, made)]
+    monkeypatch.setattr(mounting, "MONARCHFS", words)
+    return made
+
+
+def test_a_mount(work: Bench, processes: Processes, kernel: Kernel) -> None:
+    """Read, listed, its worker killed, unmounted."""
+    source = work.path / "source"
+    some_files(source, 12, 110_000)
+    (source / "long").write_bytes(os.urandom(3_000_000))
+    mount = work.mount(source)
+    reader = processes.start(READER, source, mount.path, "long")
+    assert reader.line() == "reading"
+    worker = mount.worker_pid()
+    kernel.assert_in_force(worker)
+    os.kill(worker, signal.SIGKILL)
+    wait_for(lambda: mount.worker_pid() != worker, "another worker")
+    reader.end()
+    assert os.access(mount.path / "long", os.R_OK)
+    assert mount.status()["data_path"] == ("relay" if kernel.relays else "passthrough")
+    clean_after(work, mount)
+
+
+@pytest.mark.parametrize("user", [False, True], ids=["root", "user"])
+def test_a_mount_of_run(work: Bench, kernel: Kernel, user: bool) -> None:
+    """Its worker is killed, then its supervisor, while a job reads."""
+    with left_clean(make_place(work, user=user)) as place:
+        jobs = Jobs(place)
+        reader = jobs.reading(1)
+        for of in (int, parent_of):
+            worker = jobs.status()["worker"]["pid"]
+            kernel.assert_in_force(worker)
+            os.kill(of(worker), signal.SIGKILL)
+            wait_for(partial(jobs.is_other, worker), "another worker")
+        jobs.ended(reader)
