@@ -6,11 +6,14 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
+#include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/xattr.h>
 #include <unistd.h>
 
-#define LAYOUT_BYTES 4096
+#define LAYOUT "lustre.lov"
+#define FEW_BYTES 4096 /* of a layout of some 170 stripes; the kernel clears as much as it is given room */
 
 /* O_NONBLOCK: if it is a FIFO by now, opening it must not wait for a writer. The flag is cleared after the open,
  * because Lustre's reads honour it. */
@@ -45,11 +48,21 @@ int small_open(int directory_fd, const char *name, dev_t device, const struct mi
 
 int small_archived(int fd)
 {
-	unsigned char layout[LAYOUT_BYTES];
-	ssize_t size = fgetxattr(fd, "lustre.lov", layout, sizeof(layout));
-	if (size < 0)
-		return errno == ENODATA || errno == EOPNOTSUPP ? 0 : errno;
-	return layout_released(layout, (size_t)size) ? MISS_ARCHIVED : 0;
+	unsigned char few[FEW_BYTES], *many = NULL, *layout = few;
+	ssize_t size = fgetxattr(fd, LAYOUT, few, sizeof(few));
+	int error = size < 0 ? errno : 0;
+	if (error == ERANGE) {
+		if (!(layout = many = malloc(XATTR_SIZE_MAX)))
+			return ENOMEM;
+		size = fgetxattr(fd, LAYOUT, many, XATTR_SIZE_MAX);
+		error = size < 0 ? errno : 0;
+	}
+	if (!error && layout_released(layout, (size_t)size))
+		error = MISS_ARCHIVED;
+	else if (error == ENODATA || error == EOPNOTSUPP)
+		error = 0;
+	free(many);
+	return error;
 }
 
 int small_read(int fd, dev_t device, const struct miss_version *version, char *to)
