@@ -250,6 +250,11 @@ class Replica(NamedTuple):
     segment: int = 0
     offset: int = 0
 
+    @property
+    def present_bytes(self) -> int:
+        """How much of the file a partial replica has."""
+        return min(self.size, self.present.count(1) * self.chunk_bytes)
+
     @classmethod
     def found(cls, tier: int, file: TierFile) -> Replica:
         """One that lies in a tier, and that no record knows."""

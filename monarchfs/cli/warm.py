@@ -89,6 +89,9 @@ def summary(what: str, total: Mapping[str, Any]) -> Iterator[str]:
         short = total.get("short_bytes", 0)
         more = f"; {format_bytes(short)} more in the tiers would do" if short else ""
         yield f"no room:  {refused}: read from the source{more}"
+    if total.get("archived"):
+        archived = _files(total["archived"], total.get("archived_bytes", 0))
+        yield f"archived: {archived}: copied when read"
 
 
 def _files(count: int, size: int) -> str:
@@ -135,7 +138,7 @@ class RateEstimate:
 
 
 def _done_bytes(so_far: Mapping[str, Any]) -> int:
-    keys = ("resident_bytes", "moving_bytes", "refused_bytes")
+    keys = ("resident_bytes", "moving_bytes", "refused_bytes", "archived_bytes")
     return sum(int(so_far.get(key, 0)) for key in keys)
 
 
@@ -146,7 +149,7 @@ def _counts(so_far: Mapping[str, Any]) -> str:
     local = so_far.get("resident_bytes", 0) + so_far.get("moving_bytes", 0)
     text = f"{files:,} of {of:,} files, {format_bytes(local)} of"
     text += f" {format_bytes(so_far.get('bytes', 0))}"
-    for key, name in (("refused", "no room"), ("failed", "failed")):
+    for key, name in (("refused", "no room"), ("archived", "archived"), ("failed", "failed")):
         if so_far.get(key):
             text += f", {name} {so_far[key]:,}"
     return text if so_far.get("walked") else f"{text} found so far"

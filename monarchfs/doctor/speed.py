@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from monarchfs.source.open_files import OpenFiles
+
 SOURCE_BYTES = 512 << 20
 """What is read of the source at most; half of it, of a tier, is written and read."""
 LOOK_SECONDS = 1.0
@@ -45,7 +47,8 @@ class TierRates:
 
 def measure_source(root: str, threads: int) -> SourceRates:
     """Reads some files of ``root``, past the page cache if possible; leaves out those that cannot
-    be read. Takes about LOOK_SECONDS + 2 PHASE_SECONDS if the source answers."""
+    be read, or that only an archive has (Lustre HSM). Takes about LOOK_SECONDS + 2 PHASE_SECONDS
+    if the source answers."""
     files = _some_files(root)
     opened = _opens(
         [path for path, size in files if 0 < size <= SMALL_BYTES] or [path for path, _size in files]
@@ -118,11 +121,11 @@ def _opens(paths: list[str]) -> list[float]:
     end = time.monotonic() + PHASE_SECONDS
     # Spread over all: the first ones may be in memory because somebody just looked at them.
     for path in paths[:: max(1, len(paths) // 200)]:
-        begun = time.monotonic()
-        if begun > end:
+        if time.monotonic() > end:
             break
-        if _with_file(path, lambda fd: len(os.pread(fd, 4096, 0))) is not None:
-            times.append(time.monotonic() - begun)
+        seconds = _with_file(path, lambda fd: os.pread(fd, 4096, 0))
+        if seconds is not None:
+            times.append(seconds)
     return times
 
 
@@ -134,7 +137,7 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     end = begun + PHASE_SECONDS
 
     def read(number: int) -> None:
-        def stream(fd: int) -> int:
+        def stream(fd: int) -> None:
             offset = 0
             while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
                 size = len(os.pread(fd, _BLOCK, offset))
@@ -142,7 +145,6 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
                     break
                 offset += size
                 totals[number] += size
-            return offset
 
         while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
             try:
@@ -159,16 +161,22 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     return sum(totals), max(time.monotonic() - begun, 1e-9)
 
 
-def _with_file(path: str, use: Callable[[int], int]) -> int | None:
-    """What ``use`` makes of a file, dropped from memory first; None if it cannot be read."""
+def _with_file(path: str, use: Callable[[int], object]) -> float | None:
+    """Has ``use`` read a file, dropped from memory first: the seconds of opening, that, and
+    closing. None if it cannot be read, or if that would bring it back from an archive, or might."""
+    begun = time.monotonic()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
+        opened = time.monotonic()
+        OpenFiles(0).layout(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return use(fd)
+        begun += time.monotonic() - opened
+        use(fd)
     except OSError:
         return None
     finally:
         os.close(fd)
+    return time.monotonic() - begun

@@ -159,7 +159,7 @@ class Reasons:
             return nonresident.local_bytes
         if record is None or record.state is not ReplicaState.PARTIAL:
             return 0
-        return min(node.stat.size, record.present.count(1) * record.chunk_bytes)
+        return record.present_bytes
 
 
 def _rest(node: Node, record: Replica | None, local: int) -> int:

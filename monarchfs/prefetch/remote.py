@@ -121,7 +121,9 @@ class RemoteFile:
 
     async def _to_fetch(self, lane: Lane) -> int:
         """The descriptor. Raises as ``open``, and Archived."""
-        if lane is Lane.BACKGROUND and self.layout is None and self._source.has_layouts:
+        # What is mounted below the source may be a Lustre where the source is none.
+        may_have = self._source.has_layouts or self.version.device
+        if lane is Lane.BACKGROUND and self.layout is None and may_have:
             self.layout = await self._source.layout(await self.open(lane), lane)
         return await self.open(lane)
 
@@ -145,7 +147,7 @@ class RemoteFile:
 
     def close_soon(self) -> None:
         """Close the descriptor, if there is one; nobody may be reading."""
-        fd, self.fd, self._as_is = self.fd, -1, False
+        fd, self.fd, self._as_is, self.layout = self.fd, -1, False, None
         direct, self._direct = self._direct.close(), DirectDescriptor()
         for descriptor in (direct, fd):
             if descriptor >= 0:

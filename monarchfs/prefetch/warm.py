@@ -74,11 +74,11 @@ class WarmCounts:
     """So far. Found at and below the paths: ``files`` of ``bytes``, and ``directories``.
 
     Of them ``resident``, all of whose bytes are local (``copied``: since it was asked for),
-    ``refused`` for want of room, with ``refused_bytes`` that did not fit, and ``failed``, with the
-    first ``error``; also a directory that cannot be listed counts as one that failed. At the end
-    ``short_bytes`` more in the tiers would have been enough for all of them. ``partial``
-    and ``remote`` files are a check's, ``local_bytes`` what is on this node. ``walked``: all names
-    are known.
+    ``refused`` for want of room, with ``refused_bytes`` that did not fit, ``archived``, which only
+    readers bring back, and ``failed``, with the first ``error``; also a directory that cannot be
+    listed counts as one that failed. At the end ``short_bytes`` more in the tiers would have been
+    enough for all of them. ``partial`` and ``remote`` files are a check's, ``local_bytes`` what is
+    on this node. ``walked``: all names are known.
     """
 
     files: int = 0
@@ -94,6 +94,8 @@ class WarmCounts:
     refused: int = 0
     refused_bytes: int = 0
     short_bytes: int = 0
+    archived: int = 0
+    archived_bytes: int = 0
     failed: int = 0
     error: str = ""
     walked: bool = False
@@ -244,7 +246,7 @@ class Warm:
                 record = self._cache.state(ino)
                 if record is not None and record.state is ReplicaState.PARTIAL:
                     counts.partial += 1
-                    counts.local_bytes += min(size, record.present.count(1) * record.chunk_bytes)
+                    counts.local_bytes += record.present_bytes
                 else:
                     counts.remote += 1
         # Where nothing has to be done for it. Each once: there are hard links.
@@ -282,13 +284,15 @@ class Warm:
         elif reason.cause is Cause.FOREIGN if reason else record and not self._cache.keeps_foreign:
             return  # the rest is the owners' to copy
         elif reason is not None and reason.cause in _REFUSED:
-            local = 0 if record is None else record.present.count(1) * record.chunk_bytes
-            if (fill := self._jobs.files.get(ino)) is not None:
-                local = max(local, fill.local_bytes)
+            fill = self._jobs.files.get(ino)
+            local = max(record.present_bytes if record else 0, fill.local_bytes if fill else 0)
             missing = max(0, node.stat.size - local)
             counts.refused += names
             counts.refused_bytes += missing
             self._refused_need += self._cache.usage.room_for(missing)[0]
+        elif reason is not None and reason.cause is Cause.ARCHIVED:
+            counts.archived += names
+            counts.archived_bytes += names * node.stat.size
         else:
             text = "it was not copied" if reason is None else reason.text
             self._fail(self._path(node.parent, node.name), OperationError(text), names)
@@ -383,11 +387,7 @@ class Warming:
         await warm.run(roots)
         del self._under_way[warm]
         self._note()
-        counts = warm.counts
-        log.info(
-            "warmed (%s): %d files, %d resident, %d refused, %d failed",
-            *(warm.what.value, counts.files, counts.resident, counts.refused, counts.failed),
-        )
+        log.info("warmed (%s): %s", warm.what.value, warm.counts)
 
     def _note(self) -> None:
         noted: list[tuple[str, list[int]]] = []

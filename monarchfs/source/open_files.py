@@ -9,6 +9,7 @@ from contextlib import suppress
 from monarchfs.engine.units import Unit
 from monarchfs.source.direct import DirectDescriptor, DirectReads
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
+from monarchfs.system.file_system_type import LUSTRE, file_system_type
 from monarchfs.types import Archived, SourceChanged, SourceStat, SourceVersion
 
 
@@ -88,9 +89,17 @@ def knows_layouts(root_fd: int) -> bool:
     try:
         os.getxattr(b"/proc/self/fd/%d" % root_fd, ATTRIBUTE)
     except OSError as error:
-        # Lustre alone has attributes whose names begin like this one.
-        return error.errno == errno.ENODATA
+        # Lustre alone has attributes whose names begin like this one. It may fail, or be down.
+        return error.errno == errno.ENODATA or _is_lustre(root_fd)
     return True
+
+
+def _is_lustre(fd: int) -> bool:
+    """True also where that is not known."""
+    try:
+        return file_system_type(fd) == LUSTRE
+    except OSError:
+        return True
 
 
 def _advise(fd: int, offset: int, size: int, advice: int) -> None:

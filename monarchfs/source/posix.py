@@ -231,8 +231,7 @@ class PosixSource(OpenFiles):
         ``open``, and Archived."""
         fd, _st = self.open(directory, name)
         try:
-            if self.has_layouts:
-                self.layout(fd)
+            self.layout(fd)
             # From the server: some file systems do not report reads of cached bytes to it.
             os.posix_fadvise(fd, 0, 1, os.POSIX_FADV_DONTNEED)
             os.pread(fd, 1, 0)

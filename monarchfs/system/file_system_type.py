@@ -6,6 +6,7 @@ import ctypes
 import os
 
 FUSE = 0x65735546
+LUSTRE = 0x0BD00BD0
 IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 """tmpfs, ramfs."""
 

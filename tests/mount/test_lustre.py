@@ -14,7 +14,7 @@ import pytest
 
 from bench.pfs import INSTANT, ParallelFileSystem, set_layout
 from tests.support import surroundings
-from tests.support.mounting import Bench, requires_mounts, run
+from tests.support.mounting import Bench, requires_mounts, run, wait_for
 
 pytestmark = [*requires_mounts, surroundings.program("gcc"), surroundings.requires_own_clone]
 
@@ -60,6 +60,59 @@ def asked(*command: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
+
+
+def test_nothing_but_a_reader_recalls(work: Bench, backing: Path, lustre: Lustre) -> None:
+    """Not one of the commands, nor copying ahead of readers; and what is there is copied."""
+    small = write(backing / "d" / "small", 5000, released=True)
+    large = write(backing / "d" / "large", 3 * MIB, stripes=3, released=True)
+    for name in ("near", "nearer"):
+        write(backing / "d" / name, 2000)
+    write(backing / "d" / "near and large", 3 * MIB)
+    pfs = lustre()
+    source, tier = str(pfs.path), f"{work.path}/planned=1G"
+    doctor = asked("doctor", source, "--tier", tier)
+    rates = next(check for check in doctor["checks"] if check["name"] == "source_speed")
+    assert rates["sampled_bytes"] == 3 * MIB + 4000  # of all that are there
+    asked("plan", source, "--tier", tier)
+    assert pfs.requests().recall == 0
+
+    mount = work.mount(pfs.path, "--prefetch", "all", "--touch-source", "1h")
+    point = str(mount.path)
+    warmed = asked("warm", point, "--wait")
+    assert (warmed["resident"], warmed["archived"], warmed["failed"]) == (3, 2, 0)
+    assert warmed["archived_bytes"] == 3 * MIB + 5000
+    for path in sorted(mount.path.rglob("*")):
+        path.stat()
+        for name in os.listxattr(path):
+            os.getxattr(path, name)
+    why = asked("why", f"{point}/d/small", f"{point}/d/large")
+    assert [path["cause"] for path in why["paths"]] == ["in the archive"] * 2
+    (mount.path / "d" / "small").open("rb").close()  # opened is not read
+    asked("pin", point, "d")
+    asked("evict", point, "d")
+    asked("refresh", point, "d")
+    asked("warm", point, "d", "--wait")
+    asked("warm", point, "d", "--metadata", "--wait")
+    assert run("warm", point, "--check").returncode == 1
+    assert pfs.requests().recall == 0
+
+    assert (mount.path / "d" / "small").read_bytes() == small
+    assert (mount.path / "d" / "large").read_bytes() == large
+    assert pfs.requests().recall == 2
+    wait_for(lambda: asked("status", point)["files"]["resident"] == 5, "them to be copied")
+
+
+def test_a_summary_says_what_the_archive_has(work: Bench, backing: Path, lustre: Lustre) -> None:
+    write(backing / "there", 1000)
+    write(backing / "taped", 5000, released=True)
+    mount = work.mount(lustre().path)
+    done = run("warm", str(mount.path), "--wait")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        "resident: 1 file, 1000 bytes of 2 files, 5.9K (copied now: 1 file, 1000 bytes)",
+        "archived: 1 file, 4.9K: copied when read",
+    ]
 
 
 @pytest.mark.parametrize("stripes", [171, 300, 2000])
