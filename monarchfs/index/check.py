@@ -1,6 +1,7 @@
 """Walk an index: ``python -I -m monarchfs.index.check [--deep] INDEX_DIRECTORY``.
 
-Exits 0 if it is sound, 1 with lines on stdout if not; LMDB may also end the process by a signal.
+Exits 0 if it is sound, DAMAGED with lines on stdout if not; LMDB may also end the process by a
+signal. Other codes: it could not be read, for want of memory or descriptors, which says nothing.
 Writes nothing. Without ``--deep``: every page can be read, also those of the list of free pages;
 every table has as many rows as it says, and their keys and values have the right lengths. With it,
 also: every record can be decoded, and the records agree with each other. An environment of another
@@ -36,6 +37,7 @@ from monarchfs.index.records import (
     STALE,
     TIER_INO,
 )
+from monarchfs.index.recovery import DAMAGED
 
 MAX_LINES = 100
 
@@ -44,6 +46,9 @@ _TAKEN_BYTES = 16 << 20
 
 _DAMAGE = (lmdb.Error, struct.error, zlib.error, LookupError, ValueError, TypeError)
 """What decoding a damaged record may raise."""
+
+_WANT = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE})
+"""Errors that are about this process."""
 
 _KEY_BYTES = {
     b"nodes": ID.size,
@@ -143,6 +148,8 @@ def _report(path: str, *, deep: bool) -> Iterator[str]:
     try:
         yield from check(path, deep=deep)
     except _DAMAGE as error:
+        if getattr(error, "code", None) in _WANT:
+            raise
         yield f"a page or record of the index cannot be read: {error}"
 
 
@@ -157,7 +164,7 @@ def main(arguments: list[str]) -> int:
     lines = list(islice(_report(paths[0], deep=deep), MAX_LINES))
     for line in lines:
         print(line)
-    return 1 if lines else 0
+    return DAMAGED if lines else 0
 
 
 if __name__ == "__main__":

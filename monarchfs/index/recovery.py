@@ -9,6 +9,7 @@ one that may have killed a process, whatever its mark says (``mark_suspect``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -32,6 +33,9 @@ _SUSPECT = "suspect"
 _ASIDE = re.compile(re.escape(INDEX_DIRECTORY) + r"\.bad-([1-9][0-9]{0,8})\Z")
 _ASIDE_KEPT = 2
 _OURS = frozenset({DATA_FILE, "lock.mdb", _MARK, f"{_MARK}.new"})
+
+DAMAGED = 3
+"""The exit code of the check of an index that is not sound."""
 
 CHECK_SECONDS = 20.0
 PROBLEMS_SECONDS = 600.0
@@ -139,7 +143,7 @@ def check_in_child(directory: str, *, deadline_seconds: float = CHECK_SECONDS) -
     """Walk the index of the state directory ``directory`` in a child process: can it be read?
 
     Blocks for about two seconds per million files, at most ``deadline_seconds`` (then: False).
-    Raises OSError if the directory cannot be opened or the child not started.
+    Raises OSError if the directory cannot be opened, or the child cannot do its work.
     """
     try:
         return _run_check(directory, [], subprocess.DEVNULL, deadline_seconds).returncode == 0
@@ -160,8 +164,6 @@ def problems(directory: str, *, deadline_seconds: float = PROBLEMS_SECONDS) -> l
     lines = done.stdout.decode("utf-8", "backslashreplace").splitlines()
     if done.returncode < 0:
         lines.append(f"reading the index ended in {signal.Signals(-done.returncode).name}")
-    elif done.returncode != 0 and not lines:
-        lines.append(f"the check of the index ended with exit code {done.returncode}")
     return lines
 
 
@@ -172,7 +174,7 @@ def _run_check(
     descriptor = os.open(Path(directory, INDEX_DIRECTORY), os.O_PATH | os.O_DIRECTORY)
     path = f"/proc/self/fd/{descriptor}"
     try:
-        return subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-I", "-m", "monarchfs.index.check", *options, path],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -184,6 +186,12 @@ def _run_check(
         )
     finally:
         os.close(descriptor)
+    if done.returncode > 0 and done.returncode != DAMAGED:
+        raise OSError(
+            errno.ENOMEM,
+            "the index cannot be checked: is memory short, or limited (ulimit -v, ulimit -n)?",
+        )
+    return done
 
 
 def set_aside(directory: str) -> str | None:

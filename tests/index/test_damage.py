@@ -246,6 +246,30 @@ def test_the_check_has_an_end(tmp_path: Path) -> None:
     assert "did not end" in line
 
 
+@pytest.mark.parametrize(
+    "limit", ["RLIMIT_AS, 500 << 20", "RLIMIT_AS, 40 << 20", "RLIMIT_NOFILE, 4"]
+)
+def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: str) -> None:
+    """Set aside for that, or by fsck --repair, a sound index would be lost."""
+    full(tmp_path)
+    program = (
+        "import resource, subprocess, sys; from monarchfs.index import check_in_child, problems\n"
+        f"which, most = resource.{limit}\n"
+        "prepare = lambda: resource.setrlimit(which, (most, most))\n"
+        "run = subprocess.run\n"
+        "subprocess.run = lambda *a, **k: run(*a, preexec_fn=prepare, **k)\n"
+        "for check in (check_in_child, problems):\n"
+        "    try: print(check(sys.argv[1]))\n"
+        "    except OSError as error: print(error.strerror)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True
+    )
+    assert [line[:31] for line in done.stdout.splitlines()] == 2 * [
+        "the index cannot be checked: is"
+    ]
+
+
 def test_problems_of_a_damaged_page_are_said_not_raised(tmp_path: Path) -> None:
     data = filled(tmp_path)
     os.truncate(data, 40_000)
