@@ -35,7 +35,7 @@ _WORKER_SECONDS = 20.0
 _WORKER_PROGRAM = """\
 import ctypes, importlib.metadata, json, sys
 import monarchfs.worker.__main__
-fuse = ctypes.CDLL("libfuse3.so.3").fuse_pkgversion
+fuse = ctypes.CDLL(None).fuse_pkgversion
 fuse.restype = ctypes.c_char_p
 print(json.dumps({
     "python": sys.version.split()[0],
@@ -43,6 +43,7 @@ print(json.dumps({
     "libfuse": fuse().decode(),
 }))
 """
+"""libfuse is what the worker has loaded (as global symbols), whatever the number of its ABI."""
 
 
 def release_of(text: str) -> tuple[int, int]:
