@@ -39,17 +39,8 @@ def run(*command: str) -> None:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """An ext4 of 32 MiB, mounted."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, for a loop device: sudo make test")
-    image, mounted = tmp_path / "image", tmp_path / "disk"
-    with open(image, "wb") as file:
-        file.truncate(32 << 20)
-    mounted.mkdir()
-    try:
-        run("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
-        run("mount", "-o", "loop", str(image), str(mounted))
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(surroundings.no_loop_device() or f"needs a loop device: {error}")
+    mounted = tmp_path / "disk"
+    surroundings.mount_ext4(tmp_path / "image", mounted, 32 << 20, "-m", "0")
     before = shared_memory()
     try:
         yield mounted

@@ -138,14 +138,7 @@ def coarse(work: Bench) -> Iterator[Path]:
     """A source whose times are whole seconds: inodes of 128 bytes have no room for more (ext4(5)).
     Others give each time that somebody saw to one change only, since Linux 6.13."""
     image, point = work.path / "image", work.path / "coarse"
-    image.touch()
-    os.truncate(image, 16 * MIB)
-    point.mkdir()
-    make = ["mkfs.ext4", "-q", "-F", "-I", "128", "-O", "^has_journal", str(image)]
-    for command in (make, ["mount", "-o", "loop", str(image), str(point)]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(surroundings.no_loop_device() or f"needs ext4: {done.stderr.strip()}")
+    surroundings.mount_ext4(image, point, 16 * MIB, "-I", "128", "-O", "^has_journal")
     try:
         yield point
     finally:

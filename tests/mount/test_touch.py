@@ -19,14 +19,8 @@ pytestmark = requires_mounts
 def strict(work: Bench) -> Iterator[Path]:
     """An ext4 that is mounted with strictatime."""
     image, point = work.path / "image", work.path / "strict"
-    image.touch()
-    os.truncate(image, 32 << 20)
-    point.mkdir()
-    make = ["mkfs.ext4", "-q", "-F", "-O", "^has_journal", str(image)]
-    for command in (make, ["mount", "-o", "loop,strictatime", str(image), str(point)]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            pytest.skip(surroundings.no_loop_device() or f"needs ext4: {done.stderr.strip()}")
+    options = "loop,strictatime"
+    surroundings.mount_ext4(image, point, 32 << 20, "-O", "^has_journal", options=options)
     source = point / "data"
     source.mkdir()
     for name in ("used", "idle"):

@@ -47,15 +47,7 @@ def small(path: Path) -> Iterator[Path]:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """An ext4 of 32 MiB, with blocks as on a larger one."""
-    image, mounted = tmp_path / "image", tmp_path / "disk"
-    with open(image, "wb") as file:
-        file.truncate(32 << 20)
-    mounted.mkdir()
-    make = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-m", "0", str(image)]
-    for command in (make, ["mount", "-o", "loop", str(image), str(mounted)]):
-        try:
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError) as error:
-            pytest.skip(surroundings.no_loop_device() or f"needs a loop device: {error}")
+    mounted = tmp_path / "disk"
+    surroundings.mount_ext4(tmp_path / "image", mounted, 32 << 20, "-b", "4096", "-m", "0")
     yield mounted
     subprocess.run(["umount", "-l", mounted], check=True)

@@ -89,12 +89,12 @@ def no_namespaces() -> str:
 
 
 @cache
-def no_loop_device() -> str:
+def _no_loop_device() -> str:
     """Why no file can be mounted as a disk here, in a few words."""
     if os.geteuid() != 0:
         return "needs root, for a loop device: sudo make test"
-    if not shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"):
-        return "needs mkfs.ext4: apt-get install e2fsprogs"
+    if not shutil.which("mkfs.ext4"):
+        return "needs mkfs.ext4: apt-get install e2fsprogs, and /usr/sbin in PATH"
     try:
         with open("/dev/loop-control", "rb"):
             pass
@@ -173,6 +173,21 @@ def mount_tmpfs(path: Path, options: str = "mode=1777") -> None:
     if "CAP_SYS_ADMIN" not in capabilities():
         pytest.skip("needs leave to mount a tmpfs: for a container: --cap-add SYS_ADMIN")
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
+
+
+def mount_ext4(image: Path, point: Path, size: int, *make: str, options: str = "loop") -> None:
+    """Mounts a new one of ``size`` bytes, which lies in the file ``image``, on ``point``. Both are
+    made here; the test unmounts. Skips where that cannot be. ``make``: options of mkfs.ext4(8)."""
+    if reason := _no_loop_device():
+        pytest.skip(reason)
+    image.touch()
+    os.truncate(image, size)
+    point.mkdir()
+    made = ["mkfs.ext4", "-q", "-F", *make, str(image)]
+    for command in (made, ["mount", "-o", options, str(image), str(point)]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"needs ext4 on a loop device: {done.stderr.strip()}")
 
 
 def _needed(reason: str) -> pytest.MarkDecorator:
