@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import surroundings
-from tests.support.fake_mounts import device_mode
+from tests.support.fake_mounts import device_mode, no_own_device
 from tests.support.mounting import Bench, bench
 
 pytest_plugins = ["tests.support.repeating"]
@@ -19,6 +20,7 @@ settings.register_profile(
 )
 
 
+BEFORE = pytest.StashKey[set[Path]]()
 QUICK_FOLDERS = ("unit", "insight", "layers", "placement", "index", "source", "store", "model")
 
 
@@ -45,9 +47,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if is_quick(item) is wanted]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     surroundings.heed_signals()
+    no_own_device()
     settings.load_profile("busy machine")
+    config.stash[BEFORE] = users_directories()
+
+
+def users_directories() -> set[Path]:
+    """Where commands of users without a session keep their sockets (`config.places`)."""
+    return set(Path("/tmp").glob("monarchfs-[0-9]*"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What commands of other users leave behind, empty, goes; not while others run tests."""
+    if not hasattr(config, "workerinput"):
+        for left in users_directories() - config.stash[BEFORE]:
+            for path in (left / "run", left):
+                with suppress(OSError):  # somebody else's run began meanwhile
+                    path.rmdir()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

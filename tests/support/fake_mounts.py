@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import os
 import pwd
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarchfs.control import registration
+from monarchfs.fuse.mount import DEVICE
+from monarchfs.supervisor.namespace import bind, leave_for_own
+from monarchfs.types import OperationError
 from tests.support import surroundings
 from tests.support.mounting import as_user, fuse_mounts, processes_about, report_on, wait_for
 from tests.support.timing import Stopwatch
@@ -128,20 +133,44 @@ def area(path: Path, user: str | None) -> Iterator[Area]:
             subprocess.run(["umount", "-l", point], check=False)
 
 
+@cache
+def no_own_device() -> str:
+    """Gives this process, and what it starts from now on, a /dev/fuse of its own in a mount
+    namespace of its own: tests leave the machine's as it is, and what they leave mounted goes with
+    them. Empty, or why that cannot be."""
+    if os.geteuid() != 0:
+        return "this is not root"
+    try:
+        st = os.stat(DEVICE)
+        leave_for_own()
+        with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as place:
+            # /tmp may be mounted nodev.
+            subprocess.run(["mount", "-t", "tmpfs", "none", place], check=True)
+            try:
+                os.mknod(f"{place}/fuse", stat.S_IFCHR, st.st_rdev)
+                os.chmod(f"{place}/fuse", stat.S_IMODE(st.st_mode))
+                bind(f"{place}/fuse", DEVICE)
+            finally:
+                subprocess.run(["umount", "--lazy", place], check=True)
+    except (OSError, OperationError, subprocess.CalledProcessError) as error:
+        return str(error)
+    return ""
+
+
 @contextmanager
 def device_mode(mode: int) -> Iterator[None]:
-    """/dev/fuse with another mode for a while, in which no other run of tests changes it."""
-    with open("/dev/fuse", "rb", buffering=0) as device:
-        fcntl.flock(device, fcntl.LOCK_EX)
-        before = os.fstat(device.fileno()).st_mode & 0o777
-        try:
-            os.chmod("/dev/fuse", mode)
-        except OSError as error:
-            pytest.skip(f"needs to change the mode of /dev/fuse ({error.strerror}): chmod 666")
-        try:
-            yield
-        finally:
-            os.chmod("/dev/fuse", before)
+    """/dev/fuse with another mode for a while; skips where that is the machine's own."""
+    before = stat.S_IMODE(os.stat(DEVICE).st_mode)
+    if before == mode:
+        yield
+        return
+    if reason := no_own_device():
+        pytest.skip(f"needs a {DEVICE} of its own ({reason}): chmod {mode:o} {DEVICE}")
+    os.chmod(DEVICE, mode)
+    try:
+        yield
+    finally:
+        os.chmod(DEVICE, before)
 
 
 def registered(work: Area) -> registration.Registered:
