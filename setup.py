@@ -1,6 +1,7 @@
 """Build of the C part. Everything else is declared in pyproject.toml."""
 
 import subprocess
+from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -43,6 +44,8 @@ ENGINE = ("_waiting", "_misses", "_miss_entries", "_small_file", "_names", "_lay
 UNITS = ("_units", "_unit")
 PEERS = ("_bindings", "_fetch", "_places", "_want")
 
+# Also what a source distribution takes along, so each has all of them.
+HEADERS = sorted(glob("monarchfs/*/*.h"))
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64"]
 
 setup(
@@ -54,10 +57,7 @@ setup(
                 *(f"monarchfs/fuse/{part}.c" for part in PARTS),
                 *(f"monarchfs/engine/{part}.c" for part in ENGINE),
             ],
-            depends=[
-                *(f"monarchfs/fuse/{part}.h" for part in PARTS[1:]),
-                *(f"monarchfs/engine/{part}.h" for part in ENGINE),
-            ],
+            depends=HEADERS,
             extra_compile_args=[
                 *(pkg_config("--cflags") or ["-I/usr/include/fuse3"]),
                 *FLAGS,
@@ -68,30 +68,33 @@ setup(
         Extension(
             "monarchfs.store._records",
             ["monarchfs/store/_records.c"],
+            depends=HEADERS,
             extra_compile_args=FLAGS,
         ),
         Extension(
             "monarchfs.source._stats",
             ["monarchfs/source/_stats.c"],
+            depends=HEADERS,
             extra_compile_args=FLAGS,
         ),
         Extension(
             "monarchfs.peers._owners",
             ["monarchfs/peers/_owners.c"],
+            depends=HEADERS,
             extra_compile_args=FLAGS,
             extra_link_args=["-lm"],
         ),
         Extension(
             "monarchfs.peers._replicas",
             [f"monarchfs/peers/{part}.c" for part in PEERS],
-            depends=[f"monarchfs/peers/{part}.h" for part in PEERS[1:]],
+            depends=HEADERS,
             extra_compile_args=[*FLAGS, "-pthread"],
             extra_link_args=["-lcurl"],
         ),
         Extension(
             "monarchfs.engine._units",
             [f"monarchfs/engine/{part}.c" for part in UNITS],
-            depends=["monarchfs/engine/_unit.h", "monarchfs/fuse/_nonresident.h"],
+            depends=HEADERS,
             extra_compile_args=[*FLAGS, "-pthread"],
         ),
     ],
