@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -99,6 +100,16 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(
         ".__init__"
     )
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Another package may bring it, and leave it out one day."""
+    text = (PACKAGE.parent / "pyproject.toml").read_text("utf-8")
+    lists = re.findall(r"^(?:dependencies|darshan) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
+    declared = {re.split(r"[^\w-]", word)[0] for word in re.findall(r'"(.*?)"', "".join(lists))}
+    imported = {name.split(".")[0] for _unit, _file, name in IMPORTS}
+    others = imported - sys.stdlib_module_names - {"monarchfs", "tomllib"}
+    assert others == {name.replace("-", "_") for name in declared}
 
 
 @pytest.mark.parametrize("library", sorted(ONLY_USER))
