@@ -26,6 +26,7 @@ _BATCH_BYTES = 32 << 10
 
 _NEEDS_PATH = ("pin", "unpin")
 _DONE = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted"}
+_KEPT = {"unpin": "below another pinned directory", "evict": "open or pinned"}
 
 
 def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -140,8 +141,18 @@ def describe(command: str, result: Mapping[str, Any]) -> str:
         return _counts(result)
     files, size = result.get("files", 0), result.get("bytes", 0)
     text = f"{_DONE[command]} {files} {'file' if files == 1 else 'files'}, {format_bytes(size)}"
-    kept = result.get("kept", 0)
-    return text + (f", kept {kept} that are open or pinned" if kept else "")
+    if kept := result.get("kept", 0):
+        text += f", kept {kept} that are {_KEPT[command]}"
+    if command == "pin" and (unseen := list(_unseen(result))):
+        text += f" so far, and what else lies there: {', '.join(unseen)}"
+    return text
+
+
+def _unseen(result: Mapping[str, Any]) -> Iterator[str]:
+    if directories := result.get("not_listed", 0):
+        yield f"{directories} {'directory' if directories == 1 else 'directories'} not listed yet"
+    if names := result.get("not_looked_at", 0):
+        yield f"{names} {'name' if names == 1 else 'names'} not looked at yet"
 
 
 def _counts(result: Mapping[str, Any]) -> str:

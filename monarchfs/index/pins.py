@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from monarchfs.index.records import ID, PLACE, node_place
@@ -24,8 +25,14 @@ class Pins(Tables):
         self._count_pins()
 
     def unpin(self, ino: int) -> None:
-        """Remove the pin of ``ino`` itself, if there is one."""
-        self._write(lambda txn: txn.delete(ID.pack(ino), db=self._db.pins))
+        """Remove the pins of ``ino`` and of all below it, if there are any."""
+        keys = [ID.pack(pin) for pin in self.pins() if ino in self._climb(pin)]
+
+        def remove(txn: Any) -> None:
+            for key in keys:
+                txn.delete(key, db=self._db.pins)
+
+        self._write(remove)
         self._count_pins()
 
     def pins(self) -> list[int]:
@@ -39,19 +46,19 @@ class Pins(Tables):
         Costs about a microsecond a level, and nothing if there is no pin at all. Of a file with
         several names, the one where it was last found counts.
         """
-        if not self._pin_count:
-            return False
+        return bool(self._pin_count) and any(
+            self._get(self._db.pins, ID.pack(one)) is not None for one in self._climb(ino)
+        )
+
+    def _climb(self, ino: int) -> Iterator[int]:
+        """``ino`` and the directories above it, up to the root or as far as they are known."""
         climbed: set[int] = set()
-        while ino not in climbed:
-            key = ID.pack(ino)
-            if self._get(self._db.pins, key) is not None:
-                return True
-            if ino == ROOT_INO or (value := self._get(self._db.nodes, key)) is None:
-                return False
+        while ino not in climbed:  # a directory that was moved below its own descendant, half seen
+            yield ino
+            if ino == ROOT_INO or (value := self._get(self._db.nodes, ID.pack(ino))) is None:
+                return
             climbed.add(ino)
             ino = PLACE.unpack_from(value)[0]
-        # A directory that was moved below its own former descendant, half seen.
-        return False
 
     def _count_pins(self) -> None:
         self._pin_count = self._count_rows(self._db.pins)

@@ -25,7 +25,7 @@ from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.warm import Warm, Warming, What
-from monarchfs.types import EvictionPolicy, MonarchError, Node, OperationError
+from monarchfs.types import ROOT_INO, EvictionPolicy, MonarchError, Node, OperationError
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +57,22 @@ Talk = Callable[[dict[str, Any], trio.SocketStream], Awaitable[dict[str, Any]]]
 
 @dataclass(slots=True)
 class DoneCounts:
-    """``files`` and ``bytes`` of the source that were processed; ``kept`` files that were not."""
+    """``files`` and ``bytes`` of the source that were processed; ``kept`` files that were not;
+    ``not_listed`` directories and names that were ``not_looked_at`` may stand for more files."""
 
     files: int = 0
     bytes: int = 0
     kept: int = 0
+    not_listed: int = 0
+    not_looked_at: int = 0
+
+    def add(self, file: Node, done: bool | None) -> None:
+        """``done`` is None where there was nothing to do."""
+        if done:
+            self.files += 1
+            self.bytes += file.stat.size
+        elif done is not None:
+            self.kept += 1
 
 
 class Commands:
@@ -133,18 +144,23 @@ class Commands:
         nodes = [await self._finder.find(path) for path in paths]
         if request["command"] == "warm":
             return await self._warm(nodes, request, so_far)
-        counts = DoneCounts()
+        counts, index, command = DoneCounts(), self._cache.index, request["command"]
         for node in nodes:
-            match request["command"]:
-                case "pin":
-                    self._cache.index.pin(node.ino)
-                case "unpin":
-                    self._cache.index.unpin(node.ino)
-            async for file in self._files_below(node):
-                if request["command"] != "evict" or self._evict(file, counts):
-                    counts.files += 1
-                    counts.bytes += file.stat.size
+            held = node.ino != ROOT_INO and index.pinned(node.parent)
+            if command == "pin":
+                index.pin(node.ino)
+            async for file in self._files_below(node, counts):
+                match command:
+                    case "evict":
+                        done = self._evict(file)
+                    case "unpin":
+                        done = not held if index.pinned(file.ino) else None
+                    case _:
+                        done = True
+                counts.add(file, done)
                 so_far.update(asdict(counts))
+            if command == "unpin":
+                index.unpin(node.ino)
         return asdict(counts)
 
     async def _refresh_all(
@@ -213,31 +229,29 @@ class Commands:
             )
         return {"ended": warm.done.is_set(), **asdict(warm.counts)}
 
-    async def _files_below(self, node: Node) -> AsyncIterator[Node]:
+    async def _files_below(self, node: Node, counts: DoneCounts) -> AsyncIterator[Node]:
         """The regular files at or below a node whose attributes are known."""
         if node.stat.is_regular:
             yield node
         directories = [node.ino] if node.stat.is_directory else []
         while directories:
             ino, cookie = directories.pop(), 0
+            counts.not_listed += self._tree.index.listing(ino) is None
             while entries := self._tree.index.entries(ino, cookie, BATCH):
                 cookie = entries[-1][0].cookie
                 for _dirent, child in entries:
-                    if child is None or child.outdated:
+                    if child is None:
+                        counts.not_looked_at += 1
+                    elif child.outdated:
                         continue
-                    if child.stat.is_directory:
+                    elif child.stat.is_directory:
                         directories.append(child.ino)
                     elif child.stat.is_regular:
                         yield child
                 await trio.lowlevel.checkpoint()
 
-    def _evict(self, node: Node, counts: DoneCounts) -> bool:
-        if self._cache.state(node.ino) is None:
-            return False
-        if self._cache.evict(node.ino):
-            return True
-        counts.kept += 1
-        return False
+    def _evict(self, node: Node) -> bool | None:
+        return None if self._cache.state(node.ino) is None else self._cache.evict(node.ino)
 
 
 async def _unless_broken(talk: Callable[[], Any], command: trio.CancelScope) -> None:

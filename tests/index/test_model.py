@@ -217,7 +217,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(ino=INOS)
     def unpin(self, ino: int) -> None:
         self.index.unpin(ino)
-        self.pins.discard(ino)
+        self.pins = {pin for pin in self.pins if ino not in self.climb(pin)}
 
     # Replicas.
 
@@ -479,15 +479,17 @@ class IndexMachine(RuleBasedStateMachine):
         assert self.index.segment_replicas() == sharing
 
     def expected_pin(self, ino: int) -> bool:
-        climbed = set()
+        return not self.pins.isdisjoint(self.climb(ino))
+
+    def climb(self, ino: int) -> set[int]:
+        """It, and all above it."""
+        climbed: set[int] = set()
         while ino not in climbed:
-            if ino in self.pins:
-                return True
             climbed.add(ino)
             if ino == ROOT_INO or ino not in self.nodes:
-                return False
+                break
             ino = self.nodes[ino].parent
-        return False
+        return climbed
 
     def teardown(self) -> None:
         self.index.close()

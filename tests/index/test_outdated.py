@@ -42,9 +42,13 @@ def test_a_pin_holds_all_below_a_directory(index: Index) -> None:
     assert [index.pinned(n.ino) for n in (outer, inner, file, beside)] == [True, True, True, False]
     assert index.pins() == [outer.ino]
     index.pin(file.ino)
+    index.unpin(file.ino)
+    assert (index.pins(), index.pinned(file.ino)) == ([outer.ino], True)
+    index.pin(file.ino)
+    index.pin(beside.ino)
     index.unpin(outer.ino)
     index.unpin(outer.ino)
-    assert [index.pinned(n.ino) for n in (outer, inner, file)] == [False, False, True]
+    assert [index.pinned(n.ino) for n in (outer, inner, file, beside)] == [False] * 3 + [True]
     assert not index.pinned(9999)
     index.pin(ROOT_INO)
     assert index.pinned(beside.ino)
@@ -63,8 +67,11 @@ def test_a_circle_of_directories_ends_the_climb(index: Index) -> None:
     outer = found_directory(index, b"o", 41)
     inner = found_directory(index, b"i", 42, outer.ino)
     found_directory(index, b"o", 41, inner.ino)
-    index.pin(found(index, b"pinned", 10).ino)
+    pinned = found(index, b"pinned", 10).ino
+    index.pin(pinned)
     assert not index.pinned(inner.ino)
+    index.unpin(inner.ino)
+    assert index.pins() == [pinned]
 
 
 def test_a_pin_goes_with_the_file_to_its_next_version(index: Index) -> None:

@@ -78,7 +78,18 @@ def test_results_add_up() -> None:
             "checked 9, changed 2, appeared 1, gone 0",
         ),
         ("pin", {"files": 1, "bytes": 1536}, "pinned 1 file, 1.5K"),
-        ("unpin", {"files": 0, "bytes": 0}, "unpinned 0 files, 0 bytes"),
+        (
+            "pin",
+            {"files": 0, "bytes": 0, "kept": 0, "not_listed": 2, "not_looked_at": 1},
+            "pinned 0 files, 0 bytes so far, and what else lies there: 2 directories not listed"
+            " yet, 1 name not looked at yet",
+        ),
+        ("unpin", {"files": 0, "bytes": 0, "not_listed": 1}, "unpinned 0 files, 0 bytes"),
+        (
+            "unpin",
+            {"files": 0, "bytes": 0, "kept": 1},
+            "unpinned 0 files, 0 bytes, kept 1 that are below another pinned directory",
+        ),
         ("evict", {"files": 2, "bytes": 5 << 20}, "evicted 2 files, 5.0M"),
         (
             "evict",

@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.cli.main import main
 from monarchfs.control import client as control_client
 from monarchfs.control import messages, registration
 from monarchfs.supervisor import channel, supervise
@@ -650,6 +651,40 @@ def test_a_large_request_reaches_the_worker(mounted: tuple[Mount, str]) -> None:
     content = json.dumps({"command": "pin", "paths": paths}, ensure_ascii=False).encode()
     assert 60_000 < len(content) < messages.MOST_REQUEST_BYTES
     assert "no such file" in assert_refused(ask(path, content + b"\n"))
+
+
+@requires_root
+@requires_fuse
+def test_pins_hold_what_is_found_later_and_say_so(
+    work: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inner = work.path / "source" / "dir" / "inner"
+    inner.mkdir(parents=True)
+    for path in (inner / "a", inner.parent / "b"):
+        path.write_bytes(b"content")
+    mount = work.mount(work.path / "source", "--prefetch", "none")
+
+    def said(command: str, *paths: str) -> str:
+        assert main([command, str(mount.path), *paths]) == 0
+        return capsys.readouterr().out.removesuffix("\n")
+
+    unseen = " so far, and what else lies there: 1 directory not listed yet"
+    assert said("pin", "dir") == f"pinned 0 files, 0 bytes{unseen}"
+    os.listdir(mount.path / "dir")
+    more = unseen.replace("1 directory not listed", "2 names not looked at")
+    assert said("pin", "dir") == f"pinned 0 files, 0 bytes{more}"
+    said("warm", "--wait")
+    assert said("pin", "dir") == "pinned 2 files, 14 bytes"
+    assert said("pin", "dir/inner/a") == "pinned 1 file, 7 bytes"
+    both = "evicted 0 files, 0 bytes, kept 2 that are open or pinned"
+    assert said("evict", "dir") == both
+    above = "kept 1 that are below another pinned directory"
+    assert said("unpin", "dir/inner") == f"unpinned 0 files, 0 bytes, {above}"
+    assert said("evict", "dir") == both
+    assert said("pin", "dir/inner/a") == "pinned 1 file, 7 bytes"
+    assert said("unpin", ".") == "unpinned 2 files, 14 bytes"
+    assert said("unpin", ".") == "unpinned 0 files, 0 bytes"
+    assert said("evict") == "evicted 2 files, 14 bytes"
 
 
 @requires_root
