@@ -62,7 +62,8 @@ def users_directories() -> set[Path]:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """What commands of other users leave behind, empty, goes; not while others run tests."""
     if not hasattr(config, "workerinput"):
-        for left in users_directories() - config.stash[BEFORE]:
+        before = config.stash[BEFORE]
+        for left in users_directories() - before:
             for path in (left / "run", left):
                 with suppress(OSError):  # somebody else's run began meanwhile
                     path.rmdir()
