@@ -209,11 +209,13 @@ class PeerListing(NamedTuple):
 
 
 class DirRef(NamedTuple):
-    """A directory of the source: its path relative to the root (``b""`` is the root) and its
-    st_ino, by which whoever opens it can tell that it is still the same one."""
+    """A directory of the source: its path relative to the root (``b""`` is the root), its st_ino
+    and its device (as of ``SourceVersion``), by which whoever opens it can tell that it is still
+    the same one: all subvolumes of btrfs begin with the same st_ino."""
 
     path: bytes
     ino: int
+    device: int = 0
 
 
 class ReplicaState(IntEnum):

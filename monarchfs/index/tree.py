@@ -14,6 +14,7 @@ from monarchfs.index.records import (
     LOOKED_UP,
     NODE,
     PLACE,
+    node_identity,
     pack_entry,
     pack_node,
     unpack_dirent,
@@ -70,7 +71,7 @@ class TreeTables(Outdated):
         value = self._get(self._db.nodes, ID.pack(ino))
         if value is None:
             return None
-        source_ino = NODE.unpack_from(value)[5]
+        device, source_ino = node_identity(value)
         names: list[bytes] = []
         climbed: set[int] = set()
         while ino != ROOT_INO:
@@ -82,7 +83,7 @@ class TreeTables(Outdated):
             names.append(value[NODE.size : NODE.size + length])
             value = self._get(self._db.nodes, ID.pack(ino))
         names.reverse()
-        return DirRef(b"/".join(names), source_ino)
+        return DirRef(b"/".join(names), source_ino, device)
 
     # Recording what the source said.
 

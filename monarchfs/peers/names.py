@@ -103,7 +103,9 @@ class NameOwners:
     ) -> PeerNames | None:
         """What the owner says about the first of these names; None if it does not answer in time.
         Raises nothing but Cancelled."""
-        question = NamesQuestion(*directory, names[:MOST_NAMES], most_age_ns, lane is Lane.DEMAND)
+        question = NamesQuestion(
+            *directory[:2], names[:MOST_NAMES], most_age_ns, lane is Lane.DEMAND
+        )
         return await self._ask("/ask/names", owner, question, decode_answer)
 
     async def list(
@@ -111,7 +113,7 @@ class NameOwners:
     ) -> PeerListing | None:
         """The directory's entries as its owner has them; None if it does not say in time, or there
         are many. Raises nothing but Cancelled."""
-        question = NamesQuestion(*directory, [], most_age_ns, lane is Lane.DEMAND)
+        question = NamesQuestion(*directory[:2], [], most_age_ns, lane is Lane.DEMAND)
         return await self._ask("/ask/listing", owner, question, decode_listing)
 
     async def _ask(

@@ -37,15 +37,14 @@ def check_name(name: bytes) -> None:
 class DirHandle:
     """An open directory; ``with handle as fd`` uses it and releases it.
 
-    ``fd``, ``ino``, ``path`` and ``owner`` are constant. ``users`` and ``dropped`` change, under
+    ``fd``, ``ref`` and ``owner`` are constant. ``users`` and ``dropped`` change, under
     the owner's lock: a dropped handle is in no table any more and is closed when its last user
     leaves.
     """
 
     owner: DirHandles
-    path: bytes
+    ref: DirRef
     fd: int
-    ino: int
     users: int = 1
     dropped: bool = False
 
@@ -61,36 +60,37 @@ class DirHandle:
 class DirHandles:
     """The least recently used cache of directory descriptors. Thread-safe.
 
-    Constant: the root's handle (the caller owns its descriptor) and the limit. Changing, under the
-    lock: the table (path, inode number) -> handle, and the newest handle of each path. Two
+    Constant: the root's handle (the caller owns its descriptor), its st_dev and the limit.
+    Changing, under the lock: the table of handles, and the newest handle of each path. Two
     directories that take turns at one path both stay open. No system call but close(2) of O_PATH
     descriptors happens under the lock, so that a hung source never holds it. At most ``limit``
     handles are kept; more descriptors than that are open only while they are in use.
     """
 
-    def __init__(self, root_fd: int, root_ino: int, limit: int = 512) -> None:
+    def __init__(self, root_fd: int, root_ino: int, device: int, limit: int = 512) -> None:
         self._limit = limit
+        self._device = device
         self._lock = threading.Lock()
-        self._handles: OrderedDict[tuple[bytes, int], DirHandle] = OrderedDict()
+        self._handles: OrderedDict[DirRef, DirHandle] = OrderedDict()
         self._newest: dict[bytes, DirHandle] = {}
-        self._root = DirHandle(self, b"", root_fd, root_ino)
+        self._root = DirHandle(self, DirRef(b"", root_ino), root_fd)
 
     def acquire(self, ref: DirRef) -> DirHandle:
         """The directory that ``ref`` means, to be used as ``with``. Blocks.
 
         A cached descriptor goes on meaning the directory it was opened for, even after that was
         moved or removed in the source. Raises DirectoryChanged if the directory found at the path
-        has another inode number than ``ref``, is none any more, or is gone; OSError for everything
+        is another one than ``ref`` means, is none any more, or is gone; OSError for everything
         else that openat(2) may say (EACCES, EIO, ...), and EINVAL for a path with ``..`` and the
         like.
         """
         path = ref.path
         with self._lock:
-            handle = self._handles.get((path, ref.ino)) if path else self._root
-            if handle is not None and handle.ino == ref.ino:
+            handle = self._handles.get(ref) if path else self._root
+            if handle is not None and handle.ref == ref:
                 handle.users += 1
                 if path:
-                    self._handles.move_to_end((path, ref.ino))
+                    self._handles.move_to_end(ref)
                 return handle
         if not path:
             raise _changed(ref)
@@ -106,8 +106,8 @@ class DirHandles:
     def known(self, ref: DirRef) -> DirHandle | None:
         """``acquire`` where that need not ask the source; else None."""
         with self._lock:
-            handle = self._handles.get((ref.path, ref.ino)) if ref.path else self._root
-            if handle is None or handle.ino != ref.ino:
+            handle = self._handles.get(ref) if ref.path else self._root
+            if handle is None or handle.ref != ref:
                 return None
             handle.users += 1
             return handle
@@ -119,12 +119,12 @@ class DirHandles:
         Blocks. Raises DirectoryChanged where there is no such directory, and OSError.
         """
         check_name(name)
-        return self._open(DirRef(_join(parent.path, name), 0), parent, name)
+        return self._open(DirRef(_join(parent.ref.path, name), 0), parent, name)
 
     def release(self, handle: DirHandle, *, drop: bool = False) -> None:
         """End one use; ``drop`` also takes the handle out of the cache."""
         with self._lock:
-            if drop and self._handles.get((handle.path, handle.ino)) is handle:
+            if drop and self._handles.get(handle.ref) is handle:
                 self._drop(self._take(handle))
             handle.users -= 1
             _close_if_unused(handle)
@@ -147,7 +147,7 @@ class DirHandles:
         ``start`` comes with one use, which this function ends (the root's is not counted).
         """
         parent = start
-        skip = len(start.path) + 1 if start.path else 0
+        skip = len(start.ref.path) + 1 if start.ref.path else 0
         try:
             for name in ref.path[skip:].split(b"/"):
                 check_name(name)
@@ -155,7 +155,7 @@ class DirHandles:
                 if parent is not self._root:
                     self.release(parent)
                 parent = child
-            if parent.ino != ref.ino:
+            if parent.ref != ref:
                 raise _changed(ref)
         except BaseException:
             if parent is not self._root:
@@ -171,25 +171,26 @@ class DirHandles:
                 raise _changed(ref) from error
             raise
         try:
-            ino = os.fstat(fd).st_ino
+            st = os.fstat(fd)
         except BaseException:
             os.close(fd)
             raise
-        handle = DirHandle(self, _join(parent.path, name), fd, ino)
+        device = 0 if st.st_dev == self._device else st.st_dev
+        handle = DirHandle(self, DirRef(_join(parent.ref.path, name), st.st_ino, device), fd)
         with self._lock:
-            replaced = self._handles.get((handle.path, ino))
+            replaced = self._handles.get(handle.ref)
             if replaced is not None:
                 self._drop(self._take(replaced))
-            self._handles[handle.path, ino] = self._newest[handle.path] = handle
+            self._handles[handle.ref] = self._newest[handle.ref.path] = handle
             if len(self._handles) > self._limit:
                 self._drop(self._take(next(iter(self._handles.values()))))
         return handle
 
     def _take(self, handle: DirHandle) -> DirHandle:
         """Out of the cache. Under the lock."""
-        del self._handles[handle.path, handle.ino]
-        if self._newest.get(handle.path) is handle:
-            del self._newest[handle.path]
+        del self._handles[handle.ref]
+        if self._newest.get(handle.ref.path) is handle:
+            del self._newest[handle.ref.path]
         return handle
 
     @staticmethod

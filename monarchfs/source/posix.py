@@ -84,7 +84,7 @@ class PosixSource(OpenFiles):
         super().__init__(device)
         self.root = DirRef(b"", ino)
         self._root_fd = root_fd
-        self._dirs = DirHandles(root_fd, ino, max_directories)
+        self._dirs = DirHandles(root_fd, ino, device, max_directories)
         self.has_layouts = knows_layouts(root_fd) if has_layouts is None else has_layouts
 
     def opened_directory(self, directory: DirRef) -> DirHandle | None:

@@ -102,7 +102,7 @@ class Owner:
     def _question(
         self, directory: DirRef, some: Names, most_age_ns: int, lane: Lane
     ) -> NamesQuestion:
-        question = NamesQuestion(*directory, some, max(0, most_age_ns), lane is Lane.DEMAND)
+        question = NamesQuestion(*directory[:2], some, max(0, most_age_ns), lane is Lane.DEMAND)
         return decode_question(encode_question(question))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.source.tools import (
     ref,
 )
 from tests.support.open_directories import close_directories
+from tests.support.surroundings import mount_tmpfs
 
 
 def test_a_symlink_in_place_of_a_component_is_not_followed(
@@ -226,7 +228,7 @@ def test_evicted_directories_in_use_are_closed_at_the_last_release(
         handles.release(handles.acquire(ref(root, other)))
     assert open_descriptors() == before + 3
     handles.release(first)
-    assert os.fstat(again.fd).st_ino == first.ino
+    assert os.fstat(again.fd).st_ino == first.ref.ino
     handles.release(again)
     assert open_descriptors() == before + 2
     close_directories(posix)
@@ -282,3 +284,32 @@ def test_a_stale_directory_is_opened_again(
             posix.stat(directory, b"f")
     assert open_descriptors() == before - 1
     assert posix.stat(directory, b"f").is_regular
+
+
+def test_another_file_system_with_the_same_number_is_another_directory(
+    root: Path, posix: PosixSource
+) -> None:
+    """The roots of two tmpfs have the same st_ino, as those of subvolumes of btrfs."""
+    point = root / "a"
+    point.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root: sudo make test")
+    mount_tmpfs(point)
+    try:
+        (point / "file").write_bytes(b"first")
+        first, _ = posix.found(ref(root), b"a")
+        directory = DirRef(b"a", first.ino, first.device)
+        mount_tmpfs(point)
+        try:
+            (point / "file").write_bytes(b"second one")
+            second, _ = posix.found(ref(root), b"a")
+            assert (second.ino, second.device) != (first.ino, first.device)
+            assert posix.stat(directory, b"file").size == 5
+            assert posix.stat(DirRef(b"a", second.ino, second.device), b"file").size == 10
+            close_directories(posix)
+            with pytest.raises(SourceChanged):
+                posix.stat(directory, b"file")
+        finally:
+            subprocess.run(["umount", "-l", str(point)], check=True)
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from monarchfs.source import PosixSource
-from monarchfs.types import DirRef
 
 
 def close_directories(posix: PosixSource, path: bytes = b"") -> None:
@@ -11,8 +10,8 @@ def close_directories(posix: PosixSource, path: bytes = b"") -> None:
     handles, below = posix._dirs, path + b"/"
     with handles._lock:
         cached = list(handles._handles)
-    for known, ino in cached:
-        if not path or known == path or known.startswith(below):
-            handle = handles.known(DirRef(known, ino))
+    for ref in cached:
+        if not path or ref.path == path or ref.path.startswith(below):
+            handle = handles.known(ref)
             if handle is not None:
                 handles.release(handle, drop=True)
