@@ -233,6 +233,8 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct sc
 		return answer_lookup(in, body, started_ns);
 	case FUSE_GETXATTR:
 		return answer_getxattr(in, body);
+	case FUSE_IOCTL: /* there are none; the kernel does not remember ENOSYS, and isatty(3) asks at each open() of Python */
+		return reply_with(in->unique, BY_MEMORY, -ENOTTY, NULL, 0), true;
 	default:
 		return false;
 	}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import random
@@ -10,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from functools import partial
@@ -34,10 +36,11 @@ IN = struct.Struct("=IIQQIIIHH")
 READ = struct.Struct("=QQIIQII")
 OPEN = struct.Struct("=II")
 RELEASE = struct.Struct("=QIIQ")
+IOCTL = struct.Struct("=QIIQII")
 OUT = struct.Struct("=IiQ")
 OPENED = struct.Struct("=QIi")
 FUSE_LOOKUP, FUSE_FORGET, FUSE_BATCH_FORGET = 1, 2, 42
-FUSE_OPEN, FUSE_READ, FUSE_RELEASE = 14, 15, 18
+FUSE_OPEN, FUSE_READ, FUSE_RELEASE, FUSE_IOCTL = 14, 15, 18, 39
 KEEP_CACHE, PASSTHROUGH = 2, 128
 ENOSYS = 38
 ALWAYS = (1 << 63) - 1
@@ -370,6 +373,15 @@ def trouble(directory: Path) -> None:
     with pytest.raises(OSError, match="Invalid argument"):
         threads.hooks.resident_tier(64, -1)
     assert not threads.hooks.resident_put(1, 64, bytes(16), 0, 0, 0, False, 0, 0)
+
+
+def ioctls(directory: Path) -> None:
+    """Whether a file is a terminal (Python asks at each open), its flags, its stripes."""
+    threads = Threads(directory)
+    for command in (termios.TCGETS, 0x80086601, 0x4008669B):
+        threads.send(FUSE_IOCTL, 6, 7, IOCTL.pack(0, 0, command, 0, 0, 0))
+        assert threads.answer() == (6, errno.ENOTTY, b"")
+    assert not threads.numbers.queued
 
 
 def segments(directory: Path) -> None:
@@ -917,7 +929,7 @@ def names(directory: Path) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        *(reads, opens, trouble, segments, holding, free, many, ahead, backed),
+        *(reads, opens, trouble, ioctls, segments, holding, free, many, ahead, backed),
         *(from_source, filling, names),
     ],
 )
