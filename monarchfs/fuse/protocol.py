@@ -45,6 +45,7 @@ class InitFlag(IntFlag):
     """Bits of ``flags`` (0 to 31) and, shifted up by 32, of ``flags2``."""
 
     ASYNC_READ = 1 << 0
+    EXPORT_SUPPORT = 1 << 4
     AUTO_INVAL_DATA = 1 << 12
     DO_READDIRPLUS = 1 << 13
     READDIRPLUS_AUTO = 1 << 14
@@ -59,6 +60,7 @@ class InitFlag(IntFlag):
     INIT_EXT = 1 << 30
     DIRECT_IO_ALLOW_MMAP = 1 << 36
     PASSTHROUGH = 1 << 37
+    NO_EXPORT_SUPPORT = 1 << 38
     HAS_RESEND = 1 << 39
 
 
@@ -74,10 +76,17 @@ _WANTED = (
     | InitFlag.DIRECT_IO_ALLOW_MMAP
     # Another worker may take a dead one's place.
     | InitFlag.HAS_RESEND
+    # What the kernel has forgotten is found by name only, so it gives out no file handles.
+    | InitFlag.NO_EXPORT_SUPPORT
 )
 # A new version of a file is a new inode, so data never need invalidating by attributes; nothing
 # is written; and the kernel's guess when to skip readdirplus costs one LOOKUP a name.
-_UNWANTED = InitFlag.AUTO_INVAL_DATA | InitFlag.WRITEBACK_CACHE | InitFlag.READDIRPLUS_AUTO
+_UNWANTED = (
+    InitFlag.AUTO_INVAL_DATA
+    | InitFlag.WRITEBACK_CACHE
+    | InitFlag.READDIRPLUS_AUTO
+    | InitFlag.EXPORT_SUPPORT
+)
 
 
 class InitRequest(NamedTuple):

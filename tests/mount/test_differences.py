@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
+import platform
 import struct
 import subprocess
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from monarchfs.doctor.system import release_of
 from tests.support.mounting import Bench, as_user, requires_mounts, wait_for
 
 pytestmark = requires_mounts
 
 IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE, IN_ALL_EVENTS, IN_ISDIR = 0x20, 0x1, 0x10, 0xFFF, 0x40000000
+AT_FDCWD, AT_EMPTY_PATH, OPEN_TREE_CLONE, MOUNT_ATTR_IDMAP = -100, 0x1000, 1, 0x100000
+OPEN_TREE, MOUNT_SETATTR = 428, 442
+FS_IOC_GETFLAGS, LL_IOC_LOV_GETSTRIPE = 0x80086601, 0x4008669B
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -134,3 +141,83 @@ def test_holes_are_data(work: Bench, prefetch: str, data_path: str) -> None:
     subprocess.run(["cp", path, work.path / "copy"], check=True)
     assert (work.path / "copy").read_bytes() == (source / "sparse").read_bytes()
     assert (work.path / "copy").stat().st_blocks * 512 < size // 2
+
+
+def test_inode_numbers_are_the_mounts_own(work: Bench) -> None:
+    """A new version has a new one."""
+    source = work.path / "source"
+    source.mkdir()
+    (source / "f").write_bytes(b"one")
+    mount = work.mount(source, "--freshness", "open")
+    first, in_source = (mount.path / "f").stat(), (source / "f").stat()
+    assert (first.st_dev, first.st_ino) != (in_source.st_dev, in_source.st_ino)
+    (source / "f").write_bytes(b"other")
+    assert (mount.path / "f").read_bytes() == b"other"
+    assert (mount.path / "f").stat().st_ino != first.st_ino
+    assert (source / "f").stat().st_ino == in_source.st_ino
+
+
+def test_there_are_no_file_handles(work: Bench) -> None:
+    """name_to_handle_at(2): once the kernel has forgotten the file, nothing would find it."""
+    source = work.path / "source"
+    source.mkdir()
+    (source / "f").write_bytes(b"f")
+    mount = work.mount(source)
+    handle = ctypes.create_string_buffer(struct.pack("Ii128x", 128, 0))
+    at = ctypes.c_int()
+    done = libc.name_to_handle_at(AT_FDCWD, bytes(mount.path / "f"), handle, ctypes.byref(at), 0)
+    if release_of(platform.release()) < (6, 8):
+        pytest.skip("needs Linux 6.8: before, a FUSE file system cannot refuse handles")
+    assert (done, ctypes.get_errno()) == (-1, errno.EOPNOTSUPP)
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "open"])
+def test_there_are_no_ioctls(work: Bench, freshness: str) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    (source / "f").write_bytes(b"f")
+    mount = work.mount(source, "--freshness", freshness)
+    for path in (mount.path, mount.path / "f"):
+        fd = os.open(path, os.O_RDONLY)
+        for command in (termios.TCGETS, FS_IOC_GETFLAGS, LL_IOC_LOV_GETSTRIPE):
+            with pytest.raises(OSError) as failed:  # noqa: PT011
+                fcntl.ioctl(fd, command, bytes(128))
+            assert failed.value.errno in (errno.ENOTTY, errno.EOPNOTSUPP)
+        os.close(fd)
+
+
+@contextmanager
+def mapped_users() -> Iterator[int]:
+    """A user namespace in which user 0 is user 1000."""
+    process = subprocess.Popen(["unshare", "--user", "sh", "-c", "echo; read line"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        for kind in ("uid", "gid"):
+            Path(f"/proc/{process.pid}/{kind}_map").write_text("0 1000 1")
+        with open(f"/proc/{process.pid}/ns/user", "rb") as namespace:
+            yield namespace.fileno()
+    finally:
+        process.communicate(b"")
+
+
+def idmap_error(path: Path, namespace: int) -> int:
+    """Of mount_setattr(2) on a clone of that mount: the errno, or 0."""
+    tree = libc.syscall(OPEN_TREE, AT_FDCWD, bytes(path), OPEN_TREE_CLONE | os.O_CLOEXEC)
+    assert tree >= 0, os.strerror(ctypes.get_errno())
+    attributes = struct.pack("=QQQQ", MOUNT_ATTR_IDMAP, 0, 0, namespace)
+    done = libc.syscall(MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, attributes, len(attributes))
+    os.close(tree)
+    return ctypes.get_errno() if done < 0 else 0
+
+
+def test_mounts_of_it_are_not_idmapped(work: Bench) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    mount = work.mount(source)
+    with mapped_users() as namespace:
+        if idmap_error(Path("/dev/shm"), namespace):
+            pytest.skip("needs Linux 6.3: before, tmpfs cannot be idmapped either")
+        assert idmap_error(mount.path, namespace) == errno.EINVAL

@@ -31,6 +31,7 @@ LIBFUSE_FLAGS = (
     | InitFlag.DO_READDIRPLUS
     | InitFlag.READDIRPLUS_AUTO
     | InitFlag.WRITEBACK_CACHE
+    | InitFlag.EXPORT_SUPPORT
 )
 
 
@@ -91,6 +92,7 @@ def test_the_amended_reply_for_a_real_kernel() -> None:
         | InitFlag.INIT_EXT
         | InitFlag.DIRECT_IO_ALLOW_MMAP
         | InitFlag.HAS_RESEND
+        | InitFlag.NO_EXPORT_SUPPORT
     )
     assert amended == InitReply(
         unique=2,
@@ -131,7 +133,7 @@ def test_nothing_is_set_that_was_not_offered(offered: int, answered: int, acl: b
     amended = parse_init_reply(amend_init_reply(asked, reply(answered), posix_acl=acl))
     assert amended.flags & ~parse_init_request(asked).flags == 0
     unwanted = InitFlag.AUTO_INVAL_DATA | InitFlag.WRITEBACK_CACHE | InitFlag.READDIRPLUS_AUTO
-    assert amended.flags & unwanted == 0
+    assert amended.flags & (unwanted | InitFlag.EXPORT_SUPPORT) == 0
     assert bool(amended.max_pages) == (InitFlag.MAX_PAGES in amended.flags)
 
 
