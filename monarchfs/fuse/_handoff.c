@@ -66,7 +66,7 @@ bool handoff_answered(const void *request, size_t length)
 	const struct fuse_in_header *in = request;
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPENDIR &&
 	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR &&
-	    in->opcode != FUSE_GETXATTR)
+	    in->opcode != FUSE_GETXATTR && in->opcode != FUSE_ACCESS)
 		return false;
 	if (__atomic_load_n(&leaving, __ATOMIC_RELAXED))
 		return false;

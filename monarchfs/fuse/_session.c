@@ -222,7 +222,7 @@ static bool answered(struct fuse_session *se, const struct fuse_in_header *in, s
 	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPEN &&
 	    in->opcode != FUSE_RELEASE && in->opcode != FUSE_OPENDIR &&
 	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR &&
-	    in->opcode != FUSE_GETXATTR && in->opcode != FUSE_READ)
+	    in->opcode != FUSE_GETXATTR && in->opcode != FUSE_READ && in->opcode != FUSE_ACCESS)
 		return false;
 	PyObject *body = PyObject_CallFunction(on_request, "IKy#", in->opcode,
 					       (unsigned long long)in->nodeid, (const char *)(in + 1),

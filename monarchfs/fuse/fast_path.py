@@ -38,6 +38,7 @@ class Opcode:
     """None of the kernel's: a note that a file has been read so far (_relay.h)."""
     UNOPENED = 0xFFFF
     """None of the kernel's: it did not wait for the answer to an open."""
+    ACCESS = 34
     READDIRPLUS = 44
 
 
@@ -57,6 +58,7 @@ _OPEN_IN = struct.Struct("=I")
 _OPEN_OUT = struct.Struct("=QIi")
 _READ_IN = struct.Struct("=QQI")
 _GETXATTR_IN = struct.Struct("=I4x")
+_ACCESS_IN = struct.Struct("=I")
 _GETXATTR_OUT = struct.Struct("=I4x")
 _ATTR = "QQQqqqIIIIIIIIII"
 _ATTR_OUT = struct.Struct("=QII" + _ATTR)
@@ -177,6 +179,16 @@ class FastPath:
                 return listing
             case Opcode.GETXATTR:
                 return self._attribute(node, body, started)
+            case Opcode.ACCESS:
+                try:
+                    allowed = self._xattrs.known_access(node, _ACCESS_IN.unpack_from(body)[0])
+                except OSError as exc:
+                    return exc.errno or errno.EIO
+                if allowed is None:
+                    return None
+                self._durations.access.observe(now_ns() - started)
+                self._count_answer()
+                return b"" if allowed else errno.EACCES
         return None
 
     def _attribute(self, ino: int, body: bytes, started: int) -> bytes | int | None:

@@ -15,7 +15,7 @@ import pytest
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse import fast_path
 from monarchfs.types import Dirent, FileType, Node, SourceStat
-from tests.support.mounting import Bench, requires_fuse
+from tests.support.mounting import Bench, as_user, requires_fuse, requires_root
 
 STAT = """
 import json, os, sys
@@ -57,6 +57,35 @@ def test_attributes_are_the_sources(work: Bench) -> None:
     os.link(source / names[0], source / "link")
     mount = work.mount(source, "--freshness", "immutable")
     assert stats(mount.path, [*names, "link"]) == stats(source, [*names, "link"])
+
+
+ACCESS = """
+cd "$0" && for again in 1 2 3; do for file; do for right in r w x; do
+test -$right $file && echo $file $right; done; done; done
+"""
+
+
+@requires_root
+@requires_fuse
+def test_rights_are_the_sources(work: Bench) -> None:
+    """Asked for the first time, and again."""
+    source = work.path / "src"
+    source.mkdir()
+    modes = (0o400, 0o644, 0o755, 0o711, 0o600, 0o4)
+    for mode in modes:
+        (source / f"{mode:o}").write_bytes(b"x")
+        (source / f"{mode:o}").chmod(mode)
+    mount = work.mount(source, "--user", "nobody", "--freshness", "immutable")
+    names = [f"{mode:o}" for mode in modes]
+    shown, expected = (
+        subprocess.run(
+            as_user("nobody", ["sh", "-c", ACCESS, str(root), *names]),
+            capture_output=True, text=True, timeout=60, check=False,
+        ).stdout.split("\n")
+        for root in (mount.path, source)
+    )  # fmt: skip
+    assert shown == expected
+    assert set(expected) == {"644 r", "755 r", "755 x", "711 x", "4 r", ""}
 
 
 def entry(**stat: int) -> Entry:
