@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 from monarchfs.cli.output import (
     INTERRUPTED,
@@ -22,6 +23,7 @@ from monarchfs.cli.output import (
 )
 from monarchfs.cli.parser import build_parser
 from monarchfs.system import inherited
+from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -71,7 +73,11 @@ def _outcome(arguments: Sequence[str]) -> int:
         # More than a buffer holds is written at once; of files that are opened the name is known.
         if error.filename is None and error.errno in _DISK_ERRORS:
             return complain(f"cannot write the output: {error.strerror}", 1)
-        return complain(str(error), 1)
+        return complain(explained(error), 1)
+    except (ImportError, MemoryError) as error:
+        if getrlimit(RLIMIT_AS)[0] == RLIM_INFINITY:
+            raise
+        return complain(f"{str(error) or 'no memory'}: raise its limit (ulimit -v)", 1)
 
 
 def _command(name: str) -> Command:

@@ -20,6 +20,7 @@ from monarchfs.cli.parser import Parser, build_parser
 from monarchfs.cli.text import printable
 from monarchfs.config.settings import escape_option, is_known_option, split_options
 from monarchfs.system import inherited
+from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 PROGRAM = "mount.monarchfs"
@@ -97,8 +98,10 @@ def _outcome(arguments: Sequence[str] | None) -> int:
         if given.namespace is not None:
             _enter(given.namespace)
         mount_with(settings, given.source, given.mountpoint, environ, check_only=given.fake)
-    except (MonarchError, OSError) as error:
+    except MonarchError as error:
         return _complain(str(error), FAILED)
+    except OSError as error:
+        return _complain(explained(error), FAILED)
     except KeyboardInterrupt as interrupt:
         return _complain(str(interrupt) or "interrupted", INTERRUPTED)
     if given.verbose:

@@ -40,6 +40,7 @@ from monarchfs.supervisor.probe import (
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.shared import lease_mount, stems_of
 from monarchfs.system.bounded import bounded_call
+from monarchfs.system.limits import explained
 from monarchfs.text.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -91,8 +92,9 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
             raise
         if isinstance(error, UsageError):
             check_exists(source, user, _LOOK_SECONDS)
-        expected = isinstance(error, (MonarchError, OSError))
-        reason = str(error) if expected else f"unexpected {error!r}"
+        reason = explained(error) if isinstance(error, OSError) else str(error)
+        if not isinstance(error, (MonarchError, OSError)):
+            reason = f"unexpected {error!r}"
         _warn(source, reason)
     about = {"source": source, "view": view.kind, "reason": reason}
     prepare = partial(_prepare, view, user, source, arguments.strict)

@@ -17,6 +17,7 @@ from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.storage import nearest
 from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError
 
 SOURCE_SECONDS = 10.0
@@ -140,7 +141,7 @@ def tier_rates(path: str, timeout: float) -> TierRates:
             free = storage.locate(path, existing).space.free_bytes
             return asdict(speed.measure_tier(existing, free)), ()
         except OSError as error:
-            raise OperationError(f"cannot be measured: {error.strerror}") from None
+            raise OperationError(f"cannot be measured: {explained(error)}") from None
 
     return TierRates(**_measured(call, timeout))
 

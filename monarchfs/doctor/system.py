@@ -18,6 +18,7 @@ from monarchfs.doctor.checks import Check, Value, from_error, ok, problem, warni
 from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
 from monarchfs.supervisor.identity import in_first_user_namespace, popen_as
 from monarchfs.supervisor.launch import module_command
+from monarchfs.supervisor.limits import check_limits
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
 from monarchfs.text.sizes import format_bytes
@@ -211,6 +212,15 @@ def judge_descriptors(most: int) -> Check:
     return ok("descriptors", detail, **numbers)
 
 
+def limits(user: User) -> list[Check]:
+    """What a mount of ``user`` could not do without."""
+    try:
+        check_limits(user)
+    except OperationError as error:
+        return [from_error("limits", error)]
+    return [ok("limits", "address space, file sizes, processes and threads are enough")]
+
+
 def judge_memory(room: MemoryHeadroom, huge: str) -> Check:
     """``huge``: the contents of shmem_enabled, which has the setting in brackets."""
     match = re.search(r"\[(\w+)\]", huge)
@@ -240,5 +250,6 @@ def probes(user: User) -> Sequence[tuple[str, float, Any]]:
         ("mount", 10.0, kernel_offers),
         ("worker", _WORKER_SECONDS + 2, lambda: worker(user)),
         ("descriptors", 2.0, lambda: [judge_descriptors(getrlimit(RLIMIT_NOFILE)[1])]),
+        ("limits", 12.0, lambda: limits(user)),
         ("memory", 5.0, lambda: [judge_memory(MemoryProbe().read(), _contents(HUGE_PAGES))]),
     )

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from monarchfs.config import User
 from monarchfs.exporter.discovery import DiscoveredMount, Discovery, Roots
 from monarchfs.supervisor.identity import become
-from monarchfs.system.privileges import drop_capabilities, raise_descriptor_limit
+from monarchfs.system.privileges import drop_capabilities
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ def run_apart(roots: Roots, user: User | None, child: Callable[[socket.socket], 
     child sees its socket closed, and ends too.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    raise_descriptor_limit()
     # A Ctrl-C is for the parent: without it the child ends.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()

@@ -16,6 +16,7 @@ from types import FrameType
 
 from monarchfs.fsck.check import CacheCheck, Task
 from monarchfs.fsck.report import FsckReport
+from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError
 
 
@@ -31,7 +32,8 @@ def main(arguments: list[str]) -> int:
         _fall_silent()
         return 1
     except (MonarchError, OSError) as error:
-        report.send({"failed": str(error)})
+        failed = explained(error) if isinstance(error, OSError) else str(error)
+        report.send({"failed": failed})
         return 1
     return 0
 

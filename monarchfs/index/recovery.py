@@ -187,10 +187,7 @@ def _run_check(
     finally:
         os.close(descriptor)
     if done.returncode > 0 and done.returncode != DAMAGED:
-        raise OSError(
-            errno.ENOMEM,
-            "the index cannot be checked: is memory short, or limited (ulimit -v, ulimit -n)?",
-        )
+        raise OSError(errno.ENOMEM, "the index cannot be checked")
     return done
 
 

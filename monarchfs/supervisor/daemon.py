@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 
+from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 log = logging.getLogger(__name__)
@@ -75,8 +76,10 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
         code = run(lambda: _report(pipe))
     except UsageError as error:
         _tell(pipe, {"usage": str(error)})
-    except (MonarchError, OSError) as error:
+    except MonarchError as error:
         _tell(pipe, {"error": str(error)})
+    except OSError as error:
+        _tell(pipe, {"error": explained(error)})
     except Exception as error:
         log.exception("unexpected error")
         _tell(pipe, {"error": f"unexpected {error!r}"})

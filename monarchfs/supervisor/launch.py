@@ -28,6 +28,7 @@ from monarchfs.supervisor.peer_server import PeerServer
 from monarchfs.supervisor.storage import WORKER_LOG, open_log
 from monarchfs.supervisor.vital_signs import Activity
 from monarchfs.supervisor.worker_logging import WorkerLogging
+from monarchfs.system.limits import explained
 from monarchfs.system.process_stat import stat_fields
 from monarchfs.types import OperationError
 
@@ -287,4 +288,4 @@ def spawn_as(
             f"{user.name} may not run {command[0]}: install monarchfs where every user can read it"
         ) from None
     except OSError as error:
-        raise OperationError(f"cannot run {command[0]}: {error.strerror}") from None
+        raise OperationError(f"cannot run {command[0]}: {explained(error)}") from None

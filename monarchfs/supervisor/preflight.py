@@ -15,6 +15,7 @@ from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device
 from monarchfs.supervisor.backing import check_privileges
 from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.limits import check_limits
 from monarchfs.supervisor.lists import complaint_of_list
 from monarchfs.supervisor.logs import check_log_file
 from monarchfs.supervisor.probe import (
@@ -54,6 +55,7 @@ def check_mount(spec: MountSpec) -> None:
 def checked(spec: MountSpec, deadline: float, undo: ExitStack) -> tuple[Config, OpenedSource]:
     """What will be mounted, and its source, opened. Raises UsageError or OperationError."""
     settings, user, places = spec.settings, spec.user, spec.places
+    check_limits(user)
     check_privileges(settings.data_path)
     check_device()
     check_runtime_dir(places.runtime_dir)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _REPLY_BYTES = 1 << 16
@@ -137,15 +138,17 @@ def _answer_and_exit(
     call: Callable[[], Answer], channel: socket.socket, keep: Sequence[int]
 ) -> None:
     try:
-        _leave_parent_behind({channel.fileno(), *keep})
         descriptors: Sequence[int] = ()
         try:
+            _leave_parent_behind({channel.fileno(), *keep})
             result, descriptors = call()
             reply = {"result": result}
         except UsageError as error:
             reply = {"usage": str(error)}
         except MonarchError as error:
             reply = {"error": str(error)}
+        except OSError as error:
+            reply = {"error": explained(error)}
         except Exception as error:  # noqa: BLE001 - raised again in the parent, as text
             reply = {"error": f"unexpected {error!r}"}
         socket.send_fds(channel, [json.dumps(reply).encode()], descriptors)

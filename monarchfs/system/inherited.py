@@ -1,26 +1,39 @@
 """What a process has from its caller, and cannot work with: undone at the start of every command.
 
 These are steps of daemon(7). A caller may ignore SIGCHLD: then nobody can wait for a child
-(wait(2), ECHILD). It may block signals, which nobody unblocks afterwards. And its umask may take
-rights from a file's owner: we could not open again what we make.
+(wait(2), ECHILD). It may block signals, which nobody unblocks afterwards. Its umask may take rights
+from a file's owner: we could not open again what we make. And soft limits (getrlimit(2)) are for
+what a shell starts: that of open files, say, is low for programs that use select(2).
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Set
+from collections.abc import Mapping, Set
+from resource import (
+    RLIMIT_AS,
+    RLIMIT_DATA,
+    RLIMIT_FSIZE,
+    RLIMIT_NOFILE,
+    RLIMIT_NPROC,
+    getrlimit,
+    setrlimit,
+)
 from typing import NamedTuple
 
 _OWNERS_RIGHTS = 0o700
+_RAISED = (RLIMIT_NOFILE, RLIMIT_NPROC, RLIMIT_FSIZE, RLIMIT_AS, RLIMIT_DATA)
 
 
 class Inherited(NamedTuple):
-    """As it was when this process began. ``mask``: the blocked signals."""
+    """As it was when this process began. ``mask``: the blocked signals; ``limits``: soft and hard
+    ones."""
 
     mask: Set[int]
     ignores_children: bool
     umask: int
+    limits: Mapping[int, tuple[int, int]]
 
 
 _inherited: Inherited | None = None
@@ -36,7 +49,10 @@ def put_right() -> None:
     if ignores_children:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     mask = signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    _inherited = Inherited(mask, ignores_children, umask)
+    limits = {which: getrlimit(which) for which in _RAISED}
+    for which, (_soft, hard) in limits.items():
+        setrlimit(which, (hard, hard))
+    _inherited = Inherited(mask, ignores_children, umask, limits)
 
 
 def restore() -> None:
@@ -45,4 +61,6 @@ def restore() -> None:
     os.umask(_inherited.umask)
     if _inherited.ignores_children:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for which, both in _inherited.limits.items():
+        setrlimit(which, both)
     signal.pthread_sigmask(signal.SIG_SETMASK, _inherited.mask)

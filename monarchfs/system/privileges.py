@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import struct
 
 PR_SET_NO_NEW_PRIVS = 38
@@ -39,13 +38,6 @@ def close_to_others() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_DUMPABLE)")
-
-
-def raise_descriptor_limit() -> None:
-    """As many open files as allowed: each open file of the mount needs one or two. (The soft limit
-    is low for programs that use select(2): getrlimit(2).)"""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _permitted() -> int:

@@ -17,8 +17,9 @@ from dataclasses import replace
 
 import trio
 
+from monarchfs.system.limits import explained
 from monarchfs.system.logs import BoundedLog, FewOfEach
-from monarchfs.system.privileges import close_to_others, drop_capabilities, raise_descriptor_limit
+from monarchfs.system.privileges import close_to_others, drop_capabilities
 from monarchfs.text.escaping import OneLine
 from monarchfs.types import MonarchError, OperationError
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel, wait_to_begin
@@ -46,7 +47,8 @@ async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
                 await worker.start()
             except (OSError, MonarchError) as exc:
                 state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
-                error = str(exc).replace(state_dir, bootstrap.config.state_dir)
+                error = explained(exc) if isinstance(exc, OSError) else str(exc)
+                error = error.replace(state_dir, bootstrap.config.state_dir)
                 await channel.send({"event": "failed", "error": error})
                 return 1
             nursery.start_soon(worker.listen)
@@ -79,7 +81,6 @@ def main(arguments: list[str] | None = None) -> None:
     drop_capabilities()
     if bootstrap.supervisor_uid != os.geteuid():
         close_to_others()
-    raise_descriptor_limit()
     if bootstrap.waits:
         if (told := wait_to_begin(bootstrap.channel_fd)) is None:
             return

@@ -100,6 +100,8 @@ class Worker(Parts):
                         *(message["number"], message["ids"]),
                         *(message.get("error", 0), message.get("reason", "")),
                     )
+                case "client" if not fds:  # no descriptor was left for it (recv_fds, EMFILE)
+                    log.warning("a request is not answered: the limit of open files is reached")
                 case "client":
                     (fd,) = fds
                     self._nursery.start_soon(answer_client, self.commands, message["request"], fd)

@@ -265,9 +265,7 @@ def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: 
     done = subprocess.run(
         [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True
     )
-    assert [line[:31] for line in done.stdout.splitlines()] == 2 * [
-        "the index cannot be checked: is"
-    ]
+    assert done.stdout.splitlines() == 2 * ["the index cannot be checked"]
 
 
 def test_problems_of_a_damaged_page_are_said_not_raised(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_measuring_a_source(tmp_path: Path) -> None:
 KEYS = {"can_mount", "warnings", "problems", "checks"}
 NAMES = {
     *("kernel", "device", "fusermount3", "allow_other", "passthrough", "resend", "worker"),
-    *("descriptors", "memory", "state_dir", "runtime_dir", "mounts"),
+    *("descriptors", "limits", "memory", "state_dir", "runtime_dir", "mounts"),
 }
 
 

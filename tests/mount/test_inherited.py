@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +13,15 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
-from tests.support.mounting import ENVIRONMENT, MONARCHFS, Bench, as_user, requires_mounts
+from tests.support.mounting import (
+    ENVIRONMENT,
+    MONARCHFS,
+    Bench,
+    Mount,
+    as_user,
+    requires_mounts,
+    run,
+)
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
@@ -19,13 +29,20 @@ STATES = {
     "children ignored": "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     "signals blocked": "signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())",
     "no rights for the owner": "os.umask(0o777)",
+    "low soft limits": (
+        "low = [('AS', 1 << 30), ('FSIZE', 80 << 20), ('NOFILE', 64)]\n"
+        "for name, soft in low:\n"
+        "    which = getattr(resource, 'RLIMIT_' + name)\n"
+        "    resource.setrlimit(which, (soft, resource.getrlimit(which)[1]))\n"
+    ),
 }
-BECOME = "import os, resource, signal, sys; {}; os.execv(sys.argv[1], sys.argv[1:])"
+BECOME = "import os, resource, signal, sys\n{}\nos.execvp(sys.argv[1], sys.argv[1:])"
 STATE_OF = """
-import json, os, signal
+import json, os, resource, signal
 print(json.dumps([
     os.umask(0), sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))),
     signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN,
+    *(resource.getrlimit(getattr(resource, "RLIMIT_" + n)) for n in ("AS", "FSIZE", "NOFILE")),
 ]))
 """
 
@@ -39,7 +56,7 @@ def run_after(
     state: str, *arguments: str, user: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        after(state, as_user(user, [*MONARCHFS, *arguments]) if user else [*MONARCHFS, *arguments]),
+        after(state, as_user(user, [*MONARCHFS, *arguments])),
         capture_output=True,
         text=True,
         timeout=120,
@@ -95,3 +112,101 @@ def test_the_command_of_run_gets_what_it_would_get(work: Bench, src: Path, state
     done = run_after(state, "run", str(src), *storage, "--", *program)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == json.loads(alone.stdout)
+
+
+def hard(name: str, most: int) -> str:
+    return f"resource.setrlimit(resource.RLIMIT_{name}, ({most}, {most}))"
+
+
+TOO_LOW = [
+    pytest.param("AS", 1 << 30, "limited to 1.0G", "needs 3.0G", "ulimit -v", id="address space"),
+    pytest.param("DATA", 400 << 20, "limited to 400M", "needs 512M", "ulimit -d", id="memory"),
+    pytest.param("FSIZE", 80 << 20, "limited to 80M", "needs 1.0G", "ulimit -f", id="file size"),
+    pytest.param("NOFILE", 64, "limited to 64", "needs 256", "ulimit -n", id="open files"),
+    pytest.param("NPROC", 30, "more processes", "needs 40", "ulimit -u is 30", id="processes"),
+]
+
+
+@pytest.mark.parametrize(("name", "most", "has", "needs", "remedy"), TOO_LOW)
+def test_a_limit_that_is_too_low_is_named_before_anything_is_made(
+    work: Bench, src: Path, name: str, most: int, has: str, needs: str, remedy: str
+) -> None:
+    """That of processes is nothing to root, and counts all of a user's."""
+    user = "games" if name == "NPROC" else None
+    work.path.chmod(0o1777)
+    (work.path / "mnt").mkdir()
+    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
+    before = sorted(work.path.rglob("*"))
+    state = hard(name, most)
+    done = run_after(state, "mount", str(src), f"{work.path}/mnt", *storage, user=user)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for words in (has, needs, remedy):
+        assert words in done.stderr
+    done = run_after(state, "doctor", str(src), *storage, "--quick", user=user)
+    assert done.returncode == 1
+    assert any(
+        line.split()[:2] == ["problem", "limits"] and needs in line
+        for line in done.stdout.splitlines()
+    )
+    done = run_after(state, "run", str(src), *storage, "--", "echo", "ran", user=user)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert needs in done.stderr
+    assert sorted(work.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("command", ["mount", "doctor", "plan", "run"])
+def test_where_no_process_can_be_started_a_line_says_so(
+    work: Bench, src: Path, command: str
+) -> None:
+    more = {"mount": [str(src)], "run": ["--", "echo", "ran"]}.get(command, [])
+    done = run_after(hard("NPROC", 1), command, str(src), *more, user="games")
+    assert (done.returncode, "ran" in done.stdout) == (1, False)
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("monarchfs: Resource temporarily unavailable: the limit of processes")
+    assert "ulimit -u" in last
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_where_nothing_can_be_loaded_a_line_says_so(work: Bench, src: Path, command: str) -> None:
+    done = run_after(hard("AS", 40 << 20), command, str(src), "--quick")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "ulimit -v" in done.stderr
+
+
+def test_a_file_above_the_limit_of_sizes_is_refused_alone(work: Bench, src: Path) -> None:
+    os.truncate(src / "file0", (1 << 30) + 1)
+    (work.path / "mnt").mkdir()
+    storage = ["--tier", f"{work.path}/tier=2G", "--state-dir", f"{work.path}/state"]
+    arguments = ["mount", str(src), f"{work.path}/mnt", *storage]
+    done = run_after(hard("FSIZE", 1 << 30), *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    mount = Mount(src, work.path / "mnt")
+    work.mounts.append(mount)
+    for name in ("file0", "file1", "file2"):
+        run("warm", str(mount.path), str(mount.path / name), "--wait")
+    states = {
+        name: os.getxattr(mount.path / name, "user.monarchfs.state") for name in os.listdir(src)
+    }
+    assert states == {"file0": b"remote", "file1": b"resident", "file2": b"resident"}
+    assert b"File too large" in os.getxattr(mount.path / "file0", "user.monarchfs.reason")
+    assert (mount.path / "file1").read_bytes() == b"content" * 1000
+    with open(mount.path / "file0", "rb") as file:
+        assert file.read(1 << 20) == b"content" * 1000 + bytes((1 << 20) - 7000)
+
+
+def test_a_worker_without_descriptors_does_not_die_of_a_request(work: Bench, src: Path) -> None:
+    mount = work.mount(src)
+    worker = mount.worker_pid()
+    used = max(map(int, os.listdir(f"/proc/{worker}/fd"))) + 1
+    limits = _, most = resource.prlimit(worker, resource.RLIMIT_NOFILE)
+    resource.prlimit(worker, resource.RLIMIT_NOFILE, (used, most))
+    done = run("warm", str(mount.path))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    resource.prlimit(worker, resource.RLIMIT_NOFILE, limits)
+    assert mount.status()["state"] == "serving"
+    assert run("warm", str(mount.path), "--wait").returncode == 0
+    assert mount.status()["worker"]["pid"] == worker

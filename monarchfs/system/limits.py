@@ -1,0 +1,25 @@
+"""Errors for want of something that is limited (setrlimit(2)), with the limit's name."""
+
+from __future__ import annotations
+
+import errno
+
+_REACHED = {
+    errno.EMFILE: "the limit of open files is reached: raise it (ulimit -n)",
+    errno.ENFILE: "the machine's limit of open files is reached: raise it (fs.file-max)",
+    errno.EAGAIN: "the limit of processes and threads is reached: raise it (ulimit -u, or pids.max"
+    " of the control group)",
+    errno.ENOMEM: "memory is short, or limited: raise it (ulimit -v, or memory.max of the control"
+    " group)",
+    errno.EFBIG: "the limit of a file's size is reached: raise it (ulimit -f)",
+}
+"""By the errno of what failed for want of something."""
+
+
+def explained(error: OSError) -> str:
+    """The error for people. Where a limit was reached, with its name."""
+    limit = _REACHED.get(error.errno or 0)
+    if limit is None:
+        return str(error)
+    where = f" ({error.filename})" if error.filename is not None else ""
+    return f"{error.strerror}{where}: {limit}"
