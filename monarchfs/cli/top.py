@@ -112,6 +112,11 @@ class Feed:
         self.hidden = hidden_by(head["facts"])
         self._lost = 0
 
+    @property
+    def connected(self) -> bool:
+        """Whether there is a worker."""
+        return self._connection is not None
+
     def look(self) -> Usage | None:
         """Waits for an interval; None after the last one, or once the mount is gone."""
         if self._left == 0 or self.error:
@@ -199,7 +204,8 @@ class _Shown:
         clock = time.strftime("%Y-%m-%dT%H:%M:%S")
         yield f"{clock} {printable(self._mountpoint)}, {usage.seconds:.1f} s: {self._notes(usage)}"
         headings = (self._who, *_NUMBERS, "answered by")
-        yield from aligned(Grid("", "", headings, list(self._cells(usage, _ROWS))))
+        if usage.rows:
+            yield from aligned(Grid("", "", headings, list(self._cells(usage, _ROWS))))
 
     def draw(self, moment: Moment, height: int, footer: str) -> RenderableType:
         usage: Usage = moment.seen
@@ -232,6 +238,9 @@ class _Shown:
     def _notes(self, usage: Usage) -> str:
         """What the numbers do not say."""
         notes = []
+        if not usage.rows:
+            asked = "nothing was asked of the mount"
+            notes.append(asked if self._feed.connected else "the mount has no worker just now")
         if usage.sampled > 1:
             notes.append(f"sampled: one of {usage.sampled} files, so these are estimates")
         if usage.lost:

@@ -180,16 +180,23 @@ def test_one_at_a_time_and_nothing_is_left(work: Bench) -> None:
 
 def test_tables(work: Bench) -> None:
     mount = mounted(work, "--freshness", "immutable")
-    command = ("top", str(mount.path), "--interval", "0.1", "--count", "2")
-    done = run(*command, "--by", "directory")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    head, columns, *_rest = done.stdout.splitlines()
-    assert f" {mount.path}, 0." in head
-    assert "not seen: reads from the page cache" in head
-    assert "opens (the mount is immutable" in head
+    command = ("top", str(mount.path), "--interval", "0.1", "--count", "2", "--by", "directory")
+    done = run(*command)
+    assert (done.returncode, done.stderr) == (0, "")
+    for head in done.stdout.splitlines():
+        assert f" {mount.path}, 0." in head
+        assert " s: nothing was asked of the mount; not seen: reads from the page cache" in head
+        assert "opens (the mount is immutable" in head
+    paths = [str(mount.path / "a" / f"f{n}") for n in range(FILES)]
+    with subprocess.Popen([sys.executable, "-c", READER, "1000000", *paths]) as reader:
+        table = wait_for(
+            lambda: (said := run(*command).stdout).count("reads/s") == 2 and said, "two"
+        )
+        reader.kill()
+    head, columns, row, *_rest = table.splitlines()
+    assert "nothing was asked" not in head
     assert columns.split()[:3] == ["directory", "reads/s", "opens/s"]
-    assert done.stdout.count("reads/s") == 2
+    assert row.split()[0] == "a"
 
 
 def test_the_sample_follows_the_rate(work: Bench) -> None:
