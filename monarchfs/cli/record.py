@@ -16,7 +16,7 @@ from monarchfs.cli.child import run_child, signals_in_pipe
 from monarchfs.cli.output import complain
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.recorder import HIDDEN, EventRecorder, daemon_of
-from monarchfs.cli.text import printable
+from monarchfs.cli.text import counted, printable
 from monarchfs.config.values import parse_seconds, parse_size
 from monarchfs.insight.recording import MOST_SAMPLE
 from monarchfs.text.sizes import format_bytes, format_seconds
@@ -152,7 +152,7 @@ def _signals() -> Iterator[int]:
 def _summary(recorder: EventRecorder, output: str) -> str:
     """One line."""
     parts = [
-        f"{recorder.events:,} events of {recorder.files:,} files in"
+        f"{counted(recorder.events, 'event')} of {counted(recorder.files, 'file')} in"
         f" {format_seconds(recorder.seconds)}: {output}, {format_bytes(recorder.written)}"
     ]
     if recorder.sample > 1:

@@ -193,7 +193,7 @@ class EventRecorder:
         self.sample = progress["sampled"]
         self._processes |= progress["processes"]
         files = {int(ino): File(*file) for ino, file in progress["files"].items()}
-        self._inos |= files.keys()
+        self._inos |= {ino for ino, file in files.items() if not file.is_directory}
         writer.add_files(files)
         if not self.stopped:
             writer.add_packed(content)

@@ -75,7 +75,7 @@ class Interval:
         known = self._directories
         for ino, file in files.items():
             known.pop(ino, None)  # the newest are last
-            known[ino] = os.path.dirname(file.path) or "."
+            known[ino] = os.path.dirname(file.path.rstrip("/")) or "."
         for ino in list(islice(known, max(0, len(known) - KEPT_FILES))):
             del known[ino]
 

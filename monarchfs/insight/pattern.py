@@ -111,7 +111,8 @@ class PatternFinder:
         files = sum(epoch.files for epoch in self.epochs) or 1
         sizes = Sizes()
         for file in self._files.values():
-            sizes.add(file.size)
+            if not file.is_directory:
+                sizes.add(file.size)
         return Pattern(
             self._sequential / reads,
             self._strided / reads,

@@ -61,10 +61,15 @@ class Event(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file of the mount: ``path`` is relative to the mount, other bytes as lone surrogates."""
+    """A file of the mount: ``path`` is relative to the mount, other bytes as lone surrogates. That
+    of a directory ends with a slash, and its ``size`` is 0."""
 
     path: str
     size: int
+
+    @property
+    def is_directory(self) -> bool:
+        return self.path.endswith("/")
 
 
 EVENT = struct.Struct("<QQQfIIBBxx")

@@ -252,8 +252,9 @@ class _Paths:
 
     def _files(self, inos: Sequence[int]) -> Iterator[tuple[int, File]]:
         for ino, node in self._index.nodes_of(inos).items() if inos else ():
-            path = self._directory(node.parent) + node.name
-            yield ino, File(os.fsdecode(path), node.stat.size)
+            path = os.fsdecode(self._directory(node.parent) + node.name)
+            directory = node.stat.is_directory
+            yield ino, File(f"{path}/", 0) if directory else File(path, node.stat.size)
 
     def _directory(self, ino: int) -> bytes:
         """With a slash, unless it is the root."""

@@ -114,6 +114,17 @@ def name_of(recording: Recording, event: Event) -> str:
     return Path(recording.files[event.ino].path).name
 
 
+def test_directories_are_no_files(work: Bench) -> None:
+    mount, file = mount_relayed(work), work.path / "rec"
+    looked_at = [str(mount.path / name) for name in ("d", "d/f0", "d/large")]
+    done = run("record", str(mount.path), "-o", str(file), "--", "stat", *looked_at)
+    assert done.returncode == 0
+    assert done.stderr.startswith("monarchfs: 3 events of 2 files in "), done.stderr
+    assert paths_in(file) == {"d/", "d/f0", "d/large"}
+    pattern = json.loads(run("analyze", str(file), "--json").stdout)["pattern"]
+    assert sum(size["files"] for size in pattern["sizes"]) == 2
+
+
 @pytest.mark.parametrize("resident", [False, True])
 def test_the_reads_are_those_of_the_reader(work: Bench, resident: bool) -> None:
     mount = mount_relayed(work)
@@ -157,7 +168,7 @@ def test_reads_through_the_page_cache_cover_the_files(work: Bench) -> None:
             pages = range(event.offset // 4096, (event.offset + event.size + 4095) // 4096)
             read.setdefault(name_of(recording, event), set()).update(pages)
     for file in recording.files.values():
-        if file.path.startswith("d/"):
+        if file.path.startswith("d/") and not file.is_directory:
             assert read[Path(file.path).name] == set(range((file.size + 4095) // 4096))
     opens = Counter(name_of(recording, e) for e in events if e.kind is Kind.OPEN)
     assert opens == Counter(call[1] for call in log["calls"] if call[0] == "OPEN")
