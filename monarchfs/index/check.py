@@ -111,8 +111,10 @@ def _walk_free_pages(path: str) -> None:
             return  # nothing will be written to it
         raise
     env.set_mapsize(env.info()["map_size"] + 2 * _TAKEN_BYTES)
-    with env.begin(write=True) as txn:
+    txn = env.begin(write=True)
+    try:
         txn.put(b"room", bytes(_TAKEN_BYTES))
+    finally:
         txn.abort()
 
 
