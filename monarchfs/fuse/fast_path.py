@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import struct
 from collections.abc import Callable
 from time import perf_counter_ns as now_ns
@@ -47,6 +48,17 @@ FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_CACHE_DIR = 1 << 3
 FOPEN_PASSTHROUGH = 1 << 7
 """Alone: with FOPEN_KEEP_CACHE the open fails (fs/fuse/iomode.c, fuse_file_passthrough_open)."""
+
+
+def drops_listings(release: str) -> bool:
+    """Whether a kernel drops the listing that it has of a directory when an OPENDIR is answered
+    without FOPEN_KEEP_CACHE. Linux 6.9 to 6.12.9 do not (fs/fuse/dir.c, fuse_dir_open), and EL 8's
+    4.18 has errors while it does (fs/fuse/readdir.c, fuse_parse_cache: EIO)."""
+    version = tuple(map(int, re.findall(r"\d+", release)[:3]))
+    return (5,) <= version < (6, 9) or version >= (6, 12, 10)
+
+
+CACHES_LISTINGS = drops_listings(os.uname().release)
 
 MOST_LISTED_BYTES = 32 << 10
 """Of one answer to READDIRPLUS: some 190 entries, which take half a millisecond."""
@@ -167,7 +179,7 @@ class FastPath:
                 self._durations.opendir.observe(now_ns() - started)
                 self._count_answer()
                 flags = FOPEN_CACHE_DIR | FOPEN_KEEP_CACHE if keep else FOPEN_CACHE_DIR
-                return _OPEN_OUT.pack(node, flags, 0)
+                return _OPEN_OUT.pack(node, flags if CACHES_LISTINGS else 0, 0)
             case Opcode.RELEASEDIR:
                 self._count_answer()
                 return b""  # a directory's handle stands for nothing

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs.fuse import fast_path
 from tests.support.mounting import Bench, Mount, as_user, free_port, requires_mounts, run, wait_for
 from tests.support.scraping import scrape
 
@@ -63,6 +64,10 @@ class Counted:
 FIND = ("find", "d", "-type", "f", "-printf", "%f %s\n")
 
 
+@pytest.mark.skipif(
+    not fast_path.CACHES_LISTINGS,
+    reason="needs a kernel that keeps listings: Linux 5.0 or later, without 6.9 to 6.12.9",
+)
 def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench, source: Path) -> None:
     counted = Counted(work, source, "--freshness", "immutable")
     assert run("warm", str(counted.mount.path), "--metadata", "--wait").returncode == 0

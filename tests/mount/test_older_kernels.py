@@ -26,11 +26,12 @@ NOT_IN_CONTAINERS = ",".join(calls for name, calls in NEWER_CALLS.items() if nam
 
 
 class Kernel(NamedTuple):
-    """Which system calls fail how, and the minor version of FUSE, 0 for this kernel's own."""
+    """Which system calls fail how, and the rest as in tests/support/older_kernel.py."""
 
     code: int
     numbers: str
     minor: int = 0
+    release: str = ""
 
     @property
     def relays(self) -> bool:
@@ -60,11 +61,15 @@ class Kernel(NamedTuple):
     ]
 )
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """All commands run on it."""
     made: Kernel = request.param
-    words = [sys.executable, older_kernel.__file__, *map(str, made)]
-    monkeypatch.setattr(mounting, "MONARCHFS", words)
+    run_all_on(made, monkeypatch)
     return made
+
+
+def run_all_on(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All commands of the test."""
+    words = [sys.executable, older_kernel.__file__, *map(str, kernel)]
+    monkeypatch.setattr(mounting, "MONARCHFS", words)
 
 
 def test_a_mount(work: Bench, processes: Processes, kernel: Kernel) -> None:
@@ -97,3 +102,29 @@ def test_a_mount_of_run(work: Bench, kernel: Kernel, user: bool) -> None:
             os.kill(of(worker), signal.SIGKILL)
             wait_for(partial(jobs.is_other, worker), "another worker")
         jobs.ended(reader)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("release", ["6.11.0-29-generic", "6.12.9"])
+def test_listings_where_the_kernel_keeps_those_it_has(
+    work: Bench, monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
+    """A change of a directory shows also if its mtime, by which the kernel goes, is as before."""
+    run_all_on(Kernel(0, "", 0, release), monkeypatch)
+    source = work.path / "source"
+    source.mkdir()
+    (source / "old").touch()
+    os.utime(source, (1e9, 1e9))
+    mount = work.mount(source, "--freshness", "ttl=1")
+
+    def names() -> list[str] | None:
+        try:
+            return os.listdir(mount.path)
+        except BlockingIOError:
+            return None  # see older_kernel.py
+
+    for _ in range(4):
+        assert wait_for(names, "the listing") == ["old"]
+    (source / "old").rename(source / "new")
+    os.utime(source, (1e9, 1e9))
+    wait_for(lambda: names() == ["new"], "the change to show", 10)

@@ -1,19 +1,25 @@
 """The command line as on an older kernel: the system calls that it lacks fail, in all processes
 that are started, and FUSE_INIT offers what that kernel knows.
 
-    python older_kernel.py ERRNO NUMBERS MINOR ARGUMENTS...
+    python older_kernel.py ERRNO NUMBERS MINOR RELEASE ARGUMENTS...
 
 NUMBERS are those of the calls that fail with ERRNO, as in ``1,2,3``; the last one may be ``N-``,
 for all from N on. MINOR is the version of FUSE that the kernel is to have: 27, or 0 for its own.
+RELEASE is that of a kernel which keeps each listing that it has, as Linux 6.9 does; or empty. An
+OPENDIR for which the source is asked fails then with EAGAIN, and the next one is answered from
+what is known: that way this kernel drops none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import struct
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 
@@ -75,15 +81,43 @@ def as_version_27(request: bytes) -> bytes:
     return bytes(short)
 
 
+def run_worker(release: str, arguments: list[str]) -> None:
+    """A worker on a kernel of that release, which keeps all listings."""
+    own = os.uname()
+    vars(os)["uname"] = lambda: os.uname_result((*own[:2], release, *own[3:]))
+    from monarchfs.fuse import session  # isort: skip  # before pyfuse3
+    import pyfuse3
+
+    from monarchfs.fuse import adapter, fast_path
+    from monarchfs.worker import __main__ as worker
+
+    assert session.hooks
+    ask = adapter.Adapter.opendir
+
+    async def asked(self: adapter.Adapter, *arguments: Any) -> int:
+        await ask(self, *arguments)
+        raise pyfuse3.FUSEError(errno.EAGAIN)
+
+    adapter.Adapter.opendir = asked  # type: ignore[assignment,method-assign]
+    fast_path.FOPEN_CACHE_DIR |= fast_path.FOPEN_KEEP_CACHE
+    worker.main(arguments)
+
+
 if __name__ == "__main__":
     sys.path[0] = str(HERE.parents[1])
-    code, numbers, minor = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    if sys.argv[1] == "worker":
+        run_worker(sys.argv[2], sys.argv[3:])
+        sys.exit()
+    code, numbers, minor, release = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4]
     if numbers:
         refuse(code, numbers)
-    from monarchfs.cli import main
+    from monarchfs.cli import main, mount
     from monarchfs.supervisor import first_worker, start
 
     if minor:
         read = first_worker.read_init_request
         vars(start)["read_init_request"] = lambda *given: as_version_27(read(*given))
-    sys.exit(main.main(sys.argv[4:]))
+    if release:
+        command = (sys.executable, "-I", __file__, "worker", release)
+        mount.mount_command = partial(mount.mount_command, worker_command=command)
+    sys.exit(main.main(sys.argv[5:]))

@@ -131,3 +131,17 @@ def test_a_listed_name(length: int) -> None:
     attributes = struct.unpack_from("=QQQqqqIIIIIIIIII", bare, 40)
     assert attributes == (2**50, *(0,) * 8, 0o100000, *(0,) * 6)
     assert bare[128:] == packed[128:]
+
+
+@pytest.mark.parametrize(
+    ("release", "drops"),
+    [
+        *(("4.18.0-305.el8.x86_64", False), ("4.19.0-27-amd64", False)),
+        *(("5.10.0-46-amd64", True), ("6.1.0-50-amd64", True), ("6.8.0-100-generic", True)),
+        *(("6.9.0", False), ("6.11.0-29-generic", False), ("6.12.0-55.el10.x86_64", False)),
+        *(("6.12.9-arch1-1", False), ("6.12.10", True), ("6.12.118+deb13-amd64", True)),
+        *(("6.13-rc7", True), ("6.18.44", True), ("7.0", True)),
+    ],
+)
+def test_which_kernels_are_to_keep_listings(release: str, drops: bool) -> None:
+    assert fast_path.drops_listings(release) == drops
