@@ -90,7 +90,8 @@ class FileOwners(Protocol):
 
 class Arrivals:
     """Constant: its parts; ``owners``, if nodes share. Changing: ``_wanted``, files that the copier
-    wants and that have not arrived; ``_batches``, how many are under way; ``_waiting``, files to be
+    wants and that have not arrived; ``_asked``, those of them that their owners are asked for;
+    ``_batches``, how many are under way; ``_waiting``, files to be
     stored once a batch is complete (``_complete``) or at a time (``_store_by``); ``_hurried``,
     files on their way that somebody waits for; ``_storing``, how many tasks store; ``_over``:
     nothing is stored any more."""
@@ -118,6 +119,7 @@ class Arrivals:
         self._nursery = nursery
         self._opened = opened
         self._wanted: dict[int, WantedFile] = {}
+        self._asked: dict[int, Node] = {}
         self._batches = 0
         self._waiting: deque[Arrived] = deque()
         self._waiting_bytes = 0
@@ -164,15 +166,23 @@ class Arrivals:
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in batch.nodes if node.ino not in numbers])
             if self.owners is not None and theirs:
-                for node in await self.owners.ask(theirs):
-                    if (wanted := self._wanted.get(node.ino)) is not None:
-                        self.leave(node.ino)
-                        self._jobs.want(node.ino, wanted.priority)  # its owner still copies it
-                self._fetch(theirs)
+                await self._ask_owners(self.owners, theirs)
             await batch.done.wait()
         finally:
             self._batches -= 1
         return batch.took_ns / NS, batch.sizes
+
+    async def _ask_owners(self, owners: FileOwners, nodes: Sequence[Node]) -> None:
+        self._asked |= {node.ino: node for node in nodes}
+        try:
+            late = await owners.ask(nodes)
+        finally:
+            left = [node for node in nodes if self._asked.pop(node.ino, None) is not None]
+        for node in late:
+            if node in left and (wanted := self._wanted.get(node.ino)) is not None:
+                self.leave(node.ino)
+                self._jobs.want(node.ino, wanted.priority)  # its owner still copies it
+        self._fetch(left)
 
     def _fetch(self, nodes: Sequence[Node]) -> None:
         nodes = [node for node in nodes if node.ino in self._wanted]
@@ -190,6 +200,8 @@ class Arrivals:
         if not arriving:
             return
         self._hurried.update(arriving)
+        # Whoever waits has no time to wait for other nodes.
+        self._fetch([node for ino in arriving if (node := self._asked.pop(ino, None)) is not None])
         self._misses.hurry(arriving)
         self._complete |= any(node.ino in self._hurried for node, *_ in self._waiting)
         self._pause.cancel()

@@ -345,6 +345,24 @@ async def test_others_files_are_asked_for_together_and_read_then(area: Area) -> 
         assert owners.asked == [inos[1:4], [inos[2]]]
 
 
+async def test_who_waits_for_a_file_does_not_wait_for_its_owner(area: Area) -> None:
+    """Which may be lost, and is asked for it with others."""
+    names = area.write_files(6)
+    async with area.mount(copies=False) as mirror:
+        mirror.arrivals._patience = 0
+        inos = [await mirror.ino(name) for name in names]
+        owners = mirror.arrivals.owners = SomeOwners(mirror, inos[1:4])
+        owners.late = {inos[2]}
+        await begin(mirror, names, together=6)
+        await until(lambda: owners.asked == [inos[1:4]], "the owners to be asked")
+        mirror.copier.hurry(inos[2:3])
+        await until(lambda: mirror.states(inos[2:3]) == ["resident"], "the copy")
+        owners.answers.set()
+        await check(mirror, names)
+        assert owners.asked == [inos[1:4]]
+        assert mirror.source.counters.read_bytes == 60_000
+
+
 async def test_what_others_own_is_copied_last(area: Area) -> None:
     names = area.write_files(6)
     async with area.mount(copies=False) as mirror:
