@@ -86,7 +86,8 @@ class Directories:
             return
         # True stands for "what is in the index will do".
         fallback = True if listing is not None else None
-        await self._asking.ask(("list", ino), lambda: self._confirm_or_list(ino, lane), fallback)
+        key = self._asking.key(lane, "list", ino)
+        await self._asking.ask(key, lambda: self._confirm_or_list(ino, lane), fallback)
 
     def missed(self, ino: int, times: int) -> None:
         """A name was asked for in a directory without a listing, ``times`` by now: it may be

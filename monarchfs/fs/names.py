@@ -56,7 +56,9 @@ class Names:
                 return known
             fetch = self._fetch
         return await self._asking.ask(
-            ("name", parent, name), lambda: fetch(parent, name, lane), fallback
+            self._asking.key(lane, "name", parent, name),
+            lambda: fetch(parent, name, lane),
+            fallback,
         )
 
     async def ask(self, parent: int, name: bytes) -> Entry | Missing:
@@ -189,7 +191,8 @@ class Names:
         """Of a name that an old listing does not have: if the directory's times are unchanged,
         that answers for all such names at once."""
         if self._known.freshness.serves_stale and await self._asking.run_once(
-            ("confirm", parent), lambda: self._directories.confirm(parent, lane)
+            self._asking.key(lane, "confirm", parent),
+            lambda: self._directories.confirm(parent, lane),
         ):
             known = self._known.lookup(parent, name)
             if known is not None:

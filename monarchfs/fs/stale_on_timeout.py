@@ -59,6 +59,11 @@ class StaleOnTimeout:
         """Whether a question has been waited for in vain, and has no answer yet."""
         return bool(self._unanswered)
 
+    def key(self, lane: Lane, *key: object) -> Key:
+        """Of a question: a reader does not wait for one that was asked for nobody, and may wait
+        for peers and for a thread; the other way round it is one."""
+        return key if lane is Lane.DEMAND or key in self._under_way else (*key, lane)
+
     async def run_once(self, key: Key, fetch: Callable[[], Awaitable[T]]) -> T:
         """The answer of one call of ``fetch`` for all callers with the same ``key``. Raises what it
         raises."""

@@ -79,4 +79,4 @@ class Tree:
                 await directories.list_again(ino, lane)
             return True
 
-        await self._asking.run_once(("list", ino), confirm_or_list)
+        await self._asking.run_once(self._asking.key(lane, "list", ino), confirm_or_list)

@@ -18,7 +18,7 @@ from monarchfs.fs.freshness import UNANSWERED_SECONDS
 from monarchfs.fs.tree import Entry
 from monarchfs.fs.unanswered import GRACE_SECONDS, PROBE_SECONDS
 from monarchfs.source.posix import Found, FoundEach, _each
-from monarchfs.types import ROOT_INO, DirRef
+from monarchfs.types import ROOT_INO, DirRef, Lane
 from tests.support.faults import Gate, disk_is_full
 from tests.support.layouts import plain
 from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, Hours, asked, entry, names
@@ -306,6 +306,31 @@ async def test_what_is_not_known_is_waited_for_and_open_waits_for_all(
                 gate.open()
             assert len(found) == 1
             assert mirror.metrics.stale_answers == 0
+
+
+async def look_for_the_name(mirror: Mirror, lane: Lane) -> None:
+    assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"a", lane), Entry)
+
+
+async def list_the_root(mirror: Mirror, lane: Lane) -> None:
+    await mirror.tree.directories.open(ROOT_INO, lane)
+
+
+@pytest.mark.parametrize("ask", [look_for_the_name, list_the_root])
+async def test_a_reader_does_not_wait_for_what_is_asked_for_nobody(
+    files: Area, ask: Callable[[Mirror, Lane], Awaitable[None]]
+) -> None:
+    """That may wait for a thread, or ten seconds for a peer."""
+    async with files.mount() as mirror:
+        gate = mirror.posix.faults.gate(*METADATA)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, mirror, Lane.BACKGROUND)
+            await gate.arrived()
+            nursery.start_soon(ask, mirror, Lane.DEMAND)
+            nursery.start_soon(ask, mirror, Lane.DEMAND)
+            nursery.start_soon(ask, mirror, Lane.BACKGROUND)
+            await until(lambda: gate.waiting == 2, "the source to be asked again")
+            gate.open()
 
 
 async def test_an_error_of_the_source_is_no_silence(files: Area, hours: Hours) -> None:
