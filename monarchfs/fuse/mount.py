@@ -19,6 +19,7 @@ from monarchfs.types import OperationError
 
 DEVICE = "/dev/fuse"
 FUSERMOUNT = "fusermount3"
+MTAB = "/etc/mtab"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/run/wrappers/bin"
 """Where programs are looked for; the caller's $PATH has no say in what is run here."""
 
@@ -77,7 +78,17 @@ def check_device(device: str = DEVICE) -> None:
             f"you may not open {device}: ask the administrator for mode 0666 on it"
         )
     if not may_mount():
-        fusermount_path()
+        check_fusermount()
+
+
+def check_fusermount() -> None:
+    """Raises OperationError if this process, which may not mount, could not unmount later."""
+    fusermount_path()
+    if not os.path.exists(MTAB):  # setmntent(3), in may_unmount of util/fusermount.c
+        raise OperationError(
+            f"{FUSERMOUNT} cannot unmount without {MTAB}: have it made as root (ln -s"
+            f" /proc/self/mounts {MTAB})"
+        )
 
 
 def may_mount() -> bool:

@@ -33,6 +33,10 @@ class Unmounted(Enum):
     ABORTED = "unmounted by force"
     FAILED = "still mounted"
 
+    @property
+    def gone(self) -> bool:
+        return self is not Unmounted.FAILED
+
 
 class Unmount:
     """An attempt to unmount a connection, in steps, so that a loop can do other things meanwhile:
@@ -124,8 +128,8 @@ def unmount_bounded(connection: FuseConnection, deadline: float) -> Unmounted:
 def unmount_call(mountpoint: str, *, lazy: bool = False, force: bool = False) -> int:
     """One umount2(2) where `may_mount`, else one run of fusermount3; returns errno, 0 if done.
 
-    ETIMEDOUT stands for a call that does not come back. ``force`` aborts the connection (as root;
-    fuse_umount_begin in fs/fuse/inode.c).
+    ETIMEDOUT stands for a call that does not come back, EAGAIN for a process that could not be
+    started. ``force`` aborts the connection (as root; fuse_umount_begin in fs/fuse/inode.c).
     """
     if not may_mount():
         return _fusermount_call(mountpoint, lazy)
@@ -139,17 +143,21 @@ def unmount_call(mountpoint: str, *, lazy: bool = False, force: bool = False) ->
         try:
             # UMOUNT_NOFOLLOW is about the name alone; what is above it can be the user's to rename,
             # with a link in its place, and what that leads to is not to be unmounted.
-            os.chdir(directory := open_directory(above))
-            os.close(directory)
+            directory = open_directory(above)
         except OSError as error:
             return error.errno, ()
-        failed = libc.umount2(os.fsencode(name or above), flags)
-        return (ctypes.get_errno() if failed else 0), ()
+        path = f"/proc/self/fd/{directory}/{name}" if name else above
+        failed = libc.umount2(os.fsencode(path), flags)
+        code = ctypes.get_errno() if failed else 0
+        os.close(directory)
+        return code, ()
 
     try:
         code, _ = bounded_call(call, timeout=_CALL_SECONDS, overdue="umount")
     except OperationError:
         return errno.ETIMEDOUT
+    except OSError:  # no process can be started: this one waits if the call does
+        code, _ = call()
     return int(code)
 
 
@@ -163,14 +171,17 @@ def _has_fusectl() -> bool:
 
 def _fusermount_call(mountpoint: str, lazy: bool) -> int:
     command = [fusermount_path(), "-u", "-q", *(["-z"] if lazy else []), "--", mountpoint]
-    process = subprocess.Popen(
-        command,
-        env={"PATH": SYSTEM_PATH, "LANG": "C"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            env={"PATH": SYSTEM_PATH, "LANG": "C"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+        )
+    except OSError as error:
+        return error.errno or errno.EAGAIN
     try:
         return errno.EBUSY if process.wait(_CALL_SECONDS) else 0
     except subprocess.TimeoutExpired:

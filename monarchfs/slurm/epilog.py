@@ -174,7 +174,7 @@ def end_share(site: Site, share: Share, deadline: float, status: Status | None) 
     for found in mounts:
         now = time.monotonic()
         until = max(now + _LEAST_SECONDS, min(deadline, now + _UMOUNT_SECONDS))
-        if not unmount_found(found, until):
+        if not unmount_found(found, until).gone:
             log.error("%s cannot be unmounted", found.mountpoint)
             return False
         log.info("unmounted %s (%s)", found.source, share.key)

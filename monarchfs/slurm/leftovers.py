@@ -247,7 +247,7 @@ def _is_dead(found: FoundMount) -> bool:
 def _unmount(found: FoundMount) -> bool:
     if not _is_dead(found):
         return False
-    if not remove_by_force(found, time.monotonic() + _UMOUNT_SECONDS):
+    if not remove_by_force(found, time.monotonic() + _UMOUNT_SECONDS).gone:
         raise OperationError(f"try umount -l {found.mountpoint} as root")
     return True
 

@@ -230,7 +230,7 @@ def _mount(
             raise OperationError(f"the mount of {source} does not answer")
         until = min(deadline, time.monotonic() + _CLEAR_SECONDS)
         remove = unmount_found if found.supervisor_alive else remove_by_force
-        if not remove(found, until):
+        if not remove(found, until).gone:
             raise OperationError(f"an earlier mount of {source} cannot be removed")
     os.makedirs(mountpoint, mode=0o755, exist_ok=True)
     share.write({**record_of(source, user), "mountpoint": mountpoint})
@@ -249,7 +249,7 @@ def _mount(
         )
     except BaseException:
         found = daemon.find(mountpoint)
-        if found is None or unmount_found(found, time.monotonic() + _UMOUNT_SECONDS):
+        if found is None or unmount_found(found, time.monotonic() + _UMOUNT_SECONDS).gone:
             os.unlink(os.path.join(share.directory, "share.json"))
             caches.remove_empty_cache(share.layout, share.key)
         raise

@@ -34,8 +34,8 @@ from monarchfs.types import OperationError
 
 _POLL_SECONDS = 0.02
 _CONNECT_SECONDS = 1.0
-_FORCE_SECONDS = 1.5
-"""What is kept of the time limit for doing it by force, if the supervisor does not."""
+_FORCE_SECONDS, _FORCE_SHARE = 1.5, 0.1
+"""What is kept of the time limit, at most, for doing it by force if the supervisor does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,20 +182,21 @@ def supervisor_lives(registered: Registered) -> bool:
     return ticks == registered.entry.start_ticks
 
 
-def unmount_found(found: FoundMount, deadline: float) -> bool:
-    """Unmounts by ``deadline`` (time.monotonic), by the supervisor or else by force; whether the
-    mount is gone. Of a bind mount, or a mount made in another mount namespace, only the copy is
-    removed: users of the mount itself keep it."""
+def unmount_found(found: FoundMount, deadline: float) -> Unmounted:
+    """Unmounts by ``deadline`` (time.monotonic), by the supervisor or else by force. Of a bind
+    mount, or a mount made in another mount namespace, only the copy is removed: users of the mount
+    itself keep it."""
     if found.made_elsewhere or found.is_copy:
         if found.on_top:
             unmount_call(found.mountpoint, lazy=True)
-        return found.mount is None or found.mount not in read_mountinfo()
-    return _supervisor_did_it(found, deadline) or remove_by_force(found, deadline)
+        left = found.mount is not None and found.mount in read_mountinfo()
+        return Unmounted.FAILED if left else Unmounted.CLEAN
+    return _by_supervisor(found, deadline) or remove_by_force(found, deadline)
 
 
-def remove_by_force(found: FoundMount, deadline: float) -> bool:
+def remove_by_force(found: FoundMount, deadline: float) -> Unmounted:
     """Unmounts without the supervisor by ``deadline`` (time.monotonic), kills it if it still lives,
-    and removes the registration; whether the mount is gone. Idempotent."""
+    and removes the registration. Idempotent."""
     outcome = Unmounted.NOT_MOUNTED
     if found.mount is not None:
         with closing(connection_of_mount(found.mount)) as connection:
@@ -204,23 +205,24 @@ def remove_by_force(found: FoundMount, deadline: float) -> bool:
         if supervisor_lives(found.registered):
             _kill(found.registered)
         _forget(found.registered)
-    return outcome is not Unmounted.FAILED
+    return outcome
 
 
-def _supervisor_did_it(found: FoundMount, deadline: float) -> bool:
-    """Whether the supervisor unmounted, and went, in time."""
+def _by_supervisor(found: FoundMount, deadline: float) -> Unmounted | None:
+    """None where the supervisor did not unmount, and go, in time."""
     if not found.supervisor_alive:
-        return False
+        return None
     assert found.registered is not None
     left = deadline - time.monotonic()
-    reserve = min(_FORCE_SECONDS, left / 3)
+    reserve = min(_FORCE_SECONDS, left * _FORCE_SHARE)
     try:
         with connect(found.registered, left - reserve) as connection:
             asked = {"command": "umount", "timeout": left - reserve}
-            connection.request(asked, deadline - reserve - time.monotonic())
-            return connection.wait_closed(1.0)
-    except OperationError:
-        return False
+            answer = connection.request(asked, deadline - reserve - time.monotonic())
+            outcome = Unmounted[str(answer["outcome"]).upper()]
+            return outcome if connection.wait_closed(1.0) else None
+    except (OperationError, KeyError):
+        return None
 
 
 def registration_of(mount: Mount, known: Iterable[Registered]) -> Registered | None:

@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 _TICK_SECONDS = 1.0
 _STOP_SECONDS = 10.0
 _DEAD_WORKER_SECONDS = 1.0
-_WORKER_END_SECONDS = 2.5
+_WORKER_END_SECONDS, _WORKER_END_SHARE = 2.5, 0.2
+"""What is kept of the time for an unmount, at most, for the worker's end."""
 _SYNC_SECONDS = 5.5
 """How long a worker that unmounts may take to make its copies durable: what it allows itself
 (SHUTDOWN_SYNC_SECONDS), and a moment. One that is killed meanwhile keeps the tier's file system
@@ -200,7 +201,7 @@ class Supervisor:
                 timeout = float(request.get("timeout", _DEFAULT_UMOUNT_SECONDS))
                 log.info("asked to unmount %s within %g s", self.config.mountpoint, timeout)
                 self._waiting_for_unmount.append(connection)
-                self._begin_unmount(max(timeout - _WORKER_END_SECONDS, timeout / 2))
+                self._begin_unmount(timeout - min(_WORKER_END_SECONDS, timeout * _WORKER_END_SHARE))
             case "restart":
                 seconds = float(request.get("timeout", _DEFAULT_RESTART_SECONDS))
                 log.info("asked to replace the worker of %s", self.config.mountpoint)

@@ -102,7 +102,12 @@ def _child(
     with ours:
         # The hooks of os.fork() would swallow a KeyboardInterrupt.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            raise
         if pid == 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _answer_and_exit(lambda: call(theirs), theirs, keep)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,11 @@ import pytest
 
 from monarchfs.cli.main import main
 from monarchfs.cli.parser import build_parser, commands_of
+from monarchfs.cli.umount import say_that_it_waits
 from monarchfs.fuse import mount as mount_module
+from monarchfs.fuse.connection import FuseConnection
+from monarchfs.fuse.mountinfo import find_mount
+from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import NOBODY, Area, area, assert_refused, device_mode
 from tests.support.mounting import requires_mounts
@@ -121,7 +126,8 @@ BAD_STORAGE = [
     ),
     pytest.param(nothing, ["--tier", ".=1G"], ["the source", "inside tier"], id="source in tier"),
     pytest.param(nothing, ["--tier", "mnt/t=1G"], ["inside the mount point"], id="tier in mount"),
-    pytest.param(nothing, ["--tier", "/proc/t=1G"], ["/proc"], id="tier cannot be made"),
+    pytest.param(nothing, ["--tier", "/proc/t=1G"], ["/proc/t", "no size"], id="tier in proc"),
+    pytest.param(nothing, ["--state-dir", "/proc/s"], ["/proc/s"], id="state cannot be made"),
     pytest.param(nothing, ["--state-dir", "src/s"], ["inside the source"], id="state in source"),
     pytest.param(foreign_state, [], ["belongs to nobody", "--state-dir"], id="state of another"),
     pytest.param(shared_state, [], ["written by others"], id="state open to others"),
@@ -138,7 +144,7 @@ def test_storage(root_work: Area, prepare: Prepare, arguments: list[str], words:
     if "--state-dir" not in arguments:
         command += ["--state-dir", "state"]
     # A directory that only the kernel refuses to make is found out late: exit 1.
-    code = 1 if "/proc/t=1G" in arguments else 2
+    code = 1 if "/proc/s" in arguments else 2
     assert_refused(root_work, command, code, *words)
 
 
@@ -281,16 +287,37 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "fuse").write_bytes(b"")
     with pytest.raises(OperationError, match="is not a device"):
         mount_module.check_device(str(tmp_path / "fuse"))
-    monkeypatch.setattr(mount_module, "SYSTEM_PATH", str(tmp_path))
     monkeypatch.setattr(mount_module, "may_mount", lambda: False)
+    monkeypatch.setattr(mount_module, "MTAB", str(tmp_path / "mtab"))
+    with pytest.raises(OperationError, match=r"cannot unmount without .*/mtab: have it made"):
+        mount_module.check_device("/dev/null")
+    monkeypatch.setattr(mount_module, "SYSTEM_PATH", str(tmp_path))
     with pytest.raises(OperationError, match="install the package fuse3"):
         mount_module.check_device("/dev/null")
 
 
+<<<<<<< HEAD
 def test_pages_with_which_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 65536}[name])
     with pytest.raises(OperationError, match="have 64 KiB, "):
         mount_module.check_device("/dev/null")
+=======
+@pytest.mark.parametrize(
+    ("waiting", "words"), [(2, "somebody; 2 requests of it without an answer: wa"), (0, "body: wa")]
+)
+def test_who_waits_for_an_unmount_is_told_that_requests_hang(
+    waiting: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FuseConnection, "waiting", waiting)
+    mounted = find_mount("/proc")
+    assert mounted is not None
+    found = FoundMount("/data", "/source", mounted._replace(mountpoint="/data"), None)
+    monkeypatch.setattr("monarchfs.cli.umount.read_mountinfo", lambda: [found.mount])
+    say_that_it_waits(found, time.monotonic() + 7)
+    said = capsys.readouterr().err
+    assert words in said
+    assert "for 7 s at most" in said
+>>>>>>> 46630e3 (umount says whom it waits for and whom it cut off, and waits for most of its time)
 
 
 def test_bytes_that_are_no_text_do_not_break_the_line(root_work: Area) -> None:

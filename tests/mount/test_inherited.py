@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
+from tests.support.fake_mounts import FAKE_CLI, NOBODY, area, device_mode, registered
 from tests.support.mounting import (
     ENVIRONMENT,
     MONARCHFS,
     Bench,
     Mount,
     as_user,
+    fuse_mounts,
     requires_mounts,
     run,
 )
@@ -210,3 +213,22 @@ def test_a_worker_without_descriptors_does_not_die_of_a_request(work: Bench, src
     assert mount.status()["state"] == "serving"
     assert run("warm", str(mount.path), "--wait").returncode == 0
     assert mount.status()["worker"]["pid"] == worker
+
+
+def test_a_dead_mount_is_removed_where_no_process_can_be_started(place: Path) -> None:
+    """An ordinary user's umount becomes fusermount3 then."""
+    with device_mode(0o666), area(place, NOBODY) as users:
+        users.mount()
+        os.kill(registered(users).entry.supervisor_pid, signal.SIGKILL)
+        program = [users.python, "-c", BECOME.format(hard("NPROC", 1))]
+        umount = [users.python, "-I", FAKE_CLI, "serve", "umount", "mnt"]
+        done = subprocess.run(
+            as_user(NOBODY, [*program, *umount]),
+            cwd=place,
+            env=users.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert fuse_mounts(str(place)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import socket
@@ -170,6 +171,23 @@ def test_a_bounded_call_that_hangs_is_left() -> None:
     started.check(5)
     os.close(reading)
     os.close(writing)
+
+
+@requires_root
+@requires_fuse
+def test_unmounting_where_no_process_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    device = mount(source="none", mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
+    here = os.getcwd()
+    monkeypatch.setattr(os, "fork", refuse)
+    assert unmount_call(str(tmp_path)) == 0
+    assert os.getcwd() == here
+    assert fuse_mounts(str(tmp_path)) == []
+    os.close(device)
 
 
 @requires_root
