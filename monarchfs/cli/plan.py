@@ -58,7 +58,7 @@ def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     result = combine(config.source, report, rooms, rates, arguments.epochs)
     if arguments.nodes:
         result["sharing"] = shared(result, arguments.nodes, config.share)
-    print(json.dumps(result) if arguments.json else "\n".join(_lines(result)))
+    print(json.dumps(result) if arguments.json else "\n".join(lines(result)))
     return 0
 
 
@@ -86,7 +86,9 @@ def combine(
         "tiers": [
             {
                 "path": room.path,
-                "capacity_bytes": room.capacity_bytes,
+                "capacity_bytes": room.size_bytes,
+                "usable_bytes": (usable := min(room.size_bytes, room.usable_bytes + both[1].bytes)),
+                "limited_by": room.limited_by if usable < room.size_bytes else None,
                 "free_bytes": room.space.free_bytes,
                 "files": (now := total(*both)).files,
                 "bytes": now.bytes,
@@ -162,14 +164,20 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
         room = room_of(place, tier.size, config.reserve_percent)
         # A tier in memory answers to what is left there; others to what is free on the disk.
         capacity = room.usable_bytes if place.headroom is not None else room.capacity_bytes
-        return [min(capacity, room.capacity_bytes), list(place.space)], ()
+        return [
+            list(place.space),
+            capacity,
+            room.capacity_bytes,
+            room.usable_bytes,
+            room.limited_by,
+        ], ()
 
-    (capacity, space), _ = bounded_call(
+    (space, capacity, *usable), _ = bounded_call(
         call,
         timeout=_TIER_SECONDS,
         overdue=f"tier {tier.path} did not answer within {_TIER_SECONDS:g} s: use another disk",
     )
-    return PlannedTier(tier.path, capacity, Space(*space))
+    return PlannedTier(tier.path, capacity, Space(*space), *usable)
 
 
 def _rates(config: Config, progress: Progress) -> tuple[SourceSpeed, list[TierSpeed]] | None:
@@ -240,7 +248,8 @@ def _newest(tier: str, config: Config) -> str:
     return os.path.join(tier, name)
 
 
-def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
+def lines(plan: Mapping[str, Any]) -> Iterator[str]:
+    """A plan for people."""
     amount = partial(_described, plan)
     at_least = "" if plan["complete"] else "at least "
     yield (
@@ -258,12 +267,16 @@ def _lines(plan: Mapping[str, Any]) -> Iterator[str]:
     ]
     yield labelled("sizes", ", ".join(sizes) or "none")
     for tier in plan["tiers"]:
-        cached = f", {tier['cached_files']} of them already" if tier["cached_files"] else ""
-        yield labelled(
-            "tier",
-            f"{printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
-            f" {format_bytes(tier['capacity_bytes'])}{cached}",
-        )
+        text = f"{printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
+        text += f" {format_bytes(tier['usable_bytes'])}"
+        if tier["cached_files"]:
+            text += f", {tier['cached_files']} of them already"
+        if tier["limited_by"]:
+            text += (
+                f"; of its {format_bytes(tier['capacity_bytes'])} no more can be used: limited by"
+                f" {tier['limited_by']}"
+            )
+        yield labelled("tier", text)
     yield labelled("resident", amount("resident"))
     if plan["partial"]["files"]:
         yield labelled("partial", amount("partial"))

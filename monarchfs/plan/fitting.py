@@ -26,11 +26,15 @@ _CHUNK_BYTES = 128 << 10
 @dataclass(frozen=True, slots=True)
 class PlannedTier:
     """A tier as placement sees it. It has ``held_files`` of this dataset already, with
-    ``held_bytes`` in blocks; ``space`` is without these."""
+    ``held_bytes`` in blocks; ``space`` is without these. Of the ``size_bytes`` that it was given,
+    ``usable_bytes`` could be added now; ``limited_by`` says why not more."""
 
     path: str
     capacity_bytes: int
     space: Space
+    size_bytes: int
+    usable_bytes: int
+    limited_by: str
     held_files: int = 0
     held_bytes: int = 0
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cli.plan import combine
+from monarchfs.cli.plan import combine, lines
 from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, blocks
 from monarchfs.plan.fitting import fit as fit_files
 from monarchfs.plan.survey import Sizes, survey_and_fit
@@ -34,7 +34,7 @@ PLENTY = Space(GIB << 10, GIB << 10, 1 << 20, 1 << 20)
 
 
 def room(capacity: int, space: Space = PLENTY, **held: int) -> PlannedTier:
-    return PlannedTier("/t", capacity, space, **held)
+    return PlannedTier("/t", capacity, space, capacity, capacity, "", **held)
 
 
 # What fits.
@@ -151,14 +151,37 @@ def test_later_when_little_is_won() -> None:
     assert found.total(10) < found.plain_total(10)
 
 
-def test_without_files_there_is_nothing_to_estimate() -> None:
-    report = {
-        **dict.fromkeys(("files", "bytes", "directories", "others", "unreadable"), 0),
-        **{"hard_links": 0, "complete": True, "sizes": []},
-        **{"cached": [{"files": 0, "bytes": 0}], "placed": [{"files": 0, "bytes": 0}]},
-        **{key: {"files": 0, "bytes": 0} for key in ("whole", "partial", "remote")},
+def surveyed(cached: int = 0) -> dict[str, Any]:
+    """A dataset of one cached file of that size, or of none."""
+    none, held = {"files": 0, "bytes": 0}, {"files": int(cached > 0), "bytes": cached}
+    return {
+        **dict.fromkeys(("directories", "others", "unreadable"), 0),
+        **{"hard_links": 0, "complete": True, "sizes": [], **held, "cached": [held]},
+        **{"placed": [none], "whole": none, "partial": none, "remote": none},
     }
-    result = combine("/s", report, [room(MIB)], None, 10)
+
+
+@pytest.mark.parametrize(
+    ("size", "cached", "usable", "words"),
+    [
+        (202, 0, 40, "0 bytes of 40G; of its 202G no more can be used: limited by its file system"),
+        (202, 5, 45, "5.0G of 45G, 1 of them already; of its 202G no more can be used"),
+        (40, 5, 40, "5.0G of 40G, 1 of them already\n"),
+    ],
+)
+def test_what_of_a_tier_can_be_used_is_said(
+    size: int, cached: int, usable: int, words: str
+) -> None:
+    one = PlannedTier("/t", size * GIB, PLENTY, size * GIB, 40 * GIB, "its file system")
+    result = combine("/s", surveyed(cached * GIB), [one], None, 10)
+    (found,) = result["tiers"]
+    assert (found["capacity_bytes"], found["usable_bytes"]) == (size * GIB, usable * GIB)
+    assert found["limited_by"] == ("its file system" if usable < size else None)
+    assert words in "\n".join(lines(result))
+
+
+def test_without_files_there_is_nothing_to_estimate() -> None:
+    result = combine("/s", surveyed(), [room(MIB)], None, 10)
     assert result["seconds"] is result["rates"] is result["pays_from_epoch"] is None
 
 
