@@ -26,7 +26,7 @@ from monarchfs.slurm.request import Request, parse_dataset_path, parse_request
 from monarchfs.types import UsageError
 
 SITE_FILE = "/etc/monarchfs-slurm.toml"
-_LEAST_DEADLINE, _MOST_DEADLINE = 2.0, 100.0
+_LEAST_DEADLINE, MOST_DEADLINE = 2.0, 45.0
 _NOT_THE_SITES = {
     *("user", "tier", "state_dir", "foreground", "log_file", "metrics_port"),
     *("peers", "peer_name", "peer_port", "peer_key", "peer_tls"),
@@ -206,10 +206,10 @@ def _ports(value: object) -> tuple[int, int]:
 
 def _deadline(value: object) -> float:
     seconds = parse_timeout(value)
-    if not _LEAST_DEADLINE <= seconds <= _MOST_DEADLINE:
+    if not _LEAST_DEADLINE <= seconds <= MOST_DEADLINE:
         raise UsageError(
-            f"{seconds:g} seconds: use {_LEAST_DEADLINE:g} to {_MOST_DEADLINE:g}, within which the"
-            " scripts in slurm.conf are cut off"
+            f"{seconds:g} seconds: use {_LEAST_DEADLINE:g} to {MOST_DEADLINE:g}: the scripts in"
+            " slurm.conf are cut off a little later"
         )
     return seconds
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from monarchfs.slurm.site import read_site
+from monarchfs.slurm.site import MOST_DEADLINE, read_site
 from tests.support.mounting import REPOSITORY, requires_root
 
 SCRIPTS = "usr/local/lib/monarchfs/slurm"
@@ -42,6 +43,18 @@ def test_the_scripts_run_the_command_that_was_installed(installed: Path, step: s
     # As slurmd runs it: there is no PATH that anybody could rely on.
     subprocess.run([str(installed / SCRIPTS / step), "--config", "/x"], env={}, check=True)
     assert (installed / "called").read_text() == f"job {step} --config /x\n"
+
+
+@pytest.mark.parametrize("step", ["prolog", "epilog"])
+def test_the_scripts_end_after_the_deadline_and_before_slurm_gives_up(step: str) -> None:
+    found = re.search(r"^timeout -k (\d+) (\d+) ", (REPOSITORY / "slurm" / step).read_text(), re.M)
+    assert found is not None
+    grace, limit = map(int, found.groups())
+    document = (REPOSITORY / "docs" / "SLURM.md").read_text()
+    advised = re.search(r"^ +BatchStartTimeout=(\d+)$", document, re.M)
+    assert advised is not None
+    assert MOST_DEADLINE < limit < limit + grace < int(advised[1])
+    assert f"{limit + grace} seconds after which the scripts end" in " ".join(document.split())
 
 
 def test_the_task_prolog_prints_what_the_prolog_wrote(installed: Path, tmp_path: Path) -> None:

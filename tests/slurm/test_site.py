@@ -80,7 +80,7 @@ def test_all_that_is_named_must_fit() -> None:
         ({"options": ["tier=/x=1G"]}, "options: tier is not set here"),
         ({"deadline_seconds": 0}, "deadline_seconds: a time limit of 0"),
         ({"deadline_seconds": True}, "deadline_seconds: True is not a value"),
-        ({"deadline_seconds": 300}, "deadline_seconds: 300 seconds: use 2 to 100"),
+        ({"deadline_seconds": 300}, "deadline_seconds: 300 seconds: use 2 to 45"),
         ({"linger": "long"}, "linger: 'long' is not an interval"),
         ({"wipe": "perhaps"}, "wipe: 'perhaps' is neither"),
         ({"nice": -5}, "nice: '-5' is no priority"),
