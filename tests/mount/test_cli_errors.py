@@ -296,12 +296,12 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         mount_module.check_device("/dev/null")
 
 
-<<<<<<< HEAD
 def test_pages_with_which_nobody_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PAGE_SIZE": 65536}[name])
     with pytest.raises(OperationError, match="have 64 KiB, "):
         mount_module.check_device("/dev/null")
-=======
+
+
 @pytest.mark.parametrize(
     ("waiting", "words"), [(2, "somebody; 2 requests of it without an answer: wa"), (0, "body: wa")]
 )
@@ -317,7 +317,6 @@ def test_who_waits_for_an_unmount_is_told_that_requests_hang(
     said = capsys.readouterr().err
     assert words in said
     assert "for 7 s at most" in said
->>>>>>> 46630e3 (umount says whom it waits for and whom it cut off, and waits for most of its time)
 
 
 def test_bytes_that_are_no_text_do_not_break_the_line(root_work: Area) -> None:
