@@ -179,11 +179,16 @@ class Dirent(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A directory's entries are all in the index, as of the directory's times then."""
+    """A directory's entries are all in the index, as of the directory's times then.
+
+    ``lists_all``: the source's listings name all that a look-up finds. So what is not in the index
+    is not there.
+    """
 
     mtime_ns: int
     ctime_ns: int
     fetched_ns: int
+    lists_all: bool
 
 
 class PeerNames(NamedTuple):

@@ -111,7 +111,7 @@ class BatchLookups:
         found = [(name, *answer) for name, answer in named if not isinstance(answer, OSError)]
         nodes = iter(self._recorder.found_each(parent, found, asked_ns))
         self._recorder.missing(
-            parent, [name for name, answer in named if isinstance(answer, _NOT_THERE)]
+            parent, [name for name, answer in named if isinstance(answer, _NOT_THERE)], asked_ns
         )
         self.shared.asked(parent, names[: len(answers)])
         return [

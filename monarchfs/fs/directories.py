@@ -18,10 +18,22 @@ from monarchfs.fs.stale_on_timeout import StaleOnTimeout
 from monarchfs.fs.statahead import Statahead
 from monarchfs.fs.unlisted import Unlisted
 from monarchfs.source.source import Source
-from monarchfs.types import MOST_LISTED, ROOT_INO, Dirent, FileType, Lane, Node
+from monarchfs.types import (
+    MOST_LISTED,
+    ROOT_INO,
+    Dirent,
+    FileType,
+    Lane,
+    Listing,
+    Node,
+    SourceChanged,
+)
 
 SELF_COOKIE, PARENT_COOKIE = 1, 2
 """The readdir offsets of ``.`` and ``..``; the index gives out higher ones."""
+
+CASED = 100
+"""Names of which one is looked for that has letters."""
 
 LISTING_BATCH = 500
 """Names that go into the index in one transaction: a few milliseconds on the event loop."""
@@ -150,7 +162,8 @@ class Directories:
             batch = [(*entry, 0) for entry in listing.entries[at : at + LISTING_BATCH]]
             self.index.add_entries(ino, sequence, batch, asked_ns)
             await trio.lowlevel.checkpoint()
-        await self.finish_listing(ino, sequence, (listing.mtime_ns, listing.ctime_ns), asked_ns)
+        times = listing.mtime_ns, listing.ctime_ns
+        await self.finish_listing(ino, sequence, times, asked_ns, lane)
         return True
 
     async def list_again(
@@ -187,7 +200,7 @@ class Directories:
                     if differences is not None:
                         await differences.pause()
         times = stat.mtime_ns, stat.ctime_ns
-        await self.finish_listing(ino, sequence, times, asked_ns, differences)
+        await self.finish_listing(ino, sequence, times, asked_ns, lane, differences)
         if len(entries) == count:
             self.shared.keep(ino, asked_ns, entries)
         return count
@@ -207,11 +220,13 @@ class Directories:
         sequence: int,
         times: tuple[int, int],
         asked_ns: int,
+        lane: Lane,
         differences: Differences | None = None,
     ) -> None:
         """All entries were recorded since ``begin_listing`` gave out ``sequence``: others are not
         there. ``times``: the directory's mtime and ctime (ns). Raises IndexWriteError."""
-        for gone in self.index.finish_listing(ino, sequence, *times, asked_ns):
+        listing = Listing(*times, asked_ns, await self._lists_all(ino, lane))
+        for gone in self.index.finish_listing(ino, sequence, listing):
             for dirent in gone:
                 self._recorder.replaced(ino, dirent.name, dirent.ino)
                 if differences is not None:
@@ -220,6 +235,16 @@ class Directories:
             if differences is not None:
                 await differences.pause()
         self._recorder.listed(ino)
+
+    async def _lists_all(self, ino: int, lane: Lane) -> bool:
+        """Whether a name that the directory's listing lacks is not there. Where the source does not
+        say, it may be."""
+        named = (dirent.name for dirent, _node in self.index.entries(ino, PARENT_COOKIE, CASED))
+        cased = next((name for name in named if name != name.swapcase()), b"")
+        try:
+            return await self._source.lists_all(self._known.directory(ino), cased, lane)
+        except (OSError, SourceChanged):
+            return False
 
     def _add(
         self,
@@ -260,7 +285,9 @@ class Directories:
             dots = Dirent(PARENT_COOKIE, b"..", FileType.DIRECTORY, up, 0, up)
             result.append((dots, None, 0.0, 0.0))
         kept, shortest = self._known.freshness.kept, FOREVER_SECONDS
-        for dirent, node in self.index.entries(ino, max(after_cookie, PARENT_COOKIE), limit):
+        listing, after_cookie = self.index.listing(ino), max(after_cookie, PARENT_COOKIE)
+        only_listed = listing is not None and not listing.lists_all
+        for dirent, node in self.index.entries(ino, after_cookie, limit, only_listed=only_listed):
             if (
                 node is None
                 or node.outdated

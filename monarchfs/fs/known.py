@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness
@@ -17,6 +18,12 @@ a longer unknown name only the source can say whether it is missing (ENOENT) or 
 
 CONFIRMED_KEPT = 100_000
 """Listings whose confirmation is remembered; others are confirmed again."""
+
+ABSENT_KEPT = 100_000
+"""Names of which a look-up said that they do not exist, where listings do not say that: 20 MB."""
+
+UNLISTED_NAMES = frozenset({b".lustre"})
+"""Names that listings of no directory have, though they have all others: Lustre's, in its root."""
 
 
 class Entry(NamedTuple):
@@ -37,7 +44,8 @@ class KnownMetadata:
     """Methods return None where the source has to be asked first.
 
     Changing: ``moved_ns``, when a directory was last seen moved (what is older is not believed);
-    ``_confirmed``, by directory: ``fetched_ns`` of the listing that was confirmed, and when.
+    ``_confirmed``, by directory: ``fetched_ns`` of the listing that was confirmed, and when;
+    ``_absent``, by directory and name: when the source said that there is no such name.
     """
 
     def __init__(self, index: Index, freshness: Freshness) -> None:
@@ -45,6 +53,7 @@ class KnownMetadata:
         self.freshness = freshness
         self.moved_ns = 0
         self._confirmed: dict[int, tuple[int, int]] = {}
+        self._absent: dict[tuple[int, bytes], int] = {}
 
     @property
     def mount_ns(self) -> int:
@@ -59,12 +68,15 @@ class KnownMetadata:
         now = time.time_ns()
         dirent = self.index.dirent(parent, name)
         if dirent is None:
-            if len(name) > SURE_NAME_BYTES:
-                return None
-            confirmed_ns = self.listing_confirmed_ns(parent, now)
-            if confirmed_ns is None:
-                return None
-            return Missing(self.freshness.timeouts(confirmed_ns, now)[0])
+            if len(name) <= SURE_NAME_BYTES and self.listing_has_all(parent, name):
+                asked_ns = self.listing_confirmed_ns(parent, now)
+            else:
+                asked_ns = self._absent.get((parent, name))
+                if asked_ns is not None and not (
+                    asked_ns >= self.moved_ns and self.freshness.fresh(asked_ns, now)
+                ):
+                    asked_ns = None
+            return None if asked_ns is None else Missing(self.freshness.timeouts(asked_ns, now)[0])
         return self.entry(dirent.checked_ns, self.index.node(dirent.ino), now)
 
     def entry(self, checked_ns: int, node: Node | None, now_ns: int) -> Entry | None:
@@ -88,8 +100,8 @@ class KnownMetadata:
         """What can be answered, for a second, while the source does not; None: nothing."""
         dirent = self.index.dirent(parent, name)
         if dirent is None:
-            listed = self.index.listing(parent) is not None
-            return Missing(UNANSWERED_SECONDS) if listed else None
+            absent = self.listing_has_all(parent, name) or (parent, name) in self._absent
+            return Missing(UNANSWERED_SECONDS) if absent else None
         node = self.index.node(dirent.ino)
         return None if node is None or node.outdated else stale_entry(node)
 
@@ -152,6 +164,24 @@ class KnownMetadata:
         if node.stat.is_directory:
             return self.directory(ino), b""
         return self.directory(node.parent), node.name
+
+    def listing_has_all(self, parent: int, name: bytes) -> bool:
+        """Whether the directory has a listing (maybe an old one) that would have this name."""
+        listing = self.index.listing(parent)
+        return listing is not None and listing.lists_all and name not in UNLISTED_NAMES
+
+    def absent(self, parent: int, names: Iterable[bytes], asked_ns: int) -> None:
+        """The source said at ``asked_ns`` that it has no such names."""
+        for name in names:
+            if not self.listing_has_all(parent, name):
+                while len(self._absent) >= ABSENT_KEPT:
+                    del self._absent[next(iter(self._absent))]
+                self._absent[parent, name] = asked_ns
+
+    def forget_absent(self) -> Collection[tuple[int, bytes]]:
+        """What look-ups said to be absent is asked for again: directory and name of each."""
+        forgotten, self._absent = self._absent, {}
+        return forgotten
 
     def listing_confirmed_ns(self, ino: int, now_ns: int) -> int | None:
         """When the source last confirmed a directory's listing, if that is recent enough."""

@@ -22,7 +22,7 @@ from monarchfs.snapshot.file import (
     Record,
 )
 from monarchfs.system.threads import run_sync
-from monarchfs.types import ROOT_INO, IndexWriteError
+from monarchfs.types import ROOT_INO, IndexWriteError, Lane
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class LoadedListing:
         """There are no other entries."""
         if self._whole:
             await self._tree.directories.finish_listing(
-                self._ino, self._sequence, self._times, self._asked_ns
+                self._ino, self._sequence, self._times, self._asked_ns, Lane.BACKGROUND
             )
 
 

@@ -48,7 +48,11 @@ class Names:
             return known
         fallback = self._known.stale(parent, name)
         fetch = self._fetch_or_join
-        if isinstance(fallback, Missing) and len(name) <= SURE_NAME_BYTES:
+        if (
+            isinstance(fallback, Missing)
+            and len(name) <= SURE_NAME_BYTES
+            and self._known.listing_has_all(parent, name)
+        ):
             fetch = self._fetch_absent
         elif fallback is None and self._index.dirent(parent, name) is not None:
             # A caller that waits for a batch of others needs no task of its own.
@@ -155,7 +159,7 @@ class Names:
             with self._recorder.estale_if_replaced(parent):
                 stat, target = await self._source.found(directory, name, lane)
         except (FileNotFoundError, NotADirectoryError):
-            self._recorder.missing(parent, [name])
+            self._recorder.missing(parent, [name], asked_ns)
             freshness = self._known.freshness
             if freshness.trusts_times and self._index.listing(parent) is None:
                 self._recorder.negative.add(parent, name)

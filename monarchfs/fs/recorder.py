@@ -57,7 +57,8 @@ class Recorder:
                 self.replaced(parent, name, before)
         return [node for node, _before in recorded]
 
-    def missing(self, parent: int, names: list[bytes]) -> None:
+    def missing(self, parent: int, names: list[bytes], asked_ns: int) -> None:
+        self._known.absent(parent, names, asked_ns)
         befores = self._index.record_missing(parent, names) if names else []
         for name, before in zip(names, befores, strict=True):
             if before is not None:

@@ -121,6 +121,10 @@ class Refresh:
         """
         run = _Run()
         self._tree.shared.refreshed()
+        for number, (parent, name) in enumerate(self._tree.known.forget_absent()):
+            self._kernel.invalidate_entry(parent, name)
+            if number % LISTED_BATCH == 0:
+                await self._kernel.room()
         node = await self._walk(run, path)
         if node is not None and node.stat.is_directory:
             run.work.append(_Work(node.ino, -1))

@@ -71,7 +71,7 @@ class SharedListings:
         return confirmed_ns, PeerListing(0, listing.mtime_ns, listing.ctime_ns, entries)
 
     def _from_index(self, ino: int) -> Entries | None:
-        rows = self._index.entries(ino, 0, MOST_LISTED + 1)
+        rows = self._index.entries(ino, 0, MOST_LISTED + 1, only_listed=True)
         entries: Entries = []
         for dirent, node in rows:
             if node is None or node.outdated or node.stat.device:

@@ -10,8 +10,10 @@ from monarchfs.index.records import (
     FILE_TYPES,
     ID,
     ID_PAIR,
+    LISTED,
     LOOKED_UP,
     META_NEXT,
+    TYPE,
     node_identity,
     node_place,
     node_type,
@@ -45,14 +47,20 @@ class Listings(TreeTables):
         return None if value is None else unpack_listing(value)
 
     def entries(
-        self, parent: int, after_cookie: int, limit: int
+        self, parent: int, after_cookie: int, limit: int, *, only_listed: bool = False
     ) -> list[tuple[Dirent, Node | None]]:
         """At most ``limit`` entries with cookies above ``after_cookie``, by rising cookie.
 
-        The node is None where nobody has looked the name up.
+        The node is None where nobody has looked the name up. ``only_listed``: those that a listing
+        had.
         """
         prefix = ID.pack(parent)
-        rows = self._rows(self._db.entries, prefix + ID.pack(after_cookie + 1), prefix, limit)
+        start = prefix + ID.pack(after_cookie + 1)
+        rows = self._rows(self._db.entries, start, prefix, limit)
+        while only_listed and (hidden := [row for row in rows if not row[1][0] & LISTED]):
+            start = rows[-1][0] + b"\0"
+            more = self._rows(self._db.entries, start, prefix, len(hidden))
+            rows = [row for row in rows if row[1][0] & LISTED] + more
         found: list[tuple[Dirent, Node | None]] = []
         get, nodes, pack = self._get, self._db.nodes, ID.pack
         for key, value in rows:
@@ -108,7 +116,7 @@ class Listings(TreeTables):
                 known = get(prefix + cookie, None, entries)
                 known_type, _, _, known_seen = ENTRY.unpack_from(known)
                 if type_ == FileType.UNKNOWN:
-                    type_ = FILE_TYPES[known_type & ~LOOKED_UP]
+                    type_ = FILE_TYPES[known_type & TYPE]
                 if known_type & LOOKED_UP:
                     if known_seen >= sequence:
                         continue  # who found it since this listing began knows better
@@ -126,7 +134,7 @@ class Listings(TreeTables):
                 number = fresh
                 put(source_key, number, db=by_source)
             shown = int.from_bytes(number, "big")
-            put(prefix + cookie, pack_entry(type_, shown, now_ns, seen, name), db=entries)
+            put(prefix + cookie, pack_entry(type_ | LISTED, shown, now_ns, seen, name), db=entries)
         put(META_NEXT, pack(next_id), db=self._db.meta)
         self._next_id = next_id
 
@@ -152,26 +160,32 @@ class Listings(TreeTables):
             checked_ns = 0
         elif checked_ns and node_place(node) == (parent, name):
             checked_ns = now_ns
-        return type_ | LOOKED_UP, ino, checked_ns
+        return type_ | LOOKED_UP | LISTED, ino, checked_ns
 
     def finish_listing(
-        self, parent: int, sequence: int, mtime_ns: int, ctime_ns: int, now_ns: int
+        self, parent: int, sequence: int, listing: Listing
     ) -> Iterator[list[Dirent]]:
         """Remove the names that the listing did not see, then record it as complete.
 
-        ``mtime_ns`` and ``ctime_ns`` are the directory's, from before its first entry was read.
+        Names that no listing ever had stay, unless this one has all that there are.
+
+        The times are the directory's, from before its first entry was read.
         A generator: each step takes about half a millisecond, so that other tasks can run in
         between, and yields what it removed. The last step records the listing, so exhaust it.
         """
         prefix = ID.pack(parent)
         start = prefix
         while rows := self._rows(self._db.entries, start, prefix, _SWEEP):
-            gone = {key: value for key, value in rows if ENTRY.unpack_from(value)[3] < sequence}
+            gone = {
+                key: value
+                for key, value in rows
+                if ENTRY.unpack_from(value)[3] < sequence
+                and (listing.lists_all or value[0] & LISTED)
+            }
             if gone:
                 self._remove_entries(gone)
             start = rows[-1][0] + b"\0"
             yield [unpack_dirent(ID.unpack(key[8:])[0], value) for key, value in gone.items()]
-        listing = Listing(mtime_ns, ctime_ns, now_ns)
         self._write(lambda txn: txn.put(prefix, pack_listing(listing), db=self._db.listings))
 
     def _remove_entries(self, keys: Iterable[bytes]) -> None:

@@ -125,12 +125,16 @@ _WIDE = 2  # a time outside the years 1678 to 2262 does not fit 64 bits: WIDE en
 
 ENTRY = struct.Struct(
     "<"
-    "B"  # type: a FileType, and LOOKED_UP
+    "B"  # type: a FileType, LOOKED_UP, LISTED
     "Q"  # ino: what the name stands for if LOOKED_UP is set, else a number for listings to show
     "q"  # checked_ns
     "Q"  # seen: compared with the sequence of a listing, which removes what it did not see
 )
 
+TYPE = 0x0F
+"""The bits of an entry's type that are a FileType."""
+LISTED = 0x40
+"""In an entry's type: a listing had the name. Some names only a look-up finds (.snapshot)."""
 LOOKED_UP = 0x80
 """In an entry's type: a look-up (stat) said what the name stands for. A listing alone does not: its
 d_ino may be another file's st_ino, as in overlays of several file systems, and where a subvolume of
@@ -142,6 +146,7 @@ LISTING = struct.Struct(
     f"{_TIMES}"  # mtime_ns
     f"{_TIMES}"  # ctime_ns
     "q"  # fetched_ns
+    "B"  # lists_all: 0 or 1
 )
 REPLICA = struct.Struct(
     "<"
@@ -242,20 +247,21 @@ def pack_entry(type_: int, ino: int, checked_ns: int, seen: int, name: bytes) ->
 
 
 def unpack_dirent(cookie: int, value: bytes) -> Dirent:
-    type_, shown, checked_ns, _ = ENTRY.unpack_from(value)
-    ino = shown if type_ & LOOKED_UP else 0
-    type_ &= ~LOOKED_UP
-    return Dirent(cookie, value[ENTRY.size :], FILE_TYPES[type_], ino, checked_ns, shown)
+    flags, shown, checked_ns, _ = ENTRY.unpack_from(value)
+    ino = shown if flags & LOOKED_UP else 0
+    type_ = FILE_TYPES[flags & TYPE]
+    return Dirent(cookie, value[ENTRY.size :], type_, ino, checked_ns, shown)
 
 
 def pack_listing(listing: Listing) -> bytes:
     mtime, ctime = divmod(listing.mtime_ns, _SECOND), divmod(listing.ctime_ns, _SECOND)
-    return LISTING.pack(*mtime, *ctime, listing.fetched_ns)
+    return LISTING.pack(*mtime, *ctime, listing.fetched_ns, listing.lists_all)
 
 
 def unpack_listing(value: bytes) -> Listing:
-    mtime, mtime_part, ctime, ctime_part, fetched_ns = LISTING.unpack(value)
-    return Listing(mtime * _SECOND + mtime_part, ctime * _SECOND + ctime_part, fetched_ns)
+    mtime, mtime_part, ctime, ctime_part, fetched_ns, lists_all = LISTING.unpack(value)
+    mtime_ns, ctime_ns = mtime * _SECOND + mtime_part, ctime * _SECOND + ctime_part
+    return Listing(mtime_ns, ctime_ns, fetched_ns, bool(lists_all))
 
 
 def pack_replica(replica: Replica, boot: int) -> bytes:

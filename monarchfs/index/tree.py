@@ -11,6 +11,7 @@ from monarchfs.index.records import (
     FILE_TYPES,
     ID,
     ID_PAIR,
+    LISTED,
     LOOKED_UP,
     NODE,
     PLACE,
@@ -193,19 +194,21 @@ class TreeTables(Outdated):
         # No listing under way removes the name: each began before the last number was given out.
         seen = self._next_id - 1
         before: int | None = None
+        listed = 0
         cookie = txn.get(key + name, None, self._db.names)
         if cookie is None:
             cookie = fresh or ID.pack(self._new_ids(txn))
             txn.put(key + name, cookie, db=self._db.names)
         else:
             flags, before, _, _ = ENTRY.unpack_from(txn.get(key + cookie, None, self._db.entries))
+            listed = flags & LISTED
             if before != ino:
                 self._on_name(parent, name)
                 if not flags & LOOKED_UP:
                     before = 0
                 elif self._pin_count:
                     self._move_pin_of_name(txn, parent, name, ID.pack(before), ID.pack(ino))
-        value = pack_entry(type_ | LOOKED_UP, ino, checked_ns, seen, name)
+        value = pack_entry(type_ | LOOKED_UP | listed, ino, checked_ns, seen, name)
         txn.put(key + cookie, value, db=self._db.entries)
         return before
 

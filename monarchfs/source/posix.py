@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 from monarchfs.source._stats import stat_each
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.open_files import OpenFiles, knows_layouts
+from monarchfs.system.file_system_type import IN_MEMORY, file_system_type
 from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat
 
 # Not O_NOATIME: sites purge their scratch file systems by access time.
@@ -34,6 +35,15 @@ programs (NAME_MAX in limits.h)."""
 
 
 ACCESS_ACL = b"system.posix_acl_access"
+
+_LUSTRE = 0x0BD00BD0
+_BY_CASE = frozenset({0xEF53, 0x58465342, 0xF2F52010, *IN_MEMORY})
+"""ext2 to ext4, xfs, f2fs, tmpfs: directories that find names in any case may be among theirs."""
+_LISTS_ALL = _BY_CASE | {_LUSTRE, 0x9123683E, 0x73717368, 0xE0F5E1E2}
+"""f_type (statfs(2)) of those whose listings have all names that a look-up finds: these, Lustre
+(but for .lustre), btrfs, squashfs, erofs. Not so those with snapshots that no listing shows (NFS,
+ZFS, GPFS, Ceph), automounts, and those that find names in any case (SMB, FAT); what user-space file
+systems do (FUSE) nobody knows."""
 
 
 class SourceEntry(NamedTuple):
@@ -63,7 +73,8 @@ Batches = Generator[Batch, None, None]
 class PosixSource(OpenFiles):
     """The source below ``root_fd``, which stays the caller's. Thread-safe.
 
-    All fields are constant (the cache of directories has its own lock). ``root`` is the DirRef of
+    All fields are constant (the cache of directories has its own lock) but ``_kinds``, f_type of
+    statfs(2) by device. ``root`` is the DirRef of
     the root; ``has_layouts`` says that files may have a Lustre layout.
     """
 
@@ -84,6 +95,7 @@ class PosixSource(OpenFiles):
         super().__init__(device)
         self.root = DirRef(b"", ino)
         self._root_fd = root_fd
+        self._kinds: dict[int, int] = {}
         self._dirs = DirHandles(root_fd, ino, device, max_directories)
         self.has_layouts = knows_layouts(root_fd) if has_layouts is None else has_layouts
 
@@ -225,6 +237,30 @@ class PosixSource(OpenFiles):
             os.close(fd)
         if entries:
             yield entries
+
+    def known_to_list_all(self, directory: DirRef) -> bool | None:
+        """``lists_all`` where the file system's kind decides; None where the source is to be
+        asked."""
+        if directory.path.partition(b"/")[0] == b".lustre":
+            return False  # in .lustre/fid any file's identifier is a name
+        kind = self._kinds.get(directory.device)
+        return None if kind is None or kind in _BY_CASE else kind in _LISTS_ALL
+
+    def lists_all(self, directory: DirRef, name: bytes) -> bool:
+        """Whether a listing of the directory has all names that a look-up finds.
+
+        ``name`` is a listed one with letters, if there is one: where it is found with small letters
+        in place of capitals and the other way round, so are others.
+        """
+        with self._dirs.acquire(directory) as fd:
+            kind = self._kinds[directory.device] = file_system_type(fd)
+            if kind not in _BY_CASE or not name:
+                return kind in _LISTS_ALL
+            try:
+                other = os.stat(name.swapcase(), dir_fd=fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return True
+            return not os.path.samestat(other, os.stat(name, dir_fd=fd, follow_symlinks=False))
 
     def touch(self, directory: DirRef, name: bytes) -> None:
         """Read a byte of a regular file as any reader would, for its access time. Raises as

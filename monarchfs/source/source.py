@@ -75,6 +75,11 @@ class Source(SourceCalls):
         batches = self._posix.list(directory, batch)
         return SourceListing(partial(self._next_batch, lane), batches, batch, self.releases.soon)
 
+    async def lists_all(self, directory: DirRef, name: bytes, lane: Lane) -> bool:
+        if (known := self._posix.known_to_list_all(directory)) is not None:
+            return known
+        return await self._call(lane, self._posix.lists_all, (directory, name))
+
     async def read(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
         """As PosixSource.read_for_reader. After a cancelled read ``fd`` may be closed at once: the
         thread may then read something else under that number, but nobody sees it.

@@ -26,6 +26,7 @@ from tests.index.tools import (
     DIRECTORY,
     NOW,
     ROOT_SOURCE_INO,
+    finish_listing,
     open_index,
     replica,
     source_stat,
@@ -174,8 +175,7 @@ def full(directory: Path) -> None:
     index.record_found_files(2, [tier_file(50)])
     index.put_xattr(inos[0], b"user.a", b"1")
     index.pin(inos[5])
-    for _ in index.finish_listing(ROOT_INO, 0, NOW, NOW, NOW):
-        pass
+    finish_listing(index, ROOT_INO, 0)
     index.close()
     assert problems(str(directory)) == []
 

@@ -6,13 +6,21 @@ from pathlib import Path
 
 from monarchfs.index import Index
 from monarchfs.types import ROOT_INO, FileType, Listing
-from tests.index.tools import DIRECTORY, NOW, add_listing, names_in, open_index, source_stat
+from tests.index.tools import (
+    DIRECTORY,
+    NOW,
+    add_listing,
+    finish_listing,
+    names_in,
+    open_index,
+    source_stat,
+)
 from tests.support.indexing import record_found
 
 
 def test_a_listing_gives_numbers_without_nodes_until_names_are_found(index: Index) -> None:
     add_listing(index, ROOT_INO, (b"b", 11), (b"a", 10))
-    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW)
+    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW, True)
     (b, no_node), (a, _) = index.entries(ROOT_INO, 2, 10)
     assert (b.name, a.name, no_node) == (b"b", b"a", None)
     assert (a.ino, b.ino) == (0, 0)
@@ -77,8 +85,7 @@ def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
     sequence = index.begin_listing(ROOT_INO)
     record_found(index, ROOT_INO, b"meanwhile", source_stat(11), b"", NOW)
     index.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
-    for _ in index.finish_listing(ROOT_INO, sequence, NOW, NOW, NOW):
-        pass
+    finish_listing(index, ROOT_INO, sequence)
     assert names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
 
 
@@ -89,21 +96,20 @@ def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None
     index.add_entries(ROOT_INO, second, a, NOW)
     index.add_entries(ROOT_INO, first, a, NOW)
     for sequence in (second, first):
-        for _ in index.finish_listing(ROOT_INO, sequence, NOW, NOW, NOW):
-            pass
+        finish_listing(index, ROOT_INO, sequence)
     assert names_in(index, ROOT_INO) == [b"a"]
 
 
 def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index) -> None:
     add_listing(index, ROOT_INO, *((b"%d" % i, 100 + i) for i in range(2000)))
     sequence = index.begin_listing(ROOT_INO)
-    steps = index.finish_listing(ROOT_INO, sequence, NOW + 1, NOW + 1, NOW + 1)
+    steps = index.finish_listing(ROOT_INO, sequence, Listing(*3 * (NOW + 1,), True))
     next(steps)
     assert 0 < len(index.entries(ROOT_INO, 2, 3000)) < 2000
-    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW)
+    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW, True)
     assert len(list(steps)) >= 2
     assert index.entries(ROOT_INO, 2, 10) == []
-    assert index.listing(ROOT_INO) == Listing(NOW + 1, NOW + 1, NOW + 1)
+    assert index.listing(ROOT_INO) == Listing(*3 * (NOW + 1,), True)
 
 
 def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Index) -> None:

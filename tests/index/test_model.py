@@ -63,6 +63,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.by_source: dict[int, int] = {}
         # What the name stands for (0: nobody asked), type, when, what is shown.
         self.names: dict[tuple[int, bytes], tuple[int, FileType, int, int]] = {}
+        self.listed_names: set[tuple[int, bytes]] = set()
         self.cookies: dict[tuple[int, bytes], int] = {}
         # With each, the boot it was recorded in.
         self.replicas: dict[int, tuple[Replica, int]] = {}
@@ -151,18 +152,23 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.record_missing(parent, [name])
         self.names.pop((parent, name), None)
         self.cookies.pop((parent, name), None)
+        self.listed_names.discard((parent, name))
 
     @rule(
         parent=PARENTS,
         found=st.dictionaries(NAMES, st.tuples(SOURCE_INOS, MODES)),
         now=VERSIONS,
+        lists_all=st.booleans(),
     )
-    def listed(self, parent: int, found: dict[bytes, tuple[int, int]], now: int) -> None:
+    def listed(
+        self, parent: int, found: dict[bytes, tuple[int, int]], now: int, lists_all: bool
+    ) -> None:
         sequence = self.index.begin_listing(parent)
         self.new(sequence)
         for name, (ino, mode) in found.items():
             type_ = FileType.of_mode(mode)
             self.index.add_entries(parent, sequence, [(name, type_, ino, 0)], now)
+            self.listed_names.add((parent, name))
             before = self.names.get((parent, name))
             if before is not None and (known := self.nodes.get(before[0])) is not None:
                 checked = before[2]
@@ -179,11 +185,14 @@ class IndexMachine(RuleBasedStateMachine):
                 self.new(dirent.shown_ino)
                 self.by_source[ino] = number = dirent.shown_ino
             self.name_now(parent, name, type_, 0, now, number)
-        for _ in self.index.finish_listing(parent, sequence, now, now, now):
+        listing = Listing(now, now, now, lists_all)
+        for _ in self.index.finish_listing(parent, sequence, listing):
             pass
-        assert self.index.listing(parent) == Listing(now, now, now)
+        assert self.index.listing(parent) == listing
         for key in [k for k in self.names if k[0] == parent and k[1] not in found]:
-            del self.names[key], self.cookies[key]
+            if lists_all or key in self.listed_names:
+                del self.names[key], self.cookies[key]
+                self.listed_names.discard(key)
 
     @rule(number=INOS, now=VERSIONS)
     def mark_outdated(self, number: int, now: int) -> None:
@@ -420,6 +429,9 @@ class IndexMachine(RuleBasedStateMachine):
                 assert self.cookies[parent, dirent.name] == dirent.cookie
                 _cookie, name, type_, ino, checked_ns, shown = dirent
                 seen[parent, name] = (ino, type_, checked_ns, shown)
+            shown_rows = [row for row in entries if (parent, row[0].name) in self.listed_names]
+            assert self.index.entries(parent, 2, 100, only_listed=True) == shown_rows
+            assert self.index.entries(parent, 2, 2, only_listed=True) == shown_rows[:2]
         assert seen == self.names
         self.replicas_agree()
         assert self.index.pins() == sorted(self.pins)

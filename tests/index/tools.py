@@ -12,6 +12,7 @@ from pathlib import Path
 from monarchfs.index import Index
 from monarchfs.types import (
     FileType,
+    Listing,
     Replica,
     ReplicaState,
     SourceStat,
@@ -60,7 +61,11 @@ def open_index(directory: Path, map_bytes: int = 1 << 30, *, trust: bool = False
 def add_listing(index: Index, parent: int, *names: tuple[bytes, int]) -> None:
     sequence = index.begin_listing(parent)
     index.add_entries(parent, sequence, [(n, FileType.REGULAR, i, 0) for n, i in names], NOW)
-    for _ in index.finish_listing(parent, sequence, NOW, NOW, NOW):
+    finish_listing(index, parent, sequence)
+
+
+def finish_listing(index: Index, parent: int, sequence: int, *, lists_all: bool = True) -> None:
+    for _ in index.finish_listing(parent, sequence, Listing(NOW, NOW, NOW, lists_all)):
         pass
 
 

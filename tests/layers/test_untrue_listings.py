@@ -1,5 +1,5 @@
 """Sources whose listings do not say what a look-up says: other inode numbers (d_ino), as overlays
-of two file systems and subvolumes of btrfs have them."""
+of two file systems and subvolumes of btrfs have them; and fewer names (.snapshot)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import random
 from collections.abc import Callable
 
 import pytest
+import trio
 
 from monarchfs.fs.refresh import Refresh
+from monarchfs.fs.tree import Missing
 from monarchfs.source.posix import SourceEntry
 from monarchfs.types import ROOT_INO, FreshnessMode, Lane, Node
-from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, names
 from tests.support.mirror import Area, Mirror, content
 
 FILES = 12
@@ -109,3 +111,123 @@ async def test_what_a_listing_numbers_is_not_taken_for_a_file(
             await check(mirror, area, {**tree, "a/new": b"so that the directory is listed again"})
             await mirror.idle()
             await mirror.settled()
+
+
+# Names that a look-up finds and no listing has.
+
+SNAPSHOT = b".snapshot"
+
+
+@pytest.fixture
+def hidden(area: Area) -> Area:
+    area.write(".snapshot/hourly/f", b"an older one")
+    area.write("a", content(10))
+    area.write("d/b", content(20))
+    return area
+
+
+@pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])
+@pytest.mark.parametrize("listed_first", [True, False])
+async def test_a_name_that_no_listing_has_is_found(
+    hidden: Area, hours: Hours, mode: FreshnessMode, listed_first: bool
+) -> None:
+    await hidden.settled()
+    async with hidden.mount(mode=mode, ttl=60) as mirror:
+        mirror.posix.unlisted = frozenset({SNAPSHOT})
+        if listed_first:
+            assert set(await names(mirror, ROOT_INO)) == {b"a", b"d"}
+        for _time in range(3):
+            assert await mirror.read_file(".snapshot/hourly/f") == b"an older one"
+            number = (await mirror.node(".snapshot")).ino
+            # It shows in no listing here either: nobody copies or walks through snapshots.
+            assert set(await names(mirror, ROOT_INO)) == {b"a", b"d"}
+            assert "a" in await walked(mirror)
+            hours.pass_by(61)
+            hidden.write("new", b"so that it is listed again")
+            (hidden.source / "new").unlink()
+            assert set(await names(mirror, ROOT_INO)) == {b"a", b"d"}
+            if mode is IMMUTABLE:
+                await Refresh(mirror.tree, mirror.kernel).run()
+            assert (await mirror.node(".snapshot")).ino == number
+        (hidden.source / ".snapshot").rename(hidden.path / "elsewhere")
+        hours.pass_by(61)
+        await Refresh(mirror.tree, mirror.kernel).run()
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, SNAPSHOT), Missing)
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
+async def test_a_look_up_confirms_once_what_a_listing_lacks(
+    hidden: Area, hours: Hours, mode: FreshnessMode
+) -> None:
+    await hidden.settled()
+    async with hidden.mount(mode=mode, ttl=60) as mirror:
+        mirror.posix.unlisted = frozenset({SNAPSHOT})
+        await names(mirror, ROOT_INO)
+        asked(mirror)
+        for _time in range(3):
+            found = await mirror.tree.names.lookup(ROOT_INO, b"x.so")
+            assert isinstance(found, Missing)
+            assert found.timeout > 50
+        assert asked(mirror) == 1
+        hours.pass_by(61)
+        hidden.write("x.so", b"it is there now")
+        if mode is IMMUTABLE:
+            assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"x.so"), Missing)
+            await Refresh(mirror.tree, mirror.kernel).run()
+            assert (ROOT_INO, b"x.so") in mirror.kernel.entries
+        assert await mirror.read_file("x.so") == b"it is there now"
+
+
+async def test_where_listings_have_all_names_they_answer_for_the_others(files: Area) -> None:
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        await names(mirror, ROOT_INO)
+        asked(mirror)
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"x.so"), Missing)
+        assert asked(mirror) == 0
+        # But Lustre's root has this one, and lists it not.
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b".lustre"), Missing)
+        assert asked(mirror) == 1
+
+
+async def test_a_source_that_is_silent_denies_only_what_it_denied_before(hidden: Area) -> None:
+    await hidden.settled()
+    async with hidden.mount(mode=TTL, ttl=0, deadline=0.05) as mirror:
+        mirror.posix.unlisted = frozenset({SNAPSHOT})
+        await names(mirror, ROOT_INO)
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"x.so"), Missing)
+        gate = mirror.posix.faults.gate("found", "stat")
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"x.so"), Missing)
+        async with trio.open_nursery() as nursery:
+
+            async def read() -> None:
+                assert await mirror.read_file(".snapshot/hourly/f") == b"an older one"
+
+            nursery.start_soon(read)
+            await gate.arrived(2)
+            gate.open()
+
+
+@pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])
+async def test_a_source_that_finds_names_in_any_case(
+    files: Area, hours: Hours, mode: FreshnessMode
+) -> None:
+    await files.settled()
+    async with files.mount(mode=mode, ttl=60) as mirror:
+        mirror.posix.finds_any_case = True
+        for _time in range(3):
+            assert set(await names(mirror, ROOT_INO)) == {b"a", b"d"}
+            assert await mirror.read_file("A") == content(10)
+            assert (await mirror.ino("A")) == (await mirror.ino("a"))
+            assert await mirror.read_file("d/B") == content(20)
+            hours.pass_by(61)
+            files.write("new", b"so that it is listed again")
+            (files.source / "new").unlink()
+            # No listing makes it another file, or takes it for gone.
+            before = await mirror.ino("A")
+            await names(mirror, ROOT_INO)
+            node = mirror.index.node(before)
+            assert node is not None
+            assert not node.outdated
+            assert await mirror.ino("A") == before
+        await mirror.settled()

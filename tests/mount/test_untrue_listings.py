@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
-from tests.support.mounting import Bench, requires_mounts, run
+from tests.support.mounting import Bench, FaultySource, requires_mounts, run
 
 pytestmark = requires_mounts
 
@@ -38,7 +38,8 @@ class Place:
             ["mount", *words, str(point)], capture_output=True, text=True, check=False
         )
         if done.returncode:
-            pytest.skip(surroundings.no_namespaces() or f"needs {words[1]}: {done.stderr.strip()}")
+            reason = done.stderr.strip().splitlines()[0]
+            pytest.skip(surroundings.no_namespaces() or f"needs a kernel with it: {reason}")
         self._stack.callback(subprocess.run, ["umount", "-l", str(point)], check=True)
         return point
 
@@ -135,3 +136,39 @@ def test_listed_first_and_opened_by_path(
     assert done.returncode == 0, done.stderr
     warmed = json.loads(done.stdout)
     assert (warmed["files"], warmed["resident"], warmed["failed"]) == (len(contents),) * 2 + (0,)
+
+
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1", "open"])
+def test_a_name_that_no_listing_has(work: Bench, faulty: FaultySource, freshness: str) -> None:
+    fill(faulty.backing, "now", lambda number: number < 3)
+    (faulty.backing / ".snapshot/hourly").mkdir(parents=True)
+    (faulty.backing / ".snapshot/hourly/f").write_bytes(b"an older one")
+    faulty.faults(unlisted=[".snapshot"])
+    mount = work.mount(faulty.path, "--freshness", freshness)
+    for _epoch in range(2):
+        assert os.listdir(mount.path) == ["d0"]
+        assert (mount.path / ".snapshot/hourly/f").read_bytes() == b"an older one"
+        assert not (mount.path / "absent").exists()
+        assert sum(len(names) for _, _, names in os.walk(mount.path)) == 3
+    assert json.loads(run("warm", str(mount.path), "--wait", "--json").stdout)["files"] == 3
+
+
+def test_a_directory_that_finds_names_in_any_case(work: Bench, place: Place) -> None:
+    image = place.path / "image"
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    made = ["mkfs.ext4", "-q", "-F", "-O", "casefold", str(image)]
+    try:
+        subprocess.run(made, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"needs mkfs.ext4 that knows casefold: {error}")
+    source = place.mount("source", "-t", "ext4", "-o", "loop", str(image))
+    (source / "d0").mkdir()
+    subprocess.run(["chattr", "+F", str(source / "d0")], check=True)
+    contents = fill(source, "any case", lambda number: number < 3)
+    mount = work.mount(source, "--freshness", "immutable")
+    for _epoch in range(2):
+        assert sorted(os.listdir(mount.path / "d0")) == ["f0", "f1", "f2"]
+        for path, data in contents.items():
+            assert (mount.path / path.replace("f", "F")).read_bytes() == data
+            assert (mount.path / path).read_bytes() == data

@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 from monarchfs.source import PosixSource
+from monarchfs.source import posix as posix_module
 from monarchfs.source.posix import Found
+from monarchfs.system.file_system_type import FUSE
 from monarchfs.types import (
     DirRef,
     FileType,
@@ -312,3 +314,26 @@ def test_open_waits_for_a_lease_as_any_reader_would(root: Path, posix: PosixSour
         signal.signal(signal.SIGIO, before)
         os.close(holder)
     assert broken
+
+
+def test_which_listings_have_all_names_that_a_look_up_finds(
+    root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(posix_module, "file_system_type", lambda fd: 0xEF53)
+    assert posix.known_to_list_all(ref(root)) is None
+    (root / "Name").write_bytes(b"")
+    assert posix.lists_all(ref(root), b"")
+    assert posix.lists_all(ref(root), b"Name")
+    # Two files, which differ in that.
+    (root / "nAME").write_bytes(b"")
+    assert posix.lists_all(ref(root), b"Name")
+    # One file, as a directory says that finds names in any case.
+    (root / "nAME").unlink()
+    os.link(root / "Name", root / "nAME")
+    assert not posix.lists_all(ref(root), b"Name")
+    assert posix.known_to_list_all(ref(root)) is None
+    for kind, known in ((0x0BD00BD0, True), (0x6969, False), (FUSE, False)):
+        monkeypatch.setattr(posix_module, "file_system_type", lambda fd, kind=kind: kind)
+        assert posix.lists_all(ref(root), b"Name") is known
+        assert posix.known_to_list_all(ref(root)) is known
+    assert posix.known_to_list_all(DirRef(b".lustre/fid", 2)) is False

@@ -129,17 +129,21 @@ class Read(NamedTuple):
 
 class FaultySource(PosixSource):
     """``reads`` has every read of a file that the source answered. ``lists_as`` says which inode
-    number a directory lists for an entry, in place of the true one."""
+    number a directory lists for an entry, in place of the true one. Names of ``unlisted`` are in no
+    listing. ``finds_any_case``: a name is found by its small letters. Then the file system is not
+    known to list all names."""
 
     def __init__(self, root_fd: int) -> None:
         super().__init__(root_fd)
         self.faults = Faults()
         self.reads: list[Read] = []
         self.lists_as: Callable[[SourceEntry], int] = lambda entry: entry.ino
+        self.unlisted: frozenset[bytes] = frozenset()
+        self.finds_any_case = False
 
     def found(self, directory: DirRef, name: bytes) -> Found:
         self.faults.meet("found")
-        return super().found(directory, name)
+        return super().found(directory, self._in_source(name))
 
     def found_each(
         self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
@@ -147,12 +151,23 @@ class FaultySource(PosixSource):
         self.faults.meet("found_each")
         if self.faults.expects("found"):
             return posix._each(partial(self.found, directory), names, seconds)
-        return super().found_each(directory, names, seconds)
+        return super().found_each(directory, [self._in_source(n) for n in names], seconds)
 
     def list(self, directory: DirRef, batch: int) -> Batches:
         self.faults.meet("list")
         for entries in super().list(directory, batch):
-            yield [entry._replace(ino=self.lists_as(entry)) for entry in entries]
+            yield [
+                entry._replace(ino=self.lists_as(entry))
+                for entry in entries
+                if entry.name not in self.unlisted
+            ]
+
+    def known_to_list_all(self, directory: DirRef) -> bool | None:
+        lists_less = self.unlisted or self.finds_any_case
+        return False if lists_less else super().known_to_list_all(directory)
+
+    def _in_source(self, name: bytes) -> bytes:
+        return name.lower() if self.finds_any_case else name
 
     def stat(self, directory: DirRef, name: bytes) -> SourceStat:
         self.faults.meet("stat")
@@ -160,7 +175,7 @@ class FaultySource(PosixSource):
 
     def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
         self.faults.meet("open")
-        return super().open(directory, name)
+        return super().open(directory, self._in_source(name))
 
     def getxattr(self, directory: DirRef, name: bytes, attribute: bytes) -> bytes:
         self.faults.meet("getxattr")
