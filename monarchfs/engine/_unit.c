@@ -325,6 +325,17 @@ static unsigned next_step(unsigned step, uint64_t took_ns)
 	return step > 1 ? step / 2 : 1;
 }
 
+/* How many blocks to read at once from block n on: `step`, or up to where the next request begins. */
+static unsigned count_of(const struct unit *unit, const struct unit_source *source, unsigned n, unsigned step)
+{
+	uint64_t rest = 0;
+	if (source->request_bytes && unit->plan.in_requests)
+		rest = source->request_bytes - start_of(unit, n) % source->request_bytes;
+	uint64_t blocks = (rest + UNIT_BLOCK_BYTES - 1) / UNIT_BLOCK_BYTES;
+	unsigned count = blocks < step ? step : blocks < MOST_BLOCKS ? (unsigned)blocks : MOST_BLOCKS;
+	return count < unit->count - n ? count : unit->count - n;
+}
+
 static enum unit_end read_each(struct unit *unit, struct unit_source *source, uint64_t *bytes)
 {
 	struct block *blocks[MOST_BLOCKS];
@@ -332,7 +343,7 @@ static enum unit_end read_each(struct unit *unit, struct unit_source *source, ui
 	unsigned count, step = 1;
 	for (unsigned n = unit->arrived; n < unit->count; n += count) {
 		uint64_t began_ns = monotonic_ns();
-		count = step < unit->count - n ? step : unit->count - n;
+		count = count_of(unit, source, n, step);
 		end = read_blocks(unit, source, n, count, blocks);
 		if (end == UNIT_FAILED && errno == EINVAL && source->direct >= 0) {
 			source->direct = -1; /* the file system needs another alignment */

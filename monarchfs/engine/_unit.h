@@ -35,6 +35,7 @@ struct unit_plan {
 	struct unit_version version;
 	size_t most_bytes; /* 0: no limit. Blocks that arrive while all units have more in memory are dropped */
 	const struct nonresident_units *readers; /* NULL: none */
+	bool in_requests; /* all that a request to a server brings is read at once, if that is known */
 };
 
 /* NULL where there is no memory; errno is EINVAL where the plan is none. */
@@ -49,9 +50,11 @@ enum unit_end {
 	UNIT_FAILED, /* errno */
 };
 
-/* Descriptors of the file in the source: `direct` is one of O_DIRECT, that is read instead of `fd`, or -1. */
+/* Descriptors of the file in the source: `direct` is one of O_DIRECT, that is read instead of `fd`, or -1.
+ * `request_bytes`: what one request to a server brings, so that reading less at once is no faster; 0: not known. */
 struct unit_source {
 	int fd, direct;
+	uint64_t request_bytes;
 };
 
 enum elsewhere_result {

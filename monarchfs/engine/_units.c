@@ -16,14 +16,16 @@ struct object {
 static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *named)
 {
 	static char *names[] = {"ino",	   "start",   "size",	    "chunk_bytes",
-				"version", "readers", "most_bytes", NULL};
+				"version", "readers", "most_bytes", "in_requests", NULL};
 	unsigned long long ino, start, size, chunk_bytes, most_bytes = 0, device, source_ino, bytes;
 	long long mtime, ctime;
 	long mtime_ns, ctime_ns;
 	PyObject *readers;
-	if (!PyArg_ParseTupleAndKeywords(args, named, "KKKK(KKKLlLl)O|K", names, &ino, &start, &size,
+	int in_requests = true;
+	if (!PyArg_ParseTupleAndKeywords(args, named, "KKKK(KKKLlLl)O|Kp", names, &ino, &start, &size,
 					 &chunk_bytes, &device, &source_ino, &bytes, &mtime,
-					 &mtime_ns, &ctime, &ctime_ns, &readers, &most_bytes))
+					 &mtime_ns, &ctime, &ctime_ns, &readers, &most_bytes,
+					 &in_requests))
 		return NULL;
 	struct unit_plan plan = {
 		.ino = ino,
@@ -33,6 +35,7 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *named)
 		.version = {.device = (dev_t)device, .ino = (ino_t)source_ino, .size = (off_t)bytes,
 			    .mtime = {(time_t)mtime, mtime_ns}, .ctime = {(time_t)ctime, ctime_ns}},
 		.most_bytes = most_bytes,
+		.in_requests = in_requests,
 	};
 	if (readers != Py_None &&
 	    !(plan.readers = PyCapsule_GetPointer(readers, NONRESIDENT_UNITS)))
@@ -62,8 +65,10 @@ static PyObject *do_read(PyObject *self, PyObject *args)
 {
 	struct object *object = (struct object *)self;
 	struct unit_source source = {.direct = -1};
-	if (!PyArg_ParseTuple(args, "i|i", &source.fd, &source.direct))
+	unsigned long long request_bytes = 0;
+	if (!PyArg_ParseTuple(args, "i|iK", &source.fd, &source.direct, &request_bytes))
 		return NULL;
+	source.request_bytes = request_bytes;
 	enum unit_end end;
 	int error;
 	Py_BEGIN_ALLOW_THREADS
@@ -217,9 +222,10 @@ static PyObject *digests(PyObject *self, PyObject *args)
 
 static PyMethodDef object_methods[] = {
 	{"read", do_read, METH_VARARGS,
-	 "read(fd, direct=-1): read it from the source; False where that has another version, or not all of these\n"
-	 "bytes: what came before is good all the same. direct is a descriptor with O_DIRECT that is to be read\n"
-	 "instead, where that can be done. Raises the source's OSError."},
+	 "read(fd, direct=-1, request_bytes=0): read it from the source; False where that has another version, or not\n"
+	 "all of these bytes: what came before is good all the same. direct is a descriptor with O_DIRECT that is to\n"
+	 "be read instead, where that can be done. request_bytes, if they are known, are what a request to a server\n"
+	 "brings: at least as many are read at once. Raises the source's OSError."},
 	{"read_elsewhere", read_elsewhere, METH_VARARGS,
 	 "read_elsewhere(read, peer, path, digests): read it from another node, before read, which reads the rest;\n"
 	 "all blocks are compared with digests. read is a capsule. READ, or why not all came: GONE (the file is not\n"

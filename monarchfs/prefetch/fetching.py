@@ -58,6 +58,8 @@ class Fetching(Copy):
             device=self.remote.device,
             readers=self._cache.readers.nonresident.units,
             most_bytes=most,
+            # Whoever reads at random may want any block of it next.
+            in_requests=not (self.handles and self._ahead.at_random),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""Reads past the source's page cache (O_DIRECT) for copies.
+"""How copies read the source: past its page cache (O_DIRECT), and how much at once.
 
 Pages of the source are of no use: the bytes go into a tier, and the mount has pages of its own. On
 a local file system they cost most of the processor time of a cold read. But the cost of direct
@@ -15,7 +15,7 @@ from collections import deque
 from statistics import median
 
 from monarchfs.engine.units import Unit
-from monarchfs.system.file_system_type import FUSE, file_system_type
+from monarchfs.system.file_system_type import FUSE, file_system_type, is_network
 
 LEAST_BYTES = 1 << 20
 """A smaller file is not opened a second time."""
@@ -23,6 +23,10 @@ LEAST_BYTES = 1 << 20
 TRIALS = 8
 """In each ``PERIOD`` of units, the first ones are read directly and normally in turn."""
 PERIOD = 256
+
+REQUEST_BYTES = 4 << 20
+"""What a client of a network file system asks a server for at once, and gets at once: Lustre's
+``max_pages_per_rpc``, and not less than others ask for."""
 
 SLOWER = 1.25
 """A direct read may take this many times longer, as it leaves processor and memory to others."""
@@ -72,8 +76,8 @@ class DirectDescriptor:
 
 class DirectReads:
     """Those of one source. Changing, by any thread and each in one step: the number of units read;
-    the durations of the last ones, in seconds a byte, by direct or not; ``_possible``, None until
-    the first one is read."""
+    the durations of the last ones, in seconds a byte, by direct or not; ``_possible`` and
+    ``_request_bytes``, None until the first one is read."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -81,6 +85,7 @@ class DirectReads:
             way: deque(maxlen=TRIALS) for way in (False, True)
         }
         self._possible: bool | None = None
+        self._request_bytes: int | None = None
 
     def read(self, unit: Unit, fd: int, descriptor: DirectDescriptor) -> bool:
         """``unit.read``; blocks in the source."""
@@ -89,7 +94,9 @@ class DirectReads:
         direct = -1
         if size >= LEAST_BYTES and self._turn(fd):
             direct = self._get(fd, descriptor)
-        complete = unit.read(fd, direct)
+        if self._request_bytes is None:
+            self._request_bytes = REQUEST_BYTES if _is_network(fd) else 0
+        complete = unit.read(fd, direct, self._request_bytes)
         if complete and size >= LEAST_BYTES:
             self._durations[unit.direct].append((time.monotonic() - began) / size)
         if direct >= 0 and not unit.direct:
@@ -115,6 +122,13 @@ class DirectReads:
             if error.errno == errno.EINVAL:
                 self._possible = False
             return -1
+
+
+def _is_network(fd: int) -> bool:
+    try:
+        return is_network(fd)
+    except OSError:
+        return False  # the read will tell
 
 
 def _is_fuse(fd: int) -> bool:

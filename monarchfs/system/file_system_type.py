@@ -10,6 +10,9 @@ LUSTRE = 0x0BD00BD0
 IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 """tmpfs, ramfs."""
 
+_LOCAL_WITHOUT_DEVICE = IN_MEMORY | {0x794C7630, 0x9123683E, 0x2FC12FC1, 0xCA451A4E}
+"""Besides overlayfs, btrfs, ZFS, bcachefs."""
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -21,3 +24,10 @@ def file_system_type(fd: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+
+
+def is_network(fd: int) -> bool:
+    """Whether it lies on other machines, as far as one can tell: it has no block device, and its
+    type is none that has none here. Raises OSError."""
+    local = os.major(os.fstat(fd).st_dev) != 0
+    return not local and file_system_type(fd) not in _LOCAL_WITHOUT_DEVICE

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from bench.pfs import INSTANT, ParallelFileSystem, set_layout
+from monarchfs.engine.units import Unit
+from monarchfs.source import PosixSource
+from monarchfs.source.direct import DirectDescriptor
 from tests.support import surroundings
 from tests.support.mounting import Bench, requires_mounts, run, wait_for
 
@@ -125,3 +128,46 @@ def test_layouts_of_any_size(
     warmed = asked("warm", str(mount.path), "--wait")
     assert (warmed["resident"], warmed["failed"], warmed["error"]) == (1, 0, "")
     assert (mount.path / "wide").read_bytes() == data
+
+
+def sizes_of_a_unit(pfs: ParallelFileSystem, data: bytes, start: int, **how: bool) -> list[int]:
+    """Reads the rest of the file "f" in one, up to 8 MiB; the sizes that the source was asked for,
+    as the emulator counts them."""
+    root = os.open(pfs.path, os.O_RDONLY)
+    source = PosixSource(root)
+    fd, stat = source.open(source.root, b"f")
+    try:
+        end = min(len(data), start + 8 * MIB)
+        unit = Unit(
+            *(1, start, end),
+            chunk_bytes=128 * KIB,
+            version=stat.version,
+            device=source.device,
+            **how,
+        )
+        source.read_unit(fd, DirectDescriptor(), unit)
+        assert unit.peek(start, end) == data[start:end]
+    finally:
+        source.close(fd)
+        os.close(root)
+    return [size for size, count in pfs.read_sizes().items() for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("start", "sizes"),
+    [
+        (0, [MIB] * 8),
+        (4 * MIB - 256 * KIB, [256 * KIB] + [MIB] * 4),
+        (7 * MIB, [MIB]),
+    ],
+)
+def test_a_unit_asks_for_whole_requests(
+    backing: Path, lustre: Lustre, start: int, sizes: list[int]
+) -> None:
+    """Of 4 MiB, aligned; the emulator sees each as four of 1 MiB."""
+    assert sizes_of_a_unit(lustre(), write(backing / "f", 8 * MIB), start) == sizes
+
+
+def test_of_what_is_read_at_random_blocks_are_asked_for(backing: Path, lustre: Lustre) -> None:
+    data = write(backing / "f", 8 * MIB)
+    assert 256 * KIB in sizes_of_a_unit(lustre(), data, 0, in_requests=False)

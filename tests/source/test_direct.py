@@ -35,7 +35,9 @@ class Reads:
         class FakeUnit:
             start, end, direct = 0, size, False
 
-            def read(self, fd: int, direct: int) -> bool:
+            def read(self, fd: int, direct: int, request_bytes: int) -> bool:
+                on_disk = os.major(os.fstat(fd).st_dev) != 0
+                assert not (on_disk and request_bytes)
                 assert direct < 0 or os.path.samestat(os.fstat(fd), os.fstat(direct))
                 reads.ways.append(direct >= 0)
                 self.direct = direct >= 0 and not reads.refused
