@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 _REACHED = {
     errno.EMFILE: "the limit of open files is reached: raise it (ulimit -n)",
@@ -17,9 +18,12 @@ _REACHED = {
 
 
 def explained(error: OSError) -> str:
-    """The error for people. Where a limit was reached, with its name."""
+    """The error for people, with what it is about. Where a limit was reached, with its name."""
     limit = _REACHED.get(error.errno or 0)
     if limit is None:
-        return str(error)
+        if error.strerror is None or error.filename is None:
+            return error.strerror or str(error)
+        name = error.filename
+        return f"{os.fsdecode(name) if isinstance(name, bytes) else name}: {error.strerror}"
     where = f" ({error.filename})" if error.filename is not None else ""
     return f"{error.strerror}{where}: {limit}"

@@ -204,6 +204,13 @@ def test_a_missing_prefetch_list(root_work: Area, value: str) -> None:
     assert_refused(root_work, arguments, 2, "nolist", "No such file", "access")
 
 
+@pytest.mark.parametrize(
+    ("name", "why"), [("nosuch", "No such file or directory"), ("src", "Is a directory")]
+)
+def test_a_file_that_cannot_be_read(root_work: Area, name: str, why: str) -> None:
+    assert_refused(root_work, ["analyze", name], 1, f"monarchfs: {name}: {why}\n")
+
+
 @pytest.mark.parametrize("command", ["status", "refresh", "evict"])
 def test_asking_nothing(root_work: Area, command: str) -> None:
     assert_refused(root_work, [command, "mnt"], 1, "not a monarchfs mount")
