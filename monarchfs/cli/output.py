@@ -49,11 +49,15 @@ class _Lossy(io.RawIOBase):
 
 def prepare_streams() -> None:
     """Opens /dev/null for closed standard descriptors, so that no other file gets their numbers,
-    and lets `sys.stderr` drop what cannot be written. Programs run later get them closed as they
-    were (O_CLOEXEC)."""
+    and there are a `sys.stdin` and a `sys.stdout`; and lets `sys.stderr` drop what cannot be
+    written. Programs run later get them closed as they were (O_CLOEXEC)."""
     while (lowest := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
         pass
     os.close(lowest)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is sys.__stderr__:
         # Unbuffered: a child that is forked must not print again what its parent has printed.
         sys.stderr = io.TextIOWrapper(
@@ -76,8 +80,7 @@ def output_written(code: int, complain: Complain = complain) -> int:
     """The exit code once all output is written: a full disk fails a command that did everything
     else, a reader who left does not."""
     try:
-        if sys.stdout is not None:  # it may be closed from the start
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except OSError as error:
         # What is left in the buffer must not fail again when the interpreter ends.

@@ -41,7 +41,7 @@ def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         return watch(partial(_look_again, path, reports, search), interval, as_json=arguments.json)
     if arguments.json:
         print(json.dumps({"mounts": reports} if isinstance(reports, list) else reports))
-    elif sys.stdout is not None and sys.stdout.isatty() and not environ.get("NO_COLOR"):
+    elif sys.stdout.isatty() and not environ.get("NO_COLOR"):
         _draw(reports)
     else:
         print(format_list(reports) if isinstance(reports, list) else format_report(reports))

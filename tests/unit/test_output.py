@@ -100,6 +100,18 @@ def test_an_error_nobody_can_read_is_the_same_error(end: str) -> None:
     assert (done.returncode, done.stdout) == (1, "")
 
 
+@pytest.mark.parametrize("command", ["doctor --quick", "exporter --once", "help", "status"])
+def test_without_streams_nothing_else_changes(command: str) -> None:
+    words = [*MONARCHFS, *command.split()]
+    ends = ["sh", "-c", 'exec "$@" <&- >&-', "sh"]
+    shown = subprocess.run(words, capture_output=True, env=ENVIRONMENT, timeout=60, check=False)
+    closed = subprocess.run(
+        [*ends, *words], stderr=subprocess.PIPE, env=ENVIRONMENT, timeout=60, check=False
+    )
+    assert shown.stdout
+    assert (closed.returncode, closed.stderr) == (shown.returncode, b"")
+
+
 @requires_root
 @requires_fuse
 @pytest.mark.parametrize("end", ENDS)
