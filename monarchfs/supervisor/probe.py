@@ -209,11 +209,14 @@ def _tuples(identities: list[list[int]]) -> tuple[Identity, ...]:
 
 
 def _refuse_ours(mount: Mount) -> None:
-    if mount.fstype == MONARCHFS:
-        raise OperationError(
-            f"{mount.mountpoint} is already a monarchfs mount of {mount.source}:"
-            f" unmount it first with monarchfs umount {mount.mountpoint}"
-        )
+    if mount.fstype != MONARCHFS:
+        return
+    remedy = f"unmount it first with monarchfs umount {mount.mountpoint}"
+    if mount.user_id is not None and os.geteuid() not in (0, mount.user_id):
+        remedy = "it belongs to another user: name another mount point"
+    raise OperationError(
+        f"{mount.mountpoint} is already a monarchfs mount of {mount.source}: {remedy}"
+    )
 
 
 def _source_error(path: str, user: User, error: OSError) -> Exception:

@@ -570,6 +570,10 @@ def test_another_users_mount_is_not_asked_nor_called_dead(work: Area) -> None:
         assert_is_others(stranger.run(command, "mnt", "list"), work, owner)
     assert_is_others(stranger.run("why", "mnt/some"), work, owner)
     assert_is_others(stranger.run("record", "mnt", "--output", "no/file"), work, owner)
+    if work.user is not None:  # else the directory for its socket is closed to the other one
+        done = stranger.run("mount", "src", "mnt", *work.storage)
+        assert done.returncode == 1
+        assert done.stderr.endswith(": it belongs to another user: name another mount point\n")
     assert status(work)["state"] == "serving"
     umount(work)
 
