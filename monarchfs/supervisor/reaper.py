@@ -22,13 +22,14 @@ class DeadWorker(Protocol):
 class Reaper:
     """Reaps dead workers now and then; one that cannot die holds nobody up. Nothing here waits.
 
-    Changing: the workers that are not reaped yet; those among them that may still take requests
-    from the kernel while another one serves.
+    Changing: the workers that are not reaped yet; those among them that were there when the one
+    that serves came, and those of these that may still take requests from the kernel.
     """
 
     def __init__(self, mounted: Mounted) -> None:
         self._mounted = mounted
         self._left: list[DeadWorker] = []
+        self._overtaken: list[DeadWorker] = []
         self._unquiet: list[DeadWorker] = []
 
     def add(self, worker: DeadWorker) -> None:
@@ -41,18 +42,23 @@ class Reaper:
 
     def overtaken(self, *, hurried: bool) -> None:
         """Another one serves; ``hurried``: before all of these were quiet."""
+        self._overtaken = [worker for worker in self._left if not worker.reaped]
         self._unquiet = list(self._left) if hurried else []
 
     def tick(self, serving: WorkerProcess | None) -> None:
-        """Reap those that ended. If one ended that still ran when its successor came, have the
-        kernel repeat the requests it took, if there is a worker to answer them."""
+        """Reap those that ended. If one has stopped that was there when its successor came, have
+        the kernel repeat the requests it took, if there is a worker to answer them; once more when
+        it is gone. One that hung was quiet, but perhaps within read(2) of a request: the kernel
+        repeats only what was read (fuse_resend in fs/fuse/dev.c)."""
         self._left[:] = [worker for worker in self._left if not worker.reaped]
         unquiet = [worker for worker in self._unquiet if not worker.is_quiet()]
-        if len(unquiet) < len(self._unquiet) and serving is not None:
+        overtaken = [worker for worker in self._overtaken if not worker.reaped]
+        stopped = len(unquiet) < len(self._unquiet) or len(overtaken) < len(self._overtaken)
+        if stopped and serving is not None:
             self._mounted.resend()
             if self._mounted.journal:
                 serving.channel.send({"do": "again"})
-        self._unquiet = unquiet
+        self._unquiet, self._overtaken = unquiet, overtaken
 
     def pids(self, worker: WorkerProcess) -> list[int]:
         """Of ``worker`` and of those that were left behind, as far as this process started them and

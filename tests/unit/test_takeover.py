@@ -9,8 +9,9 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -18,7 +19,9 @@ from monarchfs.config import User
 from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.handle_table import make_table
-from monarchfs.supervisor.launch import Descriptors
+from monarchfs.supervisor.launch import Descriptors, WorkerProcess
+from monarchfs.supervisor.reaper import Reaper
+from monarchfs.supervisor.startup import Mounted
 from monarchfs.supervisor.takeover import (
     Handover,
     OrphanedWorker,
@@ -164,3 +167,56 @@ def test_an_orphan_is_killed_and_seen_to_end() -> None:
         assert process.wait(10) == -signal.SIGKILL
         assert (before, worker.reaped, worker.is_quiet()) == (False, True, True)
         worker.kill()  # does nothing
+
+
+@dataclass
+class Dead:
+    """A worker that was killed (``reaper.DeadWorker``)."""
+
+    reaped: bool = False
+    quiet: bool = False
+
+    def is_quiet(self) -> bool:
+        return self.reaped or self.quiet
+
+
+@dataclass
+class Repeating:
+    """A mount, as far as a reaper needs it: how often the kernel was to repeat requests."""
+
+    journal: bool = False
+    resends: int = 0
+
+    def resend(self) -> None:
+        self.resends += 1
+
+
+SERVING = cast(WorkerProcess, "a worker")
+
+
+def test_requests_are_repeated_again_when_a_worker_that_hung_is_gone() -> None:
+    """What it had taken, but not read to the end, was not repeated when its successor came."""
+    mount, hung = Repeating(), Dead(quiet=True)
+    reaper = Reaper(cast(Mounted, mount))
+    reaper.add(hung)
+    assert reaper.all_quiet()
+    reaper.overtaken(hurried=False)
+    reaper.tick(SERVING)
+    assert (mount.resends, reaper.waits) == (0, False)
+    hung.reaped = True
+    for _ in range(2):
+        reaper.tick(SERVING)
+    assert mount.resends == 1
+
+
+def test_requests_are_repeated_when_a_worker_that_ran_on_stops() -> None:
+    mount, running = Repeating(), Dead()
+    reaper = Reaper(cast(Mounted, mount))
+    reaper.add(running)
+    assert not reaper.all_quiet()
+    reaper.overtaken(hurried=True)
+    reaper.tick(SERVING)
+    assert (mount.resends, reaper.waits) == (0, True)
+    running.quiet = True
+    reaper.tick(SERVING)
+    assert (mount.resends, reaper.waits) == (1, False)
