@@ -109,9 +109,11 @@ class Jobs:
         return process
 
     def ended(self, reader: subprocess.Popen[str]) -> dict[str, Any]:
-        """What a reader says in the end."""
+        """What a reader says in the end. On a busy machine one read may have waited for seconds for
+        the next worker."""
         self.stop.touch()
-        out, errors = reader.communicate(timeout=WAIT_SECONDS)
+        wait_for(lambda: reader.poll() is not None, "a reader to end")
+        out, errors = reader.communicate()
         assert (errors, reader.returncode) == ("", 0)
         result: dict[str, Any] = json.loads(out)
         assert result["wrong"] == []
