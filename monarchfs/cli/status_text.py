@@ -6,14 +6,20 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from monarchfs.cli.text import format_count, format_share, labelled, printable
+from monarchfs.cli.text import (
+    format_count,
+    format_share,
+    labelled,
+    printable,
+    renumbered_text,
+)
 from monarchfs.text.sizes import format_bytes, format_seconds, in_columns
 
 Report = Mapping[str, Any]
 
 _HEADINGS = ["MOUNT POINT", "SOURCE", "STATE", "RESIDENT", "LOCAL", "USED"]
 _PRIVATE = "not visible in this mount namespace"
-_APART = ("error", "last_death", "retry_seconds")
+_APART = ("error", "last_death", "retry_seconds", "renumbered_files")
 _MOST_PEERS = 8
 _SHOWN = ("files", "source_io", "served", "prefetch", "evictions", "replicas", "worker")
 
@@ -88,6 +94,8 @@ def _lines(report: Report) -> Iterator[str]:
             yield labelled(
                 key.removesuffix("_io"), ", ".join(_value(name, value) for name, value in known)
             )
+    if renumbered := (report.get("source_io") or {}).get("renumbered_files"):
+        yield labelled("", renumbered_text(renumbered))
     died = worker.get("last_death") if isinstance(worker, Mapping) else None
     if isinstance(died, Mapping):
         ago = max(0.0, time.time() - float(died.get("unix_seconds", 0)))

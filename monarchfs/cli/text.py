@@ -46,3 +46,11 @@ def sparkline(
         " " if value is None else sparks[max(0, min(last, round(value / highest * last)))]
         for value in values
     )
+
+
+def renumbered_text(files: int) -> str:
+    """What a source does that gives its files other inode numbers."""
+    return (
+        f"the source changes inode numbers: {files:,} unchanged files were taken for others, and"
+        " are copied again (TROUBLESHOOTING, Speed)"
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 from monarchfs.cli.ask import ask, batches, below
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.text import printable
+from monarchfs.cli.text import printable, renumbered_text
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import split_below
@@ -97,6 +97,8 @@ def describe(report: Mapping[str, Any]) -> Iterator[str]:
         yield "  pinned: it is not evicted"
     if not report.get("source_responding", True):
         yield "  the source does not answer: this is what is known without it"
+    if renumbered := report.get("renumbered_files"):
+        yield f"  {renumbered_text(renumbered)}"
 
 
 def _of_directory(report: Mapping[str, Any]) -> Iterator[str]:

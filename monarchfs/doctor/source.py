@@ -23,6 +23,16 @@ OFTEN_PURGED = frozenset(
 )
 WORTH_IT = 1.5
 
+_BY_LIBFUSE = "mount it with -o noforget, and do not unmount it between jobs"
+RENUMBERING = {
+    "fuse.squashfuse": "let the kernel mount the image: mount -t squashfs -o loop,ro",
+    **dict.fromkeys(
+        [f"fuse.{name}" for name in ("sshfs", "s3fs", "archivemount", "fuse-zip", "curlftpfs")],
+        _BY_LIBFUSE,
+    ),
+}
+"""File systems whose inode numbers change, and what helps."""
+
 
 def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Check]:
     """Takes a little more than ``seconds`` if the source hangs. ``touches``: --touch-source is
@@ -43,6 +53,7 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
         return [ok("source", detail, path=found.path, type=None)]
     return [
         judge_type(found.path, mount.fstype),
+        *judge_inode_numbers(mount.fstype),
         *judge_purge(mount.fstype, f"{mount.options},{mount.super_options}", touches=touches),
     ]
 
@@ -51,6 +62,18 @@ def judge_type(path: str, fstype: str) -> Check:
     network = is_network_type(fstype)
     detail = f"{path} can be read; a {'network' if network else 'local'} file system ({fstype})"
     return ok("source", detail, path=path, type=fstype, network=network)
+
+
+def judge_inode_numbers(fstype: str) -> list[Check]:
+    """Of file systems that number files as they are looked up: anew with each of their mounts, and
+    whenever the kernel has forgotten a file (fuse(8), use_ino and noforget)."""
+    if fstype not in RENUMBERING:
+        return []
+    detail = (
+        f"{fstype} may give unchanged files other inode numbers: they are copied again then, and"
+        " one may be taken for another of the same size and times"
+    )
+    return [warning("inode_numbers", detail, RENUMBERING[fstype], type=fstype)]
 
 
 def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:

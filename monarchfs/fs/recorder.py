@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from monarchfs.fs.cached_listings import CachedListings, NegativeDentries
 from monarchfs.fs.known import KnownMetadata
+from monarchfs.metrics import Metrics
 from monarchfs.types import ROOT_INO, IndexWriteError, Node, SourceChanged, SourceStat
 
 log = logging.getLogger(__name__)
 
+RENUMBERED_KEPT = 10_000
+"""Directories whose former numbers are remembered, to compare what is in them."""
+
 
 class Recorder:
     """Constant: its parts; ``cached_listings`` and ``negative`` say what the kernel may have.
+    Changing: ``_renumbered``, former numbers of directories that got another one in the source.
     Methods raise IndexWriteError unless they say otherwise."""
 
-    def __init__(self, known: KnownMetadata, on_moved: Callable[[int], None]) -> None:
+    def __init__(
+        self, known: KnownMetadata, metrics: Metrics, on_moved: Callable[[int], None]
+    ) -> None:
         """``on_moved`` is called with the time (ns since 1970) when a directory is seen moved."""
+        self._metrics = metrics
+        self._renumbered: dict[int, int] = {}
         self.cached_listings = CachedListings()
         self.negative = NegativeDentries()
         self._known = known
@@ -53,9 +63,38 @@ class Recorder:
         for (name, *_), (node, before) in zip(found, recorded, strict=True):
             if before is None:
                 self.cached_listings.changed(parent)
+                if self._renumbered:
+                    self._count_renumbered(parent, node, None)
             elif before != node.ino:
+                self._count_renumbered(parent, node, before)
                 self.replaced(parent, name, before)
         return [node for node, _before in recorded]
+
+    def _count_renumbered(self, parent: int, node: Node, before: int | None) -> None:
+        """Count what is as it was under the same name before (``before``; in a directory that was
+        renumbered itself: under its former number), but for its number."""
+        if before is None:
+            former = self._renumbered.get(parent)
+            dirent = None if former is None else self._index.dirent(former, node.name)
+            before = dirent.ino if dirent is not None else 0
+        old = self._index.node(before)
+        if (
+            old is None
+            or old.stat.mode != node.stat.mode
+            or old.stat.ino == node.stat.ino
+            or old.stat.version._replace(ino=node.stat.ino) != node.stat.version
+        ):
+            return
+        if not self._metrics.renumbered_files:
+            log.warning(
+                "%r has another inode number in the source than before (%d, %d), and is otherwise"
+                " the same. Such files are copied again: use a file system, or options of it, that"
+                " keep inode numbers (docs/TROUBLESHOOTING.md, Speed)",
+                *(os.fsdecode(node.name), old.stat.ino, node.stat.ino),
+            )
+        self._metrics.renumbered_files += 1
+        if node.stat.is_directory and len(self._renumbered) < RENUMBERED_KEPT:
+            self._renumbered[node.ino] = old.ino
 
     def missing(self, parent: int, names: list[bytes], asked_ns: int) -> None:
         self._known.absent(parent, names, asked_ns)

@@ -49,7 +49,7 @@ class Tree:
         self.freshness = freshness
         self.known = known = KnownMetadata(index, freshness)
         self._asking = asking = StaleOnTimeout(source, known, metrics, nursery, deadline)
-        self.recorder = recorder = Recorder(known, on_moved)
+        self.recorder = recorder = Recorder(known, metrics, on_moved)
         self.siblings = SiblingNames(known, publishing)
         self.shared = SharedNames(known, recorder, metrics)
         batches = BatchLookups(source, known, recorder, self.siblings, self.shared)

@@ -13,6 +13,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.fs.find import Finder
 from monarchfs.fs.reasons import NS, Reasons
 from monarchfs.fs.tree import Tree
+from monarchfs.metrics import Metrics
 from monarchfs.types import Node
 
 SOURCE_SECONDS = 3.0
@@ -23,8 +24,7 @@ BATCH = 128
 
 
 class Why:
-    """Constant: its parts; ``responding`` says whether the source seems to answer at all,
-    ``stale_answers`` how often it did not, so far, and what was known was served."""
+    """Constant: its parts; ``responding`` says whether the source seems to answer at all."""
 
     def __init__(
         self,
@@ -33,19 +33,19 @@ class Why:
         reasons: Reasons,
         finder: Finder,
         responding: Callable[[], bool],
-        stale_answers: Callable[[], int],
+        metrics: Metrics,
     ) -> None:
         self._tree = tree
         self._cache = cache
         self._reasons = reasons
         self._finder = finder
         self._responding = responding
-        self._stale_answers = stale_answers
+        self._metrics = metrics
 
     async def report(self, path: str, so_far: dict[str, Any]) -> dict[str, Any]:
         """What is known of ``path``, with the keys of ``why --json``. ``so_far`` gets the counts
         while a directory is gone through. Raises OperationError where nothing is known."""
-        stale = self._stale_answers()
+        stale = self._metrics.stale_answers
         node, answered = await self._finder.find_within(path, SOURCE_SECONDS)
         # A replica that an earlier index left in a tier counts, too.
         self._cache.claim(node)
@@ -54,7 +54,10 @@ class Why:
             "pinned": self._tree.index.pinned(node.ino),
             "freshness": self._tree.freshness.mode.value,
             "checked_seconds_ago": max(0, now_ns - node.fetched_ns) / NS,
-            "source_responding": answered and self._responding() and stale == self._stale_answers(),
+            "source_responding": (
+                answered and self._responding() and stale == self._metrics.stale_answers
+            ),
+            "renumbered_files": self._metrics.renumbered_files,
         }
         if node.stat.is_directory:
             return {"type": "directory", **await self._directory(node, so_far), **common}

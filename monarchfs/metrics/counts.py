@@ -107,6 +107,9 @@ class Metrics:
     stale_answers: int = _count(
         "answers", "Answers from known metadata because the source did not answer in time"
     )
+    renumbered_files: int = _count(
+        "files", "Files and directories that got another inode number, but no other size or times"
+    )
     interrupted_requests: int = _count("requests", "Requests given up because their process died")
     copies_completed: int = _count("files", "Replicas that became complete")
     copies_failed: int = _count("files", "Copies given up after an error")

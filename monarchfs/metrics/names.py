@@ -93,6 +93,10 @@ REQUESTS_INTERRUPTED = _counter(
 REQUESTS_WAITING = _gauge("requests_waiting", "Requests that wait for the source or for a disk now")
 
 SOURCE_RESPONDING = _gauge("source_responding", "1 while the source answers, 0 while it hangs")
+SOURCE_RENUMBERED_FILES = _counter(
+    "source_renumbered_files_total",
+    "Files and directories that got another inode number, but no other size or times",
+)
 SOURCE_OPERATIONS = _counter(
     "source_operations_total",
     "Calls into the source, by purpose and operation",

@@ -103,6 +103,7 @@ def _source(worker: Observed) -> Values:
     calls = counters.calls.items()
     return {
         names.SOURCE_RESPONDING: [((), int(source.responding))],
+        names.SOURCE_RENUMBERED_FILES: [((), worker.metrics.renumbered_files)],
         names.SOURCE_OPERATIONS: [(kind, count.operations) for kind, count in calls],
         names.SOURCE_CALL_DURATION: [(kind, _durations(count.durations)) for kind, count in calls],
         names.SOURCE_READ_BYTES: [

@@ -253,7 +253,7 @@ class Parts:
             Why(
                 *(self.tree, self.cache, self.reasons, finder),
                 lambda: self.source.responding,
-                lambda: self.metrics.stale_answers,
+                self.metrics,
             ),
             {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
             {

@@ -107,6 +107,7 @@ def status(worker: Observed) -> dict[str, Any]:
             "stuck": counters.stuck,
             "closing": worker.source.releases.pending,
             "responding": worker.source.responding,
+            "renumbered_files": metrics.renumbered_files,
         },
         "served": {
             "local_opens": metrics.local_opens,

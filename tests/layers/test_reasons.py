@@ -27,7 +27,7 @@ def why(mirror: Mirror) -> Why:
     return Why(
         *(mirror.tree, mirror.cache, mirror.reasons, finder),
         lambda: mirror.source.responding,
-        lambda: mirror.metrics.stale_answers,
+        mirror.metrics,
     )
 
 

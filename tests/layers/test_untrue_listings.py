@@ -13,7 +13,7 @@ import trio
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Missing
 from monarchfs.source.posix import SourceEntry
-from monarchfs.types import ROOT_INO, FreshnessMode, Lane, Node
+from monarchfs.types import ROOT_INO, FreshnessMode, Lane, Node, SourceStat
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, names
 from tests.support.mirror import Area, Mirror, content
 
@@ -231,3 +231,35 @@ async def test_a_source_that_finds_names_in_any_case(
             assert not node.outdated
             assert await mirror.ino("A") == before
         await mirror.settled()
+
+
+# Inode numbers that change.
+
+
+async def test_files_that_get_other_numbers_are_counted_and_named(
+    files: Area, hours: Hours, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await files.settled()
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        await walked(mirror)
+        before = await mirror.ino("a")
+        files.write("d/b", b"another version")
+        files.write("e", content(10))
+        (files.source / "e").rename(files.source / "a")
+        hours.pass_by(61)
+        assert await mirror.ino("a") != before
+        await walked(mirror)
+        assert mirror.metrics.renumbered_files == 0
+        true = SourceStat.of
+
+        def renumbered(st: os.stat_result, root_device: int) -> SourceStat:
+            stat = true(st, root_device)
+            return stat if stat.is_directory else stat._replace(ino=stat.ino + (1 << 40))
+
+        monkeypatch.setattr(SourceStat, "of", renumbered)
+        mirror.posix.faults.before("found", lambda: None)  # one by one, so by the above
+        hours.pass_by(61)
+        await walked(mirror)
+        assert mirror.metrics.renumbered_files == 3
+    (line,) = [record.getMessage() for record in caplog.records if "inode number" in record.msg]
+    assert "is otherwise the same" in line

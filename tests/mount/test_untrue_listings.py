@@ -1,5 +1,5 @@
 """Sources whose listings say other inode numbers (d_ino) than stat(2) does: overlays of two file
-systems, subvolumes of btrfs."""
+systems, subvolumes of btrfs; that lack names; and sources whose inode numbers change."""
 
 from __future__ import annotations
 
@@ -172,3 +172,43 @@ def test_a_directory_that_finds_names_in_any_case(work: Bench, place: Place) -> 
         for path, data in contents.items():
             assert (mount.path / path.replace("f", "F")).read_bytes() == data
             assert (mount.path / path).read_bytes() == data
+
+
+@surroundings.program("squashfuse")
+@surroundings.program("mksquashfs", "squashfs-tools")
+def test_a_source_that_numbers_its_files_anew_is_named(work: Bench, place: Place) -> None:
+    (place.path / "files").mkdir()
+    contents = fill(place.path / "files", "packed")
+    for number, path in enumerate(contents):  # no two of the same size
+        contents[path] += b"." * (1000 * (number + 1) - len(contents[path]))
+        (place.path / "files" / path).write_bytes(contents[path])
+    image = place.path / "image"
+    packed = ["mksquashfs", str(place.path / "files"), str(image), "-quiet", "-no-progress"]
+    subprocess.run(packed, check=True, capture_output=True)
+    source = place.path / "source"
+    source.mkdir()
+    for times in range(2):
+        subprocess.run(["squashfuse", str(image), str(source)], check=True)
+        try:
+            # It numbers files as they are looked up.
+            for path in sorted(contents, reverse=bool(times)):
+                (source / path).stat()
+            mount = work.mount(source, "--freshness", "immutable")
+            assert run("warm", str(mount.path), "--wait").returncode == 0
+            for path, data in contents.items():
+                assert (mount.path / path).read_bytes() == data
+            renumbered = mount.status()["source_io"]["renumbered_files"]
+            text = run("status", str(mount.path)).stdout
+            why = run("why", str(mount.path / "d0/f0")).stdout
+            said = [words for words in (text, why) if "the source changes inode numbers" in words]
+            checks = json.loads(run("doctor", str(source), "--json").stdout)["checks"]
+            assert mount.umount().returncode == 0
+        finally:
+            subprocess.run(["umount", "-l", str(source)], check=True)
+        if times:
+            assert renumbered > 0
+            assert said == [text, why]
+            assert "has another inode number in the source than before" in work.log()
+    (check,) = [check for check in checks if check["name"] == "inode_numbers"]
+    assert (check["state"], check["type"]) == ("warning", "fuse.squashfuse")
+    assert "mount -t squashfs" in check["remedy"]
