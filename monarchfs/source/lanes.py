@@ -33,6 +33,7 @@ OPERATIONS = {
     "readlink": "readlink",
     "open": "open",
     "open_directory": "open",
+    "lists_all": "stat",
     "read": "read",
     "read_for_reader": "read",
     "read_once": "read",
