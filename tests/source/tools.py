@@ -29,7 +29,8 @@ async def soon(condition: Callable[[], bool]) -> None:
 
 
 def ref(root: Path, path: bytes = b"") -> DirRef:
-    return DirRef(path, os.lstat(os.path.join(os.fsencode(root), path)).st_ino)
+    st, own = os.lstat(os.path.join(os.fsencode(root), path)), os.lstat(root).st_dev
+    return DirRef(path, st.st_ino, 0 if st.st_dev == own else st.st_dev)
 
 
 def everything(posix: PosixSource, directory: DirRef, batch: int = 1000) -> list[SourceEntry]:
