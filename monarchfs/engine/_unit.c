@@ -46,6 +46,7 @@ struct unit {
 	unsigned arrived, written; /* so many of them, from the first on: or dropped, or not to be */
 	bool over; /* nothing more arrives */
 	bool stopped;
+	struct unit_holes holes; /* of the reading thread */
 	unsigned char *digests;
 	struct {
 		struct block *block; /* while it is in memory */
@@ -57,6 +58,10 @@ static pthread_mutex_t spare_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct block *spare;
 static unsigned spare_count;
 static size_t memory;
+
+/* All holes: nobody frees it. */
+static char zeros[UNIT_BLOCK_BYTES];
+static struct block hole = {.users = 1, .data = zeros};
 
 /* -- blocks */
 
@@ -294,7 +299,7 @@ static void show_block(const struct unit *unit, unsigned n, struct block *block)
  * until it is shown. */
 static void put(struct unit *unit, unsigned n, struct block *block)
 {
-	bool full = unit->plan.most_bytes && unit_memory() > unit->plan.most_bytes;
+	bool full = unit->plan.most_bytes && block != &hole && unit_memory() > unit->plan.most_bytes;
 	use_block(block);
 	pthread_mutex_lock(&unit->lock);
 	unit->places[n].block = block;
@@ -336,14 +341,63 @@ static unsigned count_of(const struct unit *unit, const struct unit_source *sour
 	return count < unit->count - n ? count : unit->count - n;
 }
 
+/* Put the blocks from n on that lie in a hole of the source; `count`: how many, at most all. Where it does not tell
+ * of holes, or what it tells makes no sense, there are none. */
+static enum unit_end put_holes(struct unit *unit, int fd, unsigned n, unsigned *count)
+{
+	uint64_t start = start_of(unit, n), end = unit->plan.start + unit->plan.size;
+	uint64_t size = (uint64_t)unit->plan.version.size;
+	*count = 0;
+	if (!unit->plan.sparse || start < unit->holes.data_end)
+		return UNIT_READ;
+	off_t found = lseek(fd, (off_t)start, SEEK_DATA);
+	uint64_t data = found >= 0 ? (uint64_t)found : errno == ENXIO ? size : 0;
+	if (data < start || data > size) {
+		unit->holes.data_end = INT64_MAX; /* not to be asked again */
+		return UNIT_READ;
+	}
+	unsigned blocks = data >= end ? unit->count - n : (unsigned)((data - start) / UNIT_BLOCK_BYTES);
+	if (!blocks) {
+		found = lseek(fd, (off_t)data, SEEK_HOLE);
+		unit->holes.data_end = found > (off_t)data ? (uint64_t)found : size;
+		return UNIT_READ;
+	}
+	/* What it has told is of the version that it has now. */
+	enum unit_end same = look(fd, &unit->plan.version);
+	if (same != UNIT_READ)
+		return same;
+	for (; *count < blocks; ++*count) {
+		unit->holes.bytes += size_of(unit, n + *count);
+		use_block(&hole);
+		put(unit, n + *count, &hole);
+	}
+	unit->holes.hole_end = data >= end ? data : 0;
+	return UNIT_READ;
+}
+
+/* No block that lies after the data is read with them. */
+static unsigned count_before_hole(const struct unit *unit, unsigned n, unsigned count)
+{
+	uint64_t start = start_of(unit, n), data_end = unit->holes.data_end;
+	if (!unit->plan.sparse || data_end <= start)
+		return count;
+	uint64_t blocks = (data_end - start + UNIT_BLOCK_BYTES - 1) / UNIT_BLOCK_BYTES;
+	return blocks < count ? (unsigned)blocks : count;
+}
+
 static enum unit_end read_each(struct unit *unit, struct unit_source *source, uint64_t *bytes)
 {
 	struct block *blocks[MOST_BLOCKS];
 	enum unit_end end;
 	unsigned count, step = 1;
 	for (unsigned n = unit->arrived; n < unit->count; n += count) {
+		end = put_holes(unit, source->fd, n, &count);
+		if (end != UNIT_READ)
+			return end;
+		if (count)
+			continue;
 		uint64_t began_ns = monotonic_ns();
-		count = count_of(unit, source, n, step);
+		count = count_before_hole(unit, n, count_of(unit, source, n, step));
 		end = read_blocks(unit, source, n, count, blocks);
 		if (end == UNIT_FAILED && errno == EINVAL && source->direct >= 0) {
 			source->direct = -1; /* the file system needs another alignment */
@@ -372,11 +426,16 @@ enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t 
 	int error = errno;
 	/* The tier or the mount's own pages have the bytes now. */
 	if (*bytes && source->direct < 0)
-		(void)posix_fadvise(source->fd, (off_t)start, (off_t)*bytes,
+		(void)posix_fadvise(source->fd, (off_t)start, (off_t)(*bytes + unit->holes.bytes),
 				    POSIX_FADV_DONTNEED);
 	unit_finish(unit);
 	errno = error;
 	return end;
+}
+
+struct unit_holes unit_holes(const struct unit *unit)
+{
+	return unit->holes;
 }
 
 /* -- from elsewhere */

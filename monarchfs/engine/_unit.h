@@ -35,6 +35,7 @@ struct unit_plan {
 	struct unit_version version;
 	size_t most_bytes; /* 0: no limit. Blocks that arrive while all units have more in memory are dropped */
 	const struct nonresident_units *readers; /* NULL: none */
+	bool sparse; /* the source is asked where it has holes: these are not read */
 	bool in_requests; /* all that a request to a server brings is read at once, if that is known */
 };
 
@@ -78,6 +79,15 @@ enum elsewhere_result unit_read_elsewhere(struct unit *unit, unit_elsewhere *fro
 /* Read what has not arrived, and answer those who wait. `bytes`: how much the source gave. `source->direct` becomes -1 where
  * the file cannot be read in that way. */
 enum unit_end unit_read(struct unit *unit, struct unit_source *source, uint64_t *bytes);
+
+/* Of what unit_read did, where the plan is `sparse`. */
+struct unit_holes {
+	uint64_t bytes; /* of blocks that were not read: there is nothing but zeros */
+	uint64_t hole_end; /* the hole in which the unit ends goes on to there; 0: it does not end in one */
+	uint64_t data_end; /* there is no hole before this, from the last block that was read on; 0: not known */
+};
+
+struct unit_holes unit_holes(const struct unit *unit);
 
 /* Write what has arrived to `fd`, at the same offsets; runs of zeros stay holes. Returns 1 if nothing more will
  * arrive, 0 if nothing arrived for `wait_ns`, or -errno. */

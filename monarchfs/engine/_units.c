@@ -10,22 +10,23 @@ struct object {
 	struct unit *unit;
 	uint64_t start, end;
 	uint64_t read_bytes, elsewhere_bytes;
+	struct unit_holes holes;
 	bool direct;
 };
 
 static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *named)
 {
 	static char *names[] = {"ino",	   "start",   "size",	    "chunk_bytes",
-				"version", "readers", "most_bytes", "in_requests", NULL};
+				"version", "readers", "most_bytes", "in_requests", "sparse", NULL};
 	unsigned long long ino, start, size, chunk_bytes, most_bytes = 0, device, source_ino, bytes;
 	long long mtime, ctime;
 	long mtime_ns, ctime_ns;
 	PyObject *readers;
-	int in_requests = true;
-	if (!PyArg_ParseTupleAndKeywords(args, named, "KKKK(KKKLlLl)O|Kp", names, &ino, &start, &size,
+	int in_requests = true, sparse = false;
+	if (!PyArg_ParseTupleAndKeywords(args, named, "KKKK(KKKLlLl)O|Kpp", names, &ino, &start, &size,
 					 &chunk_bytes, &device, &source_ino, &bytes, &mtime,
 					 &mtime_ns, &ctime, &ctime_ns, &readers, &most_bytes,
-					 &in_requests))
+					 &in_requests, &sparse))
 		return NULL;
 	struct unit_plan plan = {
 		.ino = ino,
@@ -36,6 +37,7 @@ static PyObject *new(PyTypeObject *type, PyObject *args, PyObject *named)
 			    .mtime = {(time_t)mtime, mtime_ns}, .ctime = {(time_t)ctime, ctime_ns}},
 		.most_bytes = most_bytes,
 		.in_requests = in_requests,
+		.sparse = sparse,
 	};
 	if (readers != Py_None &&
 	    !(plan.readers = PyCapsule_GetPointer(readers, NONRESIDENT_UNITS)))
@@ -76,6 +78,7 @@ static PyObject *do_read(PyObject *self, PyObject *args)
 	error = errno;
 	Py_END_ALLOW_THREADS
 	object->direct = source.direct >= 0;
+	object->holes = unit_holes(object->unit);
 	return end == UNIT_FAILED ? failed(error) : PyBool_FromLong(end == UNIT_READ);
 }
 
@@ -257,6 +260,12 @@ static PyMemberDef object_values[] = {
 	MEMBER(direct, T_BOOL, "Whether it was read past the source's page cache."),
 	MEMBER(elsewhere_bytes, T_ULONGLONG, "How much other nodes gave."),
 	MEMBER(read_bytes, T_ULONGLONG, "How much the source gave."),
+	{"hole_bytes", T_ULONGLONG, offsetof(struct object, holes.bytes), READONLY,
+	 "How much was not read, because it lies in holes."},
+	{"hole_end", T_ULONGLONG, offsetof(struct object, holes.hole_end), READONLY,
+	 "The hole in which it ends goes on to there; 0: it does not end in one."},
+	{"data_end", T_ULONGLONG, offsetof(struct object, holes.data_end), READONLY,
+	 "No hole begins before this, from what was read last on; 0: that is not known."},
 	{NULL, 0, 0, 0, NULL},
 };
 

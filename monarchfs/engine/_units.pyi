@@ -8,6 +8,9 @@ FAILED: int
 class Unit:
     direct: bool
     elsewhere_bytes: int
+    hole_bytes: int
+    hole_end: int
+    data_end: int
     read_bytes: int
     start: int
     end: int
@@ -22,6 +25,7 @@ class Unit:
         readers: object,
         most_bytes: int = 0,
         in_requests: bool = True,
+        sparse: bool = False,
     ) -> Self: ...
     def read(self, fd: int, direct: int = -1, request_bytes: int = 0) -> bool: ...
     def read_elsewhere(self, read: object, peer: int, path: str, digests: bytes) -> int: ...

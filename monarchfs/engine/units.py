@@ -33,16 +33,19 @@ class Unit(_units.Unit):
         readers: object = None,
         most_bytes: int = 0,
         in_requests: bool = True,
+        sparse: bool = False,
     ) -> Unit:
         """``device`` is that of the source's root; ``readers`` as of ``NonresidentReads``. What
         arrives while all units have more than ``most_bytes`` in memory is dropped; 0: nothing is.
         ``in_requests``: what a request to a server brings is read at once, where ``read`` is told
-        how much that is; else a block, more only if that is slow.
+        how much that is; else a block, more only if that is slow. ``sparse``: ``read`` asks where
+        the source has holes (lseek(2), SEEK_DATA), and does not read them.
         """
         st_dev, st_ino, size, mtime_ns, ctime_ns = version
         numbers = st_dev or device, st_ino, size, *_timespec(mtime_ns), *_timespec(ctime_ns)
         return super().__new__(
-            cls, ino, start, end - start, chunk_bytes, numbers, readers, most_bytes, in_requests
+            *(cls, ino, start, end - start, chunk_bytes, numbers, readers, most_bytes),
+            *(in_requests, sparse),
         )
 
 

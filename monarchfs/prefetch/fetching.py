@@ -6,20 +6,27 @@ readers want it. Large files are fetched in units (``engine.units``), small ones
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import trio
 
 from monarchfs.cache import groups
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.engine.units import Unit
-from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT
+from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.copy import Copy
-from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State
+from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.types import Lane, SourceChanged
+
+MOST_SKIPPED_BYTES = 64 << 30
+"""Of a hole, at once: the digests of so much take a few milliseconds."""
 
 
 class Fetching(Copy):
-    """A copy: what is fetched of it."""
+    """A copy: what is fetched of it. Changing: ``_data``, a range of the source without holes."""
+
+    _data = (0, 0)
 
     @property
     def fetching(self) -> bool:
@@ -60,6 +67,9 @@ class Fetching(Copy):
             most_bytes=most,
             # Whoever reads at random may want any block of it next.
             in_requests=not (self.handles and self._ahead.at_random),
+            sparse=lane is Lane.BACKGROUND
+            and self.node.stat.occupied_bytes < self.size
+            and not (self._data[0] <= start and end <= self._data[1]),
         )
 
     @property
@@ -134,7 +144,7 @@ class Fetching(Copy):
             await self._read_unit(fetch, unit, lane)
         elif reservation.fd < 0:
             await self._read_unit(fetch, unit, lane)
-            if unit.read_bytes or unit.elsewhere_bytes:
+            if unit.read_bytes or unit.elsewhere_bytes or unit.hole_bytes:
                 await self._keep_unit(reservation, fetch, unit)
         else:
             async with trio.open_nursery() as nursery:
@@ -184,6 +194,11 @@ class Fetching(Copy):
                 self._tell(first, last, PRESENT)
             at = last
         self._miss(fetch, at, fetch.last)
+        if unit.data_end:
+            self._data = unit.start, unit.data_end
+        if fills and self.reservation is not None and at == fetch.last and not self.own_alone:
+            for first, last in _skip_hole(unit, chunks, self.reservation):
+                self._tell(first, last, PRESENT)
         if fills and chunks.complete:
             self._begin_finish()
 
@@ -231,3 +246,19 @@ class Fetching(Copy):
         fetch.chunks.arrive(fetch.first, fetch.last)
         if stored:
             self._become_resident()
+
+
+def _skip_hole(unit: Unit, chunks: ChunkMap, reservation: Reservation) -> Iterator[tuple[int, int]]:
+    """A unit was written: the rest of the hole of the source in which it ends, if it does, is one
+    in the part file, too. The runs of chunks that are present now."""
+    if unit.hole_end <= unit.end:
+        return
+    zeros = unit.digests(unit.end - CHUNK_BYTES, unit.end)
+    # The last chunk, which may be a short one, is left for a unit.
+    stop = chunks.chunk_of(min(unit.hole_end, unit.end + MOST_SKIPPED_BYTES) - 1)
+    for first, last in chunks.missing_runs(chunks.chunk_of(unit.end), stop):
+        start, end = chunks.span(first, last)
+        chunks.claim(first, last)
+        chunks.arrive(first, last)
+        reservation.put_digests(start, zeros * ((end - start) // CHUNK_BYTES))
+        yield first, last

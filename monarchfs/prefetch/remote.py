@@ -128,8 +128,8 @@ class RemoteFile:
         return await self.open(lane)
 
     async def read_unit(self, unit: Unit, lane: Lane, *, ahead: bool = False) -> bool:
-        """Have a unit read its bytes; whether the source gave all of them. ``ahead``: it may wait
-        a little for another node. Raises as ``fetch_whole``."""
+        """Have a unit read its bytes; whether the source gave all of them, and none lie in a hole.
+        ``ahead``: it may wait a little for another node. Raises as ``fetch_whole``."""
         if self.spans is not None:
             if not self._trusts_times:
                 await self.open(lane)
@@ -138,7 +138,7 @@ class RemoteFile:
                 return False
         fd = await self._to_fetch(lane)
         await self._source.read_unit(fd, self._direct, unit, lane)
-        return not unit.elsewhere_bytes
+        return not (unit.elsewhere_bytes or unit.hole_bytes)
 
     @property
     def device(self) -> int:

@@ -97,7 +97,7 @@ class DirectReads:
         if self._request_bytes is None:
             self._request_bytes = REQUEST_BYTES if _is_network(fd) else 0
         complete = unit.read(fd, direct, self._request_bytes)
-        if complete and size >= LEAST_BYTES:
+        if complete and size >= LEAST_BYTES and not unit.hole_bytes:
             self._durations[unit.direct].append((time.monotonic() - began) / size)
         if direct >= 0 and not unit.direct:
             self._possible = False

@@ -123,7 +123,7 @@ def test_names_while_they_change(tmp_path: Path, size: int, sanitizers: str) -> 
 @SANITIZERS
 def test_units_while_their_files_change(tmp_path: Path, tier: Path, sanitizers: str) -> None:
     """What is shown and written of a large file is of its version, whoever stops it."""
-    flags = f"-fsanitize={sanitizers}", "-Dpreadv=read_badly"
+    flags = f"-fsanitize={sanitizers}", "-Dpreadv=read_badly", "-Dlseek=seek_badly"
     program = build(tmp_path, "units", *flags, parts=("engine/_unit",))
     run(program, tier, REQUESTS // 200)
 

@@ -165,6 +165,25 @@ ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset)
 	return preadv64(fd, parts, call % 5 ? count : 1, offset);
 }
 
+off_t seek_badly(int fd, off_t offset, int whence);
+
+/* A source may not know of holes, or tell nonsense. */
+off_t seek_badly(int fd, off_t offset, int whence)
+{
+	static unsigned calls;
+	switch (__atomic_add_fetch(&calls, 1, __ATOMIC_RELAXED) % 11) {
+	case 0:
+		errno = EINVAL;
+		return -1;
+	case 1:
+		return SIZE + 1;
+	case 2:
+		return offset ? offset - 1 : 0;
+	default:
+		return lseek64(fd, offset, whence);
+	}
+}
+
 static void *read_it(void *given)
 {
 	struct work *work = given;
@@ -188,15 +207,17 @@ static void fill(int fd, int filling, char *data)
 	memset(data, filling, SIZE);
 	memset(data + (BLOCKS - 2) * UNIT_BLOCK_BYTES, 0, UNIT_BLOCK_BYTES);
 	CHECK(pwrite(fd, data, SIZE, 0) == SIZE);
+	CHECK(fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (BLOCKS - 2) * UNIT_BLOCK_BYTES,
+			UNIT_BLOCK_BYTES) == 0);
 }
 
-static struct unit *plan(uint64_t ino, int fd, bool scarce)
+static struct unit *plan(uint64_t ino, int fd, bool scarce, bool sparse)
 {
 	struct stat st;
 	CHECK(fstat(fd, &st) == 0);
 	const struct unit_plan plan = {
 		.ino = ino, .size = SIZE, .chunk_bytes = CHUNK, .readers = &readers,
-		.most_bytes = scarce ? 2 * UNIT_BLOCK_BYTES : 0,
+		.most_bytes = scarce ? 2 * UNIT_BLOCK_BYTES : 0, .sparse = sparse,
 		.version = {st.st_dev, st.st_ino, st.st_size, st.st_mtim, st.st_ctim},
 	};
 	struct unit *unit = unit_new(&plan);
@@ -227,6 +248,7 @@ static void *be_one(void *given)
 {
 	uint64_t ino = *(uint64_t *)given;
 	unsigned seed = (unsigned)ino;
+	unsigned found_holes = 0;
 	char path[256], *data = malloc(SIZE);
 	snprintf(path, sizeof(path), "%s/source%u", directory, (unsigned)ino);
 	int source = open(path, O_RDWR | O_CREAT, 0600), direct = open(path, O_RDONLY | O_DIRECT);
@@ -239,7 +261,7 @@ static void *be_one(void *given)
 		__atomic_store_n(&fillings[ino], filling, __ATOMIC_RELAXED);
 		fill(source, filling, data);
 		CHECK(ftruncate(part, 0) == 0 && ftruncate(part, SIZE) == 0);
-		struct work work = {plan(ino, source, fate == 1), {source, n % 2 ? direct : -1}, part, UNIT_READ, 0, 0, (unsigned)ino, 0};
+		struct work work = {plan(ino, source, fate == 1, n % 3), {source, n % 2 ? direct : -1}, part, UNIT_READ, 0, 0, (unsigned)ino, 0};
 		if (fate >= 8)
 			work.right = fate == 8 ? SIZE : 1 + (size_t)rand_r(&seed) % SIZE;
 		memcpy(elsewhere[ino].data, data, SIZE);
@@ -258,8 +280,11 @@ static void *be_one(void *given)
 		pthread_join(writer, NULL);
 		CHECK(work.end == (fate == 2 ? UNIT_CHANGED : UNIT_READ));
 		CHECK(work.written == 1);
-		CHECK(fate == 9 ? work.bytes && work.bytes <= SIZE :
-		      work.bytes == (fate == 2 || fate == 8 ? 0 : SIZE));
+		uint64_t holes = unit_holes(work.unit).bytes;
+		CHECK(holes == 0 || (n % 3 && holes == UNIT_BLOCK_BYTES));
+		found_holes += holes != 0;
+		CHECK(fate == 9 ? work.bytes + holes <= SIZE :
+		      work.bytes + holes == (fate == 2 || fate == 8 ? 0 : SIZE));
 		look_at(&work, filling, data);
 		struct stat st;
 		CHECK(fstat(part, &st) == 0 && (uint64_t)st.st_blocks * 512 <= SIZE - UNIT_BLOCK_BYTES + 8192);
@@ -267,6 +292,7 @@ static void *be_one(void *given)
 			CHECK(unit_state(work.unit, at) == UNIT_STORED);
 		unit_free(work.unit);
 	}
+	CHECK(found_holes || units < 20);
 	close(source);
 	if (direct >= 0)
 		close(direct);

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import trio
 
 from monarchfs.prefetch.queue import Priority
+from monarchfs.store.checksum import combine, digests
 from monarchfs.types import ReplicaState, SourceStat
 from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
@@ -71,6 +74,54 @@ async def test_nothing_but_a_hole(area: Area) -> None:
     async with area.mount([MIB]) as mirror:
         await mirror.copied("f")
         assert occupied(mirror) == 0
+        await mirror.settled()
+
+
+async def test_holes_are_not_read(area: Area) -> None:
+    """Of a file of a terabyte, the blocks around what it has."""
+    size, far = 1 << 40, (1 << 39) + 5
+    path = area.source / "f"
+    with path.open("wb") as opened:
+        opened.truncate(size)
+        for at in (3 * MIB, far):
+            opened.seek(at)
+            opened.write(DATA[:4096])
+    async with area.mount([2 * MIB]) as mirror:
+        watch_capacity(mirror, 2 * MIB)
+        with trio.fail_after(30):
+            await mirror.want("f")
+            await mirror.idle()
+        assert mirror.residency.state(await mirror.ino("f")) == "resident"
+        assert sum(read.size for read in mirror.posix.reads) <= 4 * 256 * KIB
+        assert occupied(mirror) < MIB
+        handle = await mirror.open("f")
+        for at in (0, 3 * MIB, far, size - 4096):
+            found = await mirror.read(handle, at, 4096)
+            assert found == (DATA[:4096] if at in (3 * MIB, far) else bytes(4096))
+        handle.release()
+        await mirror.settled()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_is_between_holes_is_copied(area: Area, seed: int) -> None:
+    """Extents of any size, at any offset, in a file whose end may be a hole; its checksum is that
+    of a copy made of all its bytes."""
+    rng = random.Random(seed)
+    size = rng.choice([20 * MIB, 20 * MIB + 1, 20 * MIB - 5000])
+    pieces = [
+        (rng.randrange(size - 400 * KIB), content(rng.choice([1, 5000, 300 * KIB]), n))
+        for n in range(rng.randrange(12))
+    ]
+    data = make_sparse(area, "f", pieces, size)
+    async with area.mount([64 * MIB], copy_workers=rng.choice([1, 4])) as mirror:
+        await mirror.want("f")
+        await mirror.idle()
+        record = mirror.record(await mirror.ino("f"))
+        assert record is not None
+        assert record.checksum == combine(digests(data))
+        assert await mirror.read_file("f") == data
+        most = sum(len(piece) + 3 * 256 * KIB for _at, piece in pieces)
+        assert sum(read.size for read in mirror.posix.reads) <= most
         await mirror.settled()
 
 

@@ -171,3 +171,50 @@ def test_a_unit_asks_for_whole_requests(
 def test_of_what_is_read_at_random_blocks_are_asked_for(backing: Path, lustre: Lustre) -> None:
     data = write(backing / "f", 8 * MIB)
     assert 256 * KIB in sizes_of_a_unit(lustre(), data, 0, in_requests=False)
+
+
+HOLES = (0, 5 * MIB, 40 * MIB + 5, 100 * MIB)
+"""Where a file of 100 MiB and a little has a byte; there is nothing between."""
+
+
+def write_holes(path: Path, **layout: Any) -> None:
+    with path.open("wb") as opened:
+        for offset in HOLES:
+            opened.seek(offset)
+            opened.write(b"x")
+    set_layout(path, **layout)
+
+
+def test_holes_are_not_read(work: Bench, backing: Path, lustre: Lustre) -> None:
+    """Nor does looking for them bring a file back from the archive."""
+    write_holes(backing / "f", stripes=4)
+    write_holes(backing / "taped", released=True)
+    pfs = lustre()
+    mount = work.mount(pfs.path)
+    warmed = asked("warm", str(mount.path), "--wait")
+    assert (warmed["resident"], warmed["archived"]) == (1, 1)
+    assert pfs.counts().read_bytes <= len(HOLES) * MIB
+    assert pfs.requests().seek > 0
+    assert pfs.requests().recall == 0
+    read = pfs.counts().read_bytes
+    assert_same(mount.path / "f", backing / "f")
+    assert pfs.counts().read_bytes == read
+    allocated = sum(path.stat().st_blocks for path in (work.path / "tier").rglob("*.*"))
+    assert 0 < allocated * 512 <= len(HOLES) * 64 * KIB
+
+
+def test_a_source_that_knows_no_holes_is_read(work: Bench, backing: Path) -> None:
+    write_holes(backing / "f")
+    source = work.faulty_source(backing)
+    mount = work.mount(source.path)
+    assert asked("warm", str(mount.path), "--wait")["resident"] == 1
+    assert source.counts()["read_bytes"] == HOLES[-1] + 1
+    assert_same(mount.path / "f", backing / "f")
+
+
+def assert_same(path: Path, expected: Path) -> None:
+    """The same bytes, and no hole is to be seen."""
+    assert path.read_bytes() == expected.read_bytes()
+    with path.open("rb", buffering=0) as file:
+        assert os.lseek(file.fileno(), MIB, os.SEEK_DATA) == MIB
+        assert os.lseek(file.fileno(), 0, os.SEEK_HOLE) == HOLES[-1] + 1

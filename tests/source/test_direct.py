@@ -33,7 +33,7 @@ class Reads:
         reads = self
 
         class FakeUnit:
-            start, end, direct = 0, size, False
+            start, end, direct, hole_bytes = 0, size, False, 0
 
             def read(self, fd: int, direct: int, request_bytes: int) -> bool:
                 on_disk = os.major(os.fstat(fd).st_dev) != 0
