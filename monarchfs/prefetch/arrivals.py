@@ -166,23 +166,20 @@ class Arrivals:
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in batch.nodes if node.ino not in numbers])
             if self.owners is not None and theirs:
-                await self._ask_owners(self.owners, theirs)
+                self._asked |= {node.ino: node for node in theirs}
+                try:
+                    late = await self.owners.ask(theirs)
+                finally:
+                    left = [node for node in theirs if self._asked.pop(node.ino, None) is not None]
+                for node in late:
+                    if node in left and (wanted := self._wanted.get(node.ino)) is not None:
+                        self.leave(node.ino)
+                        self._jobs.want(node.ino, wanted.priority)  # its owner still copies it
+                self._fetch(left)
             await batch.done.wait()
         finally:
             self._batches -= 1
         return batch.took_ns / NS, batch.sizes
-
-    async def _ask_owners(self, owners: FileOwners, nodes: Sequence[Node]) -> None:
-        self._asked |= {node.ino: node for node in nodes}
-        try:
-            late = await owners.ask(nodes)
-        finally:
-            left = [node for node in nodes if self._asked.pop(node.ino, None) is not None]
-        for node in late:
-            if node in left and (wanted := self._wanted.get(node.ino)) is not None:
-                self.leave(node.ino)
-                self._jobs.want(node.ino, wanted.priority)  # its owner still copies it
-        self._fetch(left)
 
     def _fetch(self, nodes: Sequence[Node]) -> None:
         nodes = [node for node in nodes if node.ino in self._wanted]
