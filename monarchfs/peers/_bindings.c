@@ -104,14 +104,15 @@ static PyObject *fetch(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	Py_buffer name;
 	Py_ssize_t size;
-	if (!PyArg_ParseTuple(args, "y*n", &name, &size))
+	int patient = false;
+	if (!PyArg_ParseTuple(args, "y*n|p", &name, &size, &patient))
 		return NULL;
 	PyObject *data = is_name(&name) ? PyBytes_FromStringAndSize(NULL, size) : NULL;
 	enum fetch_result result = FETCH_UNKNOWN;
 	if (data) {
 		char *to = PyBytes_AS_STRING(data);
 		Py_BEGIN_ALLOW_THREADS
-		result = fetch_replica(name.buf, (size_t)size, false, to);
+		result = fetch_replica(name.buf, (size_t)size, patient, to);
 		Py_END_ALLOW_THREADS
 	}
 	PyBuffer_Release(&name);
@@ -128,14 +129,15 @@ static PyObject *ask(PyObject *Py_UNUSED(self), PyObject *args)
 	Py_buffer body = {0};
 	double seconds;
 	Py_ssize_t most;
-	if (!PyArg_ParseTuple(args, "Isz*dn", &number, &path, &body, &seconds, &most))
+	int probe = false;
+	if (!PyArg_ParseTuple(args, "Isz*dn|p", &number, &path, &body, &seconds, &most, &probe))
 		return NULL;
 	char *answer = NULL;
 	size_t size = 0;
 	int status;
 	Py_BEGIN_ALLOW_THREADS
 	status = fetch_answer(number, path, body.buf, (size_t)body.len, (int64_t)(seconds * 1e9), (size_t)most,
-			      &answer, &size);
+			      probe, &answer, &size);
 	Py_END_ALLOW_THREADS
 	if (body.obj)
 		PyBuffer_Release(&body);
@@ -155,6 +157,27 @@ static PyObject *counts(PyObject *Py_UNUSED(self), PyObject *given)
 	fetch_count((unsigned)peer, &of);
 	return Py_BuildValue("KKKKKN", of.files, of.bytes, of.wrong, of.failed, of.nanoseconds,
 			     bool_of(fetch_avoided((unsigned)peer)));
+}
+
+static PyObject *retry(PyObject *Py_UNUSED(self), PyObject *given)
+{
+	uint64_t peer;
+	if (!number_in(given, &peer))
+		return NULL;
+	return none_unless(fetch_retry((unsigned)peer));
+}
+
+static PyObject *failures_fd(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none))
+{
+	return PyLong_FromLong(fetch_failures_fd());
+}
+
+static PyObject *pause_of(PyObject *Py_UNUSED(self), PyObject *given)
+{
+	uint64_t peer;
+	if (!number_in(given, &peer))
+		return NULL;
+	return PyFloat_FromDouble((double)fetch_pause_ns((unsigned)peer) / 1e9);
 }
 
 static PyObject *known(PyObject *Py_UNUSED(self), PyObject *given)
@@ -188,10 +211,15 @@ static PyMethodDef methods[] = {
 	 "owners(numbers, own): the owner of each bucket of names, 16 bits each, then who stands in for each, and this\n"
 	 "node's number. Raises OSError."},
 	{"fetch", fetch, METH_VARARGS,
-	 "fetch(name, size): the bytes of a replica, or why not: enum fetch_result in _fetch.h. Waits for the peer."},
+	 "fetch(name, size, patient=False): the bytes of a replica, or why not: enum fetch_result in _fetch.h. Waits for\n"
+	 "the peer. patient: no reader waits."},
 	{"ask", ask, METH_VARARGS,
-	 "ask(peer, path, body, seconds, most): status and bytes of the answer of the peer's worker; POST unless\n"
-	 "body is None. Waits for the peer. Raises OSError: EAGAIN while it is avoided."},
+	 "ask(peer, path, body, seconds, most, probe=False): status and bytes of the answer of the peer's worker; POST\n"
+	 "unless body is None. Waits for the peer. Raises OSError: EAGAIN while it is avoided. probe: no reader waits, so\n"
+	 "it may find out whether the peer is back."},
+	{"retry", retry, METH_O, "retry(peer): a probe may ask it now, and a second after it fails again. Raises OSError."},
+	{"failures_fd", failures_fd, METH_NOARGS, "failures_fd(): an eventfd(2) to which each failure of a peer is added."},
+	{"pause", pause_of, METH_O, "pause(peer): the seconds for which a probe has to wait."},
 	{"counts", counts, METH_O,
 	 "counts(peer): files, bytes, wrong, failed, nanoseconds, whether it is avoided."},
 	{"bypassed", py_want_bypassed, METH_NOARGS, "bypassed(): how many files their owners were not asked for, because that takes too long."},
@@ -208,9 +236,10 @@ static bool read_replica(const struct miss_wanted *file, uint64_t source_ns, cha
 	enum fetch_result result = fetch_replica(file->replica, file->size, file->ahead, to);
 	/* Python has had the owner copy what is read ahead, but the owner may have failed since. */
 	bool lost = result == FETCH_AVOIDED || result == FETCH_FAILED;
+	bool soon = file->ahead || monotonic_ns() - began_ns < SOON_NS;
 	if (result == FETCHED && !file->ahead)
 		want_took(file->replica, monotonic_ns() - began_ns);
-	else if (result != FETCHED && (lost || !file->ahead) &&
+	else if (result != FETCHED && (lost || !file->ahead) && soon &&
 		 want_replica(file->replica, file->size, file->path, source_ns))
 		result = fetch_replica(file->replica, file->size, file->ahead, to);
 	return result == FETCHED;

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <time.h>
 
 #define MOST_PEERS 65536
@@ -21,7 +22,10 @@
 #define FIRST_PAUSE_NS 1000000000LL
 #define LATE_PAUSE_NS 100000000LL /* a busy node is late now and then */
 #define MOST_PAUSE_NS 60000000000LL
-#define LEAST_RATE 4e6 /* bytes a second of a range: a slower peer has failed */
+#define PIECE_BYTES (1UL << 20) /* of a range, in one request */
+#define PIECE_DEADLINE_NS 900000000LL /* a reader may wait for it */
+#define BAD_GATEWAY 502
+#define GATEWAY_TIMEOUT 504
 #define URL_BYTES (PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024)
 
 struct peer {
@@ -29,6 +33,7 @@ struct peer {
 	pthread_mutex_t lock; /* guards what follows */
 	int64_t pause_ns, avoided_until_ns;
 	bool late; /* what it failed with */
+	bool answers; /* its worker did, since then */
 	struct peer_counts counts;
 };
 
@@ -40,6 +45,7 @@ static char token[PEER_TOKEN_BYTES];
 static char pin[PEER_PIN_BYTES]; /* CURLOPT_PINNEDPUBLICKEY; empty without TLS */
 static char interface[PEER_ADDRESS_BYTES + 8]; /* CURLOPT_INTERFACE */
 static pthread_key_t handle_key;
+static int failures_fd = -1;
 
 static int64_t now_ns(void)
 {
@@ -57,6 +63,8 @@ int fetch_begin(void)
 {
 	if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK)
 		return -ENOMEM;
+	if ((failures_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) < 0)
+		return -errno;
 	return -pthread_key_create(&handle_key, end_handle);
 }
 
@@ -139,8 +147,10 @@ static void avoid(struct peer *peer, bool late)
 	if (pause_ns < least_ns)
 		pause_ns = least_ns;
 	peer->late = late;
+	peer->answers = false;
 	peer->pause_ns = pause_ns < MOST_PAUSE_NS ? pause_ns : MOST_PAUSE_NS;
 	peer->avoided_until_ns = now_ns() + peer->pause_ns;
+	(void)eventfd_write(failures_fd, 1);
 }
 
 static void welcome(struct peer *peer)
@@ -179,6 +189,7 @@ static void note_result(struct peer *peer, enum fetch_result result, size_t size
 static void note_answer(struct peer *peer)
 {
 	pthread_mutex_lock(&peer->lock);
+	peer->answers = true;
 	if (peer->late)
 		peer->avoided_until_ns = now_ns();
 	else
@@ -186,11 +197,20 @@ static void note_answer(struct peer *peer)
 	pthread_mutex_unlock(&peer->lock);
 }
 
+/* Whether a request may go to the peer now. After a failure a `probe` finds out whether it is back. Others wait for
+ * that, because a reader may wait for them: but once where it was only late, which a busy node is now and then. */
+static bool is_open(const struct peer *peer, bool probe)
+{
+	if (!peer->url[0] || now_ns() < peer->avoided_until_ns)
+		return false;
+	return !peer->pause_ns || probe || (peer->late && (peer->answers || peer->pause_ns <= LATE_PAUSE_NS));
+}
+
 /* Whether the peer may be asked. After a failure, one request at a time tries whether it is back. */
-static bool may_ask(struct peer *peer, int64_t deadline_ns)
+static bool may_ask(struct peer *peer, int64_t deadline_ns, bool probe)
 {
 	pthread_mutex_lock(&peer->lock);
-	bool may = peer->url[0] && now_ns() >= peer->avoided_until_ns;
+	bool may = is_open(peer, probe);
 	if (may && peer->pause_ns)
 		peer->avoided_until_ns = now_ns() + deadline_ns;
 	pthread_mutex_unlock(&peer->lock);
@@ -268,11 +288,12 @@ static CURLcode get_range(CURL *request, const char *url, uint64_t offset, size_
 }
 
 /* The peer, if it may be asked; the URL, and the address to ask from. */
-static struct peer *locate(unsigned number, const char *path, char *url, size_t room, char *from, int64_t deadline_ns)
+static struct peer *locate(unsigned number, const char *path, char *url, size_t room, char *from, int64_t deadline_ns,
+			   bool probe)
 {
 	pthread_rwlock_rdlock(&lock);
 	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL; /* never freed */
-	if (peer && !may_ask(peer, deadline_ns))
+	if (peer && !may_ask(peer, deadline_ns, probe))
 		peer = NULL;
 	strcpy(from, interface);
 	/* The token begins with a question mark, and may follow a query. */
@@ -314,7 +335,7 @@ enum fetch_result fetch_replica(const unsigned char *name, size_t size, bool pat
 	int64_t reader_ns = deadline();
 	int64_t deadline_ns = patient && reader_ns < PATIENT_DEADLINE_NS ? PATIENT_DEADLINE_NS : reader_ns;
 	snprintf(path, sizeof(path), "/tier/%u/segments/%016llx", place.tier, (unsigned long long)place.segment);
-	struct peer *peer = locate(place.peer, path, url, sizeof(url), from, deadline_ns);
+	struct peer *peer = locate(place.peer, path, url, sizeof(url), from, deadline_ns, patient);
 	if (!peer)
 		return FETCH_AVOIDED;
 	int64_t began_ns = now_ns();
@@ -347,17 +368,22 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 			      void *to)
 {
 	char url[URL_BYTES], from[sizeof(interface)];
-	int64_t deadline_ns = FIRST_DEADLINE_NS + (int64_t)(size / LEAST_RATE * 1e9);
-	struct peer *peer = locate(number, path, url, sizeof(url), from, deadline_ns);
+	struct peer *peer = locate(number, path, url, sizeof(url), from, PIECE_DEADLINE_NS, false);
 	CURL *request = peer ? handle(from) : NULL;
 	long status;
 	if (!request)
 		return FETCH_AVOIDED;
+	CURLcode code;
+	size_t asked = 0;
 	struct passed passed = {.take = take, .to = to};
 	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, pass);
 	curl_easy_setopt(request, CURLOPT_WRITEDATA, &passed);
 	curl_easy_setopt(request, CURLOPT_FAILONERROR, 1L);
-	CURLcode code = get_range(request, url, offset, size, deadline_ns, &status);
+	do {
+		size_t piece = size - asked < PIECE_BYTES ? size - asked : PIECE_BYTES;
+		code = get_range(request, url, offset + asked, piece, PIECE_DEADLINE_NS, &status);
+		asked += piece;
+	} while (code == CURLE_OK && status == 206 && passed.bytes == asked && asked < size);
 	curl_easy_setopt(request, CURLOPT_FAILONERROR, 0L);
 	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
 	enum fetch_result result = FETCH_FAILED;
@@ -420,10 +446,10 @@ static int error_of(CURL *request, CURLcode code)
 }
 
 int fetch_answer(unsigned number, const char *path, const char *body, size_t size, int64_t timeout_ns,
-		 size_t most, char **answer, size_t *answer_size)
+		 size_t most, bool probe, char **answer, size_t *answer_size)
 {
 	char url[URL_BYTES], from[sizeof(interface)];
-	struct peer *peer = locate(number, path, url, sizeof(url), from, timeout_ns);
+	struct peer *peer = locate(number, path, url, sizeof(url), from, timeout_ns, probe);
 	if (!peer)
 		return -EAGAIN;
 	struct text text = {.most = most};
@@ -445,7 +471,10 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	curl_easy_setopt(request, CURLOPT_HTTPGET, 1L);
 	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
 	if (code == CURLE_OK) {
-		note_answer(peer);
+		if (status == BAD_GATEWAY || status == GATEWAY_TIMEOUT)
+			note_failure(peer, false); /* its nginx is left, without a worker */
+		else
+			note_answer(peer);
 		*answer = text.bytes;
 		*answer_size = text.size;
 		return (int)status;
@@ -453,6 +482,41 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	free(text.bytes);
 	note_failure(peer, false);
 	return error_of(request, code);
+}
+
+int fetch_retry(unsigned number)
+{
+	pthread_rwlock_rdlock(&lock);
+	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
+	pthread_rwlock_unlock(&lock);
+	if (!peer)
+		return -EINVAL;
+	pthread_mutex_lock(&peer->lock);
+	if (peer->pause_ns) {
+		peer->pause_ns = FIRST_PAUSE_NS / 2;
+		peer->late = false;
+		peer->avoided_until_ns = now_ns();
+	}
+	pthread_mutex_unlock(&peer->lock);
+	return 0;
+}
+
+int fetch_failures_fd(void)
+{
+	return failures_fd;
+}
+
+int64_t fetch_pause_ns(unsigned number)
+{
+	pthread_rwlock_rdlock(&lock);
+	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
+	pthread_rwlock_unlock(&lock);
+	if (!peer)
+		return 0;
+	pthread_mutex_lock(&peer->lock);
+	int64_t left_ns = peer->avoided_until_ns - now_ns();
+	pthread_mutex_unlock(&peer->lock);
+	return left_ns > 0 ? left_ns : 0;
 }
 
 bool fetch_avoided(unsigned number)
@@ -463,7 +527,7 @@ bool fetch_avoided(unsigned number)
 	if (!peer)
 		return true;
 	pthread_mutex_lock(&peer->lock);
-	bool avoided = !peer->url[0] || now_ns() < peer->avoided_until_ns;
+	bool avoided = !is_open(peer, false);
 	pthread_mutex_unlock(&peer->lock);
 	return avoided;
 }

@@ -1,7 +1,8 @@
 /* Reads from peers over HTTP: small files (ranges of segments, checked by checksum) and parts of large files.
  *
  * A peer that fails is avoided for a second, one that is late costs one deadline and is avoided for a tenth of a
- * second; each for twice as long after each further failure. Thread-safe.
+ * second; each for twice as long after each further failure. No reader waits to find out whether it is back, but once
+ * where it was late: requests do that for which no reader waits (`probe`, `patient`). Thread-safe.
  */
 #ifndef MONARCHFS_FETCH_H
 #define MONARCHFS_FETCH_H
@@ -50,12 +51,22 @@ enum fetch_result fetch_range(unsigned peer, const char *path, uint64_t offset, 
 			      void *to);
 
 /* Ask the peer's worker: POST `body` to `path` (given without the token), or GET if `body` is NULL. The caller
- * frees the answer, at most `most` bytes. Returns the status, or -errno; then the peer counts as failed. */
+ * frees the answer, at most `most` bytes. Returns the status, or -errno; then the peer counts as failed. `probe`: no
+ * reader waits for it, so it may find out whether the peer is back. */
 int fetch_answer(unsigned peer, const char *path, const char *body, size_t size, int64_t timeout_ns, size_t most,
-		 char **answer, size_t *answer_size);
+		 bool probe, char **answer, size_t *answer_size);
 
 /* Whether the peer is being avoided now, or nobody knows where it is. */
 bool fetch_avoided(unsigned peer);
+
+/* A probe may ask a peer that failed now, and a second after it fails again. 0 or -errno. */
+int fetch_retry(unsigned peer);
+
+/* An eventfd(2) to which each failure is added, for who probes. */
+int fetch_failures_fd(void);
+
+/* For how long a probe has to wait. */
+int64_t fetch_pause_ns(unsigned peer);
 
 void fetch_count(unsigned peer, struct peer_counts *counts);
 

@@ -14,7 +14,6 @@
 #define ANSWER_HEADER_BYTES 28
 #define ANSWER_ROW_BYTES 48
 #define ANSWER_NS 700000000LL /* below the time after which Python takes a request */
-#define SOON_NS 200000000ULL /* an owner that failed within this leaves a reader the time to ask the stand-in */
 #define MOST_ASKING 4 /* requests to one owner at once */
 #define WANT_PATH "/ask/want"
 #define WORTH_TIMES 4 /* times what the source takes */
@@ -126,7 +125,7 @@ static bool ask(unsigned peer, const struct want *wants)
 	if (!body)
 		return false;
 	size_t most = ANSWER_HEADER_BYTES + MOST_WANTED * ANSWER_ROW_BYTES;
-	bool good = fetch_answer(peer, WANT_PATH, body, size, ANSWER_NS, most, &answer, &answer_size) == 200;
+	bool good = fetch_answer(peer, WANT_PATH, body, size, ANSWER_NS, most, false, &answer, &answer_size) == 200;
 	if (good)
 		note(peer, answer, answer_size);
 	free(answer);

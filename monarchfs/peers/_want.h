@@ -7,6 +7,7 @@
 #define OWNER_BUCKETS 65536
 #define WANT_PATH_BYTES 4096
 #define MOST_WANTED 128 /* in one request */
+#define SOON_NS 200000000ULL /* a peer that failed within this leaves a reader the time to ask another one */
 
 /* The owner of each bucket of names, by its number, then the node that stands in for the owner of each; `own` is
  * this node's number. 0 or -errno. */

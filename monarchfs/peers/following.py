@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import random
 import socket
 import time
+from typing import NamedTuple
 
 import trio
 
@@ -36,10 +38,19 @@ MAX_ANSWER_BYTES = 1 << 20
 THREADS = 8
 
 
-def ask(number: int, path: str, body: bytes | None, seconds: float, most_bytes: int) -> bytes:
-    """What a peer's worker answers; a POST unless ``body`` is None. Waits for it. Raises OSError
-    and PeerError."""
-    status, data = _replicas.ask(number, path, body, seconds, most_bytes)
+class PeerQuestion(NamedTuple):
+    """For a peer's worker; a POST unless ``body`` is None. ``demand``: a reader waits for the
+    answer. One that failed is asked what nobody waits for, to find out whether it is back."""
+
+    path: str
+    body: bytes | None
+    demand: bool
+
+
+def ask(number: int, question: PeerQuestion, seconds: float, most_bytes: int) -> bytes:
+    """What a peer's worker answers. Waits for it. Raises OSError and PeerError."""
+    path, body, demand = question
+    status, data = _replicas.ask(number, path, body, seconds, most_bytes, not demand)
     if status != 200:
         raise PeerError(f"status {status}")
     return data
@@ -71,6 +82,7 @@ class Following:
         self.starts_until = trio.current_time() + START_SECONDS
         self._threads = trio.CapacityLimiter(THREADS)
         self._least = len(nodes) / PEERS_A_SECOND
+        self._wakes = trio.lowlevel.ParkingLot()
 
     def starts(self, number: int) -> bool:
         """Whether it may not have been mounted yet."""
@@ -84,6 +96,7 @@ class Following:
         """Follow all peers until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._renew_token)
+            nursery.start_soon(self._see_failures)
             for number in range(len(self.nodes)):
                 if number != self.own:
                     nursery.start_soon(self._follow, number)
@@ -93,6 +106,24 @@ class Following:
         while True:
             _replicas.token(token(address, self._secret, time.time()), address)
             await trio.sleep(TOKEN_SECONDS / 4)
+
+    async def _see_failures(self) -> None:
+        """Of requests of others: whoever is avoided is asked as soon as it may be."""
+        failures = _replicas.failures_fd()
+        while True:
+            await trio.lowlevel.wait_readable(failures)
+            os.eventfd_read(failures)
+            self._wakes.unpark_all()
+
+    async def _sleep(self, number: int, seconds: float) -> None:
+        """For so long, or as long as the peer has to be avoided."""
+        until = trio.current_time() + seconds
+        while (left := until - trio.current_time()) > 0:
+            with trio.move_on_after(left):
+                await self._wakes.park()
+                if avoided(number):
+                    await trio.sleep(_replicas.pause(number))
+                    return
 
     async def _address(self, number: int) -> str:
         """The node's address as the others see it. Waits until its name can be resolved."""
@@ -120,7 +151,12 @@ class Following:
             except (OSError, PeerError) as exc:
                 if not (isinstance(exc, OSError) and exc.errno == errno.EAGAIN):
                     self._failed(number, str(exc))
-                await trio.sleep(pause)
+                if self.starts(number):
+                    await trio.sleep(max(self._least, FIRST_PAUSE_SECONDS))
+                    _replicas.retry(number)
+                    continue
+                # Nobody else finds out whether it is back: a reader would wait for that.
+                await trio.sleep(_replicas.pause(number) or pause)
                 pause = min(pause * 2, MAX_PAUSE_SECONDS)
                 continue
             pause = FIRST_PAUSE_SECONDS
@@ -129,13 +165,13 @@ class Following:
             if not again:
                 # The nodes must not all ask at the same moment.
                 interval = max(self._least, BUSY_SECONDS if rows else INTERVAL_SECONDS)
-                await trio.sleep(interval * random.uniform(0.75, 1.25))
+                await self._sleep(number, interval * random.uniform(0.75, 1.25))
 
     async def _ask(self, number: int, follower: Follower) -> tuple[bool, int]:
         """Ask once. Returns whether to ask again at once, and how many rows came."""
-        path = f"/ask/catalogue?{follower.query()}"
+        question = PeerQuestion(f"/ask/catalogue?{follower.query()}", None, demand=False)
         data = await run_sync(
-            ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES, limiter=self._threads
+            ask, number, question, ANSWER_SECONDS, MAX_ANSWER_BYTES, limiter=self._threads
         )
         page = decode(data)
         self.heard[number] = trio.current_time()

@@ -18,7 +18,7 @@ import trio
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.following import Following, ask, avoided
+from monarchfs.peers.following import Following, PeerQuestion, ask, avoided
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import is_path
 from monarchfs.snapshot.file import FoundName, MalformedSnapshot, decode_entry, encode_entry
@@ -125,7 +125,8 @@ class NameOwners:
 
         def ask_and_decode() -> T:
             seconds = answer_seconds(question) + MARGIN_SECONDS
-            return decode(ask(owner, path, encode_question(question), seconds, MOST_ANSWER_BYTES))
+            asked = PeerQuestion(path, encode_question(question), question.demand)
+            return decode(ask(owner, asked, seconds, MOST_ANSWER_BYTES))
 
         try:
             return await run_sync(ask_and_decode, limiter=self._threads)

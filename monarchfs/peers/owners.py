@@ -88,7 +88,7 @@ class Owners:
             status, data = await run_sync(
                 _replicas.ask,
                 *(owner, f"/ask/want?seconds={MOST_SECONDS:g}", encode([row for _, row in wanted])),
-                *(MOST_SECONDS + MARGIN_SECONDS, MAX_ANSWER_BYTES),
+                *(MOST_SECONDS + MARGIN_SECONDS, MAX_ANSWER_BYTES, True),
                 limiter=self._threads,
             )
             if status != 200:

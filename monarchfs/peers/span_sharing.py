@@ -14,7 +14,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.engine.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
-from monarchfs.peers.following import Following, ask, avoided
+from monarchfs.peers.following import Following, PeerQuestion, ask, avoided
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.span_messages import (
     MOST_SPANS,
@@ -344,13 +344,18 @@ class SpanNodes:
 
     async def _ask_in_turn(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
         try:
-            await self.ask(owner, wanted)
+            await self.ask(owner, wanted, demand=False)
         finally:
             self._asking.discard(owner)
         self._wakes.unpark_all()
 
     async def ask(
-        self, owner: int, wanted: list[tuple[FileSpans, int]], unit: Unit | None = None
+        self,
+        owner: int,
+        wanted: list[tuple[FileSpans, int]],
+        unit: Unit | None = None,
+        *,
+        demand: bool = True,
     ) -> None:
         now = trio.current_time()
         if now - self._asked.get(owner, 0) > STALLED_SECONDS:
@@ -362,7 +367,7 @@ class SpanNodes:
         question = [WantedSpan(s.name, span, *part, s.priority, s.path) for s, span in wanted]
         try:
             data = await run_sync(
-                *(ask, owner, "/ask/spans", encode_wanted(question)),
+                *(ask, owner, PeerQuestion("/ask/spans", encode_wanted(question), demand)),
                 *(ANSWER_SECONDS, MAX_ANSWER_BYTES),
                 limiter=self._threads,
             )

@@ -164,13 +164,25 @@ def test_a_frozen_peer_costs_one_deadline_and_is_found_again(peer: Peer) -> None
 
 
 def test_a_peer_that_is_gone_and_comes_back(peer: Peer, tmp_path: Path) -> None:
+    """No reader waits to find out."""
     data, process, port = peer
     name = replica(data, 0, 100)
     process.terminate()
     process.wait()
     assert _replicas.fetch(name, 100) == FAILED
     with serving(tmp_path, port):
-        wait_for(lambda: _replicas.fetch(name, 100) == data[:100], "the peer")
+        wait_for(lambda: _replicas.pause(0) == 0, "the pause to be over")
+        assert _replicas.fetch(name, 100) == AVOIDED
+        wait_for(lambda: _replicas.fetch(name, 100, True) == data[:100], "the peer")
+        assert _replicas.fetch(name, 100) == data[:100]
+
+
+def test_a_server_without_its_worker_is_avoided(peer: Peer) -> None:
+    data, *_ = peer
+    name = replica(data, 0, 100)
+    assert _replicas.ask(0, "/ask/catalogue", None, 5, 10_000, True)[0] == 502
+    assert _replicas.fetch(name, 100) == AVOIDED
+    assert _replicas.pause(0) > 0
 
 
 def test_nothing_but_the_tiers_is_served(peer: Peer) -> None:

@@ -1,0 +1,249 @@
+"""A node that is lost costs the readers of the others at most a second, once: nodes in network
+namespaces of their own, on a bridge."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from monarchfs.peers.web_server import find_nginx
+from tests.peers.test_sharing import answers, peers
+from tests.support import mounting, surroundings
+from tests.support.mounting import Bench, Mount, run, wait_for
+from tests.support.timing import Stopwatch
+
+pytestmark = [
+    surroundings.requires_root,
+    surroundings.requires_fuse,
+    pytest.mark.skipif(find_nginx() is None, reason="needs nginx: apt-get install nginx-light"),
+    pytest.mark.skipif(not shutil.which("ip"), reason="needs ip: apt-get install iproute2"),
+]
+
+FILES = 400
+LARGE_BYTES = 70 << 20
+WAIT = 0.5
+"""Seconds: what a reader waits for a peer takes longer, a read of the source much less."""
+MOST = 1.0
+MOST_WAITS = 2
+"""One for the node, and one that is the machine's."""
+
+
+class Network:
+    """``addresses`` of nodes, each in the namespace of a process in ``holders``."""
+
+    def __init__(self, stack: ExitStack, count: int) -> None:
+        self._stack = stack
+        self._hub = self._namespace()
+        self._ip(self._hub, "link add br0 type bridge")
+        self._ip(self._hub, "link set br0 up")
+        self.holders = []
+        self.addresses = []
+        for number in range(count):
+            holder, address = self._namespace(), f"10.77.0.{2 + number}"
+            self._ip(self._hub, f"link add n{number} type veth peer name eth0 netns {holder}")
+            self._ip(self._hub, f"link set n{number} master br0 up")
+            self._ip(holder, f"addr add {address}/24 dev eth0")
+            self._ip(holder, "link set eth0 up")
+            self.holders.append(holder)
+            self.addresses.append(address)
+
+    def cut(self, number: int) -> None:
+        self._ip(self._hub, f"link set n{number} down")
+
+    def enter(self, number: int) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self.holders[number]}/ns/net"]
+
+    def _namespace(self) -> int:
+        ready = "ip link set lo up && echo && exec sleep infinity"
+        process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", ready],
+            stdout=subprocess.PIPE,
+        )
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        assert process.stdout is not None
+        with process.stdout:
+            assert process.stdout.readline() == b"\n", "no network namespace"
+        return process.pid
+
+    def _ip(self, pid: int, words: str) -> None:
+        command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words.split()]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class Lost:
+    """The node c, to be lost, and its processes."""
+
+    def __init__(self, mount: Mount, network: Network, tier: Path) -> None:
+        status = mount.status()
+        self.network = network
+        self.tier = tier
+        self.worker = int(status["worker"]["pid"])
+        self.nginx = int(status["peer_server"]["pid"])
+        stat = Path(f"/proc/{self.worker}/stat").read_text()
+        self.supervisor = int(stat.rpartition(") ")[2].split()[1])
+        children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
+        self.all = [self.supervisor, *map(int, children.read_text().split())]
+
+    def signal(self, number: int, *left: int) -> None:
+        """The supervisor first, else it starts others."""
+        for pid in self.all:
+            if pid not in left:
+                os.kill(pid, number)
+
+    def end(self) -> None:
+        for pid in self.all:
+            if Path(f"/proc/{pid}").exists():
+                os.kill(pid, signal.SIGKILL)
+
+
+def nothing(lost: Lost) -> None:
+    """To compare with."""
+
+
+def all_killed(lost: Lost) -> None:
+    lost.signal(signal.SIGKILL)
+
+
+def nginx_left(lost: Lost) -> None:
+    lost.signal(signal.SIGKILL, lost.nginx)
+
+
+def nginx_left_and_asks(lost: Lost) -> None:
+    """The workers' socket is the supervisor's, too, so nginx waits for an answer."""
+    os.kill(lost.supervisor, signal.SIGSTOP)
+    for pid in lost.all[1:]:
+        if pid != lost.nginx:
+            os.kill(pid, signal.SIGKILL)
+
+
+def worker_left(lost: Lost) -> None:
+    lost.signal(signal.SIGKILL, lost.worker)
+
+
+def stopped(lost: Lost) -> None:
+    lost.signal(signal.SIGSTOP)
+
+
+def link_cut(lost: Lost) -> None:
+    lost.network.cut(2)
+
+
+def host_gone(lost: Lost) -> None:
+    """Without a RST."""
+    lost.network.cut(2)
+    lost.signal(signal.SIGKILL)
+
+
+def disk_full(lost: Lost) -> None:
+    """Nothing more can be stored there."""
+    full = ["dd", "if=/dev/zero", f"of={lost.tier}/full", "bs=1M"]
+    assert subprocess.run(full, capture_output=True, check=False).returncode == 1
+
+
+@pytest.fixture
+def source(work: Bench) -> Path:
+    rng, path = random.Random(3), work.path / "source"
+    for number in range(FILES):
+        directory = path / f"class {number % 7}"
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{number:04d}").write_bytes(rng.randbytes(110_000))
+    (path / "large").write_bytes(rng.randbytes(1 << 20) * (LARGE_BYTES >> 20))
+    for file in path.rglob("*"):
+        os.utime(file, (1_600_000_000, 1_600_000_000))
+    return path
+
+
+@contextmanager
+def nodes(
+    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[list[Mount], Lost]]:
+    """Mounts a, b, c, which know each other; what is left of c ends."""
+    with ExitStack() as stack:
+        network = Network(stack, 3)
+        key, tier = work.path / "key", work.path / "c-tier"
+        key.write_bytes(os.urandom(64))
+        key.chmod(0o400)
+        tier.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1G", "tmpfs", str(tier)], check=True)
+        stack.callback(subprocess.run, ["umount", "-l", str(tier)], check=False)
+        # One that outlives its supervisor, as where the kernel is short of memory.
+        programs = work.path / "programs"
+        programs.mkdir()
+        (programs / "nginx").write_text(
+            f'#!/bin/sh\nexec setpriv --pdeathsig clear {find_nginx()} "$@"\n'
+        )
+        (programs / "nginx").chmod(0o755)
+        found = ",".join(f"{n}={a}:7000" for n, a in zip("abc", network.addresses, strict=True))
+        mounts = []
+        for number, name in enumerate("abc"):
+            enter = [*network.enter(number), "env", f"PATH={programs}:{os.environ['PATH']}"]
+            with monkeypatch.context() as patch:
+                patch.setattr(mounting, "MONARCHFS", [*enter, *mounting.MONARCHFS])
+                mounts.append(
+                    work.mount(
+                        *(source, "--state-dir", f"{work.path}/{name}-state"),
+                        *("--freshness", "immutable", "--peers", found, "--peer-name", name),
+                        *("--peer-key", str(key)),
+                        tiers=[f"{work.path}/{name}-tier=900M"],
+                    )
+                )
+        wait_for(lambda: all(answers(one) for mount in mounts for one in peers(mount)), "the peers")
+        lost = Lost(mounts[2], network, tier)
+        try:
+            yield mounts, lost
+        finally:
+            lost.end()
+            work.mounts.remove(mounts[2])
+            assert run("umount", str(mounts[2].path)).returncode == 0
+
+
+def read_all(mount: Mount, source: Path, seed: int, took: list[float]) -> None:
+    """And how long each open and read took."""
+    files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
+    random.Random(seed).shuffle(files)
+    for name in files:
+        whole = (source / name).read_bytes()
+        watch = Stopwatch()
+        with (mount.path / name).open("rb", buffering=0) as file:
+            data = b""
+            while piece := file.read(1 << 20):
+                took.append(watch.seconds())
+                data += piece
+                watch = Stopwatch()
+        assert data == whole, name
+
+
+STATES = [nothing, all_killed, nginx_left, nginx_left_and_asks, worker_left, stopped, link_cut]
+STATES += [host_gone, disk_full]
+
+
+@pytest.mark.parametrize("lose", STATES)
+def test_a_lost_node_costs_a_reader_at_most_a_second_once(
+    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Lost], None]
+) -> None:
+    with nodes(work, source, monkeypatch) as (mounts, lost):
+        took: list[list[float]] = [[], []]
+        with ThreadPoolExecutor(2) as pool:
+            reads = [
+                pool.submit(read_all, mounts[number], source, number, took[number])
+                for number in range(2)
+            ]
+            wait_for(lambda: all(len(one) > FILES / 4 for one in took), "the readers")
+            lose(lost)
+            for read in reads:
+                read.result()
+        for one in took:
+            waits = [round(seconds, 2) for seconds in one if seconds > WAIT]
+            print(f"{len(one)} reads, longest {max(one):.2f} s, waits {waits}")
+            assert max(one) < MOST + WAIT
+            assert len(waits) <= MOST_WAITS
