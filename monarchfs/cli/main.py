@@ -12,7 +12,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 from monarchfs.cli.output import (
     INTERRUPTED,
@@ -23,7 +22,7 @@ from monarchfs.cli.output import (
 )
 from monarchfs.cli.parser import build_parser
 from monarchfs.system import inherited
-from monarchfs.system.limits import explained
+from monarchfs.system.limits import explained, unmet
 from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
@@ -74,10 +73,10 @@ def _outcome(arguments: Sequence[str]) -> int:
         if error.filename is None and error.errno in _DISK_ERRORS:
             return complain(f"cannot write the output: {error.strerror}", 1)
         return complain(explained(error), 1)
-    except (ImportError, MemoryError) as error:
-        if getrlimit(RLIMIT_AS)[0] == RLIM_INFINITY:
+    except (ImportError, MemoryError, RuntimeError) as error:
+        if (why := unmet(error)) is None:
             raise
-        return complain(f"{str(error) or 'no memory'}: raise its limit (ulimit -v)", 1)
+        return complain(why, 1)
 
 
 def _command(name: str) -> Command:

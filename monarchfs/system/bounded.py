@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
-from monarchfs.system.limits import explained
+from monarchfs.system.limits import explained, unmet
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _REPLY_BYTES = 1 << 16
@@ -155,7 +155,7 @@ def _answer_and_exit(
         except OSError as error:
             reply = {"error": explained(error)}
         except Exception as error:  # noqa: BLE001 - raised again in the parent, as text
-            reply = {"error": f"unexpected {error!r}"}
+            reply = {"error": unmet(error) or f"unexpected {error!r}"}
         socket.send_fds(channel, [json.dumps(reply).encode()], descriptors)
     finally:
         os._exit(0)

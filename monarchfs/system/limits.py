@@ -27,3 +27,16 @@ def explained(error: OSError) -> str:
         return f"{os.fsdecode(name) if isinstance(name, bytes) else name}: {error.strerror}"
     where = f" ({error.filename})" if error.filename is not None else ""
     return f"{error.strerror}{where}: {limit}"
+
+
+def unmet(error: Exception) -> str | None:
+    """The same for errors of other types that mean a limit; None for those that do not."""
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        return (
+            "no thread can be started: the limit of processes and threads, or of memory, is"
+            " reached: raise it (ulimit -u, ulimit -v, or pids.max of the control group)"
+        )
+    # dlopen(3) of a module that is written in C.
+    if isinstance(error, MemoryError) or "failed to map segment" in str(error):
+        return f"{str(error) or 'no memory'}: {_REACHED[errno.ENOMEM]}"
+    return None

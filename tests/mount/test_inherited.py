@@ -171,12 +171,18 @@ def test_where_no_process_can_be_started_a_line_says_so(
     assert "ulimit -u" in last
 
 
-@pytest.mark.parametrize("command", ["doctor", "plan"])
-def test_where_nothing_can_be_loaded_a_line_says_so(work: Bench, src: Path, command: str) -> None:
-    done = run_after(hard("AS", 40 << 20), command, str(src), "--quick")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "ulimit -v" in done.stderr
+@pytest.mark.parametrize("command", ["doctor", "plan", "status"])
+@pytest.mark.parametrize("megabytes", [32, 40])
+def test_where_little_memory_can_be_mapped_a_line_says_so(
+    work: Bench, src: Path, command: str, megabytes: int
+) -> None:
+    """A module, or a thread, finds no room."""
+    more = [] if command == "status" else [str(src), "--quick"]
+    done = run_after(hard("AS", megabytes << 20), command, *more)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "unexpected" not in done.stderr + done.stdout
+    assert "ulimit -v" in done.stderr + done.stdout
 
 
 def test_a_file_above_the_limit_of_sizes_is_refused_alone(work: Bench, src: Path) -> None:
