@@ -207,7 +207,7 @@ use. Two recorded epochs say most. The trace is for ui.perfetto.dev or chrome://
 
 With --darshan it says of a job that did not use a mount whether one would have helped, from its log
 of Darshan (several, if each process has its own), and with --list writes the files that it read,
-for mount --prefetch. That needs pydarshan: pip install 'monarchfs[darshan]'.
+for mount --prefetch. That needs pydarshan: pip install 'darshan>=3.4'.
 
 Exit code: 0, also without a verdict; 1 if FILE is no recording, or no log.""",
     "index": """\

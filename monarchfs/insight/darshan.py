@@ -28,7 +28,7 @@ _SILENCE_SECONDS = 60.0
 _A_MESSAGE = 8
 """Records: paths may be long."""
 
-_REMEDY = "pip install 'monarchfs[darshan]'"
+_REMEDY = "pip install 'darshan>=3.4'"
 
 
 @dataclass(slots=True)

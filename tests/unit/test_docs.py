@@ -168,3 +168,11 @@ def test_the_readme_has_all_documents() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     for document in (REPOSITORY / "docs").glob("*.md"):
         assert f"(docs/{document.name})" in readme, document.name
+
+
+def test_pip_is_not_given_our_name() -> None:
+    """There is no release of ours on the index: what has the name there is somebody else's."""
+    documents = (*ABOUT_USE, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md")
+    for path in (*documents, *(REPOSITORY / "monarchfs").rglob("*.py")):
+        named = re.search(r"pip install [^\n]*(?<![\w./-])monarchfs(?![\w/-])", path.read_text())
+        assert named is None, f"{path.name}: {named}"
