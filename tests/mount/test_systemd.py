@@ -143,6 +143,25 @@ def test_what_mounts_for_others_has_no_mount_namespace(unit: str) -> None:
     assert not NAMESPACES & directives(unit).keys()
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "removed"), [("exited", False), ("killed", True), ("dumped", True)]
+)
+def test_only_the_mount_of_a_daemon_that_was_killed_is_removed(
+    tmp_path: Path, exit_code: str, removed: bool
+) -> None:
+    """One that exits, because something is mounted there already, has left nothing to remove."""
+    command, said = tmp_path / "monarchfs", tmp_path / "said"
+    command.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{said}\n')
+    command.chmod(0o755)
+    (line,) = directives("monarchfs@.service")["ExecStopPost"]
+    words = shlex.split(line.removeprefix("-").replace(COMMAND, str(command)))
+    environment = {"EXIT_CODE": exit_code, "MOUNTPOINT": "/mnt/a  b"}
+    subprocess.run([word.replace("$$", "$") for word in words], env=environment, check=True)
+    assert said.exists() is removed
+    if removed:
+        assert said.read_text().splitlines() == ["umount", "--timeout", "10", "--", "/mnt/a  b"]
+
+
 def test_examples_have_known_options() -> None:
     mount = directives("mnt-imagenet.mount")
     example = directives("imagenet.conf")
