@@ -24,9 +24,11 @@ MOST_SKIPPED_BYTES = 64 << 30
 
 
 class Fetching(Copy):
-    """A copy: what is fetched of it. Changing: ``_data``, a range of the source without holes."""
+    """A copy: what is fetched of it. Changing: ``_data``, a range of the source without holes;
+    ``_at_random``, whether nothing was local before what was missed last."""
 
     _data = (0, 0)
+    _at_random = False
 
     @property
     def fetching(self) -> bool:
@@ -66,7 +68,7 @@ class Fetching(Copy):
             readers=self._cache.readers.nonresident.units,
             most_bytes=most,
             # Whoever reads at random may want any block of it next.
-            in_requests=not (self.handles and self._ahead.at_random),
+            in_requests=not (self.handles and self._at_random),
             sparse=lane is Lane.BACKGROUND
             and self.node.stat.occupied_bytes < self.size
             and not (self._data[0] <= start and end <= self._data[1]),

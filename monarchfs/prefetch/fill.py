@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.prefetch.chunks import CLAIMED, PRESENT
+from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT
 from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fetching import Fetching
 from monarchfs.prefetch.passing import PassingReads
@@ -65,6 +65,7 @@ class Fill(Fetching):
         first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
         if self.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
+        self._at_random = first > 0 and chunks.state(first - 1) == MISSING
         self.fetch_now(first, last)
         self._go_ahead(first, last)
 

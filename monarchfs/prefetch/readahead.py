@@ -6,15 +6,14 @@ from __future__ import annotations
 class Readahead:
     """A window that doubles while reads are sequential and closes when they are not.
 
-    Constant: ``most``, the largest window. Changing: the window, where the last read ended, up to
-    where was fetched ahead, and ``at_random``, whether the last read did not follow another.
+    Constant: ``most``, the largest window. Changing: the window, where the last read ended, and up
+    to where was fetched ahead.
     """
 
-    __slots__ = ("_end", "_fetched", "_window", "at_random", "most")
+    __slots__ = ("_end", "_fetched", "_window", "most")
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self.at_random = False
         self._end = 0
         self._window = 0
         self._fetched = 0
@@ -35,9 +34,7 @@ class Readahead:
         if not first <= self._end <= last and not self._end <= first <= self._fetched:
             self._window = 0
             self._fetched = 0
-            self.at_random = True
         elif last > self._end:
-            self.at_random = False
             self._window = min(max(2 * (last - first), 2 * self._window), self.most)
         self._end = max(last, self._end) if self._window else last
         # In portions of half a window, not a chunk with every read.

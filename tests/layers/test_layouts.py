@@ -173,3 +173,19 @@ async def test_a_slow_target_alone_gives_way(area: Area, monkeypatch: pytest.Mon
         await mirror.settled()
         assert most[0] == 1
         assert most[1] > 1
+
+
+async def test_a_file_is_read_at_random_where_nothing_lies_before(area: Area) -> None:
+    """Not where the reads between were answered without Python."""
+    area.write("f", content(64 * MIB))
+    async with area.mount() as mirror:
+        handle = await mirror.open("f")
+        found = []
+        for offset in (60 * MIB, 60 * MIB + (128 << 10), 0):
+            await mirror.read(handle, offset, 4096)
+            fill = mirror.copier.files.get(await mirror.ino("f"))
+            assert fill is not None
+            found.append(fill._at_random)
+        assert found == [True, False, False]
+        handle.release()
+        await mirror.settled()
