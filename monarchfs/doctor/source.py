@@ -9,6 +9,7 @@ from monarchfs.doctor.checks import Check, Value, from_error, ok, warning
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
+    RENUMBERING,
     is_network_type,
     mount_of,
     mount_on_the_way,
@@ -23,15 +24,8 @@ OFTEN_PURGED = frozenset(
 )
 WORTH_IT = 1.5
 
-_BY_LIBFUSE = "mount it with -o noforget, and do not unmount it between jobs"
-RENUMBERING = {
-    "fuse.squashfuse": "let the kernel mount the image: mount -t squashfs -o loop,ro",
-    **dict.fromkeys(
-        [f"fuse.{name}" for name in ("sshfs", "s3fs", "archivemount", "fuse-zip", "curlftpfs")],
-        _BY_LIBFUSE,
-    ),
-}
-"""File systems whose inode numbers change, and what helps."""
+_REMEDIES = {"fuse.squashfuse": "let the kernel mount the image: mount -t squashfs -o loop,ro"}
+_REMEDY = "unpack the files into a directory of the parallel file system"
 
 
 def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Check]:
@@ -65,15 +59,11 @@ def judge_type(path: str, fstype: str) -> Check:
 
 
 def judge_inode_numbers(fstype: str) -> list[Check]:
-    """Of file systems that number files as they are looked up: anew with each of their mounts, and
-    whenever the kernel has forgotten a file (fuse(8), use_ino and noforget)."""
+    """Of file systems that number files as they are looked up."""
     if fstype not in RENUMBERING:
         return []
-    detail = (
-        f"{fstype} may give unchanged files other inode numbers: they are copied again then, and"
-        " one may be taken for another of the same size and times"
-    )
-    return [warning("inode_numbers", detail, RENUMBERING[fstype], type=fstype)]
+    detail = f"{fstype} gives files other inode numbers, so copies are kept until the unmount only"
+    return [warning("inode_numbers", detail, _REMEDIES.get(fstype, _REMEDY), type=fstype)]
 
 
 def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:

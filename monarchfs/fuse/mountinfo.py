@@ -19,6 +19,16 @@ _NETWORK = frozenset(
         *("pvfs2", "orangefs", "ocfs2", "gfs2", "acfs", "fuse", "virtiofs"),
     )
 )
+RENUMBERING = frozenset(
+    f"fuse.{name}"
+    for name in (
+        *("squashfuse", "sshfs", "s3fs", "archivemount", "fuse-zip", "curlftpfs"),
+        *("gcsfuse", "rclone", "blobfuse2", "ratarmount"),
+    )
+)
+"""File systems that number files as they are looked up (fuse(8), use_ino and noforget): when one is
+mounted again, a number may be another file's."""
+
 _LOCAL_FUSE = frozenset(("fuseblk", "fuse.fuse-overlayfs", "fuse.ntfs-3g", "fuse.exfat"))
 
 
@@ -96,6 +106,12 @@ def mount_of(path: str) -> Mount | None:
     finally:
         os.close(place)
     return next((mount for mount in read_mountinfo() if mount.mount_id == number), None)
+
+
+def type_of_device(device: int) -> str:
+    """The type of the mounted file system with this st_dev; empty if none is seen from here."""
+    number = os.major(device), os.minor(device)
+    return next((m.fstype for m in read_mountinfo() if (m.major, m.minor) == number), "")
 
 
 def mount_id(descriptor: int) -> int:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 
 from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
+from monarchfs.fuse.mountinfo import RENUMBERING, type_of_device
 from monarchfs.index import Index, OnChange, set_aside
+from monarchfs.index.recovery import INDEX_DIRECTORY
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.store.tier import Tier
 from monarchfs.types import (
@@ -65,6 +68,24 @@ def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
         config.data_path is DataPath.PASSTHROUGH
         or kernel_reads(dataset, free_opens=free_opens(config))
     )
+
+
+def forget_earlier_mounts(bootstrap: Bootstrap, state_dir: str) -> None:
+    """For the first worker of a mount, before it opens anything: removes index and copies where
+    the source gives files other inode numbers each time that it is mounted. A number, size and
+    times would tell nothing there: they may be another file's by now. Raises OSError."""
+    fstype = type_of_device(bootstrap.source_root[0]) if bootstrap.source_root else ""
+    if fstype not in RENUMBERING:
+        return
+    left = [os.path.join(state_dir, INDEX_DIRECTORY)]
+    for fd in bootstrap.tier_fds:
+        # The supervisor has the owner's file locked.
+        left += [f"/proc/self/fd/{fd}/{name}" for name in os.listdir(fd) if name != "owner"]
+    left = [path for path in left if os.path.lexists(path)]
+    for path in left:
+        shutil.rmtree(path)
+    if left:
+        log.warning("%s gives files other inode numbers: copies of earlier mounts are gone", fstype)
 
 
 def open_index(config: Config, state_dir: str, root_ino: int, on_change: OnChange) -> Index:

@@ -54,6 +54,7 @@ from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
 from monarchfs.worker.commands import Commands
 from monarchfs.worker.opening import (
+    forget_earlier_mounts,
     free_opens,
     keep_counts,
     open_index,
@@ -101,6 +102,8 @@ class Parts:
         )
         table.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
+        if table.kernel_reads is None and not bootstrap.safe:
+            forget_earlier_mounts(bootstrap, self._state_dir)
         self.index = open_index(
             *(config, self._state_dir, posix.root.ino),
             OnChange(

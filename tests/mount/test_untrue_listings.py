@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -174,25 +175,39 @@ def test_a_directory_that_finds_names_in_any_case(work: Bench, place: Place) -> 
             assert (mount.path / path).read_bytes() == data
 
 
+def packed(place: Place, contents: dict[str, bytes]) -> Path:
+    """An image of squashfs with these files, all of one time."""
+    for path, data in contents.items():
+        (place.path / "files" / path).parent.mkdir(parents=True, exist_ok=True)
+        (place.path / "files" / path).write_bytes(data)
+    image = place.path / "image"
+    command = ["mksquashfs", str(place.path / "files"), str(image), "-quiet", "-no-progress"]
+    subprocess.run([*command, "-all-time", "1700000000"], check=True, capture_output=True)
+    return image
+
+
+@contextmanager
+def squashfuse(image: Path, source: Path, order: Iterable[str], *options: str) -> Iterator[None]:
+    """The image, mounted; it numbers files as they are looked up: in this order."""
+    source.mkdir(exist_ok=True)
+    subprocess.run(["squashfuse", *options, str(image), str(source)], check=True)
+    try:
+        for path in order:
+            (source / path).stat()
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(source)], check=True)
+
+
 @surroundings.program("squashfuse")
 @surroundings.program("mksquashfs", "squashfs-tools")
 def test_a_source_that_numbers_its_files_anew_is_named(work: Bench, place: Place) -> None:
-    (place.path / "files").mkdir()
-    contents = fill(place.path / "files", "packed")
-    for number, path in enumerate(contents):  # no two of the same size
-        contents[path] += b"." * (1000 * (number + 1) - len(contents[path]))
-        (place.path / "files" / path).write_bytes(contents[path])
-    image = place.path / "image"
-    packed = ["mksquashfs", str(place.path / "files"), str(image), "-quiet", "-no-progress"]
-    subprocess.run(packed, check=True, capture_output=True)
-    source = place.path / "source"
-    source.mkdir()
+    contents = {f"d{n % 3}/f{n}": b"%d" % n + b"." * (1000 * n) for n in range(60)}
+    image, source = packed(place, contents), place.path / "source"
     for times in range(2):
-        subprocess.run(["squashfuse", str(image), str(source)], check=True)
-        try:
-            # It numbers files as they are looked up.
-            for path in sorted(contents, reverse=bool(times)):
-                (source / path).stat()
+        # Of a type that is not known for it.
+        order = sorted(contents, reverse=bool(times))
+        with squashfuse(image, source, order, "-o", "subtype=unheard-of"):
             mount = work.mount(source, "--freshness", "immutable")
             assert run("warm", str(mount.path), "--wait").returncode == 0
             for path, data in contents.items():
@@ -201,14 +216,34 @@ def test_a_source_that_numbers_its_files_anew_is_named(work: Bench, place: Place
             text = run("status", str(mount.path)).stdout
             why = run("why", str(mount.path / "d0/f0")).stdout
             said = [words for words in (text, why) if "the source changes inode numbers" in words]
-            checks = json.loads(run("doctor", str(source), "--json").stdout)["checks"]
             assert mount.umount().returncode == 0
-        finally:
-            subprocess.run(["umount", "-l", str(source)], check=True)
-        if times:
-            assert renumbered > 0
-            assert said == [text, why]
-            assert "has another inode number in the source than before" in work.log()
+    assert renumbered > 0
+    assert said == [text, why]
+    assert "has another inode number in the source than before" in work.log()
+
+
+@surroundings.program("squashfuse")
+@surroundings.program("mksquashfs", "squashfs-tools")
+def test_no_file_has_the_copy_of_another_that_had_its_number(work: Bench, place: Place) -> None:
+    """All have one size and time."""
+    contents = {f"d{n % 3}/f{n}": b"%099d" % n for n in range(160)}
+    large = {f"large{n}": b"%d" % n * (2 << 20) for n in range(4)}
+    image, source = packed(place, contents | large), place.path / "source"
+    for times in range(2):
+        with squashfuse(image, source, sorted(contents | large, reverse=bool(times))):
+            mount = work.mount(source, "--freshness", "immutable")
+            assert run("warm", str(mount.path), "--wait").returncode == 0
+            os.kill(mount.worker_pid(), signal.SIGKILL)
+            for path, data in (contents | large).items():
+                assert (mount.path / path).read_bytes() == data, path
+            assert mount.status()["files"]["resident"] == len(contents | large)
+            assert mount.umount().returncode == 0
+            checks = json.loads(run("doctor", str(source), "--json").stdout)["checks"]
+            shares = run(
+                "mount", str(source), str(mount.path), "--peers", "a,b", "--peer-name", "a"
+            )
+    assert "copies of earlier mounts are gone" in work.log()
     (check,) = [check for check in checks if check["name"] == "inode_numbers"]
     assert (check["state"], check["type"]) == ("warning", "fuse.squashfuse")
     assert "mount -t squashfs" in check["remedy"]
+    assert (shares.returncode, "leave out --peers" in shares.stderr) == (2, True), shares.stderr
