@@ -205,11 +205,13 @@ MOST_LISTED = 4096
 
 class PeerListing(NamedTuple):
     """All entries of a directory (name, type, source ino), as the source said at most ``age_ns``
-    before the node that knows them was asked. Times (ns): the directory's, from before that."""
+    before the node that knows them was asked. Times (ns): the directory's, from before that.
+    ``lists_all`` as of ``Listing``."""
 
     age_ns: int
     mtime_ns: int
     ctime_ns: int
+    lists_all: bool
     entries: list[tuple[bytes, FileType, int]]
 
 

@@ -163,7 +163,7 @@ class Directories:
             self.index.add_entries(ino, sequence, batch, asked_ns)
             await trio.lowlevel.checkpoint()
         times = listing.mtime_ns, listing.ctime_ns
-        await self.finish_listing(ino, sequence, times, asked_ns, lane)
+        await self.finish_listing(ino, sequence, Listing(*times, asked_ns, listing.lists_all))
         return True
 
     async def list_again(
@@ -199,8 +199,8 @@ class Directories:
                         entries += [entry[:3] for entry in batch]
                     if differences is not None:
                         await differences.pause()
-        times = stat.mtime_ns, stat.ctime_ns
-        await self.finish_listing(ino, sequence, times, asked_ns, lane, differences)
+        listing = Listing(stat.mtime_ns, stat.ctime_ns, asked_ns, await self.lists_all(ino, lane))
+        await self.finish_listing(ino, sequence, listing, differences)
         if len(entries) == count:
             self.shared.keep(ino, asked_ns, entries)
         return count
@@ -218,14 +218,11 @@ class Directories:
         self,
         ino: int,
         sequence: int,
-        times: tuple[int, int],
-        asked_ns: int,
-        lane: Lane,
+        listing: Listing,
         differences: Differences | None = None,
     ) -> None:
         """All entries were recorded since ``begin_listing`` gave out ``sequence``: others are not
-        there. ``times``: the directory's mtime and ctime (ns). Raises IndexWriteError."""
-        listing = Listing(*times, asked_ns, await self._lists_all(ino, lane))
+        there. Raises IndexWriteError."""
         for gone in self.index.finish_listing(ino, sequence, listing):
             for dirent in gone:
                 self._recorder.replaced(ino, dirent.name, dirent.ino)
@@ -236,7 +233,7 @@ class Directories:
                 await differences.pause()
         self._recorder.listed(ino)
 
-    async def _lists_all(self, ino: int, lane: Lane) -> bool:
+    async def lists_all(self, ino: int, lane: Lane) -> bool:
         """Whether a name that the directory's listing lacks is not there. Where the source does not
         say, it may be."""
         named = (dirent.name for dirent, _node in self.index.entries(ino, PARENT_COOKIE, CASED))

@@ -22,7 +22,7 @@ from monarchfs.snapshot.file import (
     Record,
 )
 from monarchfs.system.threads import run_sync
-from monarchfs.types import ROOT_INO, IndexWriteError, Lane
+from monarchfs.types import ROOT_INO, IndexWriteError, Lane, Listing
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,13 @@ class LoadedListing:
         """There are no other entries."""
         if self._whole:
             await self._tree.directories.finish_listing(
-                self._ino, self._sequence, self._times, self._asked_ns, Lane.BACKGROUND
+                self._ino,
+                self._sequence,
+                Listing(
+                    *self._times,
+                    self._asked_ns,
+                    await self._tree.directories.lists_all(self._ino, Lane.BACKGROUND),
+                ),
             )
 
 

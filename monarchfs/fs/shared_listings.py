@@ -68,7 +68,8 @@ class SharedListings:
             entries = self._from_index(ino)
         if entries is None:
             return None
-        return confirmed_ns, PeerListing(0, listing.mtime_ns, listing.ctime_ns, entries)
+        times = listing.mtime_ns, listing.ctime_ns
+        return confirmed_ns, PeerListing(0, *times, listing.lists_all, entries)
 
     def _from_index(self, ino: int) -> Entries | None:
         rows = self._index.entries(ino, 0, MOST_LISTED + 1, only_listed=True)

@@ -196,15 +196,15 @@ def encode_listing(listing: PeerListing | None) -> bytes:
     """What ``decode_listing`` reads; None: there is nothing to say."""
     if listing is None:
         return _json([])
-    *times, entries = listing
+    *others, entries = listing
     rows = [encode_entry(FoundName(*entry, None, b"")) for entry in entries]
-    return _json([*times, rows])
+    return _json([*others, rows])
 
 
 def decode_listing(data: bytes) -> PeerListing:
     """Raises PeerError if it is none."""
     match _parsed(data):
-        case [int(age_ns), int(mtime_ns), int(ctime_ns), list(rows)] if (
+        case [int(age_ns), int(mtime_ns), int(ctime_ns), bool(lists_all), list(rows)] if (
             0 <= age_ns < _MOST_AGE
             and abs(mtime_ns) < _MOST_AGE
             and abs(ctime_ns) < _MOST_AGE
@@ -212,7 +212,7 @@ def decode_listing(data: bytes) -> PeerListing:
         ):
             entries = [(one.name, one.type, one.ino) for one in _decoded(rows)]
             if len({name for name, *_ in entries}) == len(entries):
-                return PeerListing(age_ns, mtime_ns, ctime_ns, entries)
+                return PeerListing(age_ns, mtime_ns, ctime_ns, lists_all, entries)
     raise PeerError("there is no listing")
 
 

@@ -71,7 +71,7 @@ found = st.builds(
 times = st.integers(-(2**63) + 1, 2**63 - 1)
 listings = st.builds(
     PeerListing,
-    *(st.integers(0, 2**63 - 1), times, times),
+    *(st.integers(0, 2**63 - 1), times, times, st.booleans()),
     st.lists(
         st.tuples(file_names, st.sampled_from(FileType), st.integers(1, 2**64 - 1)),
         max_size=9,
