@@ -73,7 +73,7 @@ def _outcome(arguments: Sequence[str]) -> int:
         if error.filename is None and error.errno in _DISK_ERRORS:
             return complain(f"cannot write the output: {error.strerror}", 1)
         return complain(explained(error), 1)
-    except (ImportError, MemoryError, RuntimeError) as error:
+    except (ImportError, MemoryError, RuntimeError, SystemError) as error:
         if (why := unmet(error)) is None:
             raise
         return complain(why, 1)

@@ -36,7 +36,8 @@ def unmet(error: Exception) -> str | None:
             "no thread can be started: the limit of processes and threads, or of memory, is"
             " reached: raise it (ulimit -u, ulimit -v, or pids.max of the control group)"
         )
-    # dlopen(3) of a module that is written in C.
-    if isinstance(error, MemoryError) or "failed to map segment" in str(error):
+    # dlopen(3) of a module that is written in C; what Python 3.13 raises for want of memory.
+    lost = isinstance(error, SystemError) and str(error).endswith("exception set")
+    if lost or isinstance(error, MemoryError) or "failed to map segment" in str(error):
         return f"{str(error) or 'no memory'}: {_REACHED[errno.ENOMEM]}"
     return None

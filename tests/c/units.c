@@ -103,7 +103,7 @@ static struct {
 	size_t right;
 } elsewhere[PEOPLE + 1];
 
-static int give(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to)
+static enum elsewhere_result give(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to)
 {
 	unsigned seed = (unsigned)elsewhere[peer].right;
 	CHECK(!strcmp(path, "/path") && offset + size == SIZE);

@@ -81,8 +81,8 @@ def test_the_command_sees_the_view_where_it_is_and_nobody_else_does(place: Place
 @pytest.mark.parametrize("where", ["source", "source/below"])
 def test_a_directory_in_the_source_is_that_of_the_view(place: Place, where: str) -> None:
     name = "file" if where == "source" else "other"
-    done = place.run("stat", "-f", "-c", "%T", name, cwd=place.path / where)
-    assert (done.stdout.strip(), done.stderr) == ("fuseblk", "")
+    done = place.run("stat", "-f", "-c", "%t", name, cwd=place.path / where)
+    assert (done.stdout.strip(), done.stderr) == ("65735546", "")
 
 
 def test_the_command_gets_what_it_would_get(place: Place) -> None:
@@ -172,16 +172,16 @@ def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
     place = make_place(work, user=False)
     mount = work.mount(place.source)
     report = place.path / "report"
-    done = place.run("stat", "-f", "-c", "%T", "source/file", options=["--json", str(report)])
-    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+    done = place.run("stat", "-f", "-c", "%t", "source/file", options=["--json", str(report)])
+    assert (done.stdout, done.stderr) == ("65735546\n", "")
     told = json.loads(report.read_text())
     assert told["view"] == "existing"
     assert told["status"]["worker"]["pid"] == mount.worker_pid()
     # Also where that is the source itself.
     assert mount.umount().returncode == 0
     over = work.mount(place.source, point=place.source)
-    done = place.run("stat", "-f", "-c", "%T", "source/file", options=["--json", str(report)])
-    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+    done = place.run("stat", "-f", "-c", "%t", "source/file", options=["--json", str(report)])
+    assert (done.stdout, done.stderr) == ("65735546\n", "")
     assert json.loads(report.read_text())["status"]["worker"]["pid"] == over.worker_pid()
 
 
@@ -192,7 +192,7 @@ def test_a_users_mount_that_is_there_is_shown(users: Place) -> None:
     storage = ["--tier", f"{users.path}/tier=1G", "--state-dir", f"{users.path}/state"]
     mount = [*program, "mount", str(users.source), str(users.path / "mnt"), *storage]
     report = users.path / "run" / "report"
-    words = ["sh", "-c", "stat -f -c %T source/file; cat source/file"]
+    words = ["sh", "-c", "stat -f -c %t source/file; cat source/file"]
     inner = [*program, "run", str(users.source), "--json", str(report), "--", *words]
     umount = [*program, "umount", str(users.path / "mnt")]
     script = " && ".join(map(shlex.join, (mount, inner, umount)))
@@ -205,7 +205,7 @@ def test_a_users_mount_that_is_there_is_shown(users: Place) -> None:
         timeout=60,
         check=False,
     )
-    assert (done.stdout, done.stderr) == ("fuseblk\ncontent", "")
+    assert (done.stdout, done.stderr) == ("65735546\ncontent", "")
     assert json.loads(report.read_text())["view"] == "existing"
     report.unlink()
 
@@ -229,9 +229,9 @@ def test_an_interrupt_while_it_is_mounted_ends_it(work: Bench) -> None:
 
 
 def test_a_run_in_a_run_is_the_same_view(place: Place) -> None:
-    inner = place.command("stat", "-f", "-c", "%T", "source/file")[len(place.wrapper()) :]
+    inner = place.command("stat", "-f", "-c", "%t", "source/file")[len(place.wrapper()) :]
     done = place.run(*inner)
-    assert (done.stdout, done.stderr, done.returncode) == ("fuseblk\n", "", 0)
+    assert (done.stdout, done.stderr, done.returncode) == ("65735546\n", "", 0)
 
 
 def test_root_in_a_chroot_stays_in_it(work: Bench) -> None:
@@ -271,9 +271,9 @@ def test_wrong_usage_runs_nothing(words: list[str]) -> None:
 
 def test_without_a_mount_the_command_runs_all_the_same(place: Place) -> None:
     options = ["--tier", f"{place.path}/no/such/directory=1G"]
-    done = place.run("sh", "-c", "stat -f -c %T source/file; exit 3", options=options)
+    done = place.run("sh", "-c", "stat -f -c %t source/file; exit 3", options=options)
     assert done.returncode == 3
-    assert done.stdout.strip() not in ("", "fuseblk")
+    assert done.stdout.strip() not in ("", "65735546")
     assert done.stderr == (
         f"monarchfs: {place.source} is read without a cache: tier"
         f" {place.path}/no/such/directory: {place.path}/no/such does not exist: create it, or name"
@@ -543,8 +543,8 @@ def test_other_options_and_other_jobs(users: Place) -> None:
 
 def test_one_after_the_other_never_meets_the_end_of_the_last(users: Place) -> None:
     for _ in range(5):
-        done = users.run("stat", "-f", "-c", "%T", "source/file")
-        assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+        done = users.run("stat", "-f", "-c", "%t", "source/file")
+        assert (done.stdout, done.stderr) == ("65735546\n", "")
 
 
 def test_a_killed_run_takes_all_with_it(place: Place) -> None:
@@ -558,7 +558,7 @@ def test_a_killed_run_takes_all_with_it(place: Place) -> None:
 
 
 def test_a_killed_worker_is_replaced_in_the_namespace(place: Place) -> None:
-    script = "cat source/file; echo; read line; cat source/below/other; stat -f -c %T source"
+    script = "cat source/file; echo; read line; cat source/below/other; stat -f -c %t source"
     running = place.start("sh", "-c", script, stdin=subprocess.PIPE)
     assert next(lines_of(running)) == "content\n"
     told = json.loads(place.status(str(place.source), "--json").stdout)
@@ -570,7 +570,7 @@ def test_a_killed_worker_is_replaced_in_the_namespace(place: Place) -> None:
 
     wait_for(another_serves, "another worker")
     out, errors = running.communicate("\n", timeout=WAIT_SECONDS)
-    assert (out, errors, running.returncode) == ("deeperfuseblk\n", "", 0)
+    assert (out, errors, running.returncode) == ("deeper65735546\n", "", 0)
 
 
 def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
@@ -588,8 +588,8 @@ def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
     running.communicate("\n", timeout=WAIT_SECONDS)
     assert running.returncode == 5
     # What a killed daemon leaves is in nobody's way, and goes with the next one.
-    done = users.run("stat", "-f", "-c", "%T", "source/file")
-    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+    done = users.run("stat", "-f", "-c", "%t", "source/file")
+    assert (done.stdout, done.stderr) == ("65735546\n", "")
 
 
 def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
@@ -604,8 +604,8 @@ def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
     running.communicate(timeout=WAIT_SECONDS)
     wait_for(lambda: not place.processes(), "all to be gone")
     assert place.runtime_files() != []
-    done = place.run("stat", "-f", "-c", "%T", "source/file", env={"SLURM_JOB_ID": "8"})
-    assert (done.stdout, done.stderr) == ("fuseblk\n", "")
+    done = place.run("stat", "-f", "-c", "%t", "source/file", env={"SLURM_JOB_ID": "8"})
+    assert (done.stdout, done.stderr) == ("65735546\n", "")
     assert place.runtime_files() == []
 
 
