@@ -119,7 +119,10 @@ class Listings(TreeTables):
                     type_ = FILE_TYPES[known_type & TYPE]
                 if known_type & LOOKED_UP:
                     if known_seen >= sequence:
-                        continue  # who found it since this listing began knows better
+                        # Who found it since this listing began knows better what it stands for.
+                        row = bytes([known_type | LISTED]) + bytes(known[1:])
+                        put(prefix + cookie, row, db=entries)
+                        continue
                     again = self._listed_again(txn, parent, known, type_, source, now_ns)
                     if again is not None:
                         put(prefix + cookie, pack_entry(*again, sequence, name), db=entries)

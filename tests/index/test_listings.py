@@ -89,6 +89,17 @@ def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
     assert names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
 
 
+def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: Index) -> None:
+    """Where listings lack names that look-ups find, those are not shown."""
+    sequence = index.begin_listing(ROOT_INO)
+    for name, ino in ((b"a", 10), (b".snapshot", 11)):
+        record_found(index, ROOT_INO, name, source_stat(ino), b"", NOW)
+    index.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], NOW)
+    list(index.finish_listing(ROOT_INO, sequence, Listing(NOW, NOW, NOW, False)))
+    shown = index.entries(ROOT_INO, 2, 10, only_listed=True)
+    assert [dirent.name for dirent, _node in shown] == [b"a"]
+
+
 def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None:
     add_listing(index, ROOT_INO, (b"a", 10), (b"gone", 11))
     first, second = index.begin_listing(ROOT_INO), index.begin_listing(ROOT_INO)
