@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 from monarchfs.source._stats import stat_each
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.open_files import OpenFiles, knows_layouts
-from monarchfs.system.file_system_type import IN_MEMORY, file_system_type
+from monarchfs.system.file_system_type import IN_MEMORY, LUSTRE, file_system_type
 from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat
 
 # Not O_NOATIME: sites purge their scratch file systems by access time.
@@ -36,10 +36,9 @@ programs (NAME_MAX in limits.h)."""
 
 ACCESS_ACL = b"system.posix_acl_access"
 
-_LUSTRE = 0x0BD00BD0
 _BY_CASE = frozenset({0xEF53, 0x58465342, 0xF2F52010, *IN_MEMORY})
 """ext2 to ext4, xfs, f2fs, tmpfs: directories that find names in any case may be among theirs."""
-_LISTS_ALL = _BY_CASE | {_LUSTRE, 0x9123683E, 0x73717368, 0xE0F5E1E2}
+_LISTS_ALL = _BY_CASE | {LUSTRE, 0x9123683E, 0x73717368, 0xE0F5E1E2}
 """f_type (statfs(2)) of those whose listings have all names that a look-up finds: these, Lustre
 (but for .lustre), btrfs, squashfs, erofs. Not so those with snapshots that no listing shows (NFS,
 ZFS, GPFS, Ceph), automounts, and those that find names in any case (SMB, FAT); what user-space file
