@@ -24,7 +24,7 @@ static size_t entry_count;
 static struct directory *directories[MISS_DIRECTORIES];
 static unsigned generations;
 static struct miss_event *first_event, **last_event = &first_event;
-static unsigned event_count;
+static unsigned event_count, events_taken = 1; /* 0 is in an entry that was never opened */
 static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when an entry has none under way */
 
 /* -- bytes. Under `source_lock`, like everything up to the functions for Python */
@@ -115,6 +115,8 @@ void miss_report(struct entry *entry, struct miss_event told)
 	told.ino = entry->ino;
 	*event = told;
 	entry->told |= bytes != NULL;
+	if (told.opens)
+		entry->opened_in = events_taken;
 	bool news = !first_event;
 	*last_event = event;
 	last_event = &event->next;
@@ -349,6 +351,8 @@ static bool into_window(struct entry *entry, int64_t fresh_until_ns)
 {
 	if (!entry || !miss_directory_of(entry) || entry->excluded || entry->over || entry->told || entry->wanted)
 		return false;
+	if (entry->opened_in == events_taken)
+		return false; /* its reader came before Python heard of that */
 	if (!entry->bytes && entry->state == REMOTE && !miss_queue(entry, WINDOW, 0))
 		return false;
 	entry->fresh_until_ns = fresh_until_ns;
@@ -506,6 +510,7 @@ struct miss_event *misses_events(void)
 	first_event = NULL;
 	last_event = &first_event;
 	event_count = 0;
+	events_taken++;
 	while (events && read(misses.events_fd, &count, sizeof(count)) < 0 && errno == EINTR)
 		;
 	for (const struct miss_event *event = events; event; event = event->next) {

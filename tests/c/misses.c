@@ -337,6 +337,18 @@ static void wait_for_window(uint64_t files)
 	CHECK(idle && state.read == files);
 }
 
+/* A file of which an event tells that it was opened is wanted only after Python took that event. */
+static void come_before_python(const uint64_t *inos)
+{
+	bool begun[1];
+	misses_window_limit(FILES * SIZE);
+	misses_window(inos, &(int64_t){INT64_MAX}, 1, 1, begun);
+	CHECK(!begun[0]);
+	take_events();
+	misses_window(inos, &(int64_t){INT64_MAX}, 1, 1, begun);
+	CHECK(begun[0]);
+}
+
 /* The window is full of files that were read in part, its threads are idle, and one file more is wanted. Without
  * opens all of these files make room for it, and each wakes a thread. Then all threads end, and are started again. */
 static void make_room_for_one(void)
@@ -380,6 +392,7 @@ static void make_room_for_one(void)
 	CHECK(!threads);
 	misses_window(inos + IN_PART + 1, fresh, IN_PART / 2, IN_PART / 2, begun);
 	wait_for_window(state.read + IN_PART + 1 + IN_PART / 2);
+	come_before_python(inos);
 }
 
 /* Twice as much is read as there is memory, and Python takes nothing up meanwhile. */
