@@ -16,7 +16,7 @@ from bench import epochs
 from bench.harness import Mount, Source, reader_processes, repeated, wait_for
 from bench.report import Result
 from bench.task import Task
-from monarchfs.supervisor.tierdirs import OWNER
+from monarchfs.config.places import OWNER
 
 SHARE = 0.56
 MOST_READ = 0.46

@@ -21,6 +21,8 @@ from monarchfs.types import TierSize, UsageError
 ROOT_CACHE_DIR = "/var/cache/monarchfs"
 ROOT_RUNTIME_DIR = "/run/monarchfs"
 DEFAULT_TIER_SIZE = TierSize(percent=50.0)
+OWNER = "owner"
+"""The file in a tier's directory that says whose it is; locked by the mount that has it."""
 _TEMPORARY = "/tmp"
 _MOST_OWN = 16
 

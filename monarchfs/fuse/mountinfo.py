@@ -132,6 +132,11 @@ def is_network_type(fstype: str) -> bool:
     return fstype in _NETWORK or (fstype.startswith("fuse.") and fstype not in _LOCAL_FUSE)
 
 
+def is_user_space(fstype: str) -> bool:
+    """Whether a process serves it, which may number its files as it likes."""
+    return fstype == "fuse" or (fstype.startswith("fuse.") and fstype not in _LOCAL_FUSE)
+
+
 def is_network_filesystem(path: str) -> bool:
     """Whether ``path``, or the nearest existing directory above it, is on a network file system."""
     while not os.path.exists(path) and os.path.dirname(path) != path:

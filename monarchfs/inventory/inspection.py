@@ -13,13 +13,13 @@ from itertools import islice
 from typing import Any
 
 from monarchfs.config import User
+from monarchfs.config.places import OWNER
 from monarchfs.inventory.trees import Size, in_use, open_users, tree_size
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.supervisor.lock import LOCK, read_holder
 from monarchfs.supervisor.tierdirs import (
     FORMER_NAME,
     OPEN_DIRECTORY,
-    OWNER,
     read_owner,
     read_record,
 )

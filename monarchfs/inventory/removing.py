@@ -10,11 +10,11 @@ import stat
 from collections.abc import Sequence
 from typing import Any
 
+from monarchfs.config.places import OWNER
 from monarchfs.inventory.discovery import LocalCache
 from monarchfs.inventory.trees import open_users, remove_tree
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK
-from monarchfs.supervisor.tierdirs import OWNER
 from monarchfs.system.bounded import Tell, bounded_talk
 from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError

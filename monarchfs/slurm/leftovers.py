@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from monarchfs.config.places import Search
+from monarchfs.config.places import OWNER, Search
 from monarchfs.control.registration import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets, mount_owners
 from monarchfs.fuse.mount import SYSTEM_PATH
@@ -38,7 +38,7 @@ from monarchfs.supervisor.recover import (
     supervisor_lives,
 )
 from monarchfs.supervisor.registration import remove_registration, unlink_as
-from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, OWNER
+from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME
 from monarchfs.system.bounded import answer_within
 from monarchfs.types import MonarchError, OperationError
 

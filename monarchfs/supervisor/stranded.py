@@ -8,8 +8,9 @@ import time
 from collections.abc import Mapping
 
 from monarchfs.config import Config
+from monarchfs.config.places import OWNER
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY, OWNER
+from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY
 from monarchfs.system.bounded import answer_within
 from monarchfs.text.sizes import format_bytes
 

@@ -32,12 +32,12 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from monarchfs.config import User
+from monarchfs.config.places import OWNER
 from monarchfs.supervisor.identity import acting_as, become
 from monarchfs.system.bounded import answer_within
 
 RECORD = "tiers"
 RECORD_NEW = RECORD + ".new"
-OWNER = "owner"
 NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 """A directory of ours: the dataset's id, then 64 random bits."""
 FORMER_NAME = re.compile(r"[0-9a-f]{16}")

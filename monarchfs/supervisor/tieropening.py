@@ -13,14 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from monarchfs.config import Config, User
-from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.config.places import OWNER, runtime_dirs_to_search
 from monarchfs.control.registration import find_mounts
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.owned import open_shared
 from monarchfs.supervisor.recover import supervisor_lives
 from monarchfs.supervisor.tierdirs import (
     OPEN_DIRECTORY,
-    OWNER,
     RECORD,
     TierOwner,
     TierRoot,

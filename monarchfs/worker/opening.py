@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 
 from monarchfs.config.model import Config, DataPath, PrefetchMode
+from monarchfs.config.places import OWNER
 from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
-from monarchfs.fuse.mountinfo import RENUMBERING, type_of_device
+from monarchfs.fuse.mountinfo import RENUMBERING, is_user_space, type_of_device
 from monarchfs.index import Index, OnChange, set_aside
 from monarchfs.index.recovery import INDEX_DIRECTORY
 from monarchfs.metrics.persistent import PersistentCounts
+from monarchfs.source.posix import PosixSource
 from monarchfs.store.tier import Tier
 from monarchfs.types import (
     ROOT_INO,
@@ -21,9 +24,13 @@ from monarchfs.types import (
     FreshnessMode,
     IndexUnusable,
     OperationError,
+    SourceChanged,
     TierSize,
 )
 from monarchfs.worker.bootstrap import Bootstrap
+
+SAMPLE = 8
+"""So many files with copies are looked up to see whether the source keeps its inode numbers."""
 
 log = logging.getLogger(__name__)
 
@@ -70,22 +77,52 @@ def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
     )
 
 
-def forget_earlier_mounts(bootstrap: Bootstrap, state_dir: str) -> None:
-    """For the first worker of a mount, before it opens anything: removes index and copies where
-    the source gives files other inode numbers each time that it is mounted. A number, size and
-    times would tell nothing there: they may be another file's by now. Raises OSError."""
+def forget_earlier_mounts(
+    bootstrap: Bootstrap, state_dir: str, index: Index, source: PosixSource
+) -> bool:
+    """For the first worker of a mount, before it opens a tier. Where the source gives files other
+    inode numbers each time that it is mounted, number, size and times tell nothing: they may be
+    another file's by now. Removes what lies in the tiers then, closes the index and removes it.
+    True if the index has to be opened again. Raises OSError."""
     fstype = type_of_device(bootstrap.source_root[0]) if bootstrap.source_root else ""
-    if fstype not in RENUMBERING:
-        return
-    left = [os.path.join(state_dir, INDEX_DIRECTORY)]
-    for fd in bootstrap.tier_fds:
-        # The supervisor has the owner's file locked.
-        left += [f"/proc/self/fd/{fd}/{name}" for name in os.listdir(fd) if name != "owner"]
-    left = [path for path in left if os.path.lexists(path)]
-    for path in left:
+    if not is_user_space(fstype) or (fstype not in RENUMBERING and _numbers_stay(index, source)):
+        return False
+    # The supervisor has the owner's file locked.
+    left = [
+        f"/proc/self/fd/{fd}/{name}"
+        for fd in bootstrap.tier_fds
+        for name in os.listdir(fd)
+        if name != OWNER
+    ]
+    if not left and next(index.replicas(), None) is None:
+        return False
+    index.close()
+    for path in (*left, os.path.join(state_dir, INDEX_DIRECTORY)):
         shutil.rmtree(path)
-    if left:
-        log.warning("%s gives files other inode numbers: copies of earlier mounts are gone", fstype)
+    log.warning("%s gives files other inode numbers: copies of earlier mounts are gone", fstype)
+    return True
+
+
+def _numbers_stay(index: Index, source: PosixSource) -> bool:
+    """Whether most of some files with copies have the inode number that they had. Others may have
+    been replaced; what is gone, or cannot be looked up, tells nothing."""
+    known = [ino for ino, _ in index.replicas()]
+    told = same = 0
+    for ino in random.sample(known, min(len(known), 8 * SAMPLE)):
+        node = index.node(ino)
+        directory = None if node is None else index.dirref(node.parent)
+        if node is None or directory is None:
+            continue
+        try:
+            same += source.stat(directory, node.name).ino == node.stat.ino
+        except OSError:
+            continue
+        except SourceChanged:
+            pass  # its directory has another number
+        told += 1
+        if told == SAMPLE:
+            break
+    return 2 * same > told
 
 
 def open_index(config: Config, state_dir: str, root_ino: int, on_change: OnChange) -> Index:

@@ -102,15 +102,14 @@ class Parts:
         )
         table.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
-        if table.kernel_reads is None and not bootstrap.safe:
-            forget_earlier_mounts(bootstrap, self._state_dir)
-        self.index = open_index(
-            *(config, self._state_dir, posix.root.ino),
-            OnChange(
-                *(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
-                self._replica_changed,
-            ),
+        on_change = OnChange(
+            *(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
+            self._replica_changed,
         )
+        self.index = open_index(config, self._state_dir, self._root_ino, on_change)
+        first = table.kernel_reads is None and not bootstrap.safe
+        if first and forget_earlier_mounts(bootstrap, self._state_dir, self.index, posix):
+            self.index = open_index(config, self._state_dir, self._root_ino, on_change)
         if table.kernel_reads is None:
             table.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
         self.kernel_reads = bool(table.kernel_reads)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from monarchfs.config.places import OWNER
 from monarchfs.store.segments import SMALL_BYTES
-from monarchfs.supervisor.tierdirs import OWNER
 from tests.support.mounting import (
     REPOSITORY,
     WATCHDOG_SECONDS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.supervisor.tierdirs import OWNER
+from monarchfs.config.places import OWNER
 from tests.support import trees
 from tests.support.mounting import Bench, FaultySource, requires_mounts, wait_for
 
