@@ -21,7 +21,17 @@ settings.register_profile(
 
 
 BEFORE = pytest.StashKey[set[Path]]()
-QUICK_FOLDERS = ("unit", "insight", "layers", "placement", "index", "source", "store", "model")
+QUICK_FOLDERS = (
+    "unit",
+    "insight",
+    "layers",
+    "placement",
+    "index",
+    "source",
+    "store",
+    "model",
+    "formats",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,26 +9,9 @@ from pathlib import Path
 import pytest
 
 from monarchfs.index import Index, LastClose, last_close, mark_suspect, set_aside
-from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, TierTotals
-from tests.index.tools import NOW, open_index, replica, source_stat
+from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError
+from tests.index.tools import NOW, open_index, source_stat
 from tests.support.indexing import record_found
-
-
-def test_everything_is_there_after_reopening(tmp_path: Path) -> None:
-    index = open_index(tmp_path)
-    assert last_close(str(tmp_path)) is LastClose.KILLED
-    node = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
-    index.put_replica(node.ino, replica(1))
-    index.close()
-    index.close()
-    assert last_close(str(tmp_path)) is LastClose.CLEAN
-    index = open_index(tmp_path)
-    assert index.node(node.ino) == node
-    assert index.replica(node.ino) == replica(1)
-    assert index.tier_totals() == {0: TierTotals(1, 0, 0, 4096)}
-    later = record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
-    assert later.ino > node.ino
-    index.close()
 
 
 def test_an_unclean_close_asks_for_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

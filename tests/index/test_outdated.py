@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from monarchfs.index import Index
@@ -13,7 +11,6 @@ from tests.index.tools import (
     NOW,
     add_listing,
     names_in,
-    open_index,
     replica,
     source_stat,
 )
@@ -52,15 +49,6 @@ def test_a_pin_holds_all_below_a_directory(index: Index) -> None:
     assert not index.pinned(9999)
     index.pin(ROOT_INO)
     assert index.pinned(beside.ino)
-
-
-def test_pins_are_there_after_reopening(tmp_path: Path) -> None:
-    index = open_index(tmp_path)
-    index.pin(20)
-    index.close(clean=False)
-    index = open_index(tmp_path)
-    assert (index.pinned(20), index.pins()) == (True, [20])
-    index.close()
 
 
 def test_a_circle_of_directories_ends_the_climb(index: Index) -> None:

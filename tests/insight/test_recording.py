@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import tracemalloc
 from pathlib import Path
 
@@ -74,16 +73,6 @@ def test_what_is_written_is_read(
         assert all(map(close_enough, found, written))
 
 
-def test_facts_of_the_end_replace_those_of_the_header(tmp_path: Path) -> None:
-    odd = "caf\udce9"
-    write(tmp_path / "r", [event(1)], files={1: File(odd, 9), 2**63: File("a/b", 0)})
-    recording = open_recording(tmp_path / "r")
-    assert (recording.version, recording.begun, recording.seconds) == (1, 1e9, 7.5)
-    assert recording.facts == {"source": "/data", "dropped": 3}
-    assert recording.files == {1: File(odd, 9), 2**63: File("a/b", 0)}
-    assert recording.complete
-
-
 def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
     path = tmp_path / "r"
     batches = [[event(n) for n in range(start, start + 10)] for start in (0, 10, 20)]
@@ -147,8 +136,3 @@ def test_many_events_are_small_and_need_little_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 << 20
-
-
-def test_the_layout_is_what_the_document_says() -> None:
-    assert EVENT.size == 40
-    assert struct.calcsize("<QQQfIIBBxx") == 40

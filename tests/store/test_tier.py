@@ -40,20 +40,6 @@ def reopen(tier: Tier, path: Path) -> bool:
 # Names
 
 
-def test_names_never_change(path: Path, tier: Tier) -> None:
-    # Of another release, these would be lost replicas.
-    name = SourceVersion(0, 1, 2, 3, 4).replica_name
-    assert name.hex() == "86769ea8ad65d5a0819dd5029c740dad"
-    tier.files.write_whole(name, b"abc")
-    os.close(tier.files.create_part(name, 1))
-    assert files_below(path) == {
-        f"86/86769ea8ad65d5a0819dd5029c740dad.{checksum(b'abc'):016x}",
-        "parts/86769ea8ad65d5a0819dd5029c740dad",
-    }
-    # ext4 and XFS have times whose nanoseconds do not fit in 64 bits.
-    assert SourceVersion(2**64 - 1, 2**64 - 1, 2**63, 2**70, -(2**70)).replica_name
-
-
 def test_each_field_of_the_version_is_in_the_name() -> None:
     base = SourceVersion(1, 1, 1, 1, 1)
     others = [base._replace(**{field: 2}) for field in SourceVersion._fields]
