@@ -30,6 +30,25 @@ MOUNT_PARTS = {
 WITH_TRIO = {"http_server", "low_priority", "threads"}
 ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}
 
+AGAINST_ARROWS = {
+    "engine/_bindings": {"fuse/_python"},
+    "engine/_miss_entries": {"fuse/_resident"},
+    "engine/_misses": {"fuse/_journal", "fuse/_relay", "fuse/_resident"},
+    "engine/_names": {"fuse/_counts"},
+    "engine/_unit": {"fuse/_counts", "fuse/_nonresident"},
+    "engine/_units": {"fuse/_python"},
+    "engine/_waiting": {"fuse/_journal", "fuse/_pool", "fuse/_relay"},
+    "peers/_bindings": {"fuse/_counts", "fuse/_python"},
+    "peers/_want": {"fuse/_counts"},
+}
+"""What C files include although their package may not. Nothing is to be added."""
+
+IN_CIRCLES = {
+    *("engine/_miss_entries", "engine/_misses", "engine/_small_file", "engine/_waiting"),
+    *("fuse/_nonresident", "fuse/_relay", "fuse/_resident", "fuse/_tier_files"),
+}
+"""C files that include themselves by way of others. Nothing is to be added."""
+
 
 def imports() -> list[tuple[str, str, str]]:
     """(our unit, its file, the full name it imports), for all of the package."""
@@ -49,6 +68,17 @@ def imports() -> list[tuple[str, str, str]]:
     return found
 
 
+def includes() -> dict[str, set[str]]:
+    """What each file of the C part includes of ours. A header and its .c file are one."""
+    found: dict[str, set[str]] = {}
+    for path in PACKAGE.rglob("*.[ch]"):
+        name = str(path.relative_to(PACKAGE).with_suffix(""))
+        for other in re.findall(r'^#include "(.*)\.h"', path.read_text("utf-8"), re.MULTILINE):
+            included = str((path.parent / other).resolve().relative_to(PACKAGE.resolve()))
+            found.setdefault(name, set()).update({included} - {name})
+    return found
+
+
 def may_import() -> dict[str, set[str]]:
     """The table of ARCHITECTURE: each unit, and what it may import."""
     table = ARCHITECTURE.read_text("utf-8").partition("| unit | holds | may import |")[2]
@@ -56,6 +86,7 @@ def may_import() -> dict[str, set[str]]:
 
 
 IMPORTS = imports()
+INCLUDES = includes()
 MAY_IMPORT = may_import()
 
 
@@ -94,6 +125,25 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         if imported in modules and not is_c_part:
             graph.setdefault(module_of(PACKAGE / file), set()).add(imported)
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def test_a_c_file_includes_only_what_it_may() -> None:
+    wrong = {}
+    for name, others in INCLUDES.items():
+        unit = name.split("/")[0]
+        allowed = MAY_IMPORT[unit] | {unit}
+        if against := {other for other in others if other.split("/")[0] not in allowed}:
+            wrong[name] = against
+    assert wrong == AGAINST_ARROWS
+
+
+def test_no_more_c_files_include_themselves_by_way_of_others() -> None:
+    reached = {name: set(others) for name, others in INCLUDES.items()}
+    for middle in INCLUDES:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    assert {name for name, others in reached.items() if name in others} == IN_CIRCLES
 
 
 def module_of(path: Path) -> str:
