@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import surroundings
 from tests.support.fake_mounts import device_mode, no_own_device
+from tests.support.golden import Golden
 from tests.support.mounting import Bench, bench
 
 pytest_plugins = ["tests.support.repeating"]
@@ -41,6 +42,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"only the tests of {', '.join(QUICK_FOLDERS)}, and those marked smoke",
     )
     parser.addoption("--slow", action="store_true", help="only those that --quick leaves out")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the files of tests/golden anew"
+    )
 
 
 def is_quick(item: pytest.Item) -> bool:
@@ -92,6 +96,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("not tested")
         for line in lines:
             terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def golden(pytestconfig: pytest.Config) -> Golden:
+    """``golden(name, text)``: the text is that of a file in tests/golden."""
+    return Golden(pytestconfig.getoption("--update-golden"))
 
 
 @pytest.fixture

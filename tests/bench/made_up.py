@@ -15,7 +15,6 @@ ARMS = {
     "all local": (4.0, 3.9, 3.9),
 }
 MODELS = {"LeNet": 0.6, "AlexNet": 1.0, "ResNet-50": 4.0}
-LOADERS = ("ImageFolder", "HDF5", "webdataset", "memmap", "parquet")
 SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
 
 
@@ -23,8 +22,7 @@ def report() -> Report:
     found = Report("python -m bench.run", "quick", started="2000-01-02T03:04:05Z", commit="0123abc")
     found.machine |= {"processor": "made up", "kernel": "0.0"}
     found.seconds = 754.0
-    found.results = [training(), growth(), utilisation(), sweep()]
-    found.results.append(crowd())
+    found.results = [training(), growth(), utilisation(), sweep(), table()]
     found.failed = [Missing("programs", "RuntimeError: it broke")]
     return found
 
@@ -155,29 +153,8 @@ def utilisation() -> Result:
     return result
 
 
-def crowd() -> Result:
-    """More than anybody should want to see."""
-    result = Result("crowd", "many arms, many columns, long names", seconds=1.0)
-    for index, arm in enumerate((*ARMS, "cp -r first", "rclone", "juicefs", "relay, immutable")):
-        for panel in ("the first epoch, nothing local", "later epochs"):
-            for place, loader in enumerate(LOADERS):
-                result.series.append(
-                    Series(
-                        *(arm, "loader", "time (s)", [point(loader, [place + 1, index + 1.5])]),
-                        *(Kind.BARS, "Loaders", panel),
-                    )
-                )
-        points = [Point(10.0**power, 100 + index * 0.1) for power in (3, 4)]
-        result.series.append(
-            Series(arm, "files", "rate (1/s)", points, plot="All the same", log="x")
-        )
-    for panel, unit in (("how long", "time (s)"), ("how much", "read (MB)")):
-        bars = [Point("", 3.0), Point("again", 4000.0, 3000, 5000)]
-        result.series.append(Series("rclone", "", unit, bars, Kind.BARS, "Units", panel, "x"))
-    return result
-
-
 def sweep() -> Result:
+    """Lines with a goal, one line over time, bars of which some are left out or are nothing."""
     result = Result("first", "first epochs with little room", seconds=1.0)
     for number, profile in enumerate(("fast", "busy", "crowded")):
         points = [point(room, [0.98 + number / 50, 1.0 + number / 60]) for room in (10, 56, 100)]
@@ -188,13 +165,25 @@ def sweep() -> Result:
                 goal=1.05,
             )
         )
-    for arm in ("cp -r", "rsync -a"):
-        for panel, rates in (("10 KB", (30.0, 40_000.0, None)), ("110 KB", (3.0, None, 0.0))):
-            found = [Point(str(n), rate) for n, rate in enumerate(rates) if rate is not None]
-            bars = Series(arm, "", "rate (1/s)", found, Kind.BARS, "Some left out", panel)
-            result.series.append(bars)
+    for panel, rates in (("10 KB", (30.0, 40_000.0, None)), ("110 KB", (3.0, None, 0.0))):
+        found = [Point(str(n), rate) for n, rate in enumerate(rates) if rate is not None]
+        bars = Series("cp -r", "", "rate (1/s)", found, Kind.BARS, "Some left out", panel)
+        result.series.append(bars)
     speeds = [Point(n / 4, 300 + n % 7) for n in range(50)]
     result.series.append(
         Series("measured", "time (s)", "bandwidth (MB/s)", speeds, Kind.TIME, plot="One alone")
     )
+    return result
+
+
+def table() -> Result:
+    """More rows than a table has: it is cut where they begin with the same."""
+    result = Result("long", "many rows, numbers of every size", seconds=1.0)
+    values = [0, 0.01234, 1.005, 12.34, 1_234_567, -5.5, 99.96, 1e-9]
+    for case in ("LeNet", "AlexNet"):
+        for arm in ("a", "b | c\nd < e"):
+            for what, value in zip(("epoch 1", "epoch 2", "bytes", "opens"), values, strict=False):
+                result.figure(f"{case}: {what}", value, "s", arm=arm)
+        values = values[4:]
+    result.rows[0].target, result.rows[0].holds = "<= 2", True
     return result

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import copying, epochs, growth, mirrors, programs
+from bench import copying, epochs, growth, programs
 from bench.arms import DIRECT, LOCAL, Arm
 from bench.copying import ALL, CP, NO_LATENCY, READ, RSYNC, WARM, Case, Tree
 from bench.harness import Unusable, reader_processes
@@ -18,19 +18,6 @@ from bench.task import Size, Task
 from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
 
 # Copy rate.
-
-
-@pytest.mark.parametrize("size", list(Size))
-def test_every_profile_is_copied_from_at_full_size_and_small_before_large(
-    size: Size, tmp_path: Path
-) -> None:
-    found = copying.cases(Task(tmp_path, size))
-    profiles = {case.profile for case in found}
-    assert NO_LATENCY in profiles
-    assert profiles >= ({"fast", "busy"} if size is Size.QUICK else {"fast", "busy", "crowded"})
-    assert {case.tree.large for case in found} == {False, True}
-    assert all(case.rounds == (3 if size is Size.QUICK else 5) for case in found)
-    assert {case.rounds for case in copying.cases(Task(tmp_path, size, 7))} == {7}
 
 
 def test_rates_are_files_of_small_and_megabytes_of_large_files() -> None:
@@ -96,20 +83,6 @@ def test_totals_count_what_had_to_be_waited_for_first() -> None:
     found = programs.Found(ready=[1.0, 2.0], seconds=[[3.0, 4.0], [5.0, 6.0]])
     assert found.totals == [8.0, 13.0]
     assert found.epoch(1) == [4.0, 6.0]
-
-
-def test_a_program_that_is_missing_is_said_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(programs, "ENVIRONMENT", tmp_path)
-    monkeypatch.setattr(mirrors, "installed", lambda names: [])
-    pfs = ParallelFileSystem(tmp_path, tmp_path, INSTANT)
-    for arm in programs.PROGRAMS:
-        with (
-            pytest.raises(Unusable, match="make bench-packages"),
-            arm.reach(pfs, tmp_path, capacity=None),
-        ):
-            pass
 
 
 @requires_fuse

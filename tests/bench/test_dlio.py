@@ -44,27 +44,10 @@ def test_a_smaller_shape_asks_as_much_of_the_storage(name: str) -> None:
     assert [getattr(shape, field) for field in same] == [getattr(published, f) for f in same]
 
 
-def test_published_sizes() -> None:
-    per_file = {
-        name: shape.samples_per_file * shape.record_bytes / 1e6
-        for name, (shape, _small) in dlio.SHAPES.items()
-    }
-    assert per_file["hepcnnb"] == pytest.approx(242, abs=0.5)
-    assert per_file["cdb"] == pytest.approx(56.6, abs=0.1)
-    assert dlio.CDB.files == 62_738
-    assert dlio.HEPCNNB.files == 2048
-
-
 def test_time_follows_the_batch() -> None:
     small = dlio.scaled(dlio.RESNET50, files=4, samples=10, record=2, batch=8)
     assert (small.files, small.samples_per_file, small.batch) == (4, 125, 50)
     assert small.compute_seconds == pytest.approx(dlio.RESNET50.compute_seconds / 16)
-
-
-@pytest.mark.parametrize("by", [{"batch": 5.0}, {"samples": 2.0}, {"record": 1e9}])
-def test_nothing_is_no_shape(by: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="unet3d"):
-        dlio.scaled(dlio.UNET3D, files=1, **by)
 
 
 def test_overrides_name_each_setting_once(tmp_path: Path) -> None:
@@ -79,18 +62,6 @@ def test_overrides_name_each_setting_once(tmp_path: Path) -> None:
     assert settings["workload.train.epochs"] == "3"
 
 
-@pytest.mark.parametrize(
-    "left",
-    ["", "{", "{}", '{"metric": {}}', '{"metric": {"train_au_percentage": 3}}'],
-)
-def test_a_summary_that_cannot_be_read(tmp_path: Path, left: str) -> None:
-    path = tmp_path / "summary.json"
-    if left:
-        path.write_text(left)
-    with pytest.raises(Unusable, match="DLIO left no summary"):
-        dlio.read_summary(path)
-
-
 def test_an_epoch_is_told_of_once_it_is_logged(tmp_path: Path) -> None:
     log = tmp_path / "dlio.log"
     begun: list[int] = []
@@ -103,19 +74,6 @@ def test_an_epoch_is_told_of_once_it_is_logged(tmp_path: Path) -> None:
             expected.append(number)
             wait_for(lambda: begun == expected, "the epoch to be told of")
     assert begun == [1, 2]
-
-
-def test_what_fails_at_an_epoch_is_raised(tmp_path: Path) -> None:
-    log = tmp_path / "dlio.log"
-    log.write_text("[INFO] now Starting epoch 1: 3 steps expected\n")
-    tried: list[int] = []
-
-    def fail(number: int) -> None:
-        tried.append(number)
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"), dlio.at_epochs(log, fail, pause=0.001):
-        wait_for(lambda: tried, "the epoch")
 
 
 def test_programs_that_are_missing_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

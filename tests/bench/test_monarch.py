@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -26,8 +25,8 @@ from bench.arms import (
     place_for,
 )
 from bench.harness import MIB, Unusable, drop_caches, wait_for
-from bench.job import THREADS, Epoch, Job, Program
-from bench.jobs.training import interleaved, records, shuffled
+from bench.job import THREADS, Epoch, Job
+from bench.jobs.training import interleaved, records
 from bench.memory import MemoryLimit, disk
 from bench.monarch_rows import Case, first_epoch_rows, rows
 from bench.monarch_runs import Measured, Run
@@ -84,14 +83,6 @@ def test_interleaved_gives_every_record_once(dataset: shards.Shards, width: int)
     assert found[: len(firsts)] == firsts
 
 
-def test_shuffled_changes_the_order_only() -> None:
-    found = list(shuffled(range(1000), 50, random.Random(1)))
-    assert sorted(found) == list(range(1000))
-    assert found != list(range(1000))
-    # Nothing comes before it was read.
-    assert all(item <= place + 50 for place, item in enumerate(found))
-
-
 # -- jobs
 
 
@@ -106,27 +97,6 @@ def test_a_job_reads_every_byte_in_each_epoch(dataset: shards.Shards, tmp_path: 
         batches = dataset.samples // 7
         assert epoch.seconds >= epoch.waited_seconds + 0.001 * batches
     assert not Path(f"/proc/{pid}").exists()
-
-
-def test_a_job_that_fails_says_why(dataset: shards.Shards, tmp_path: Path) -> None:
-    broken = tmp_path / "data"
-    broken.mkdir()
-    (broken / "a.tfrecord").write_bytes(min(dataset.root.iterdir()).read_bytes()[:-1])
-    with (
-        pytest.raises(Unusable, match="within a record"),
-        Job(THREADS, [broken], tmp_path / "errors") as job,
-    ):
-        job.epoch(1)
-    with pytest.raises(Unusable, match="No module named"):
-        Job(Program("none", "bench.jobs.none"), [], tmp_path / "errors").__enter__()
-
-
-def test_a_job_in_the_middle_of_an_epoch_is_ended(dataset: shards.Shards, tmp_path: Path) -> None:
-    job = Job(THREADS, [dataset.root, "--compute", 3600], tmp_path / "errors").__enter__()
-    assert job._process.stdin is not None
-    job._process.stdin.write(b"1\n")
-    job.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert not Path(f"/proc/{job.pid}").exists()
 
 
 # -- memory and disk
@@ -179,17 +149,6 @@ def test_a_group_keeps_few_pages(limit: MemoryLimit, small_disk: Path) -> None:
         assert limit.file_bytes() <= 9 * MIB
         reader.stdin.close()
     wait_for(lambda: limit.own_bytes() < MIB, "the group to be empty")
-
-
-def test_a_group_lets_go_of_whoever_is_left(limit: MemoryLimit) -> None:
-    with subprocess.Popen([sys.executable, "-c", READER, "/dev/null"], stdin=-1) as reader:
-        limit.add([reader.pid])
-        assert str(reader.pid) in (limit.path / "cgroup.procs").read_text().split()
-        limit.__exit__(None, None, None)
-        assert reader.poll() is None
-        assert reader.stdin is not None
-        reader.stdin.close()
-    limit.path.mkdir()  # for the fixture
 
 
 # -- arms

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,67 +95,54 @@ def test_what_was_measured_is_saved_and_reported(tmp_path: Path) -> None:
     assert [result.name for result in report.results] == ["good", "good"]
     assert report.results[0].rows[0].value == 1
     assert report.size == "quick"
-    assert (
-        report.command
-        == f"python -m bench.run good again --output {tmp_path}/out --temp {tmp_path}"
-    )
+    words = f"good again --output {tmp_path}/out --temp {tmp_path}"
+    assert report.command == f"python -m bench.run {words}"
     text = saved(tmp_path).with_suffix(".md").read_text()
     assert "| rounds |" in text
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.usefixtures("measurements")
-def test_sizes_and_rounds_reach_the_measurement(tmp_path: Path) -> None:
-    for words, expected in ((["--full"], 2), (["--full", "--rounds", "7"], 7)):
-        assert command(tmp_path, *words, "good") == 0
-        assert load(saved(tmp_path)).results[0].rows[0].value == expected
-        saved(tmp_path).unlink()
-
-
-@pytest.mark.usefixtures("measurements")
-def test_one_that_fails_is_reported_and_the_others_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "code", "rows", "failed"),
+    [
+        (["--full", "--rounds", "7", "good"], 0, [("rounds", 7)], []),
+        (["--full", "good"], 0, [("rounds", 2)], []),
+        (
+            ["bad", "unusable", "good"],
+            1,
+            [("rounds", 1)],
+            [("bad", "RuntimeError: two lines"), ("unusable", "no juice: apt-get install juice")],
+        ),
+        (["good", "interrupted", "again"], 130, [("rounds", 1)], [("interrupted", "interrupted")]),
+        (["half"], 130, [("something", 1)], [("half", "interrupted")]),
+    ],
+)
+def test_one_that_fails_is_reported_and_what_was_measured_is_kept(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    code: int,
+    rows: list[tuple[str, float]],
+    failed: list[tuple[str, str]],
 ) -> None:
-    assert command(tmp_path, "bad", "unusable", "good") == 1
+    assert command(tmp_path, *words) == code
     report = load(saved(tmp_path))
-    assert [result.name for result in report.results] == ["good"]
-    assert [(one.what, one.why) for one in report.failed] == [
-        ("bad", "RuntimeError: two lines"),
-        ("unusable", "no juice: apt-get install juice"),
-    ]
-    captured = capsys.readouterr().err
-    assert "bench: unusable: no juice: apt-get install juice\n" in captured
-    assert captured.count("Traceback") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.usefixtures("measurements")
-def test_an_interrupt_ends_it_and_keeps_what_was_measured(tmp_path: Path) -> None:
-    assert command(tmp_path, "good", "interrupted", "again") == 130
-    report = load(saved(tmp_path))
-    assert [result.name for result in report.results] == ["good"]
-    assert [(one.what, one.why) for one in report.failed] == [("interrupted", "interrupted")]
+    assert [(row.what, row.value) for result in report.results for row in result.rows] == rows
+    assert [(one.what, one.why) for one in report.failed] == failed
     assert saved(tmp_path).with_suffix(".md").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert capsys.readouterr().err.count("Traceback") == ("bad" in words)
 
 
-@pytest.mark.usefixtures("measurements")
-def test_what_a_measurement_had_until_then_is_kept_if_it_says_so(tmp_path: Path) -> None:
-    assert command(tmp_path, "half") == 130
-    report = load(saved(tmp_path))
-    assert [row.what for row in report.results[0].rows] == ["something"]
-    assert [one.what for one in report.failed] == ["half"]
-
-
-@pytest.mark.usefixtures("measurements")
-def test_suites() -> None:
-    assert suites.suite(Size.QUICK) == ["good", "unusable", "interrupted", "again", "half"]
-    assert "bad" in suites.suite(Size.FULL)
-
-
-def test_the_list_names_every_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_names_every_measurement_and_each_can_be_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert run.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(suites.MEASUREMENTS)
+    for measurement in suites.MEASUREMENTS.values():
+        assert callable(import_module(measurement.module).run)
 
 
 def test_the_suites_take_the_time_that_they_promise() -> None:
@@ -173,7 +161,7 @@ def test_wrong_usage(words: list[str]) -> None:
     assert caught.value.code == 2
 
 
-def test_a_report_is_made_again_from_a_file(
+def test_saved_results_make_reports_and_are_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.json"
@@ -186,18 +174,8 @@ def test_a_report_is_made_again_from_a_file(
     assert report.parent == tmp_path
     assert "## Headlines" in report.read_text()
     assert len(list(tmp_path.glob("*.svg"))) == len(list(tmp_path.glob("*.png"))) == 1
-
-
-def test_two_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.json"
-    save(made_up.report(), path)
     assert run.main(["--compare", str(path), str(path)]) == 0
     assert "| 1.00 |\n" in capsys.readouterr().out
-
-
-def test_files_that_are_not_there_are_an_error_of_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     assert run.main(["--report", str(tmp_path / "none.json")]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -212,10 +190,7 @@ def test_the_document_gets_headlines_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / run.PUBLISHED_PICTURE).stat().st_size > 1000
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing_behind_but_what_was_measured(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_signal_leaves_nothing_behind_but_what_was_measured(tmp_path: Path) -> None:
     program = (
         "import sys, time, types\n"
         "from bench import run\n"
@@ -241,7 +216,7 @@ def test_a_signal_leaves_nothing_behind_but_what_was_measured(
         assert process.stdout is not None
         while process.stdout.readline() not in ("waiting\n", ""):
             pass
-        os.kill(process.pid, number)
+        process.terminate()
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
 from bench.report import Kind
 from bench.sampling import Sample, local_shares, sampled, share_series
 from monarchfs.types import OperationError
@@ -44,16 +42,3 @@ def test_samples_are_taken_until_the_block_ends() -> None:
     series = share_series("arm", samples, "plot", epochs=[0.0])
     assert series.kind is Kind.TIME
     assert {p.y for p in series.points} == {100.0}
-
-
-def test_what_fails_otherwise_is_raised() -> None:
-    answers = iter([(1, 0)])
-
-    def ask() -> tuple[int, int]:
-        try:
-            return next(answers)
-        except StopIteration:
-            raise KeyError("served") from None
-
-    with pytest.raises(KeyError, match="served"), sampled(ask, 0.01):
-        pass
