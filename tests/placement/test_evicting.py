@@ -8,7 +8,6 @@ from monarchfs.placement.events import (
     Abandoned,
     Accessed,
     Action,
-    Dropped,
     Evict,
     Evicted,
     EvictionFailed,
@@ -19,11 +18,8 @@ from monarchfs.placement.events import (
     Place,
     RefusalReason,
     Refuse,
-    Resumed,
     RoomWanted,
     Stored,
-    Suspended,
-    TierLost,
     TierSeen,
     Wanted,
     Weighed,
@@ -69,14 +65,6 @@ def test_the_coldest_go_for_a_file_that_was_opened_and_no_more_of_them_than_need
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)
-def test_nothing_of_use_goes_for_a_file_that_a_scan_found_nor_with_keep(
-    eviction: EvictionPolicy,
-) -> None:
-    node = full_node(eviction)
-    assert wanted(node, 50, 10, evicts=eviction is EvictionPolicy.KEEP) == [refused(50, 10)]
-
-
-@pytest.mark.parametrize("eviction", EvictionPolicy)
 @pytest.mark.parametrize("evicts", [False, True])
 def test_outdated_replicas_go_first_and_always(eviction: EvictionPolicy, evicts: bool) -> None:
     node = full_node(eviction)
@@ -112,15 +100,6 @@ def test_all_go_from_one_tier_the_slowest_where_enough_can() -> None:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_nothing_goes_where_that_would_not_be_enough(eviction: EvictionPolicy) -> None:
-    node = full_node(eviction)
-    assert wanted(node, 50, 101) == [refused(50, 101)]
-    node.lookup.open |= set(range(20, 25))
-    assert wanted(node, 50, 60) == [refused(50, 60)]
-    assert len(evicted(wanted(node, 50, 50))) == 5
-
-
-@pytest.mark.parametrize("eviction", TRACKING)
 def test_what_is_open_stays_and_is_not_forgotten(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     node.lookup.open.add(20)
@@ -140,23 +119,6 @@ def test_a_bounded_number_is_examined_for_one_event(eviction: EvictionPolicy) ->
     assert node.lookup.asked == MOST_EXAMINED
     # The next goes on where that one ended.
     assert len(evicted(wanted(node, 5000, 2))) == 2
-
-
-@pytest.mark.parametrize("eviction", TRACKING)
-def test_what_leaves_is_room_and_still_counted(eviction: EvictionPolicy) -> None:
-    node = full_node(eviction)
-    assert writable_bytes(node.placement.ledger(0), 0) == 0
-    assert evicted(wanted(node, 50, 10)) == [20]
-    assert node.placement.ledger(0).usage == (100 * BLOCK, 100 * BLOCK)
-    accounts = node.placement.ledger(0)
-    assert (accounts.used_bytes, accounts.leaving_bytes) == (90 * BLOCK, 10 * BLOCK)
-    assert (accounts.files, accounts.leaving_files) == (9, 1)
-    assert accounts.reserved_bytes == 10 * BLOCK
-    assert writable_bytes(node.placement.ledger(0), 0) == 0
-    node.run(Evicted(20))
-    assert writable_bytes(node.placement.ledger(0), 0) == 10 * BLOCK
-    assert writable_bytes(node.placement.ledger(0), 4 * BLOCK) == 6 * BLOCK
-    assert node.placement.ledger(0).usage == (90 * BLOCK, 100 * BLOCK)
 
 
 def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None:
@@ -181,20 +143,6 @@ def test_what_could_not_be_removed_counts_again_and_is_not_tried_at_once(
     assert evicted(wanted(node, 50, 10)) == [21]
 
 
-def test_a_replica_that_leaves_two_tiers_is_told_apart() -> None:
-    node = Node(10 * BLOCK, 10 * BLOCK, eviction=EvictionPolicy.LRU)
-    node.store(20, 10)
-    node.run(Dropped(20, 0, 10 * BLOCK))
-    node.run(TierLost(0, "gone"))
-    node.store(20, 8)
-    node.run(Dropped(20, 1, 8 * BLOCK))
-    node.run(Evicted(20, 1))
-    assert node.placement.ledger(1).usage[0] == 0
-    assert node.placement.ledger(0).usage[0] == 10 * BLOCK
-    node.run(EvictionFailed(20))
-    assert node.placement.ledger(0).used_bytes == 10 * BLOCK
-
-
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_what_an_earlier_mount_left_is_known_once_it_is_told_and_goes_first(
     eviction: EvictionPolicy,
@@ -206,16 +154,6 @@ def test_what_an_earlier_mount_left_is_known_once_it_is_told_and_goes_first(
     assert evicted(wanted(node, 50, 40)) == [20, 40, 21]
     # The others were never named.
     assert wanted(node, 51, 10) == [refused(51, 10)]
-
-
-@pytest.mark.parametrize("eviction", TRACKING)
-def test_what_the_policy_hears_too_late_does_no_harm(eviction: EvictionPolicy) -> None:
-    node = full_node(eviction, 10 * BLOCK)
-    del node.lookup.replicas[20]
-    node.run(Dropped(20, 0, 10 * BLOCK), Accessed(20, 0), Known(20, 0), Evicted(20))
-    # 21 lies in the first tier.
-    node.run(Known(21, 1))
-    assert evicted(wanted(node, 50, 30)) == [21, 22]
 
 
 def test_empty_files_go_for_inodes_only() -> None:
@@ -282,39 +220,8 @@ def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: EvictionPolic
     assert evicted(node.run(RoomWanted(50, MIB))) == [26]
 
 
-def test_a_part_does_not_go_while_it_is_filled_and_does_afterwards() -> None:
-    node = big_node(EvictionPolicy.LRU)
-    node.gone(node.run(Wanted(50, GIB, True), RoomWanted(50, BIG - BLOCK)))
-    node.run(Suspended(50, BIG))
-    node.lookup.open |= set(range(20, 30))
-    del node.lookup.replicas[50]
-    node.run(Resumed(50, 0, BIG, True))
-    need = (10 * MIB) // BLOCK
-    assert evicted(wanted(node, 51, need)) == []
-    assert node.run(RoomWanted(50, MIB)) == [Refuse(50, RefusalReason.NO_ROOM, MIB + BLOCK)]
-    node.run(Suspended(50, BIG))
-    assert evicted(wanted(node, 51, need)) == [50]
-
-
 def owned(node: Node, ino: int, blocks: int, owner: Owner, *, evicts: bool = True) -> list[Action]:
     return node.run(Wanted(ino, (blocks - 1) * BLOCK, evicts, owner))
-
-
-@pytest.mark.parametrize("eviction", [*TRACKING, EvictionPolicy.WEIGHTED])
-def test_what_is_about_to_be_opened_goes_for_no_other_file(eviction: EvictionPolicy) -> None:
-    node = full_node(eviction)
-    node.lookup.awaited_inos = {*range(20, 24), *range(25, 30)}
-    assert evicted(wanted(node, 50, 10)) == [24]
-    node.lookup.awaited_inos.add(50)
-    assert wanted(node, 51, 10) == [refused(51, 10)]
-    # A tier that has to shrink needs room in any case.
-    space = Space(1000 * GIB, 100 * GIB, 10**9, 10**8)
-    actions = node.run(TierSeen(0, 50 * BLOCK, space))
-    assert set(evicted(actions)) <= set(range(20, 30))
-    assert len(evicted(actions)) >= 5
-    node.lookup.awaited_inos.clear()
-    node.gone(actions)
-    assert len(evicted(wanted(node, 52, 10))) == 1
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)

@@ -343,6 +343,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             self.owner = Owner.NOBODY
             if isinstance(action, Grant):
                 assert action == Grant(ino, size)
+                assert self.copies[ino].tier not in self.lost
                 self.copies[ino].granted += reservation(size)
             else:
                 assert isinstance(action, Refuse)
@@ -376,7 +377,8 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         ino = self.pick(self.copies, pick)
         if ino is not None:
             del self.copies[ino]
-            assert self.handle(Abandoned(ino)) == []
+            for _again in range(2):
+                assert self.handle(Abandoned(ino)) == []
 
     @rule(pick=PICK, evicts=st.booleans(), owner=OWNERS)
     def resumed(self, pick: int, evicts: bool, owner: Owner) -> None:

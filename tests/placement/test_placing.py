@@ -7,6 +7,7 @@ import pytest
 from monarchfs.placement.events import (
     Abandoned,
     Accessed,
+    Action,
     Dropped,
     Evicted,
     EvictionFailed,
@@ -42,214 +43,180 @@ def test_a_reservation_is_whole_blocks_and_one_more() -> None:
     assert reservation(9 * GIB) == 9 * GIB + 3 * BLOCK
 
 
-def test_a_file_goes_whole_to_the_fastest_tier_with_room() -> None:
-    assert run(placement_of(MIB, GIB), Wanted(20, 100 * KIB)) == [placed(20, 0, 100 * KIB)]
+def no_room(ino: int, missing: int) -> Refuse:
+    return Refuse(ino, RefusalReason.NO_ROOM, missing)
 
 
-def test_what_does_not_fit_spills_and_the_next_smaller_one_still_fits() -> None:
-    placement = placement_of(MIB, GIB)
-    assert run(placement, Wanted(20, 600 * KIB), Wanted(21, 600 * KIB), Wanted(22, 300 * KIB)) == [
-        placed(20, 0, 600 * KIB),
-        placed(21, 1, 600 * KIB),
-        placed(22, 0, 300 * KIB),
-    ]
+def no_tier(ino: int) -> Refuse:
+    return Refuse(ino, RefusalReason.NO_TIER, 0)
 
 
-def test_tiers_are_tried_in_the_order_given_not_of_their_numbers() -> None:
+Steps = list[tuple[PlacementEvent, Action | None]]
+
+DISK = Space(100 * MIB, 15 * MIB, 1000, 500)
+COUNTED, WITHOUT_INODES = Space(GIB, GIB, 100, 12), Space(GIB, GIB, 0, 0)
+
+# Capacities of tiers on roomy file systems, and what is answered to one event after the other.
+STORIES: dict[str, tuple[list[int], Steps]] = {
+    "whole, to the fastest tier with room; else to the next, and a smaller one still fits": (
+        [MIB, GIB],
+        [
+            (Wanted(20, 600 * KIB), placed(20, 0, 600 * KIB)),
+            (Wanted(21, 600 * KIB), placed(21, 1, 600 * KIB)),
+            (Wanted(22, 300 * KIB), placed(22, 0, 300 * KIB)),
+        ],
+    ),
+    "a tier is filled to its last block and no further": (
+        [10 * BLOCK],
+        [
+            (Wanted(20, 9 * BLOCK), placed(20, 0, 9 * BLOCK)),
+            (Wanted(21, 0), no_room(21, BLOCK)),
+            (Stored([(20, 9 * BLOCK)]), None),
+            (Wanted(21, 0), placed(21, 0, 0)),
+        ],
+    ),
+    "a refusal says how many bytes are missing where there is most room": (
+        [MIB, 2 * MIB],
+        [
+            (Wanted(20, 3 * MIB), no_room(20, MIB + BLOCK)),
+            (Wanted(21, KIB), placed(21, 0, KIB)),
+        ],
+    ),
+    "what was loaded counts also beyond a capacity that is smaller now": (
+        [10 * MIB],
+        [
+            (Loaded(0, 3, 10 * MIB), None),
+            (TierSeen(0, 4 * MIB, ROOMY), None),
+            (Wanted(20, 0), no_room(20, 6 * MIB + BLOCK)),
+        ],
+    ),
+    "without a tier": ([], [(Wanted(20, 1), no_tier(20))]),
+    "a lost tier takes nothing until it is back": (
+        [GIB],
+        [
+            (Loaded(0, 1, MIB), None),
+            (Resumed(20, 0, MIB), None),
+            (TierLost(0, "gone"), None),
+            (Wanted(21, 1), no_tier(21)),
+            (RoomWanted(20, MIB), no_tier(20)),
+            (TierBack(0), None),
+            (Wanted(21, 1), placed(21, 0, 1)),
+        ],
+    ),
+    "a large file is placed in part where there is most room": (
+        [20 * MIB, 40 * MIB],
+        [
+            (Wanted(20, 64 * MIB), Place(20, 1, 0, False)),
+            (RoomWanted(20, 30 * MIB), Grant(20, 30 * MIB)),
+            (RoomWanted(20, 30 * MIB), no_room(20, 20 * MIB + 2 * BLOCK)),
+            (Wanted(21, 64 * MIB), Place(21, 0, 0, False)),
+        ],
+    ),
+    "no part of a file below the minimum": (
+        [20 * MIB],
+        [(Wanted(20, 64 * MIB - 1), no_room(20, 44 * MIB + BLOCK))],
+    ),
+    "no part in a sliver": (
+        [16 * MIB - 1],
+        [(Wanted(20, 64 * MIB), no_room(20, 48 * MIB + BLOCK + 1))],
+    ),
+    "a partial copy at rest counts what it occupies": (
+        [40 * MIB],
+        [
+            (Wanted(20, GIB), Place(20, 0, 0, False)),
+            (RoomWanted(20, 30 * MIB), Grant(20, 30 * MIB)),
+            (Suspended(20, 5 * MIB), None),
+            (Resumed(20, 0, 5 * MIB), None),
+            (RoomWanted(20, 35 * MIB - BLOCK + 1), no_room(20, BLOCK)),
+            (RoomWanted(20, 35 * MIB - BLOCK), Grant(20, 35 * MIB - BLOCK)),
+            (Wanted(21, 0), no_room(21, BLOCK)),
+        ],
+    ),
+    "the last part of a file system stays free; what was written or is leaving is counted once": (
+        [GIB],
+        [
+            (TierSeen(0, 80 * MIB, DISK), None),
+            (Wanted(20, 5 * MIB), no_room(20, BLOCK)),
+            (Wanted(20, 5 * MIB - BLOCK), placed(20, 0, 5 * MIB - BLOCK)),
+            (Stored([(20, 5 * MIB)]), None),
+            (Wanted(21, 0), no_room(21, BLOCK)),
+            (Dropped(20, 0, 5 * MIB), None),
+            (Wanted(21, 5 * MIB), no_room(21, BLOCK)),
+            (TierSeen(0, 80 * MIB, DISK._replace(free_bytes=10 * MIB)), None),
+            (Wanted(21, 0), placed(21, 0, 0)),
+            (Abandoned(21), None),
+            (Evicted(20), None),
+            (TierSeen(0, 80 * MIB, DISK), None),
+            (Wanted(21, 5 * MIB), no_room(21, BLOCK)),
+        ],
+    ),
+    "what others eat of the last part is missing too": (
+        [GIB],
+        [
+            (TierSeen(0, 80 * MIB, DISK._replace(free_bytes=8 * MIB)), None),
+            (Wanted(20, 0), no_room(20, 2 * MIB + BLOCK)),
+        ],
+    ),
+    "what a copy has written is not missing twice": (
+        [GIB],
+        [
+            (TierSeen(0, GIB, DISK._replace(free_bytes=60 * MIB)), None),
+            (Wanted(20, 20 * MIB - BLOCK), placed(20, 0, 20 * MIB - BLOCK)),
+            (TierSeen(0, GIB, DISK._replace(free_bytes=40 * MIB), 20 * MIB), None),
+            (Wanted(21, 30 * MIB - BLOCK), placed(21, 0, 30 * MIB - BLOCK)),
+            (Wanted(22, 0), no_room(22, BLOCK)),
+        ],
+    ),
+    "inodes are promised like bytes": (
+        [GIB, GIB],
+        [
+            (TierSeen(0, GIB, COUNTED), None),
+            (TierSeen(1, GIB, COUNTED._replace(free_inodes=11)), None),
+            (Wanted(20, 1), placed(20, 0, 1)),
+            (Stored([(20, BLOCK)]), None),
+            (Wanted(21, 1), placed(21, 0, 1)),
+            (Wanted(22, 1), placed(22, 1, 1)),
+            (Wanted(23, 1), Refuse(23, RefusalReason.NO_INODES, 0)),
+            (Wanted(24, 100 * MIB), Refuse(24, RefusalReason.NO_INODES, 0)),
+            (Abandoned(22), None),
+            (Wanted(23, 1), placed(23, 1, 1)),
+        ],
+    ),
+    "a resumed copy needs no inode": (
+        [GIB],
+        [
+            (Loaded(0, 1, MIB), None),
+            (TierSeen(0, GIB, COUNTED._replace(free_inodes=11)), None),
+            (Resumed(20, 0, MIB), None),
+            (Wanted(21, 1), placed(21, 0, 1)),
+        ],
+    ),
+    "a file system that counts no inodes has no limit of them": (
+        [GIB],
+        [(TierSeen(0, GIB, WITHOUT_INODES), None), (Wanted(20, 1), placed(20, 0, 1))],
+    ),
+}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_where_files_go(story: str) -> None:
+    capacities, steps = STORIES[story]
+    placement = placement_of(*capacities)
+    for event, answer in steps:
+        assert run(placement, event) == ([] if answer is None else [answer]), event
+
+
+def test_tiers_are_tried_in_the_order_given_and_once_they_were_seen() -> None:
     placement = Placement([7, 3], FakeLookup())
+    assert run(placement, Wanted(20, 0)) == [no_tier(20)]
     seen = [TierSeen(tier, GIB, ROOMY) for tier in (3, 7)]
     assert run(placement, *seen, Wanted(20, KIB)) == [placed(20, 7, KIB)]
 
 
-def test_a_tier_is_filled_to_its_last_block_and_no_further() -> None:
-    placement = placement_of(10 * BLOCK)
-    assert run(placement, Wanted(20, 9 * BLOCK)) == [placed(20, 0, 9 * BLOCK)]
-    assert run(placement, Wanted(21, 0)) == [Refuse(21, RefusalReason.NO_ROOM, BLOCK)]
-    assert run(placement, Stored([(20, 9 * BLOCK)]), Wanted(21, 0)) == [placed(21, 0, 0)]
-    assert placement.ledger(0).usage == (9 * BLOCK, 10 * BLOCK)
-
-
-def test_a_refusal_says_how_many_bytes_were_missing() -> None:
-    placement = placement_of(MIB, 2 * MIB)
-    assert run(placement, Wanted(20, 3 * MIB), Wanted(21, KIB)) == [
-        Refuse(20, RefusalReason.NO_ROOM, MIB + BLOCK),
-        placed(21, 0, KIB),
-    ]
-    assert run(placement_of(), Wanted(20, 1)) == [Refuse(20, RefusalReason.NO_TIER, 0)]
-
-
-def test_a_tier_that_was_not_seen_yet_takes_nothing() -> None:
-    placement = Placement([0], FakeLookup())
-    assert run(placement, Wanted(20, 0)) == [Refuse(20, RefusalReason.NO_TIER, 0)]
-    assert run(placement, TierSeen(0, GIB, ROOMY), Wanted(20, 0)) == [placed(20, 0, 0)]
-
-
-def test_a_large_file_is_placed_in_part_where_there_is_most_room() -> None:
-    placement = placement_of(20 * MIB, 40 * MIB)
-    assert run(placement, Wanted(20, 64 * MIB)) == [Place(20, 1, 0, False)]
-    assert run(placement, RoomWanted(20, 30 * MIB)) == [Grant(20, 30 * MIB)]
-    missing = 20 * MIB + 2 * BLOCK
-    assert run(placement, RoomWanted(20, 30 * MIB)) == [Refuse(20, RefusalReason.NO_ROOM, missing)]
-    assert run(placement, Wanted(21, 64 * MIB)) == [Place(21, 0, 0, False)]
-
-
-def test_no_part_of_a_file_below_the_minimum_or_in_a_sliver() -> None:
-    assert run(placement_of(20 * MIB), Wanted(20, 64 * MIB - 1)) == [
-        Refuse(20, RefusalReason.NO_ROOM, 44 * MIB + BLOCK)
-    ]
-    assert run(placement_of(16 * MIB - 1), Wanted(20, 64 * MIB)) == [
-        Refuse(20, RefusalReason.NO_ROOM, 48 * MIB + BLOCK + 1)
-    ]
+def test_the_least_size_of_a_file_that_is_placed_in_part_is_given() -> None:
     small = Placement([0], FakeLookup(), partial_min_bytes=17 * MIB, eviction=EvictionPolicy.KEEP)
     small.handle(TierSeen(0, 16 * MIB, ROOMY))
     assert run(small, Wanted(20, 17 * MIB)) == [Place(20, 0, 0, False)]
-
-
-def test_a_partial_copy_at_rest_counts_what_it_occupies() -> None:
-    placement = placement_of(40 * MIB)
-    run(placement, Wanted(20, GIB), RoomWanted(20, 30 * MIB), Suspended(20, 5 * MIB))
-    assert placement.ledger(0).usage == (5 * MIB, 40 * MIB)
-    # 35 MiB are left.
-    assert run(placement, Resumed(20, 0, 5 * MIB), RoomWanted(20, 35 * MIB - BLOCK + 1)) == [
-        Refuse(20, RefusalReason.NO_ROOM, BLOCK)
-    ]
-    assert run(placement, RoomWanted(20, 35 * MIB - BLOCK)) == [Grant(20, 35 * MIB - BLOCK)]
-    assert run(placement, Wanted(21, 0)) == [Refuse(21, RefusalReason.NO_ROOM, BLOCK)]
-    run(placement, Suspended(20, 39 * MIB))
-    assert placement.ledger(0).usage == (39 * MIB, 40 * MIB)
-    run(placement, Dropped(20, 0, 39 * MIB))
-    assert placement.ledger(0).usage == (39 * MIB, 40 * MIB)
-    run(placement, Evicted(20))
-    assert placement.ledger(0).usage == (0, 40 * MIB)
-
-
-def test_a_partial_copy_that_was_completed_is_stored_like_any_other() -> None:
-    placement = placement_of(100 * MIB)
-    run(placement, Loaded(0, 1, 10 * MIB), Resumed(20, 0, 10 * MIB))
-    run(
-        placement,
-        RoomWanted(20, 60 * MIB),
-        Stored([(20, 64 * MIB)]),
-        Dropped(20, 0, 64 * MIB),
-        Evicted(20),
-    )
-    assert placement.ledger(0).usage == (0, 100 * MIB)
-
-
-def test_giving_a_copy_up_frees_all_of_it_and_passes_when_repeated() -> None:
-    placement = placement_of(100 * MIB)
-    run(placement, Loaded(0, 2, 10 * MIB), Resumed(20, 0, 4 * MIB), RoomWanted(20, 80 * MIB))
-    run(placement, Wanted(21, MIB), Abandoned(20), Abandoned(21), Abandoned(21))
-    assert placement.ledger(0).usage == (6 * MIB, 100 * MIB)
-    assert run(placement, Wanted(22, 94 * MIB - BLOCK)) == [placed(22, 0, 94 * MIB - BLOCK)]
-
-
-@pytest.mark.parametrize("end", [Suspended(20, 3 * MIB), Abandoned(20)])
-def test_a_replica_removed_while_it_is_resumed_is_counted_once(end: PlacementEvent) -> None:
-    placement = placement_of(100 * MIB)
-    run(placement, Loaded(0, 1, 4 * MIB), Resumed(20, 0, 4 * MIB), RoomWanted(20, 8 * MIB))
-    run(placement, Dropped(20, 0, 4 * MIB), end, Evicted(20))
-    used = 3 * MIB if isinstance(end, Suspended) else 0
-    assert placement.ledger(0).usage == (used, 100 * MIB)
-
-
-def test_the_file_systems_last_part_stays_free() -> None:
-    placement = Placement([0], FakeLookup(), reserve_percent=10)
-    space = Space(100 * MIB, 15 * MIB, 1000, 500)
-    assert run(placement, TierSeen(0, 80 * MIB, space), Wanted(20, 5 * MIB)) == [
-        Refuse(20, RefusalReason.NO_ROOM, BLOCK)
-    ]
-    assert run(placement, Wanted(20, 5 * MIB - BLOCK)) == [placed(20, 0, 5 * MIB - BLOCK)]
-    # It was written, but that was not seen: it must not be spent twice.
-    assert run(placement, Stored([(20, 5 * MIB)]), Wanted(21, 0)) == [
-        Refuse(21, RefusalReason.NO_ROOM, BLOCK)
-    ]
-    # What is being removed counts as room, once.
-    assert run(placement, Dropped(20, 0, 5 * MIB), Wanted(21, 5 * MIB)) == [
-        Refuse(21, RefusalReason.NO_ROOM, BLOCK)
-    ]
-    seen = TierSeen(0, 80 * MIB, space._replace(free_bytes=10 * MIB))
-    assert run(placement, seen, Wanted(21, 0), Abandoned(21)) == [placed(21, 0, 0)]
-    gone = TierSeen(0, 80 * MIB, space)
-    assert run(placement, Evicted(20), gone, Wanted(21, 5 * MIB)) == [
-        Refuse(21, RefusalReason.NO_ROOM, BLOCK)
-    ]
-
-
-def test_what_others_eat_of_the_last_part_is_missing_too() -> None:
-    placement = Placement([0], FakeLookup(), reserve_percent=10)
-    seen = TierSeen(0, 80 * MIB, Space(100 * MIB, 8 * MIB, 1000, 500))
-    assert run(placement, seen, Wanted(20, 0)) == [
-        Refuse(20, RefusalReason.NO_ROOM, 2 * MIB + BLOCK)
-    ]
-
-
-def test_bytes_already_written_are_not_missing_twice() -> None:
-    free = 50 * MIB
-    for written, room in ((0, 10 * MIB), (20 * MIB, 30 * MIB)):
-        placement = Placement([0], FakeLookup(), reserve_percent=0)
-        run(placement, TierSeen(0, GIB, Space(GIB, free, 1000, 1000)), Wanted(20, 20 * MIB - BLOCK))
-        # All of the copy is written: 30 MiB are free.
-        seen = Space(GIB, free - 20 * MIB, 1000, 1000)
-        run(placement, TierSeen(0, GIB, seen, written))
-        assert run(placement, Wanted(21, room - BLOCK)) == [placed(21, 0, room - BLOCK)]
-        assert run(placement, Wanted(22, 0)) == [Refuse(22, RefusalReason.NO_ROOM, BLOCK)]
-
-
-def test_inodes_are_promised_like_bytes() -> None:
-    placement = Placement([0, 1], FakeLookup(), reserve_percent=10)
-    run(placement, TierSeen(0, GIB, Space(GIB, GIB, 100, 12)))
-    run(placement, TierSeen(1, GIB, Space(GIB, GIB, 100, 11)))
-    assert run(placement, Wanted(20, 1), Stored([(20, BLOCK)]), Wanted(21, 1), Wanted(22, 1)) == [
-        placed(20, 0, 1),
-        placed(21, 0, 1),
-        placed(22, 1, 1),
-    ]
-    assert run(placement, Wanted(23, 1), Wanted(24, 100 * MIB)) == [
-        Refuse(23, RefusalReason.NO_INODES, 0),
-        Refuse(24, RefusalReason.NO_INODES, 0),
-    ]
-    assert run(placement, Abandoned(22), Wanted(23, 1)) == [placed(23, 1, 1)]
-
-
-def test_a_resumed_copy_needs_no_inode() -> None:
-    placement = Placement([0], FakeLookup(), reserve_percent=0)
-    run(placement, Loaded(0, 1, MIB), TierSeen(0, GIB, Space(GIB, GIB, 100, 1)))
-    run(placement, Resumed(20, 0, MIB))
-    assert run(placement, Wanted(21, 1)) == [placed(21, 0, 1)]
-
-
-def test_a_file_system_that_counts_no_inodes_has_no_limit_of_them() -> None:
-    placement = Placement([0], FakeLookup())
-    run(placement, TierSeen(0, GIB, Space(GIB, GIB, 0, 0)))
-    assert run(placement, Wanted(20, 1)) == [placed(20, 0, 1)]
-
-
-def test_a_lost_tier_takes_nothing_until_it_is_back() -> None:
-    placement = placement_of(GIB, GIB)
-    assert run(placement, Wanted(19, 100 * MIB)) == [placed(19, 0, 100 * MIB)]
-    assert run(placement, TierLost(0, "input/output error"), Wanted(20, 1)) == [placed(20, 1, 1)]
-    assert run(placement, Abandoned(19), TierLost(1, "gone"), Wanted(21, 1)) == [
-        Refuse(21, RefusalReason.NO_TIER, 0)
-    ]
-    assert run(placement, TierBack(0), Wanted(21, 1)) == [placed(21, 0, 1)]
-
-
-def test_a_partial_copy_does_not_grow_in_a_lost_tier_but_can_end() -> None:
-    placement = placement_of(GIB)
-    run(placement, Loaded(0, 1, MIB), Resumed(20, 0, MIB), TierLost(0, "gone"))
-    assert run(placement, RoomWanted(20, MIB)) == [Refuse(20, RefusalReason.NO_TIER, 0)]
-    run(placement, Abandoned(20))
-    assert placement.ledger(0).usage == (0, GIB)
-
-
-def test_what_was_loaded_counts_even_beyond_a_smaller_capacity() -> None:
-    placement = Placement([0], FakeLookup())
-    run(placement, Loaded(0, 3, 10 * MIB), TierSeen(0, 4 * MIB, ROOMY))
-    assert placement.ledger(0).usage == (10 * MIB, 4 * MIB)
-    assert run(placement, Wanted(20, 0)) == [Refuse(20, RefusalReason.NO_ROOM, 6 * MIB + BLOCK)]
-    run(placement, Dropped(19, 0, 7 * MIB))
-    assert run(placement, Wanted(20, 0)) == [placed(20, 0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -5,26 +5,20 @@ from __future__ import annotations
 import pytest
 
 from monarchfs.placement.events import (
-    Abandoned,
     Accessed,
     Dropped,
     Evict,
     Evicted,
     EvictionReason,
-    Loaded,
     Move,
     MoveFailed,
-    Resumed,
-    TierBack,
-    TierLost,
     TierSeen,
     Wanted,
     Weighed,
 )
 from monarchfs.placement.ledger import reservation
 from monarchfs.types import EvictionPolicy, Space
-from tests.placement.tools import BLOCK, GIB, MIB, ROOMY, Node, evicted
-from tests.support.accounts import writable_bytes
+from tests.placement.tools import BLOCK, GIB, ROOMY, Node, evicted
 
 OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
 PRESSURE = EvictionReason.PRESSURE
@@ -56,19 +50,6 @@ def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPo
     assert evicted(node.shrink(65)) == [23]
     node.run(*(Evicted(ino) for ino in (20, 21, 22, 23)))
     assert node.shrink(65) == []
-
-
-@pytest.mark.parametrize("eviction", EvictionPolicy)
-def test_outdated_ones_go_first_and_open_ones_stay(eviction: EvictionPolicy) -> None:
-    node = full_node(eviction)
-    node.lookup.stale |= {28, 29}
-    node.lookup.open |= {20, 28}
-    assert node.shrink(85) == [
-        Evict(29, 0, 10 * BLOCK, OUTDATED),
-        Evict(21, 0, 10 * BLOCK, PRESSURE),
-    ]
-    assert evicted(node.shrink(0)) == [*range(22, 28)]
-    assert node.shrink(0) == []
 
 
 def test_what_the_policy_does_not_know_goes_too() -> None:
@@ -104,26 +85,6 @@ def test_others_files_take_inodes_too() -> None:
     inodes = Space(GIB, GIB, 1000, 98)
     assert evicted(node.run(TierSeen(0, 100 * BLOCK, inodes))) == [20, 21]
     assert node.run(TierSeen(0, 100 * BLOCK, inodes)) == []
-
-
-def test_reserved_room_counts_and_nothing_at_rest_means_nothing_to_do() -> None:
-    node = full_node(EvictionPolicy.KEEP)
-    node.gone(node.shrink(60))
-    node.shrink(100)
-    node.run(Wanted(50, 39 * BLOCK))
-    assert evicted(node.shrink(90)) == [24]
-    empty = Node(100 * BLOCK)
-    empty.run(Wanted(50, 39 * BLOCK))
-    assert empty.shrink(10) == []
-    assert writable_bytes(empty.placement.ledger(0), 0) == 10 * BLOCK
-
-
-def test_a_lost_tier_is_left_alone_until_it_is_back() -> None:
-    node = full_node(EvictionPolicy.LRU)
-    node.run(TierLost(0, "gone"))
-    assert node.shrink(50) == []
-    assert node.run(TierBack(0)) == []
-    assert len(evicted(node.shrink(50))) == 5
 
 
 # Demotion.
@@ -167,21 +128,6 @@ def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> 
     assert node.placement.ledger(1).usage[0] == node.placement.ledger(1).reserved_bytes == 0
 
 
-def test_a_replica_that_is_dropped_while_it_moves_leaves_once() -> None:
-    node = full_node(EvictionPolicy.LRU, 1000)
-    node.shrink(90, demote=True)
-    with pytest.raises(ValueError, match="being moved"):
-        node.run(Resumed(20, 0, 10 * BLOCK))
-    with pytest.raises(ValueError, match="in progress"):
-        node.run(Loaded(1, 0, 0))
-    del node.lookup.replicas[20]
-    node.run(Dropped(20, 0, 10 * BLOCK))
-    assert node.placement.ledger(0).leaving_bytes == 10 * BLOCK
-    node.run(MoveFailed(20), Evicted(20))
-    assert node.placement.ledger(0).usage[0] == 90 * BLOCK
-    assert node.placement.ledger(1).usage[0] == node.placement.ledger(1).reserved_bytes == 0
-
-
 # Promotion.
 
 
@@ -201,41 +147,6 @@ def test_what_is_opened_moves_up_where_there_is_room(eviction: EvictionPolicy) -
     node.moved(action)
     assert node.placement.ledger(2).usage[0] == 0
     assert node.placement.ledger(0).usage[0] == 90 * BLOCK
-
-
-def test_what_moves_up_is_not_evicted_meanwhile() -> None:
-    node = full_node(EvictionPolicy.LRU, 40)
-    node.store(40, 40)
-    node.gone(node.shrink(50))
-    node.shrink(100)
-    assert node.run(Accessed(40, 1)) == [move(40, 1, 0, 40)]
-    assert node.shrink(0, tier=1) == []
-    node.run(MoveFailed(40))
-    assert evicted(node.shrink(0, tier=1)) == [40]
-
-
-def test_no_more_than_two_move_at_a_time() -> None:
-    node = full_node(EvictionPolicy.KEEP, 1000)
-    for ino in (40, 41, 42):
-        node.store(ino, 10)
-    node.gone(node.shrink(0))
-    node.shrink(100)
-    actions = node.run(*(Accessed(ino, 1) for ino in (40, 41, 42)))
-    assert actions == [move(40, 1, 0, 10), move(41, 1, 0, 10)]
-    node.run(MoveFailed(40))
-    assert node.run(Accessed(42, 1)) == [move(42, 1, 0, 10)]
-
-
-def test_nothing_moves_from_or_to_a_lost_tier() -> None:
-    node = full_node(EvictionPolicy.KEEP, 1000)
-    node.store(40, 10)
-    node.gone(node.shrink(0))
-    node.shrink(100)
-    for tier in (0, 1):
-        node.run(TierLost(tier, "gone"))
-        assert node.run(Accessed(40, 1)) == []
-        node.run(TierBack(tier))
-    assert node.run(Accessed(40, 1)) == [move(40, 1, 0, 10)]
 
 
 def swapping_node(slow_blocks: int) -> Node:
@@ -308,14 +219,3 @@ def test_what_made_room_for_another_that_is_gone_by_then_is_all_that_moves() -> 
     del node.lookup.replicas[40]
     node.run(Dropped(40, 1, 10 * BLOCK))
     assert node.moved(down) == []
-
-
-def test_a_move_takes_the_room_that_it_reserves() -> None:
-    node = Node(10 * MIB, 100 * MIB)
-    node.load(1, {40: 1024})
-    assert node.run(Accessed(40, 1)) == [Move(40, 1, 0, 4 * MIB + BLOCK)]
-    assert node.placement.ledger(0).reserved_bytes == 4 * MIB + BLOCK
-    node.run(Wanted(50, 5 * MIB))
-    assert node.placement.ledger(0).reserved_bytes == 9 * MIB + 2 * BLOCK
-    node.run(Abandoned(50), MoveFailed(40))
-    assert node.placement.ledger(0).reserved_bytes == 0

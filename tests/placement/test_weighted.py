@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from monarchfs.placement import weighted
 from monarchfs.placement.by_inode import InodeHeap
-from monarchfs.placement.events import Accessed, Evict, EvictionReason, Move, Place, Wanted, Weighed
+from monarchfs.placement.events import Accessed, Evict, EvictionReason, Move, Wanted, Weighed
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.weighted import AGEING_OPENS, MARGIN_OPENS, MARGIN_SHARE, Weighted
 from monarchfs.types import EvictionPolicy
@@ -197,15 +197,6 @@ def test_the_heavier_file_moves_up_and_the_lightest_of_all_goes() -> None:
     assert node.run(Accessed(20, 1), Accessed(21, 0), Accessed(23, 0)) == []
 
 
-def test_a_scan_and_keep_do_not_go_by_weight() -> None:
-    for eviction, evicts in ((EvictionPolicy.WEIGHTED, False), (EvictionPolicy.KEEP, True)):
-        node = Node(10 * BLOCK, eviction=eviction)
-        node.run(Weighed([(21, 5.0)]))
-        opened(node, 20)
-        (refusal,) = node.run(Wanted(21, 9 * BLOCK, evicts))
-        assert not isinstance(refusal, Place)
-
-
 def test_counts_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weighted, "_LARGE", 4.0)
     test_a_popular_file_displaces_and_old_fame_fades()
@@ -213,7 +204,7 @@ def test_counts_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_tracked_replica_costs_a_few_bytes() -> None:
-    count = 100_000
+    count = 20_000
     policy = Weighted()
     for ino in range(1000, 1000 + count):
         policy.missed(ino)

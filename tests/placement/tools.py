@@ -66,7 +66,7 @@ class FakeLookup:
 
 def placement_of(*capacities: int) -> Placement:
     """Tiers 0, 1, ... of these capacities on file systems with plenty of room."""
-    placement = Placement(range(len(capacities)), FakeLookup())
+    placement = Placement(range(len(capacities)), FakeLookup(), reserve_percent=10)
     for tier, capacity in enumerate(capacities):
         placement.handle(TierSeen(tier, capacity, ROOMY))
     return placement
