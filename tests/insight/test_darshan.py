@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,6 @@ import pytest
 from monarchfs.cli.main import main
 from monarchfs.insight.darshan import FileReads, JobReads, read_logs
 from monarchfs.insight.darshan_verdict import (
-    DarshanAnalysis,
     analyze_darshan,
     commonest,
     paths_of,
@@ -22,6 +23,7 @@ from monarchfs.insight.darshan_verdict import (
 )
 from monarchfs.prefetch.scan import read_list
 from monarchfs.types import OperationError
+from tests.support.golden import Golden
 
 needs_pydarshan = pytest.mark.skipif(
     find_spec("darshan") is None, reason="needs pydarshan: make setup"
@@ -143,32 +145,6 @@ def test_without_pydarshan_the_remedy_is_said(
     assert "pip install 'darshan>=3.4'" in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--darshan", "{path}"], 1, "not a log of Darshan"),
-        (["--darshan", "/no/such/file"], 1, "/no/such/file"),
-        (["--darshan", "{path}", "--html", "x"], 2, "Darshan has no events"),
-        (["--darshan", "{path}", "--source", "data"], 2, "give the absolute path"),
-        (["{path}", "--list", "x"], 2, "are for --darshan"),
-        (["{path}", "{path}"], 2, "one recording at a time"),
-    ],
-)
-def test_wrong_usage(
-    tmp_path: Path,
-    arguments: list[str],
-    code: int,
-    words: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "file").write_text("nothing")
-    path = str(tmp_path / "file")
-    assert main(["analyze", *(path if word == "{path}" else word for word in arguments)]) == code
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-
-
 # The verdict
 
 
@@ -196,75 +172,50 @@ def dataset(times: int = 1, **more: Any) -> list[FileReads]:
     return [read_file(f"/d/train/{n % 9}/{n}", times, first=1000.0 - n, **more) for n in range(500)]
 
 
-def words(found: DarshanAnalysis) -> str:
-    return " ".join(found.verdict.lines)
+def jobs() -> Iterator[tuple[str, JobReads, str | None]]:
+    """What each is, what its log says, and the dataset."""
+    for seconds in (6.0, 20.0, 100.0):
+        yield f"5.5 s of {seconds:.0f} s were waited", job_of(*dataset(), seconds=seconds), None
+    yield "four epochs", job_of(*dataset(4)), "/d"
+    shard = read_file("/d/shard", size=64 * MIB)
+    shard.bytes = 2 * MIB
+    yield "little is read of a large file", job_of(*dataset(), shard), "/d"
+    alone = replace(shard, read_seconds=9.0, reads=500)
+    yield "of that alone", job_of(alone), "/d"
+    yield "half is spent on opens", job_of(*dataset(meta_seconds=0.01)), "/d"
+    yield "large sequential reads", job_of(*dataset(sequential=2, small=0)), "/d"
+    other = read_file("/elsewhere/x", 1000)
+    mounts = {"/d": "lustre", "/": "ext4"}
+    partly = job_of(*dataset(), other, processes=4, partial=True, mounts=mounts)
+    yield "four processes, also elsewhere, and Darshan had no memory", partly, "/d/train"
+    yield "nothing was read", JobReads(), None
 
 
-@pytest.mark.parametrize(
-    ("seconds", "kind"), [(6.0, "input-bound"), (20.0, "mixed"), (100.0, "compute-bound")]
-)
-def test_how_much_a_job_waited(seconds: float, kind: str) -> None:
-    found = analyze_darshan(job_of(*dataset(), seconds=seconds), None, None)
-    assert found.verdict.kind == kind
-    assert found.waited_share == pytest.approx(5.5 / seconds)
-    assert found.source == "/d/train"
-    assert ("shorter" in words(found)) == (kind == "compute-bound")
+def test_what_is_said_of_jobs(golden: Golden) -> None:
+    texts = []
+    for what, job, source in jobs():
+        found = analyze_darshan(job, source, "/home/me/list")
+        texts.append("\n".join([f"# {what}", *text_lines(found)]) + "\n")
+    golden("analyze-darshan.txt", "\n".join(texts))
 
 
 def test_epochs_read_again() -> None:
     found = analyze_darshan(job_of(*dataset(4)), "/d", None)
-    assert "75% of 210M would have come from local copies" in words(found)
     assert found.rooms[-1].local_share == pytest.approx(0.75)
     assert found.rooms[-1].next_local_share == pytest.approx(1.0)
     assert found.rooms[0].local_share == pytest.approx(0.75 / 4, rel=0.02)
     once = analyze_darshan(job_of(*dataset(1)), "/d", None)
-    assert "was read once" in words(once)
     assert once.rooms[-1].local_share == 0
+    assert once.waited_share == pytest.approx(0.55)
 
 
-def test_the_list_has_the_order_of_the_job(tmp_path: Path) -> None:
-    odd = read_file("/d/train/a\nb", first=1.0)
-    found = analyze_darshan(job_of(*dataset(), odd), "/d/", "/home/me/list")
-    assert paths_of(found) == [f"/d/train/{n % 9}/{n}" for n in reversed(range(500))]
-    assert "--prefetch /home/me/list copies" in words(found)
-
-
-def test_large_files_of_which_little_is_read_are_not_listed() -> None:
-    shard = read_file("/d/shard", size=64 * MIB)
+def test_the_list_has_the_order_of_the_job() -> None:
+    """Without names that no list can hold, and large files of which little was read."""
+    odd, shard = read_file("/d/train/a\nb", first=1.0), read_file("/d/shard", size=64 * MIB)
     shard.bytes = 2 * MIB
-    found = analyze_darshan(job_of(*dataset(), shard), "/d", None)
-    assert "/d/train/0/0" in paths_of(found)
-    assert "/d/shard" not in paths_of(found)
-    assert "whole copies would read 64M instead of 2.0M" in words(found)
-    shard.read_seconds, shard.reads = 9.0, 500
-    alone = analyze_darshan(job_of(shard), "/d", None)
-    assert "--prefetch" not in words(alone)
-
-
-def test_small_and_random_reads_and_opens() -> None:
-    found = analyze_darshan(job_of(*dataset(meta_seconds=0.01)), "/d", None)
-    assert "100% of reads were below 100 KB, and 100% did not follow" in words(found)
-    assert "50% of the waiting was for opens and look-ups of 500 files" in words(found)
-    files = dataset(sequential=2, small=0)
-    assert "below 100 KB" not in words(analyze_darshan(job_of(*files), "/d", None))
-
-
-def test_what_is_not_known_is_said() -> None:
-    other = read_file("/elsewhere/x", 1000)
-    job = job_of(*dataset(), other, processes=4, partial=True, mounts={"/d": "lustre", "/": "ext4"})
-    found = analyze_darshan(job, "/d/train", None)
-    notes = " ".join(found.verdict.reservations)
-    for said in ("which node", "105M were read elsewhere", "no memory for all files"):
-        assert said in notes, notes
-    assert found.file_system == "lustre"
-    assert next(text_lines(found)).endswith("below /d/train (lustre), in 10 s, by 4 of 4 processes")
-
-
-def test_a_job_that_read_nothing() -> None:
-    found = analyze_darshan(JobReads(), None, None)
-    assert found.verdict.kind == "unknown"
-    assert paths_of(found) == []
-    assert list(text_lines(found))
+    found = analyze_darshan(job_of(*dataset(), odd, shard), "/d/", None)
+    assert paths_of(found) == [f"/d/train/{n % 9}/{n}" for n in reversed(range(500))]
+    assert paths_of(analyze_darshan(JobReads(), None, None)) == []
 
 
 def test_the_commonest_directory() -> None:

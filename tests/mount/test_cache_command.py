@@ -276,11 +276,3 @@ def test_who_is_at_a_terminal_is_asked(work: Bench) -> None:
         assert done.returncode == code, done.stderr
         assert "/gone" in done.stderr
         assert state.exists() == (answer == "n")
-
-
-@pytest.mark.parametrize(
-    "words", [["list", "x"], ["show"], ["remove"], ["list", "--older-than", "1d"], ["pruned"]]
-)
-def test_wrong_usage(words: list[str]) -> None:
-    done = run("cache", *words)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.cli import warm as warm_module
-from monarchfs.cli.warm import RateEstimate, summary
+from monarchfs.cli.warm import RateEstimate
 from tests.support import surroundings, trees
 from tests.support.mounting import (
     MONARCHFS,
@@ -214,19 +214,4 @@ def test_lines_for_a_log(
         "warm: 1,000 of 2,000 files, 1.0M of 4.0M found so far",
         "warm: 1,000 of 2,000 files, 1.0M of 4.0M, no room 3, failed 2",
         "warm: 2,000 files found so far",
-    ]
-
-
-def test_for_people() -> None:
-    total = {
-        **{"files": 1200, "bytes": 5 << 30, "resident": 1000, "resident_bytes": 4 << 30},
-        **{"refused": 199, "refused_bytes": 1 << 30, "short_bytes": 1 << 29, "partial": 1},
-    }
-    assert list(summary("copy", total)) == [
-        "resident: 1,000 files, 4.0G of 1,200 files, 5.0G",
-        "in part:  1 file",
-        "no room:  199 files, 1.0G: read from the source; 512M more in the tiers would do",
-    ]
-    assert list(summary("metadata", {"files": 2, "bytes": 5, "directories": 1})) == [
-        "known: 2 files, 5 bytes, in 1 directory"
     ]

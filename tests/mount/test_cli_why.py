@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cli.why import describe
 from monarchfs.fuse.mountinfo import split_below
-from monarchfs.text.escaping import printable
 from tests.support import trees
 from tests.support.mounting import (
     Bench,
@@ -278,24 +276,3 @@ def test_where_a_path_is_split(tmp_path: Path) -> None:
         (f"{tmp_path}/loop/x", None),
     ):
         assert split_below(path, mounts) == expected
-
-
-def test_for_people() -> None:
-    report = {
-        **{"path": "/mnt/x\udcff", "type": "file", "state": "partial", "tier": "/scratch"},
-        **{"reason": "no room", "since_unix_seconds": 1e30, "since_seconds_ago": 400.0},
-        **{"allocated_bytes": 4096, "size_bytes": 1 << 20, "mtime_unix_seconds": 0.0},
-        **{"freshness": "ttl", "checked_seconds_ago": 3.2, "pinned": True},
-    }
-    lines = list(describe({**report, "source_responding": False}))
-    assert printable(lines[0]) == "/mnt/x\\udcff: partial in /scratch: no room"
-    assert (
-        lines[1]
-        == "  copied: at 1000000000000000019884624838656 (6 min 40 s ago), 4.0K on the disk"
-    )
-    assert lines[2].startswith("  version: 1.0M, modified 19")
-    assert lines[2].endswith("; ttl: the source was asked 3 s ago")
-    assert lines[3:] == [
-        "  pinned: it is not evicted",
-        "  the source does not answer: this is what is known without it",
-    ]

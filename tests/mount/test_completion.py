@@ -110,10 +110,3 @@ def test_the_command_prints_a_script_that_the_shell_can_read(shell: str, tmp_pat
         pytest.skip(f"needs {shell}, to read its script: apt-get install {shell}")
     (tmp_path / "script").write_text(done.stdout)
     subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30)
-
-
-def test_a_shell_that_is_not_known() -> None:
-    done = run("completion", "csh")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "use bash, zsh, fish" in done.stderr
-    assert done.stderr.count("\n") == 1

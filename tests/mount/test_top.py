@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,21 +222,3 @@ def test_the_sample_follows_the_rate(work: Bench) -> None:
         while samples[-1] == max(samples):
             samples.append(connection.next(SILENCE_SECONDS)[0]["progress"]["sampled"])
     assert samples[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["/"], 1, "is not a monarchfs mount"),
-        (["{mnt}", "--interval", "0.01"], 2, "use 0.1 to 60 seconds"),
-        (["{mnt}", "--interval", "2x"], 2, "is not a time"),
-        (["{mnt}", "--count", "0"], 2, "1 or more"),
-        (["{mnt}", "--by", "file"], 2, "use process, directory"),
-        (["{mnt}", "--sort", "pid"], 2, "use waiting, bytes"),
-    ],
-)
-def test_exit_codes_and_errors(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
-    done = run("top", *(word.replace("{mnt}", str(tmp_path)) for word in arguments))
-    assert done.returncode == code, done.stderr
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
