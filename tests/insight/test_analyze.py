@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from random import Random
@@ -25,10 +26,12 @@ from monarchfs.insight.results import CAUSES, CHECKS, NAMES, Analysis, cause_of
 from monarchfs.insight.text import text_of
 from monarchfs.insight.trace import write_trace
 from monarchfs.insight.waiting import Sweep
+from tests.support.golden import Golden
 from tests.support.jobs import (
     FACTS,
     KIB,
     MIB,
+    Answer,
     Job,
     always,
     bandwidth,
@@ -60,45 +63,113 @@ def said(found: Analysis) -> str:
     return " ".join(found.verdict.lines)
 
 
-def test_the_latency_of_the_source(tmp_path: Path) -> None:
-    files = sizes_like(many_files(400, 0), 20 * KIB, 60 * KIB, 100 * KIB)
-    found = analyzed(Job(always(SOURCE, 0.02), files), tmp_path)
-    assert found.verdict.kind == "input-bound"
-    assert "the 4 readers waited 100% of the time, all at once" in said(found)
-    assert "Its latency was the limit" in said(found)
-    assert found.source is not None
-    assert found.source.load_share is not None
-    assert found.source.load_share < 0.2
+def with_events(job: Job, events: list[Event]) -> Job:
+    """The job, which does this instead."""
+    job.events = lambda: events  # type: ignore[method-assign]
+    return job
 
 
-def test_the_bandwidth_of_the_source(tmp_path: Path) -> None:
-    files = sizes_like(many_files(400, 0), 100 * KIB, 600 * KIB, 900 * KIB)
-    found = analyzed(Job(bandwidth(100 * MIB), files, compute=0.001), tmp_path)
-    assert found.verdict.kind == "input-bound"
-    assert "Its bandwidth was the limit: it gave 100M/s" in said(found)
+def reads(*places: int) -> Job:
+    """One process that reads 4 KiB at each place of a file."""
+    job = Job(always(TIER, 1), {5: many_files(1, 1 << 40)[100]})
+    events = [
+        Event(n * 0.1, 0.05, Kind.READ, TIER, 5, 1, place, 4096) for n, place in enumerate(places)
+    ]
+    return with_events(job, events)
+
+
+def with_open(answered_by: AnsweredBy) -> Job:
+    """Each file comes with its open, in 10 ms, and is read from memory."""
+    job = Job(always(answered_by, 0.01))
+    events = job.events()
+    opens = [e._replace(kind=Kind.OPEN, size=0) for e in events]
+    quick = [
+        e._replace(begin=e.begin + e.duration, source_of=MEMORY, duration=1e-4) for e in events
+    ]
+    return with_events(job, sorted([*opens, *quick]))
+
+
+def slow_now_and_then(slow: Callable[[Job, int], bool]) -> Answer:
+    return lambda job, _now, ino, _size: (SOURCE, 0.5 if slow(job, ino) else 0.005)
+
+
+def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
+    """What each is, the job, what its recording says of itself."""
+    small = many_files(400, 0)
+    yield (
+        "the source takes 20 ms a file",
+        Job(always(SOURCE, 0.02), sizes_like(small, 20 * KIB, 60 * KIB, 100 * KIB)),
+        {},
+    )
+    yield (
+        "the source carries 100 MiB/s",
+        Job(
+            bandwidth(100 * MIB), sizes_like(small, 100 * KIB, 600 * KIB, 900 * KIB), compute=0.001
+        ),
+        {},
+    )
+    yield "the daemon takes 20 ms", Job(always(MEMORY, 0.02), readers=2), {}
+    yield "computing takes 20 ms a file, a read 0.5", Job(always(TIER, 0.0005), compute=0.02), {}
+    yield (
+        "10 ms of reading, 12.5 of computing",
+        Job(always(SOURCE, 0.01), readers=1, compute=0.0125),
+        {},
+    )
+    yield "all would fit, and is not copied", Job(always(SOURCE, 0.02), epochs=3), {}
+    yield "one of 16 files takes 500 ms", Job(slow_now_and_then(lambda _, ino: not ino % 16)), {}
+    yield (
+        "3% of reads take 500 ms",
+        Job(slow_now_and_then(lambda job, _: job.random.random() < 0.03)),
+        {},
+    )
+    yield "four processes read all", Job(always(TIER, 0.01), shared=True), {}
+    yield "one epoch", Job(always(SOURCE, 0.02), epochs=1), {}
+    yield "three files", Job(always(SOURCE, 0.02), many_files(3, 1)), {}
+    yield "nothing", Job(always(SOURCE, 0.02), {}, epochs=0), {}
+    yield (
+        "1 MiB in steps of 4 KiB",
+        Job(always(TIER, 0.01), many_files(20, MIB), request_bytes=4096),
+        {},
+    )
+    yield "4 KiB of each MiB", reads(*range(0, 100 * MIB, MIB)), {}
+    yield "4 KiB anywhere", reads(*(n * n * 7919 * KIB % (1 << 36) for n in range(100))), {}
+    yield "files come with their opens from the source", with_open(SOURCE), {}
+    yield "... from peers", with_open(AnsweredBy.PEER), {}
+    yield "... and wait for a copy", with_open(AnsweredBy.WAITED), {}
+    for facts in (
+        {"hidden": ["lookups"], "data_path": "direct"},
+        {"sampled": 8},
+        {"hidden": ["reads"]},
+        {"hidden": ["opens"]},
+        {"dropped": 3},
+        {"gaps": [[0, 1]]},
+    ):
+        job = Job(always(TIER, 0.001), compute=0.02)
+        yield f"computing, and the recording says {facts}", job, facts
+    job = Job(always(TIER, 0.001), compute=0.02)
+    yield (
+        "the kernel reads by itself",
+        with_events(job, handed(job.events())),
+        {"hidden": ["reads"], "data_path": "passthrough"},
+    )
+
+
+def test_what_is_said_of_jobs(tmp_path: Path, golden: Golden) -> None:
+    texts = [
+        f"# {what}\n{text_of(analyzed(job, tmp_path, **facts))}\n" for what, job, facts in jobs()
+    ]
+    golden("analyze.txt", "\n".join(texts))
+
+
+def test_shares_are_those_of_the_job(tmp_path: Path) -> None:
+    found = analyzed(Job(bandwidth(100 * MIB), many_files(400, 600 * KIB)), tmp_path)
     assert found.epochs[1].bandwidth == pytest.approx(100 * MIB, rel=0.02)
-
-
-def test_the_daemon(tmp_path: Path) -> None:
-    found = analyzed(Job(always(MEMORY, 0.02), readers=2), tmp_path)
-    assert found.verdict.kind == "input-bound"
-    assert "100% of the waiting was for the daemon" in said(found)
-    assert "More room would not help" in said(found)
-
-
-def test_computing(tmp_path: Path) -> None:
-    found = analyzed(Job(always(TIER, 0.0005), compute=0.02), tmp_path)
-    assert found.verdict.kind == "compute-bound"
-    assert said(found).startswith("Not input-bound: in epoch 2 the 4 readers waited 2% of the time")
-    assert found.epochs[1].span.idle == pytest.approx(found.epochs[1].seconds * 0.9, rel=0.1)
-
-
-def test_half_and_half(tmp_path: Path) -> None:
-    job = Job(always(SOURCE, 0.01), readers=1, compute=0.0125)
-    found = analyzed(job, tmp_path)
-    assert found.verdict.kind == "mixed"
+    found = analyzed(Job(always(SOURCE, 0.01), readers=1, compute=0.0125), tmp_path)
     assert found.epochs[1].waited_share == pytest.approx(0.444, abs=0.01)
     assert found.epochs[1].span.idle == pytest.approx(found.epochs[1].seconds * 0.556, rel=0.02)
+    found = analyzed(with_open(SOURCE), tmp_path)
+    assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
+    assert found.epochs[1].source_files == 400
 
 
 def test_what_does_not_fit(tmp_path: Path) -> None:
@@ -192,67 +263,10 @@ def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None
     assert "200 files (200M) that do not fit" in said(found)
 
 
-def test_what_would_fit_but_was_not_copied(tmp_path: Path) -> None:
-    found = analyzed(Job(always(SOURCE, 0.02)), tmp_path)
-    assert "though more would fit" in said(found)
-
-
-def test_one_slow_target(tmp_path: Path) -> None:
-    def answer(job: Job, _now: float, ino: int, _size: int) -> tuple[AnsweredBy, float]:
-        return SOURCE, (0.5 if ino % 16 == 0 else 0.005) * job.random.uniform(0.8, 1.2)
-
-    found = analyzed(Job(answer), tmp_path)
-    assert "6% of its answers took ten times the median or more, and made 87%" in said(found)
-    assert "the same 25 files" in said(found)
-    assert "one storage target of the source may be slow" in said(found)
-
-
-def test_a_pause_of_the_source(tmp_path: Path) -> None:
-    def answer(job: Job, _now: float, ino: int, _size: int) -> tuple[AnsweredBy, float]:
-        return SOURCE, (0.5 if job.random.random() < 0.03 else 0.005)
-
-    found = analyzed(Job(answer), tmp_path)
-    assert "other files each time: the source paused" in said(found)
-
-
-def test_shared_files(tmp_path: Path) -> None:
-    found = analyzed(Job(always(TIER, 0.01), shared=True), tmp_path)
-    assert [epoch.shared_files for epoch in found.epochs] == pytest.approx([400, 400], abs=1)
-    assert "100% of files were read by more than one process" in text_of(found)
-
-
 def test_readers_that_are_forked_for_each_epoch_do_not_idle_in_others(tmp_path: Path) -> None:
     found = analyzed(Job(always(SOURCE, 0.02), epochs=3, forks=True), tmp_path)
     assert [round(epoch.readers) for epoch in found.epochs] == [4, 4, 4]
     assert all(epoch.waited_share > 0.95 for epoch in found.epochs)
-
-
-@pytest.mark.parametrize(
-    ("facts", "words"),
-    [
-        ({"sampled": 8}, "one of 8 files"),
-        ({"hidden": ["reads"]}, "its page cache"),
-        ({"hidden": ["reads"], "data_path": "passthrough"}, "(passthrough)"),
-        ({"hidden": ["opens"]}, "what opens took is not in the recording"),
-        ({"dropped": 3}, "3 events came too fast"),
-        ({"gaps": [[0, 1]]}, "Nothing was recorded in 1 interval"),
-    ],
-)
-def test_what_the_recording_lacks(facts: dict[str, Any], words: str, tmp_path: Path) -> None:
-    job = Job(always(TIER, 0.001), compute=0.02)
-    events = handed(job.events())
-    if facts.get("data_path") == "passthrough":
-        job.events = lambda: events  # type: ignore[method-assign]
-    found = analyzed(job, tmp_path, **facts)
-    assert words in " ".join(found.verdict.reservations)
-    assert "The recording is complete" not in " ".join(found.verdict.reservations)
-    judged = not ({"sampled"} & set(facts) or facts.get("data_path") == "passthrough")
-    assert (found.verdict.kind == "compute-bound") is judged
-
-
-def test_a_recording_of_every_read_says_so(tmp_path: Path) -> None:
-    found = analyzed(Job(always(TIER, 0.001)), tmp_path, hidden=["lookups"], data_path="direct")
-    assert found.verdict.reservations == ["The recording is complete: it has every open and read."]
 
 
 def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
@@ -270,63 +284,6 @@ def test_a_sample_of_files_is_replayed_in_a_part_of_the_tiers(tmp_path: Path) ->
     assert found.epochs[1].files == pytest.approx(250, abs=30)
     assert found.outcomes[0].hit_ratio == pytest.approx(0.5, abs=0.06)
     assert found.verdict.lines[0].startswith("No verdict (sampled)")
-
-
-def test_one_epoch_carries_no_estimate(tmp_path: Path) -> None:
-    found = analyzed(Job(always(SOURCE, 0.02), epochs=1), tmp_path)
-    assert "One epoch was recorded" in found.verdict.reservations[0]
-    assert found.verdict.kind == "input-bound"
-    assert found.outcomes == []
-
-
-def test_the_order_is_unknown_where_the_page_cache_answers(tmp_path: Path) -> None:
-    job = Job(always(SOURCE, 0.02), epochs=3)
-    assert analyzed(job, tmp_path).pattern.order_alike is not None
-    hidden = analyzed(job, tmp_path, hidden=["reads"])
-    assert hidden.pattern.order_alike is None
-    assert "order of files" not in text_of(hidden)
-
-
-@pytest.mark.parametrize("files", [0, 3])
-def test_too_little_carries_no_verdict(files: int, tmp_path: Path) -> None:
-    job = Job(always(SOURCE, 0.02), many_files(files, 1))
-    if not files:
-        job.epochs = 0
-    found = analyzed(job, tmp_path)
-    assert found.verdict.kind == "unknown"
-    assert "too short" in said(found)
-    assert "too short" in text_of(found)
-
-
-@pytest.mark.parametrize(
-    ("request_bytes", "words"),
-    [(128 * KIB, "100% sequential"), (4 * KIB, "100% sequential")],
-)
-def test_sequential_reads(request_bytes: int, words: str, tmp_path: Path) -> None:
-    job = Job(always(TIER, 0.01), many_files(20, MIB), request_bytes=request_bytes)
-    assert words in text_of(analyzed(job, tmp_path))
-
-
-def reads(*places: int, size: int = 4096) -> list[Event]:
-    return [
-        Event(n * 0.1, 0.05, Kind.READ, TIER, 5, 1, place, size) for n, place in enumerate(places)
-    ]
-
-
-def pattern_of(events: list[Event], tmp_path: Path) -> str:
-    job = Job(always(TIER, 1), {5: many_files(1, 1 << 40)[100]})
-    job.events = lambda: events  # type: ignore[method-assign]
-    return text_of(analyzed(job, tmp_path))
-
-
-def test_strided_reads(tmp_path: Path) -> None:
-    events = reads(*range(0, 100 * MIB, MIB))
-    assert "98% strided" in pattern_of(events, tmp_path)
-
-
-def test_random_reads(tmp_path: Path) -> None:
-    events = reads(*(n * n * 7919 * KIB % (1 << 36) for n in range(100)))
-    assert "99% random" in pattern_of(events, tmp_path)
 
 
 INTERVALS = st.lists(
@@ -503,18 +460,6 @@ def test_names_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> None:
     assert "<script>" not in page.read_text()
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no recording", b"monarchfs-recordXYZ"])
-def test_a_file_that_is_no_recording(content: bytes | None, tmp_path: Path) -> None:
-    path = tmp_path / "job.rec"
-    if content is not None:
-        path.write_bytes(content)
-    run = command(path)
-    assert run.returncode == 1
-    assert run.stderr.startswith("monarchfs: ")
-    assert run.stderr.count("\n") == 1
-    assert str(path) in run.stderr
-
-
 def test_a_recording_that_makes_no_sense(tmp_path: Path) -> None:
     path = Job(always(TIER, 0.01)).record(tmp_path / "job.rec", policy="none of ours")
     run = command(path)
@@ -531,40 +476,6 @@ def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:
     assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins)
     assert found.epochs[0].span.shared[NAMES] == pytest.approx(found.epochs[0].seconds / 2, rel=0.1)
     assert "50% of the waiting was for look-ups and opens" in said(found)
-
-
-def with_open(answered_by: AnsweredBy) -> Job:
-    """Each file comes with its open, in 10 ms, and is read from memory."""
-    job = Job(always(answered_by, 0.01))
-    events = job.events()
-    opens = [e._replace(kind=Kind.OPEN, size=0) for e in events]
-    quick = [
-        e._replace(begin=e.begin + e.duration, source_of=MEMORY, duration=1e-4) for e in events
-    ]
-    job.events = lambda: sorted([*opens, *quick])  # type: ignore[method-assign]
-    return job
-
-
-@pytest.mark.parametrize(
-    ("answered_by", "words"),
-    [(AnsweredBy.PEER, "other nodes"), (AnsweredBy.WAITED, "copies under way")],
-)
-def test_an_open_waits_for_who_gives_the_file(
-    tmp_path: Path, answered_by: AnsweredBy, words: str
-) -> None:
-    found = analyzed(with_open(answered_by), tmp_path)
-    assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
-    assert f"99% of the waiting was for {words}" in said(found)
-
-
-def test_small_files_come_with_the_open(tmp_path: Path) -> None:
-    found = analyzed(with_open(SOURCE), tmp_path)
-    assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
-    assert found.epochs[1].source_files == 400
-    assert "99% of the waiting was for the source: 400 files (39M)" in said(found)
-    assert "It gave" in said(found)
-    assert found.source is not None
-    assert found.source.median == pytest.approx(0.01, rel=0.3)
 
 
 def test_a_header_that_is_read_twice_is_no_epoch() -> None:
