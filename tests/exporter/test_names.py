@@ -47,11 +47,6 @@ def test_a_name_follows_the_conventions(family: Family) -> None:
         assert label not in ("le", "job", "instance")
 
 
-def test_names_are_given_once() -> None:
-    names = [family.name for family in (*FAMILIES, *NODE_FAMILIES)]
-    assert len(set(names)) == len(names)
-
-
 def test_the_documentation_lists_what_is_exported() -> None:
     rows = {
         name: (kind, re.findall(r"`(\w+)`", labels))

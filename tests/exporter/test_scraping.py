@@ -5,10 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from http.client import HTTPException
 from pathlib import Path
@@ -17,7 +15,6 @@ import pytest
 
 from monarchfs.metrics.names import FAMILIES
 from tests.support.mounting import (
-    WAIT_SECONDS,
     Bench,
     Mount,
     free_port,
@@ -26,7 +23,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
-from tests.support.prometheus import PROMTOOL, documented_queries, needs_promtool, takes
+from tests.support.prometheus import documented_queries, needs_promtool, takes
 from tests.support.scraping import (
     FILES,
     READ_ALL,
@@ -162,22 +159,6 @@ def test_everything_documented_is_exported_and_nothing_else(work: Bench) -> None
     read_all(mount, ["f1", "f2"])
     mount.wait_idle()
     assert len(scrape(port).samples) == series, "work makes no series"
-
-
-@needs_promtool
-def test_promtool_has_no_complaints(work: Bench) -> None:
-    assert PROMTOOL is not None
-    mount, port = mounted(work)
-    read_all(mount)
-    done = subprocess.run(
-        [PROMTOOL, "check", "metrics"],
-        input=scrape(port).text,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @needs_promtool
@@ -360,46 +341,6 @@ def test_a_worker_that_cannot_die_does_not_keep_the_port(work: Bench) -> None:
         reader.kill()
         source.faults()
         reader.wait(10)
-
-
-def test_clients_that_misbehave_do_not_hurt_the_mount(work: Bench) -> None:
-    """More of them than are served at once, for as long as the test takes."""
-    mount, port = mounted(work)
-    clients = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(12)]
-    try:
-        for client in clients:
-            client.sendall(b"GET /metrics HTTP/1.1\r\n")
-        started = Stopwatch()
-        read_all(mount)
-        mount.wait_idle()
-        started.check(5)
-        # They are dropped in time for the next scrape.
-        assert scrape(port, 20).value("monarchfs_copies_completed_total") == FILES
-    finally:
-        for client in clients:
-            client.close()
-
-
-def test_many_scrapes_at_once_are_all_answered(work: Bench) -> None:
-    _mount, port = mounted(work)
-    answers: list[Scrape] = []
-
-    def answered() -> Scrape | None:
-        # A worker that gets no processor for 5 s ends the connection; its client asks again.
-        try:
-            return scrape(port, 20)
-        except (OSError, HTTPException):
-            return None
-
-    def ask() -> None:
-        answers.append(wait_for(answered, "an answer"))
-
-    threads = [threading.Thread(target=ask) for _ in range(24)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(240)
-    assert len(answers) == 24
 
 
 def test_without_the_option_nobody_listens(work: Bench) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from dataclasses import replace
+import subprocess
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from monarchfs.exporter.text import exposition_of
 from monarchfs.metrics import names
 from monarchfs.metrics.names import FAMILIES, MetricType
 from monarchfs.text.escaping import printable
+from tests.support.golden import Golden
+from tests.support.prometheus import PROMTOOL
 from tests.support.scraping import parse
 
 TIER = names.TIER_USED.name
@@ -136,40 +139,42 @@ def test_a_page_can_be_read_whatever_a_mount_says(message: dict[str, Any], path:
 VALUES_OF_ONE = {names.OPENS: VALUES[names.OPENS]}
 
 
-def test_every_metric_gets_the_labels_of_its_mount() -> None:
-    bounds = (1, 2)
+def test_the_page(golden: Golden) -> None:
+    """Every metric, of a mount with odd names that two jobs use; one that says nothing; and
+    mounts that were left off. Each value is another one."""
+    number = itertools.count(3)
     values: Values = {
         family: [
             (
-                tuple("x" for _ in family.labels),
-                Durations(bounds, (1, 1, 1), 5) if family.kind is MetricType.HISTOGRAM else 3,
+                tuple(f"{label} \\n" if label == "tier" else label for label in family.labels),
+                Durations((1_000, 2_000_000_000), (next(number), 1, 2), 5_000_000_000)
+                if family.kind is MetricType.HISTOGRAM
+                else next(number),
             )
         ]
         for family in FAMILIES
     }
-    mount = Seen(
-        "k", 0, "/s", "/m", started_ns=10**9, jobs=("1", "2"), values=wire.decode(sent(values))
+    odd = '/s "strange" \\ n\u00e4me'
+    well = Seen(
+        "k",
+        0,
+        odd,
+        "/m",
+        started_ns=1500000000,
+        jobs=("1", "2_4"),
+        values=wire.decode(sent(values)),
     )
-    now = parse(exposition_of(page_values([(("u", "/s", "/m"), mount)], 3)).decode())
+    named = [(("u", odd, "/m"), well), (("v", "/s", "/gone"), Seen("l", 7, "/s", "/gone"))]
+    text = exposition_of(page_values(named, 3)).decode()
+    golden("exporter-page.txt", text)
+    now = parse(text)
     assert set(now.kinds) == {f.name for f in (*FAMILIES, *names.NODE_FAMILIES)}
     for family in FAMILIES:
         assert {"user", "source", "mount"} <= now.labels[family.name]
-    ours = {"user": "u", "source": "/s", "mount": "/m"}
-    assert now.value("monarchfs_mount_start_time_seconds", **ours) == 1
-    assert now.total("monarchfs_mount_job_info") == 2
-    assert now.value("monarchfs_exporter_mounts_left_off") == 3
-    assert now.labels["monarchfs_mount_info"] == {
-        *ours,
-        *("data_path", "freshness", "prefetch", "evict"),
-    }
-
-
-def test_a_mount_that_says_nothing_has_nothing_but_that() -> None:
-    mount = Seen("k", 0, "/s", "/m")
-    now = parse(exposition_of(page_values([(("u", "/s", "/m"), mount)], 0)).decode())
-    assert now.value("monarchfs_mount_up", user="u", source="/s", mount="/m") == 0
-    assert len(now.samples) == 2
-    assert replace(mount).values is None
+    if PROMTOOL is not None:
+        check = [PROMTOOL, "check", "metrics"]
+        done = subprocess.run(check, input=text, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_names_of_mounts_are_given_once_and_stay() -> None:
