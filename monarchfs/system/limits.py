@@ -37,7 +37,7 @@ def unmet(error: Exception) -> str | None:
             " reached: raise it (ulimit -u, ulimit -v, or pids.max of the control group)"
         )
     # dlopen(3) of a module that is written in C; what Python 3.13 raises for want of memory.
-    lost = isinstance(error, SystemError) and str(error).endswith("exception set")
+    lost = isinstance(error, SystemError) and " exception" in str(error)
     if lost or isinstance(error, MemoryError) or "failed to map segment" in str(error):
         return f"{str(error) or 'no memory'}: {_REACHED[errno.ENOMEM]}"
     return None

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,10 @@ class Kernel(NamedTuple):
         supervisor = parent_of(worker)
         for pid in (worker, supervisor):
             assert "Seccomp:\t2\n" in Path(f"/proc/{pid}/status").read_text()
-        opened = {os.readlink(place) for place in Path(f"/proc/{supervisor}/fd").iterdir()}
+        opened = set()
+        for place in Path(f"/proc/{supervisor}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                opened.add(os.readlink(place))
         # FUSE_NOTIFY_RESEND came with 7.40.
         assert not self.minor or "/memfd:monarchfs-requests (deleted)" in opened
 

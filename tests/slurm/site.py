@@ -15,7 +15,7 @@ from tests.slurm.cluster import Cluster, cluster
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import REPOSITORY
 
-DEADLINE_SECONDS = 8
+DEADLINE_SECONDS = 16
 SITE = """\
 roots = ["{base}/lustre", "{base}/frozen"]
 tier = ["{base}/local/tier=64M"]
