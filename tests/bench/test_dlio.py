@@ -11,7 +11,6 @@ import pytest
 
 from bench import dlio
 from bench.frameworks import ENVIRONMENT, program, run_program
-from bench.harness import Unusable
 from tests.support.mounting import wait_for
 
 TINY = replace(
@@ -74,26 +73,6 @@ def test_an_epoch_is_told_of_once_it_is_logged(tmp_path: Path) -> None:
             expected.append(number)
             wait_for(lambda: begun == expected, "the epoch to be told of")
     assert begun == [1, 2]
-
-
-def test_programs_that_are_missing_or_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.frameworks.ENVIRONMENT", tmp_path)
-    with pytest.raises(Unusable, match="make frameworks"):
-        program("dlio_benchmark")
-    log = tmp_path / "log"
-    with pytest.raises(Unusable, match=r"sh failed \(3\): that was all"):
-        run_program(["sh", "-c", "echo; echo that was all >&2; exit 3"], log)
-    with pytest.raises(Unusable, match="took longer"):
-        run_program(["sh", "-c", "sleep 1000 & echo $! >child; wait"], log, seconds=0.5)
-    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}")
-    wait_for(lambda: gone(child), "what it started to be ended, too")
-
-
-def gone(process: Path) -> bool:
-    try:
-        return (process / "stat").read_text().rsplit(") ", 1)[1].startswith("Z")
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 @requires_dlio

@@ -226,21 +226,6 @@ assert [os.preadv(fd, [page], start << 20) for start in (0, 3, 1)] == [1 << 20, 
     os.close(held)
 
 
-@requires_root
-def test_what_was_dropped_is_asked_again(mounted: Mounter) -> None:
-    pfs = mounted()
-    name = pfs.path / "many" / "299"
-    first = asked(pfs, READ, name)
-    assert asked(pfs, READ, name) == Counts(open=1)
-
-    def dropped() -> bool:
-        # The kernel may still be using it.
-        drop_names()
-        return asked(pfs, READ, name) == first
-
-    wait_for(dropped, "names and pages to be dropped")
-
-
 TIMED = """
 import json, os, sys, threading, time
 threads, work, *paths = sys.argv[1:]
@@ -424,15 +409,6 @@ def test_all_readers_share_the_bandwidth(backing: Path, mounted: Mounter) -> Non
     assert seconds(4, "read", *paths) >= 4 * (3 * MIB + 5) / 40e6
 
 
-def test_a_profile_is_changed_while_in_use(mounted: Mounter) -> None:
-    pfs = mounted()
-    names = [pfs.path / "many" / f"{number:03}" for number in range(10)]
-    python(TIMED, 1, "stat", *names)
-    pfs.use(replace(INSTANT, metadata_seconds=0.02))
-    assert seconds(1, "read", *names) >= 10 * 0.02
-    assert pfs.profile.metadata_seconds == 0.02
-
-
 def test_others_take_the_share_that_was_drawn(mounted: Mounter) -> None:
     noisy = replace(INSTANT, bandwidth=20e6, noise=0.9, noise_period=0.05)
     pfs = mounted(noisy, seed=5)
@@ -497,16 +473,6 @@ def test_it_ends_with_the_harness(backing: Path, place: Path) -> None:
     finally:
         os.killpg(harness.pid, signal.SIGKILL)
         harness.communicate(timeout=SECONDS)
-
-
-def test_a_killed_emulator_leaves_no_mount(mounted: Mounter) -> None:
-    """The fixture looks."""
-    pfs = mounted()
-    asked(pfs, READ, pfs.path / "many" / "001")
-    os.kill(pfs.pid, signal.SIGKILL)
-    with pytest.raises(Unusable, match="has ended"):
-        pfs.use(INSTANT)
-    assert pfs.counts().read == 1
 
 
 @requires_root

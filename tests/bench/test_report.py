@@ -137,22 +137,6 @@ def test_pictures_are_files_with_something_in_them(pictures: list[plots.Picture]
         assert pixels.std() > 0.05
 
 
-def test_the_same_results_make_the_same_picture(tmp_path: Path) -> None:
-    ((title, series), *_others) = plots.plots(made_up.training().series).items()
-    for name in ("a", "b"):
-        plots.save_svg(plots.draw(title, series), tmp_path / name)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
-def test_an_arm_has_one_colour_in_all_pictures_and_no_two_the_same() -> None:
-    same = 4  # cp -r, direct, and the mount where it is neither cold nor warm
-    assert len(set(plotstyle.COLOURS.values())) == len(plotstyle.COLOURS) - same
-    names = ["monarchfs cold", "something else", "direct"]
-    found = plotstyle.colours(names)
-    assert found[names[0]] == plotstyle.colours(names[:1])[names[0]]
-    assert len(set(found.values())) == 3
-
-
 def test_neighbours_are_moved_apart_around_their_middle() -> None:
     assert plotlines.spread_out([1, 50, 100], 10) == [1, 50, 100]
     assert plotlines.spread_out([50, 50, 50], 10) == [40, 50, 60]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,9 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
-from bench import harness, progress, run, suites
+from bench import harness, run, suites
 from bench.report import Result, load, save
 from bench.task import Size, Task
 from tests.bench import made_up
@@ -145,12 +143,6 @@ def test_the_list_names_every_measurement_and_each_can_be_run(
         assert callable(import_module(measurement.module).run)
 
 
-def test_the_suites_take_the_time_that_they_promise() -> None:
-    minutes = [suites.MEASUREMENTS[name].quick_minutes for name in suites.suite(Size.QUICK)]
-    assert sum(minutes) <= 20
-    assert set(suites.suite(Size.QUICK)) <= set(suites.suite(Size.FULL))
-
-
 @pytest.mark.parametrize(
     "words",
     [["nonsense"], ["--rounds", "0"], ["--publish"], ["--compare", "a"], ["--rounds", "x"]],
@@ -225,36 +217,3 @@ def test_a_signal_leaves_nothing_behind_but_what_was_measured(tmp_path: Path) ->
     assert "Traceback" not in errors
     assert [result.name for result in load(saved(tmp_path)).results] == ["good"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-# What it shows.
-
-
-def test_without_a_terminal_each_step_is_a_line() -> None:
-    console = Console(force_terminal=False, width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    with console.file, progress.Progress(2, console) as shown:
-        shown.begin("first", 1.5)
-        shown.say("round 1 of 2")
-        shown.say("round 1 of 2")
-        shown.say("round [2] of 2")
-        shown.end()
-        shown.begin("second", 2)
-        text = console.export_text()
-    assert text.splitlines()[0] == "[1/2] first: about 1.5 min"
-    assert [line.split(maxsplit=1)[1] for line in text.splitlines()[1:3]] == [
-        "round 1 of 2",
-        "round [2] of 2",
-    ]
-    assert text.splitlines()[3:] == ["[2/2] second: about 2 min"]
-
-
-def test_on_a_terminal_one_line_says_it_all() -> None:
-    console = Console(force_terminal=True, width=80, file=open(os.devnull, "w"))  # noqa: SIM115
-    with console.file, progress.Progress(3, console) as shown:
-        shown.begin("first", 1.5)
-        shown.say("round [1] of 2")
-        with console.capture() as captured:
-            console.print(shown.line())
-    assert captured.get().count("\n") == 1
-    for part in ("[1/3]", "first", "0:00 of about 1:30", "round [1] of 2"):
-        assert part in captured.get()
