@@ -60,18 +60,15 @@ def status_of(answer: bytes) -> bytes:
     return answer.split(b" ", 2)[1] if answer else b""
 
 
-def test_a_page_is_served() -> None:
-    async def main() -> None:
-        async with served() as port:
-            answer = await ask(port, GET)
-            head, _, body = answer.partition(b"\r\n\r\n")
-            assert status_of(answer) == b"200"
-            assert b"Content-Length: %d" % len(PAGE) in head
-            assert body == PAGE
-            assert (await ask(port, GET.replace(b"GET", b"HEAD"))).endswith(b"\r\n\r\n")
-            assert status_of(await ask(port, GET.replace(b"metrics", b"metrics?a=b"))) == b"200"
-
-    trio.run(main)
+async def test_a_page_is_served() -> None:
+    async with served() as port:
+        answer = await ask(port, GET)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert status_of(answer) == b"200"
+        assert b"Content-Length: %d" % len(PAGE) in head
+        assert body == PAGE
+        assert (await ask(port, GET.replace(b"GET", b"HEAD"))).endswith(b"\r\n\r\n")
+        assert status_of(await ask(port, GET.replace(b"metrics", b"metrics?a=b"))) == b"200"
 
 
 @pytest.mark.parametrize(
@@ -85,29 +82,23 @@ def test_a_page_is_served() -> None:
         (b"\r\n\r\n", b"400"),
     ],
 )
-def test_other_requests_are_refused(request_bytes: bytes, status: bytes) -> None:
-    async def main() -> None:
-        async with served() as port:
-            assert status_of(await ask(port, request_bytes)) == status
-            assert status_of(await ask(port, GET)) == b"200"
-
-    trio.run(main)
+async def test_other_requests_are_refused(request_bytes: bytes, status: bytes) -> None:
+    async with served() as port:
+        assert status_of(await ask(port, request_bytes)) == status
+        assert status_of(await ask(port, GET)) == b"200"
 
 
-def test_a_request_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_never_ends_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 60)  # for its length, not for its time
 
-    async def main() -> None:
-        async with served() as port:
-            # The reset may overtake the answer: it is the end that counts.
-            answer = await ask(port, b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 200_000)
-            assert status_of(answer) in (b"431", b"")
-            assert status_of(await ask(port, GET)) == b"200"
-
-    trio.run(main)
+    async with served() as port:
+        # The reset may overtake the answer: it is the end that counts.
+        answer = await ask(port, b"GET /metrics HTTP/1.1\r\n" + b"x: y\r\n" * 200_000)
+        assert status_of(answer) in (b"431", b"")
+        assert status_of(await ask(port, GET)) == b"200"
 
 
-def test_clients_that_say_nothing_or_read_nothing_are_dropped(
+async def test_clients_that_say_nothing_or_read_nothing_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 0.2)
@@ -115,23 +106,20 @@ def test_clients_that_say_nothing_or_read_nothing_are_dropped(
     async def large() -> bytes:
         return b"x" * (64 << 20)  # more than the socket's buffers take
 
-    async def main() -> None:
-        async with served(large) as port, trio.open_nursery() as nursery:
-            silent = [
-                await trio.open_tcp_stream("127.0.0.1", port)
-                for _ in range(2 * http_server.MOST_CONNECTIONS)
-            ]
-            for stream in silent[::2]:
-                await stream.send_all(GET)
-            # All are dropped, those that waited for a place too, and then it is our turn.
-            assert status_of(await ask(port, b"GET /x HTTP/1.1\r\n\r\n")) == b"404"
-            for stream in silent:
-                nursery.start_soon(stream.aclose)
-
-    trio.run(main)
+    async with served(large) as port, trio.open_nursery() as nursery:
+        silent = [
+            await trio.open_tcp_stream("127.0.0.1", port)
+            for _ in range(2 * http_server.MOST_CONNECTIONS)
+        ]
+        for stream in silent[::2]:
+            await stream.send_all(GET)
+        # All are dropped, those that waited for a place too, and then it is our turn.
+        assert status_of(await ask(port, b"GET /x HTTP/1.1\r\n\r\n")) == b"404"
+        for stream in silent:
+            nursery.start_soon(stream.aclose)
 
 
-def test_no_more_are_served_at_once_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_more_are_served_at_once_than_said(monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = most = 0
 
     async def slow() -> bytes:
@@ -142,27 +130,21 @@ def test_no_more_are_served_at_once_than_said(monkeypatch: pytest.MonkeyPatch) -
         at_once -= 1
         return b""
 
-    async def main() -> None:
-        async with served(slow) as port, trio.open_nursery() as nursery:
-            for _ in range(40):
-                nursery.start_soon(ask, port, GET)
-        assert most == http_server.MOST_CONNECTIONS
-
-    trio.run(main)
+    async with served(slow) as port, trio.open_nursery() as nursery:
+        for _ in range(40):
+            nursery.start_soon(ask, port, GET)
+    assert most == http_server.MOST_CONNECTIONS
 
 
-def test_a_client_that_leaves_disturbs_nobody() -> None:
-    async def main() -> None:
-        async with served() as port:
-            for request in (b"", b"GET /met", GET):
-                stream = await trio.open_tcp_stream("127.0.0.1", port)
-                await stream.send_all(request)
-                # With unread data or without: a reset.
-                stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-                await stream.aclose()
-            assert status_of(await ask(port, GET)) == b"200"
-
-    trio.run(main)
+async def test_a_client_that_leaves_disturbs_nobody() -> None:
+    async with served() as port:
+        for request in (b"", b"GET /met", GET):
+            stream = await trio.open_tcp_stream("127.0.0.1", port)
+            await stream.send_all(request)
+            # With unread data or without: a reset.
+            stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+            await stream.aclose()
+        assert status_of(await ask(port, GET)) == b"200"
 
 
 @pytest.mark.parametrize(
@@ -179,41 +161,35 @@ def test_a_client_that_leaves_disturbs_nobody() -> None:
         (b"POST /a HTTP/1.1\r\nContent-Length: 4\r\n\r\nwh", b"400", b"The body is cut off\n"),
     ],
 )
-def test_a_body_has_a_length_and_a_limit(
+async def test_a_body_has_a_length_and_a_limit(
     request_bytes: bytes, status: bytes, body: bytes | None
 ) -> None:
     async def echo(request: http_server.HttpRequest) -> http_server.HttpResponse:
         words = f"{request.method} {request.path} {request.query} ".encode()
         return http_server.HttpResponse(words + request.body)
 
-    async def main() -> None:
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.sendall(request_bytes)
-            ours.shutdown(socket.SHUT_WR)
-            stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
-            await http_server.answer(stream, echo, most_body_bytes=4)
-            answer = ours.recv(65536)
-        assert status_of(answer) == status
-        assert body is None or answer.endswith(b"\r\n\r\n" + body)
-
-    trio.run(main)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(request_bytes)
+        ours.shutdown(socket.SHUT_WR)
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
+        await http_server.answer(stream, echo, most_body_bytes=4)
+        answer = ours.recv(65536)
+    assert status_of(answer) == status
+    assert body is None or answer.endswith(b"\r\n\r\n" + body)
 
 
-def test_an_error_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
     async def broken() -> bytes:
         raise ZeroDivisionError
 
-    async def main() -> None:
-        async with served(broken) as port:
-            for _ in range(2):
-                assert status_of(await ask(port, GET)) == b"500"
-
-    trio.run(main)
+    async with served(broken) as port:
+        for _ in range(2):
+            assert status_of(await ask(port, GET)) == b"500"
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_out_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_out_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "PAUSE_SECONDS", 0.01)
     failures = [OSError(errno.EMFILE, "full"), ConnectionAbortedError(errno.ECONNABORTED, "gone")]
     really = trio.socket.from_stdlib_socket
@@ -229,11 +205,8 @@ def test_out_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(trio.socket, "from_stdlib_socket", Failing)
 
-    async def main() -> None:
-        async with served() as port:
-            assert status_of(await ask(port, GET)) == b"200"
-
-    trio.run(main)
+    async with served() as port:
+        assert status_of(await ask(port, GET)) == b"200"
     assert not failures
 
 

@@ -23,7 +23,6 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
-from tests.support.prometheus import documented_queries, needs_promtool, takes
 from tests.support.scraping import (
     FILES,
     READ_ALL,
@@ -159,13 +158,6 @@ def test_everything_documented_is_exported_and_nothing_else(work: Bench) -> None
     read_all(mount, ["f1", "f2"])
     mount.wait_idle()
     assert len(scrape(port).samples) == series, "work makes no series"
-
-
-@needs_promtool
-def test_promtool_takes_the_documented_queries(tmp_path: Path) -> None:
-    queries = documented_queries(DOCUMENT.read_text())
-    assert len(queries) > 10
-    takes(queries, tmp_path / "rules.yml")
 
 
 def test_scrapes_under_load_are_quick_and_never_go_back(work: Bench) -> None:
