@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cli.doctor import conclusion, describe
 from monarchfs.config import Config, User
 from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import connection, leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, split_remedy
-from monarchfs.doctor.run import Subject, examine, summary
+from monarchfs.doctor.run import Subject, examine
 from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
@@ -70,17 +69,6 @@ def test_a_message_and_its_remedy(text: str, detail: str, remedy: str) -> None:
 def test_a_check_survives_json() -> None:
     check = Check("tier", WARNING, "detail", "remedy", {"path": "/\udcff", "free_bytes": 5})
     assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
-
-
-def test_warnings_do_not_keep_from_mounting() -> None:
-    warning, problem = Check("a", WARNING, ""), Check("b", PROBLEM, "")
-    assert summary([warning])["can_mount"] is True
-    assert summary([warning, problem])["can_mount"] is False
-    assert conclusion([Check("a", OK, "")]) == "can mount: all is well"
-    assert conclusion([warning, warning]) == "can mount: 2 warnings"
-    assert conclusion([warning, problem]) == "cannot mount: 1 problem, 1 warning"
-    assert describe(Check("a", OK, "fine")) == "ok       a            fine"
-    assert describe(Check("a", OK, "fine", "do")).splitlines()[1].strip() == "-> do"
 
 
 @pytest.mark.parametrize(
@@ -561,30 +549,8 @@ def test_a_check_that_hangs_or_breaks_stops_no_other(
     assert "mounts" in found
 
 
-# Bad input: one line on stderr, or one problem.
+# What is no usage error, but a problem.
 
-WRONG_USAGE: list[tuple[str, list[str], str]] = [
-    ("two sources", ["a", "b"], "unrecognized"),
-    ("source empty", [""], "empty"),
-    ("tier without size", ["--tier", "/tmp"], "PATH=SIZE"),
-    ("tier without path", ["--tier", "=1G"], "PATH=SIZE"),
-    ("tier of nothing", ["--tier", "/tmp=0G"], "not a size"),
-    ("tier negative", ["--tier", "/tmp=-1G"], "not a size"),
-    ("tier above all", ["--tier", "/tmp=200%"], "100%"),
-    ("tier twice", ["--tier", "/tmp=1G", "--tier", "/tmp/=1G"], "twice"),
-    ("timeout none", ["--timeout", "0"], "time limit"),
-    ("timeout negative", ["--timeout", "-1"], "not a time"),
-    ("timeout a word", ["--timeout", "long"], "not a time"),
-    ("timeout not a number", ["--timeout", "nan"], "not a time"),
-    ("user unknown", ["--user", "nosuchuser"], "no user"),
-    ("user empty", ["--user", ""], "empty"),
-    ("option unknown", ["-o", "nosuch"], "not known"),
-    ("option refused", ["-o", "suid"], "set-user-id"),
-    ("interval", ["-o", "touch_source=often"], "interval"),
-    ("configuration missing", ["--config", "/nosuch.toml"], "cannot read"),
-    ("configuration a directory", ["--config", "/"], "cannot read"),
-    ("flag unknown", ["--fast"], "there is no option"),
-]
 PROBLEMS: list[tuple[str, list[str], str, str]] = [
     ("source missing", ["{}/nosuch"], "source", "does not exist"),
     ("source a file", ["{}/file"], "source", "not a directory"),
@@ -597,17 +563,6 @@ PROBLEMS: list[tuple[str, list[str], str, str]] = [
     ("state directory a file", ["--state-dir", "{}/file"], "state_dir", "not a directory"),
     ("state directory nowhere", ["--state-dir", "{}/no/such"], "state_dir", "does not exist"),
 ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"), [c[1:] for c in WRONG_USAGE], ids=[c[0] for c in WRONG_USAGE]
-)
-def test_wrong_usage_is_one_clear_line(arguments: list[str], word: str) -> None:
-    done = run("doctor", *arguments)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.startswith("monarchfs: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert word in done.stderr
 
 
 @requires_root

@@ -209,26 +209,6 @@ def test_the_file_is_written_whole_or_not_at_all(tmp_path: Path, source: Path) -
         assert next(r for r in Reader(file) if isinstance(r, End)).entries == found["entries"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["export", "{tmp}/nothing", "{tmp}/out"], 2, "cannot be listed: No such file"),
-        (["export", "{tmp}/file", "{tmp}/out"], 2, "cannot be listed: Not a directory"),
-        (["export", "{tmp}", "{tmp}"], 1, "cannot be written: Is a directory"),
-        (["export", "{tmp}", "{tmp}/nothing/out"], 1, "cannot be written: No such file"),
-        (["import", "{tmp}", "{tmp}/out"], 2, "there is no ACTION 'import'"),
-        (["export", "{tmp}"], 2, "required"),
-    ],
-)
-def test_bad_input(tmp_path: Path, arguments: list[str], code: int, words: str) -> None:
-    (tmp_path / "file").touch()
-    done = run("index", *(argument.format(tmp=tmp_path) for argument in arguments))
-    assert done.returncode == code
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert os.listdir(tmp_path) == ["file"]
-
-
 @requires_fuse
 def test_an_interrupted_export_leaves_nothing(work: Bench) -> None:
     backing = work.path / "backing"

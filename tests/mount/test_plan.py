@@ -8,7 +8,6 @@ import random
 import shutil
 import subprocess
 from bisect import bisect
-from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -180,11 +179,6 @@ def test_what_of_a_tier_can_be_used_is_said(
     assert words in "\n".join(lines(result))
 
 
-def test_without_files_there_is_nothing_to_estimate() -> None:
-    result = combine("/s", surveyed(), [room(MIB)], None, 10)
-    assert result["seconds"] is result["rates"] is result["pays_from_epoch"] is None
-
-
 # The walk.
 
 
@@ -262,47 +256,6 @@ def test_a_child_that_dies_is_an_error() -> None:
         bounded_talk(die, silence=5, overdue="overdue", heard=print)
 
 
-# Bad input.
-
-NOTHING: Callable[[Path], object] = lambda place: None  # noqa: E731
-
-BAD: list[tuple[str, list[str], int, str]] = [
-    ("no source", [], 2, "SOURCE"),
-    ("two sources", ["src", "src"], 2, "unrecognized"),
-    ("source missing", ["{}/nosuch"], 2, "does not exist"),
-    ("source empty", [""], 2, "empty"),
-    ("source a file", ["{}/file"], 2, "not a directory"),
-    ("source a loop", ["{}/loop"], 2, "loop of symbolic links"),
-    ("source a device", ["/dev/null"], 2, "not a directory"),
-    ("source too long", ["/" + "x" * 5000], 1, "name"),
-    ("source with an escape", ["{}/\x1b[31m"], 2, "does not exist"),
-    ("source with a line break", ["{}/a\nb"], 2, "does not exist"),
-    ("source not text", ["{}/\udcff"], 2, "does not exist"),
-    ("tier without size", ["{}/src", "--tier", "/tmp"], 2, "PATH=SIZE"),
-    ("tier without path", ["{}/src", "--tier", "=5G"], 2, "PATH=SIZE"),
-    ("tier of nothing", ["{}/src", "--tier", "/tmp=0"], 2, "not a size"),
-    ("tier negative", ["{}/src", "--tier", "/tmp=-5G"], 2, "not a size"),
-    ("tier beyond all", ["{}/src", "--tier", "/tmp=999999P"], 2, "not a size"),
-    ("tier above all", ["{}/src", "--tier", "/tmp=101%"], 2, "100%"),
-    ("tier twice", ["{}/src", "--tier", "/tmp=1G", "--tier", "/tmp=2G"], 2, "twice"),
-    ("tier nowhere", ["{}/src", "--tier", "{}/no/such/dir=1G"], 2, "does not exist"),
-    ("tier a file", ["{}/src", "--tier", "{}/file=1G"], 2, "not a directory"),
-    ("tier in proc", ["{}/src", "--tier", "/proc/nothing=1G"], 2, "--tier"),
-    ("epochs none", ["{}/src", "--epochs", "0"], 2, "count"),
-    ("epochs negative", ["{}/src", "--epochs", "-3"], 2, "count"),
-    ("epochs a fraction", ["{}/src", "--epochs", "1.5"], 2, "count"),
-    ("timeout none", ["{}/src", "--timeout", "0"], 2, "time limit"),
-    ("timeout a word", ["{}/src", "--timeout", "soon"], 2, "not a time"),
-    ("timeout without end", ["{}/src", "--timeout", "inf"], 2, "not a time"),
-    ("user unknown", ["{}/src", "--user", "nosuchuser"], 2, "no user"),
-    ("option unknown", ["{}/src", "-o", "nosuch=1"], 2, "not known"),
-    ("option refused", ["{}/src", "-o", "rw"], 2, "read-only"),
-    ("configuration missing", ["{}/src", "--config", "{}/none.toml"], 2, "cannot read"),
-    ("configuration no TOML", ["{}/src", "--config", "{}/file"], 2, "not TOML"),
-    ("flag unknown", ["{}/src", "--nosuch"], 2, "there is no option"),
-]
-
-
 @pytest.fixture
 def place(work: Bench) -> Path:
     (work.path / "src").mkdir()
@@ -310,22 +263,6 @@ def place(work: Bench) -> Path:
     (work.path / "file").write_bytes(b"no TOML, no directory")
     (work.path / "loop").symlink_to("loop")
     return work.path
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "word"), [c[1:] for c in BAD], ids=[c[0] for c in BAD]
-)
-def test_bad_input_is_one_clear_line(
-    place: Path, arguments: list[str], code: int, word: str
-) -> None:
-    before = sorted(place.rglob("*"))
-    done = run("plan", "--quick", *(a.replace("{}", str(place)) for a in arguments))
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("monarchfs: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert word in done.stderr
-    assert sorted(place.rglob("*")) == before
 
 
 @requires_root
@@ -532,17 +469,6 @@ def test_measured_rates_make_times(place: Path) -> None:
     assert seconds["plain_total"] == pytest.approx(3 * seconds["plain_epoch"])
     assert seconds["saved"] == pytest.approx(seconds["plain_total"] - seconds["total"])
     assert sorted(p.name for p in place.iterdir()) == ["file", "loop", "src"], "nothing is left"
-
-
-def test_for_people(place: Path) -> None:
-    done = run("plan", str(place / "src"), "--tier", f"{place}/t=1G")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", "no terminal, no progress"
-    lines = done.stdout.splitlines()
-    assert lines[0] == f"{place}/src: 1 files, 4.9K, 1 directories"
-    assert [line.split()[0] for line in lines[1:]] == [
-        *("sizes", "tier", "resident", "remote", "source", "rates", "filling", "an", "10"),
-    ]
 
 
 def test_an_empty_source(place: Path) -> None:

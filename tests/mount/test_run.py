@@ -22,7 +22,6 @@ from tests.support.mounting import (
     fuse_mounts,
     processes_about,
     requires_mounts,
-    run,
     wait_for,
 )
 from tests.support.private_mounts import GROUP, NOBODY, Place, left_clean, lines_of, make_place
@@ -259,14 +258,6 @@ def test_a_command_that_cannot_be_run_has_the_shells_exit_codes(place: Place) ->
     done = place.run(str(place.source / "file"))
     assert done.returncode == 126
     assert done.stderr == f"monarchfs: cannot run {place.source}/file: Permission denied\n"
-
-
-@pytest.mark.parametrize("words", [[], ["--"], ["ls"], ["--no-such-option", "--", "ls"]])
-def test_wrong_usage_runs_nothing(words: list[str]) -> None:
-    done = run("run", "/tmp", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("monarchfs: ")
-    assert done.stderr.count("\n") == 1
 
 
 def test_without_a_mount_the_command_runs_all_the_same(place: Place) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from monarchfs.slurm.report import (
 )
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import interpreter_for
+from tests.support.golden import Golden
 from tests.support.mounting import Bench, requires_root, run
 
 
@@ -133,24 +135,9 @@ def test_a_status_that_says_little(odd: dict[str, Any]) -> None:
     assert "-" in page(job_report(1, "alice", "n1", 0, 1, [one]))
 
 
-def test_the_page() -> None:
-    datasets = [
-        report(None, status(), (8,)),
-        unmounted_report("W", "/other", "it hangs"),
-        report(None, None),
-    ]
-    text = page(job_report(7, "alice", "n1", 1000, 1090, datasets))
-    assert text.startswith("job 7 of alice on n1: from ")
-    assert ", 1 min 30 s\n" in text
-    assert "shared           with job 8: these numbers are theirs, too\n" in text
-    assert "served locally   75% of 40 opens, 75% of 3.9K of files opened\n" in text
-    assert "source           900 bytes read in 30 operations; spared 3.0K and 30 opens\n" in text
-    assert "resident         all of it after 1 min, 9 files; 75 bytes used\n" in text
-    assert "not mounted, the job was given the source itself: it hangs\n" in text
-    assert "the mount did not answer at the job's end" in text
+def test_the_pages(golden: Golden) -> None:
+    """Of datasets that were mounted, were not, did not answer; and what all nodes of a job read."""
 
-
-def test_what_all_nodes_of_a_job_read() -> None:
     def on(node: str, read: int, peers: int, *, whole: bool = True) -> dict[str, Any]:
         idle = 60.0 if whole else None
         now = status(
@@ -159,20 +146,20 @@ def test_what_all_nodes_of_a_job_read() -> None:
             prefetch__idle_since_uptime_seconds=idle,
             tiers=[{"used_bytes": 3000}],
         )
-        return job_report(7, "alice", node, 0, 1, [report(None, now), report(None, None)])
+        return job_report(7, "alice", node, 1000, 1001, [report(None, now), report(None, None)])
 
-    assert job_totals([on("n1", 1000, 0)]) == ""
-    assert "peers            1.9K read from them\n" in page(on("n1", 1000, 1990))
-    assert "peers" not in page(on("n1", 1000, 0))
-    nodes = [on("n1", 1100, 2000), on("n2", 900, 2000), on("n3", 1300, 1000, whole=False)]
-    assert job_totals(nodes).splitlines() == [
-        "all 3 nodes",
-        "",
-        "/data",
-        "  source           3.2K read: 1.10 x what a node has (2.9K)",
-        "  peers            4.9K read from them",
+    datasets = [
+        report(None, status(), (8,)),
+        unmounted_report("W", "/other", "it hangs"),
+        report(None, None),
     ]
-    assert " x " not in job_totals([on("n1", 1, 0, whole=False), on("n2", 1, 0, whole=False)])
+    nodes = [on("n1", 1100, 2000), on("n2", 900, 0), on("n3", 1300, 1000, whole=False)]
+    pages = [page(job_report(7, "alice", "n1", 1000, 1090, datasets)), *map(page, nodes)]
+    assert job_totals(nodes[:1]) == ""
+    pages += [job_totals(nodes), job_totals([on("n1", 1, 0, whole=False), nodes[2]])]
+    golden(
+        "job-report.txt", "\n".join(re.sub(r"\d{4}-[\d-]+ [\d:]+", "<then>", one) for one in pages)
+    )
 
 
 @requires_root

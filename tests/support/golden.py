@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 DIRECTORY = Path(__file__).parents[1] / "golden"
@@ -18,3 +19,11 @@ class Golden:
         if self._update:
             path.write_text(text, encoding="utf-8")
         assert text == path.read_text(encoding="utf-8"), f"{path}: see --update-golden"
+
+
+def unfolded(out: str) -> list[str]:
+    """Lines; of an object that is printed on one, a line for each of its keys."""
+    if not out.startswith("{"):
+        return out.splitlines()
+    assert out.count("\n") == 1
+    return ["{", *(f"  {key}: {json.dumps(value)}" for key, value in json.loads(out).items()), "}"]
