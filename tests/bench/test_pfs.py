@@ -364,6 +364,35 @@ def test_what_a_released_file_is_asked_for(backing: Path, mounted: Mounter) -> N
     assert not layout.released
 
 
+def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mounter) -> None:
+    with (backing / "holes").open("wb") as file:
+        file.truncate(10 * MIB)
+        file.seek(5 * MIB)
+        file.write(b"x" * 4096)
+    set_layout(backing / "holes", released=True)
+    pfs = mounted(targets=4)
+    with (pfs.path / "holes").open("rb", buffering=0) as file:
+        assert pfs.requests().recall == 0
+        assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 5 * MIB
+        assert os.lseek(file.fileno(), 5 * MIB, os.SEEK_HOLE) == 5 * MIB + 4096
+        assert pfs.requests().recall == 1
+        assert pfs.requests().seek == 2
+
+
+def test_how_large_reads_are(backing: Path, mounted: Mounter) -> None:
+    pfs = mounted()
+    script = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
+buffers = [memoryview(__import__("mmap").mmap(-1, int(size))) for size in sys.argv[2:]]
+for buffer in buffers:
+    os.preadv(fd, [buffer], 0)
+"""
+    python(script, pfs.path / "large", 4096, 256 << 10, 2 * MIB)
+    sizes = {size: count for size, count in pfs.read_sizes().items() if count}
+    assert sizes == {4096: 1, 256 << 10: 1, MIB: 2}
+
+
 def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
     """Of a cold open, read and close by Python, which asks for the size, too: an enqueue, a
     glimpse, a close, as measured there. A later open is an enqueue, as an attribute is."""
