@@ -45,6 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write the files of tests/golden anew"
     )
+    parser.addoption(
+        "--record-scenarios",
+        action="store_true",
+        help="write tests/scenarios anew, as they go now",
+    )
 
 
 def is_quick(item: pytest.Item) -> bool:

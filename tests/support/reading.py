@@ -1,0 +1,234 @@
+"""A process that opens and reads files as it is told: a test itself must not hang in a mount.
+
+It answers JSON lines on standard input, ``[CALL, ARGUMENT...]``, with a JSON line on standard
+output: ``{"result": ...}``, ``{"error": ERRNO}`` by its name, or ``{"wrong": TEXT}``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import mmap
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "tests.support.reading"]
+MIB = 1 << 20
+MOST_WHOLE_BYTES = MIB
+"""What ``loop`` reads as a whole, too."""
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class Reader:
+    """The one who asks. Changing: ``held``, names of files that the process has open."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        """``command`` runs `COMMAND`, maybe as another user."""
+        self.held: list[str] = []
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
+
+    def tell(self, *call: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(call) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """Raises OSError if the process had one, AssertionError if it read something wrong."""
+        assert self.process.stdout is not None
+        answer = json.loads(self.process.stdout.readline() or '{"wrong": "the reader died"}')
+        if "error" in answer:
+            raise OSError(getattr(errno, answer["error"]), "in a reader")
+        assert "wrong" not in answer, answer["wrong"]
+        return answer["result"]
+
+    def ask(self, *call: object) -> Any:
+        self.tell(*call)
+        return self.answer()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=30)
+
+
+# -- in the process
+
+_fds: dict[str, int] = {}
+
+
+def _drop(fd: int) -> None:
+    """So that the kernel asks."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _whole(fd: int) -> bytes:
+    data = b""
+    while piece := os.pread(fd, MIB, len(data)):
+        data += piece
+    return data
+
+
+def _mapped(fd: int) -> bytes:
+    with mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) as pages:
+        return pages[:]
+
+
+def _direct(fd: int) -> bytes:
+    size, page, data = os.fstat(fd).st_size, mmap.mmap(-1, MIB), b""
+    while len(data) < size:
+        data += page[: os.preadv(fd, [page], len(data))]
+    return data
+
+
+WAYS = {"whole": _whole, "again": _whole, "mapped": _mapped, "direct": _direct}
+
+
+def _read_file(path: str, way: str) -> str:
+    fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if way == "direct" else 0))
+    try:
+        if way != "again":
+            _drop(fd)
+        return digest(WAYS[way](fd))
+    finally:
+        os.close(fd)
+
+
+def _read(root: str, names: list[str], way: str, seed: int) -> dict[str, str]:
+    """Digests by name; the order is random if there is a seed."""
+    if seed:
+        random.Random(seed).shuffle(names)
+    return {name: _read_file(f"{root}/{name}", way) for name in names}
+
+
+def _read_at_once(root: str, names: list[str]) -> dict[str, str]:
+    """By a thread each; an error in place of the digest."""
+    found = {}
+
+    def read(name: str) -> None:
+        try:
+            found[name] = _read_file(f"{root}/{name}", "whole")
+        except OSError as error:
+            found[name] = errno.errorcode[error.errno or 0]
+
+    threading.stack_size(1 << 16)
+    threads = [threading.Thread(target=read, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _part(root: str, name: str, offset: int, size: int, way: str) -> str:
+    fd = os.open(f"{root}/{name}", os.O_RDONLY | (os.O_DIRECT if way == "direct" else 0))
+    try:
+        page = mmap.mmap(-1, size)
+        return digest(page[: os.preadv(fd, [page], offset)])
+    finally:
+        os.close(fd)
+
+
+def _open(root: str, names: list[str]) -> None:
+    for name in names:
+        _fds[name] = os.open(f"{root}/{name}", os.O_RDONLY)
+
+
+def _held(names: list[str]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        _drop(_fds[name])
+        found[name] = digest(_whole(_fds[name]))
+    return found
+
+
+def _close(names: list[str]) -> None:
+    for name in names:
+        os.close(_fds.pop(name))
+
+
+def _list(path: str) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+def _stat(path: str) -> int:
+    return os.stat(path).st_size
+
+
+def _loop(root: str, names: Sequence[str], truth: str, seed: int) -> int:
+    """Here and there until another line comes, with the largest file open all the while, and the
+    directory listed; how often."""
+    chance, rounds = random.Random(seed), 0
+    contents = {name: Path(truth, name).read_bytes() for name in names}
+    listing = sorted(os.listdir(truth))
+    largest = max(names, key=lambda name: len(contents[name]))
+    held = os.open(f"{root}/{largest}", os.O_RDONLY)
+    print(json.dumps({"result": "reading"}), flush=True)
+    while rounds < 10 or not select.select([sys.stdin], [], [], 0)[0]:
+        name = chance.choice(names)
+        fd = os.open(f"{root}/{name}", os.O_RDONLY)
+        _drop(fd)
+        if len(contents[name]) <= MOST_WHOLE_BYTES:
+            assert _whole(fd) == contents[name], f"{name}: wrong bytes"
+        else:
+            _compare(fd, name, contents[name], chance)
+        os.close(fd)
+        _drop(held)
+        _compare(held, largest, contents[largest], chance)
+        assert sorted(os.listdir(root)) == listing, "names are missing"
+        rounds += 1
+    os.close(held)
+    return rounds
+
+
+def _compare(fd: int, name: str, data: bytes, chance: random.Random) -> None:
+    at = chance.randrange(len(data))
+    assert os.pread(fd, 5000, at) == data[at : at + 5000], f"{name}: wrong bytes at {at}"
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    **{"read": _read, "read at once": _read_at_once, "part": _part, "open": _open, "held": _held},
+    **{"close": _close, "list": _list, "stat": _stat, "loop": _loop, "end": lambda: None},
+}
+
+
+def main() -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+    signal.siginterrupt(signal.SIGUSR1, True)
+    # Not by sys.stdin's buffer, which would hide from select(2) that there is another line.
+    for line in iter(_line, ""):
+        name, *arguments = json.loads(line)
+        try:
+            answer = {"result": CALLS[name](*arguments)}
+        except OSError as error:
+            answer = {"error": errno.errorcode[error.errno or 0]}
+        except AssertionError as error:
+            answer = {"wrong": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+def _line() -> str:
+    found = b""
+    while not found.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return ""
+        found += byte
+    return found.decode()
+
+
+if __name__ == "__main__":
+    main()
