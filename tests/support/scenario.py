@@ -38,6 +38,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from monarchfs.cli.main import main
 from monarchfs.config.places import OWNER
 from monarchfs.control import client
 from monarchfs.control.registration import Registered
@@ -132,7 +133,7 @@ class Scenario:
         self._base["source.read_bytes"] = before["read_bytes"]
 
     def umount(self) -> None:
-        assert self._mnt.umount().returncode == 0
+        self._command("umount", str(self._mnt.path), "--timeout", "20")
         self._work.mounts.remove(self._mnt)
         self._mount = None
 
@@ -176,8 +177,7 @@ class Scenario:
 
     def command(self, *words: str) -> None:
         """``monarchfs COMMAND MOUNTPOINT ARGUMENTS``."""
-        done = run(words[0], str(self._mnt.path), *words[1:])
-        assert done.returncode == 0, done.stderr
+        self._command(words[0], str(self._mnt.path), *words[1:])
         self._restarts += words[0] == "restart"
 
     def order(self, *words: str) -> None:
@@ -211,6 +211,14 @@ class Scenario:
     def reason(self, name: str, *words: str) -> None:
         """``user.monarchfs.reason`` comes to have these words."""
         wait_for(lambda: " ".join(words) in self._xattr(name, "reason"), f"{name}: {words}")
+
+    def _command(self, *arguments: str) -> None:
+        """In this process, where it is this user's: that takes half the time."""
+        if self._user is None:
+            assert main(arguments) == 0, arguments
+        else:
+            done = run(*arguments, user=self._user)
+            assert done.returncode == 0, done.stdout + done.stderr
 
     @property
     def _mnt(self) -> Mount:
@@ -492,8 +500,7 @@ class Scenario:
             wait_for(equal, f"the tree to be the source's: {found}")
         self._rest()
         self.umount()
-        done = run("fsck", f"{self._work.path}/state", "--checksum", user=self._user)
-        assert done.returncode == 0, done.stdout + done.stderr
+        self._command("fsck", f"{self._work.path}/state", "--checksum")
 
     def tear_down(self) -> None:
         """The same of one that did not; whatever happened, nobody waits, and no disk is left."""
