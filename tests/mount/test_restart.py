@@ -27,7 +27,8 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
-from tests.support.processes import READER, Processes, clean_after, open_slots, some_files
+from tests.support.processes import Processes, clean_after, some_files
+from tests.support.scenario import play
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
@@ -97,46 +98,105 @@ def handed_over(request: pytest.FixtureRequest, work: Bench) -> None:
         work.mount = with_journal  # type: ignore[method-assign]
 
 
+UNDER_READERS = """
+file f{0..39} 110000; file long 5000000
+mount --evict lru tier=6M
+loop one; loop another
+kill worker times=6; kill worker SIGSEGV SIGTERM
+end one; end another
+"""
+"""Copying and evicting go on meanwhile: not all fits into the tier."""
+
+
 @pytest.mark.usefixtures("open_device")
 @pytest.mark.parametrize("user", [None, NOBODY], ids=["root", "user"])
-def test_killed_under_readers(work: Bench, processes: Processes, user: str | None) -> None:
-    """Copying and evicting go on meanwhile: not all fits into the tier."""
-    source = work.path / "source"
-    some_files(source, 40, 110_000)
-    (source / "long").write_bytes(trees.random_bytes(5_000_000, 99))
-    work.path.chmod(0o1777)
-    mount = work.mount(source, "--evict", "lru", tier="6M", user=user)
-    readers = [processes.start(READER, source, mount.path, "long", user=user) for _ in range(2)]
-    for reader in readers:
-        assert reader.line() == "reading"
-    chance = random.Random(7)
-    for number in [signal.SIGKILL] * 6 + [signal.SIGSEGV, signal.SIGTERM]:
-        kill(mount, number)
-        time.sleep(chance.uniform(0, 0.3))
-    for reader in readers:
-        reader.end()
-    assert mount.status()["worker"]["restarts"] == 8
-    clean_after(work, mount)
+def test_killed_under_readers(work: Bench, user: str | None) -> None:
+    play(work, UNDER_READERS, user=user)
 
 
-def test_killed_while_reads_wait_for_the_source(
-    work: Bench, faulty: FaultySource, processes: Processes
-) -> None:
-    """Some wait for what is being copied, some for what will not be kept: a third of it fits."""
-    some_files(faulty.backing, 9, 6_000_000)
-    mount = work.mount(faulty.path, "--evict", "lru", tier="18M")
-    faulty.faults(delay=0.005)
-    readers = [processes.start(READER, faulty.backing, mount.path, "f0") for _ in range(3)]
-    for reader in readers:
-        assert reader.line() == "reading"
-    chance = random.Random(8)
-    for _ in range(8):
-        time.sleep(chance.uniform(0, 0.3))
-        kill(mount)
-    for reader in readers:
-        reader.end()
-    faulty.faults()
-    clean_after(work, mount)
+CASES = {
+    "killed while reads wait for the source": """
+file f{0..8} 6000000
+mount --evict lru tier=18M
+slow seconds=0.005; loop one; loop two; loop three
+kill worker times=8
+end one; end two; end three
+""",
+    "replaced on purpose under readers": """
+file f{0..19} 110000; file long 5000000
+mount --freshness ttl=60
+loop reader
+command restart --json; command restart --json; command restart --json
+end reader
+""",
+    "descriptors across restarts": """
+file f{0..3} 300000
+mount --freshness ttl=0.1
+open holder; check all are open
+kill worker; check they still are; close holder f0; held holder f3
+kill worker; check three are; close holder f1; held holder f3
+kill worker; check two are; close holder f2; held holder f3
+open holder f0; held holder; close holder
+""",
+    "descriptors on files that were replaced": """
+file f0 300000; file remote 3000000
+mount --freshness ttl=0.1 tier=1M
+open holder; held holder; idle
+replace f0 2000; replace remote 2000
+kill worker; held holder f0 old=1; held holder remote error=ESTALE; same
+kill worker; held holder f0 old=1; held holder remote error=ESTALE; same
+close holder
+""",
+    "pages of an outdated file that is open": """
+file f0 3000000
+mount --freshness ttl=0.1 --prefetch none
+open holder; held holder
+file f0 3000000; kill worker; same
+held holder error=ESTALE|none; close holder
+""",
+    "an open that is carried out twice is one handle": """
+file f{0..1} 50000
+mount --freshness ttl=60
+hang open *; begin_open holder f0; until requests.waiting = 1
+kill worker; until requests.waiting = 1
+kill worker; until requests.waiting = 1
+heal; finish holder; check one is open
+held holder; close holder
+""",
+    "who waits across a restart can be killed": """
+file f0 10
+mount --freshness ttl=60
+hang open *; begin_open waiter f0; until requests.waiting = 1
+kill worker; until requests.waiting = 1
+kill waiter; heal; until requests.waiting = 0
+""",
+    "also who was signalled before": """
+file f0 10
+mount --freshness ttl=60
+hang open *; begin_open waiter f0; until requests.waiting = 1
+signal waiter D; kill worker; until requests.waiting = 1
+kill waiter; heal; until requests.waiting = 0
+""",
+    "copying goes on": """
+file d/{0..29} 50000; file opened 8000000
+mount --freshness ttl=60
+slow seconds=0.05; command warm d; part opened 0 10
+kill worker; kill worker; heal
+until files.resident = 31
+""",
+    "a stopped worker is replaced": """
+file f{0..2} 50000
+mount --freshness ttl=60
+stop worker; read; death no sign of life
+""",
+}
+"""Of an outdated file, the dead worker may not have come to telling the kernel. Copying goes on of
+files that somebody asked for, and of one that was being copied after it was opened."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(work: Bench, case: str) -> None:
+    play(work, CASES[case])
 
 
 STATTER = """
@@ -177,22 +237,6 @@ def test_killed_while_it_takes_its_first_requests(work: Bench, processes: Proces
     clean_after(work, mount)
 
 
-def test_replaced_on_purpose_under_readers(work: Bench, processes: Processes) -> None:
-    source = work.path / "source"
-    some_files(source, 20, 110_000)
-    (source / "long").write_bytes(trees.random_bytes(5_000_000, 99))
-    mount = work.mount(source)
-    reader = processes.start(READER, source, mount.path, "long")
-    assert reader.line() == "reading"
-    for count in range(1, 4):
-        done = run("restart", str(mount.path), "--json")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert mount.status()["worker"]["restarts"] == count
-    reader.end()
-    assert mount.status()["worker"]["last_death"] is None
-    clean_after(work, mount)
-
-
 def test_what_was_evicted_by_hand_is_not_copied_again(work: Bench) -> None:
     """Some of the copies are still there when the worker dies; the next one removes them."""
     contents = some_files(work.path / "source", 60, 1_100_000)
@@ -210,117 +254,6 @@ def test_what_was_evicted_by_hand_is_not_copied_again(work: Bench) -> None:
     report = mount.wait_idle()
     assert (report["files"]["resident"], report["prefetch"]["completed"]) == (0, len(contents))
     assert not names & {path.name for path in copies.rglob("*")}
-    clean_after(work, mount)
-
-
-def test_descriptors_across_restarts(work: Bench, processes: Processes) -> None:
-    contents = some_files(work.path / "source", 4, 300_000)
-    mount = work.mount(work.path / "source", "--freshness", "ttl=0.1")
-    holder = processes.start(HOLDER)
-    for name in contents:
-        assert holder.ask("open", mount.path / name) == "ok"
-    mount.wait_idle()
-    assert open_slots(mount) == 4
-    for count in range(3):
-        kill(mount)
-        assert open_slots(mount) == 4 - count
-        assert holder.ask("close", mount.path / f"f{count}") == "ok"
-        wait_for(lambda: open_slots(mount) == 3 - count, "the release")  # noqa: B023
-        assert holder.ask("read", mount.path / "f3") == sha(contents["f3"])
-    assert holder.ask("open", mount.path / "f0") == "ok"
-    assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
-    for name in ("f0", "f3"):
-        assert holder.ask("close", mount.path / name) == "ok"
-    clean_after(work, mount)
-
-
-def test_a_descriptor_on_a_file_that_was_replaced(work: Bench, processes: Processes) -> None:
-    """All of it is local: it keeps its version. If not, there is nothing left to read."""
-    source = work.path / "source"
-    contents = some_files(source, 1, 300_000)
-    (source / "remote").write_bytes(trees.random_bytes(3_000_000, 5))
-    mount = work.mount(source, "--freshness", "ttl=0.1", tier="1M")
-    holder = processes.start(HOLDER)
-    for name in ("f0", "remote"):
-        assert holder.ask("open", mount.path / name) == "ok"
-        assert len(holder.ask("read", mount.path / name)) == 64
-    mount.wait_idle()
-    new = {name: trees.random_bytes(2_000, 6) for name in ("f0", "remote")}
-    for name, data in new.items():
-        (source / f"{name}.new").write_bytes(data)
-        (source / f"{name}.new").rename(source / name)
-    for _ in range(2):
-        kill(mount)
-        assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
-        assert holder.ask("read", mount.path / "remote") == os.strerror(116)
-        time.sleep(0.2)  # past the promise
-        for name, data in new.items():
-            assert (mount.path / name).read_bytes() == data
-    for name in ("f0", "remote"):
-        assert holder.ask("close", mount.path / name) == "ok"
-    clean_after(work, mount)
-
-
-def test_pages_of_an_outdated_file_that_is_open(work: Bench, processes: Processes) -> None:
-    """The dead worker may not have come to telling the kernel."""
-    source = work.path / "source"
-    contents = some_files(source, 1, 3_000_000)
-    mount = work.mount(source, "--freshness", "ttl=0.1", "--prefetch", "none")
-    holder = processes.start(HOLDER)
-    assert holder.ask("open", mount.path / "f0") == "ok"
-    assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
-    with open(source / "f0", "r+b") as file:
-        file.write(b"changed")
-    kill(mount)
-    changed = b"changed" + contents["f0"][7:]
-    time.sleep(0.2)
-    assert (mount.path / "f0").read_bytes() == changed
-    assert holder.ask("read", mount.path / "f0") in (sha(changed), os.strerror(116))
-    assert holder.ask("close", mount.path / "f0") == "ok"
-    clean_after(work, mount)
-
-
-def test_an_open_that_is_carried_out_twice_is_one_handle(
-    work: Bench, faulty: FaultySource, processes: Processes
-) -> None:
-    contents = some_files(faulty.backing, 2, 50_000)
-    mount = work.mount(faulty.path)
-    faulty.faults(hang=["open *"])
-    holder = processes.start(HOLDER)
-    holder.tell("open", mount.path / "f0")
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the open to wait")
-    for _ in range(2):
-        kill(mount)
-        wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "it to be asked again")
-    faulty.faults()
-    assert holder.line() == "ok"
-    assert open_slots(mount) == 1
-    assert holder.ask("read", mount.path / "f0") == sha(contents["f0"])
-    assert holder.ask("close", mount.path / "f0") == "ok"
-    clean_after(work, mount)
-
-
-@pytest.mark.parametrize("signalled", [False, True], ids=["killed", "signalled before"])
-def test_who_waits_across_a_restart_can_be_killed(
-    work: Bench, faulty: FaultySource, processes: Processes, signalled: bool
-) -> None:
-    """Also one whose process got its signal from the kernel's point of view long ago."""
-    some_files(faulty.backing, 1, 10)
-    mount = work.mount(faulty.path)
-    faulty.faults(hang=["open *"])
-    code = "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: None); open(sys.argv[1])"
-    waiter = processes.start(code, mount.path / "f0").process
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the open to wait")
-    if signalled:
-        waiter.send_signal(signal.SIGUSR1)
-        state = Path(f"/proc/{waiter.pid}/stat")
-        wait_for(lambda: state.read_text().rpartition(") ")[2][0] == "D", "it to be in D state")
-    kill(mount)
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "it to be asked again")
-    waiter.kill()
-    assert waiter.wait(20) == -signal.SIGKILL
-    faulty.faults()
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 0, "nothing to wait")
     clean_after(work, mount)
 
 
@@ -352,38 +285,6 @@ def test_a_worker_that_cannot_be_reaped_holds_nobody_up(
     assert holder.ask("read", mount.path / "hung") == sha(b"x" * 50_000)
     assert holder.ask("close", mount.path / "hung") == "ok"
     wait_for(lambda: not Path(f"/proc/{first}/stat").exists(), "the old worker to go")
-    clean_after(work, mount)
-
-
-def test_copying_goes_on(work: Bench, faulty: FaultySource) -> None:
-    """Of files that somebody asked for, and of one that was being copied after it was opened."""
-    contents = some_files(faulty.backing / "d", 30, 50_000)
-    (faulty.backing / "opened").write_bytes(trees.random_bytes(8_000_000, 3))
-    mount = work.mount(faulty.path)
-    faulty.faults(delay=0.05)
-    assert run("warm", str(mount.path), "d").returncode == 0
-    with open(mount.path / "opened", "rb") as file:
-        file.read(10)
-    for _ in range(2):
-        kill(mount)
-    faulty.faults()
-    count = len(contents) + 1
-    wait_for(lambda: mount.status()["files"]["resident"] == count, "all to be copied")
-    clean_after(work, mount)
-
-
-@pytest.mark.smoke
-def test_a_stopped_worker_is_replaced(work: Bench) -> None:
-    contents = some_files(work.path / "source", 3, 50_000)
-    mount = work.mount(work.path / "source")
-    os.kill(mount.worker_pid(), signal.SIGSTOP)
-    started = Stopwatch()
-    for name, data in contents.items():
-        assert (mount.path / name).read_bytes() == data
-    started.check(60)
-    report = mount.status()
-    assert report["worker"]["restarts"] == 1
-    assert "no sign of life" in report["worker"]["last_death"]["why"]
     clean_after(work, mount)
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import trees
+
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.support.reading"]
 MIB = 1 << 20
@@ -164,6 +166,10 @@ def _list(path: str) -> list[str]:
     return sorted(os.listdir(path))
 
 
+def _differences(source: str, mount: str) -> list[str]:
+    return trees.differences(Path(source), Path(mount))
+
+
 def _stat(path: str) -> int:
     return os.stat(path).st_size
 
@@ -201,7 +207,14 @@ def _compare(fd: int, name: str, data: bytes, chance: random.Random) -> None:
 
 CALLS: dict[str, Callable[..., Any]] = {
     **{"read": _read, "read at once": _read_at_once, "part": _part, "open": _open, "held": _held},
-    **{"close": _close, "list": _list, "stat": _stat, "loop": _loop, "end": lambda: None},
+    **{
+        "close": _close,
+        "list": _list,
+        "stat": _stat,
+        "differences": _differences,
+        "loop": _loop,
+        "end": lambda: None,
+    },
 }
 
 

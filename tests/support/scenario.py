@@ -45,7 +45,7 @@ from monarchfs.control.registration import Registered
 from monarchfs.exporter import wire
 from monarchfs.exporter.samples import Values
 from monarchfs.hints.client import find_mount
-from tests.support import surroundings, trees
+from tests.support import surroundings
 from tests.support.dataset import Dataset, bytes_of
 from tests.support.mounting import Bench, Mount, as_user, run, wait_for
 from tests.support.observation import (
@@ -480,8 +480,8 @@ class Scenario:
 
     def finish_all(self) -> None:
         """The end of a scenario that went well."""
+        assert not self._waited_for, f"nobody waited for {list(self._waited_for)}"
         for name in list(self._readers):
-            assert name not in self._waited_for, f"nobody waited for {name}"
             self._readers.pop(name).close()
         if self._mount is None:
             return
@@ -492,7 +492,8 @@ class Scenario:
         found: list[str] = []
 
         def equal() -> bool:
-            found[:] = trees.differences(self._source.path, self._mnt.path)
+            reader = self._reader("compares")
+            found[:] = reader.ask("differences", str(self._source.path), self._root)
             return not found
 
         if not equal():
