@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from tests.support import on_disk
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
 from tests.support.reader import Reader, reader
+from tests.support.scenario import play
 
 pytestmark = requires_fuse
 
@@ -71,66 +71,87 @@ def occupied(work: Bench) -> int:
     return sum(path.stat().st_blocks for path in replicas(work)) * 512
 
 
-@both
-def test_opens_and_bytes_are_counted(
-    work: Bench, process: Reader, freshness: tuple[str, ...]
-) -> None:
-    names = ("a", "bb", "ccc")
-    mount = resident(work, *names, freshness=freshness)
-    for name in names:
-        for _ in range(3):
-            fd = process.open(mount.path / name)
-            assert process.read(fd) == content(name)
-            process.close(fd)
-    served = mount.status()["served"]
-    assert served["local_opens"] == 9
-    assert served["local_file_bytes"] == 9 * SIZE
-    assert served["source_opens"] == 0
-    assert served["relayed_bytes"] >= 9 * SIZE
+RELAY = "mount --data-path relay --freshness"
+CASES = (
+    {
+        f"opens and bytes are counted ({freshness})": f"""
+file a bb ccc 300000
+{RELAY} {freshness} --prefetch all; until files.resident = 3
+read; read; read
+check read
+  served.local_opens 9
+  served.local_file_bytes 2700000
+  served.source_opens 0
+  served.relayed_bytes >=2700000
+"""
+        for freshness in ("ttl=3600", "immutable")
+    }
+    | {
+        f"a file that becomes resident while it is open ({freshness})": f"""
+file a 300000
+{RELAY} {freshness}
+open holder a; part a 0 10; until files.resident = 1; check copied
+held holder
+check read again
+  source_io.operations 0
+  served.source_opens 0
+close holder
+"""
+        for freshness in ("ttl=3600", "immutable")
+    }
+    | {
+        f"opens are told where it matters what is used ({option})": f"""
+file a 300000
+{RELAY} immutable {option} --prefetch all; until files.resident = 1
+read; read way=again; read way=again
+check read
+  served.local_opens 3
+"""
+        for option in ("--evict lru", "--touch-source 1d")
+    }
+    | {
+        "an open is free, and pages are kept": f"""
+file a 300000
+{RELAY} immutable --prefetch all; until files.resident = 1
+read; read way=again
+pause; read way=again; read way=again; read way=again; resume
+""",
+        "an open file is not evicted": f"""
+file a 300000
+{RELAY} ttl=3600 --prefetch all; until files.resident = 1
+open one a; open other a; close one
+command evict a
+check it is still there
+  files.resident 1
+held other; close other; check it is closed
+command evict a
+check it is gone
+  files.resident 0
+  tier1.used_bytes 0
+""",
+        "where nobody knows what is open, an evicted file is read from the source": f"""
+file a 300000
+{RELAY} immutable --prefetch all; until files.resident = 1
+open holder a; held holder; command evict a; until files.resident = 0
+held holder; read way=mapped; until files.resident = 1
+held holder; close holder
+""",
+        "what the source refuses is said by the first read": f"""
+file a b 300000
+{RELAY} immutable
+size; open holder
+remove a; replace b 12
+held holder a error=ENOENT|ESTALE; held holder b error=ESTALE
+same b; close holder
+""",
+    }
+)
 
 
 @pytest.mark.smoke
-def test_an_open_is_free_and_pages_are_kept(work: Bench, process: Reader) -> None:
-    """Without a message: the worker is stopped meanwhile."""
-    mount = resident(work, "a", freshness=IMMUTABLE)
-    fd = process.open(mount.path / "a")
-    assert process.again(fd) == content("a")
-    process.close(fd)
-    worker = psutil.Process(mount.worker_pid())
-    worker.suspend()
-    try:
-        for _ in range(3):
-            fd = process.open(mount.path / "a")
-            assert process.again(fd) == content("a")
-            process.close(fd)
-    finally:
-        worker.resume()
-
-
-def test_an_open_file_is_not_evicted(work: Bench, process: Reader) -> None:
-    mount = resident(work, "a", freshness=TTL)
-    first, second = process.open(mount.path / "a"), process.open(mount.path / "a")
-    process.close(first)
-    assert not evict(mount, "a")
-    assert process.read(second) == content("a")
-    assert occupied(work) >= SIZE
-    process.close(second)
-    wait_for(lambda: evict(mount, "a"), "the closed file to be evicted")
-    wait_for(lambda: not occupied(work), "its blocks to be given back")
-
-
-def test_a_file_that_is_evicted_while_it_is_open_is_read_from_the_source(
-    work: Bench, process: Reader
-) -> None:
-    """Where nobody knows what is open."""
-    mount = resident(work, "a", freshness=IMMUTABLE)
-    fd = process.open(mount.path / "a")
-    assert process.read(fd) == content("a")
-    assert evict(mount, "a")
-    assert process.read(fd) == content("a")
-    assert process.mapped(fd, 1000, 5000) == content("a")[1000:6000]
-    assert mount.wait_idle()["files"]["resident"] == 1
-    assert process.read(fd) == content("a")
+@pytest.mark.parametrize("case", CASES)
+def test_case(work: Bench, case: str) -> None:
+    play(work, CASES[case])
 
 
 @both
@@ -165,21 +186,6 @@ def test_replicas_that_somebody_spoiled(
     assert process.read(again) == b
 
 
-@both
-def test_a_file_that_becomes_resident_while_it_is_open(
-    work: Bench, process: Reader, freshness: tuple[str, ...]
-) -> None:
-    mount = work.mount(dataset(work, "a"), "--data-path", "relay", *freshness)
-    fd = process.open(mount.path / "a")
-    assert process.read(fd, 0, 10) == content("a")[:10]
-    assert mount.wait_idle()["files"]["resident"] == 1
-    before = mount.status()
-    assert process.read(fd) == content("a")
-    after = mount.status()
-    assert after["source_io"]["operations"] == before["source_io"]["operations"]
-    assert after["served"]["source_opens"] == 1
-
-
 def test_what_nobody_reads_is_closed(work: Bench, process: Reader) -> None:
     """A small file at once, a larger one after a while."""
     source = dataset(work, "small")
@@ -201,32 +207,6 @@ def test_what_nobody_reads_is_closed(work: Bench, process: Reader) -> None:
             assert open_in_source(name)
         wait_for(partial(is_closed, name), "the source to be closed")
         assert process.read(fd, 5, 10) == data[5:15]
-
-
-def test_what_the_source_refuses_is_said_by_the_first_read(work: Bench, process: Reader) -> None:
-    source = dataset(work, "a", "b")
-    mount = work.mount(source, "--data-path", "relay", *IMMUTABLE)
-    gone, replaced = process.open(mount.path / "a"), process.open(mount.path / "b")
-    (source / "a").unlink()
-    (source / "b").unlink()
-    (source / "b").write_bytes(b"another file")
-    with pytest.raises(OSError, match="in the reader") as failed:
-        process.read(gone)
-    assert failed.value.errno in (errno.ENOENT, errno.ESTALE)
-    with pytest.raises(OSError, match="in the reader") as failed:
-        process.read(replaced)
-    assert failed.value.errno == errno.ESTALE
-
-    def reads_the_new_one() -> bool:
-        fd = process.open(mount.path / "b")
-        try:
-            return process.read(fd) == b"another file"
-        except OSError:
-            return False
-        finally:
-            process.close(fd)
-
-    wait_for(reads_the_new_one, "the name to be looked up again")
 
 
 @requires_root
@@ -261,13 +241,3 @@ def test_permissions_of_a_mount_for_all(work: Bench) -> None:
         assert process.read(process.open(mount.path / "a")) == content("a")
         with pytest.raises(PermissionError):
             process.open(mount.path / "secret")
-
-
-@pytest.mark.parametrize("option", [("--evict", "lru"), ("--touch-source", "1d")], ids=str)
-def test_opens_are_told_where_it_matters_what_is_used(
-    work: Bench, process: Reader, option: tuple[str, str]
-) -> None:
-    mount = resident(work, "a", freshness=(*IMMUTABLE, *option))
-    for _ in range(3):
-        process.close(process.open(mount.path / "a"))
-    assert mount.status()["served"]["local_opens"] == 3

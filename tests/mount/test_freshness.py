@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings, trees
-from tests.support.mounting import Bench, Mount, requires_mounts, run, wait_for
+from tests.support.mounting import Bench, requires_mounts, run, wait_for
+from tests.support.scenario import play
 
 pytestmark = [*requires_mounts, pytest.mark.smoke]
 
@@ -47,12 +48,6 @@ def rewrite(path: Path) -> None:
         file.write(NEW)
 
 
-def replace(path: Path) -> None:
-    other = path.with_name("other")
-    other.write_bytes(NEW)
-    other.rename(path)
-
-
 def shorten(path: Path) -> None:
     os.truncate(path, 1000)
 
@@ -62,22 +57,38 @@ def append(path: Path) -> None:
         file.write(b"more")
 
 
-@pytest.mark.parametrize("change", [rewrite, replace, shorten, append])
+EVERY_OPEN = """
+file f 2M
+mount --freshness open --prefetch {prefetch}
+read; idle
+{change}; read; size
+idle; read
+remove f; missing f
+"""
+
+
+@pytest.mark.parametrize("change", ["file f 2M", "replace f 2M", "truncate f 1000", "append f 4"])
 @pytest.mark.parametrize("prefetch", ["none", "access"])
-def test_every_new_open_shows_it(
-    work: Bench, source: Path, change: Callable[[Path], None], prefetch: str
-) -> None:
-    mount = work.mount(source, "--freshness", "open", "--prefetch", prefetch)
-    assert (mount.path / "f").read_bytes() == OLD
-    mount.wait_idle()
-    change(source / "f")
-    assert (mount.path / "f").read_bytes() == (source / "f").read_bytes()
-    assert os.stat(mount.path / "f").st_size == os.stat(source / "f").st_size
-    mount.wait_idle()
-    assert (mount.path / "f").read_bytes() == (source / "f").read_bytes()
-    (source / "f").unlink()
-    with pytest.raises(FileNotFoundError):
-        os.stat(mount.path / "f")
+def test_every_new_open_shows_it(work: Bench, change: str, prefetch: str) -> None:
+    play(work, EVERY_OPEN.format(prefetch=prefetch, change=change))
+
+
+REFRESH = """
+file f 2M; file d/g 10
+mount --freshness immutable
+read; list d; missing new d/new; open holder f; idle
+file f 2M; remove d/g; file new d/new 3
+read f old=1; read d/g; missing new d/new
+command refresh
+same f new d/new d/g; list d
+held holder old=1; close holder
+"""
+"""Nothing of a change is seen before: that is what immutable means. What is open was local, and is
+one version."""
+
+
+def test_refresh_reaches_what_the_kernel_remembers(work: Bench) -> None:
+    play(work, REFRESH)
 
 
 def test_pages_of_a_file_that_is_mapped_are_dropped(work: Bench, source: Path) -> None:
@@ -169,47 +180,6 @@ def test_changes_within_one_tick_of_the_clock(work: Bench, coarse: Path, prefetc
             mount.wait_idle()
             assert through.read_bytes() == rewritten[1]
     assert alike > 0, "no change fell into the tick of another"
-
-
-def refresh(mount: Mount, path: str = "") -> None:
-    done = run("refresh", str(mount.path), *([path] if path else []))
-    assert done.returncode == 0, done.stderr
-
-
-def test_refresh_reaches_what_the_kernel_remembers(work: Bench, source: Path) -> None:
-    (source / "d").mkdir()
-    (source / "d/g").write_bytes(b"g")
-    mount = work.mount(source, "--freshness", "immutable")
-    assert (mount.path / "f").read_bytes() == OLD
-    assert sorted(os.listdir(mount.path / "d")) == ["g"]
-    assert (mount.path / "d/g").read_bytes() == b"g"
-    absent = [mount.path / "new", mount.path / "d/new"]
-    for path in absent:
-        with pytest.raises(FileNotFoundError):
-            os.stat(path)
-    held = os.open(mount.path / "f", os.O_RDONLY)
-    try:
-        mount.wait_idle()
-        rewrite(source / "f")
-        (source / "d/g").unlink()
-        for path in absent:
-            (source / path.relative_to(mount.path)).write_bytes(b"new")
-        # Nothing of that is seen: that is what immutable means.
-        assert (mount.path / "f").read_bytes() == OLD
-        assert (mount.path / "d/g").read_bytes() == b"g"
-        for path in absent:
-            with pytest.raises(FileNotFoundError):
-                os.stat(path)
-        refresh(mount)
-        wait_for(lambda: (mount.path / "f").read_bytes() == NEW, "the new version")
-        for path in absent:
-            wait_for(path.exists, "the kernel to forget that it is missing")
-            assert path.read_bytes() == b"new"
-        wait_for(lambda: not (mount.path / "d/g").exists(), "the kernel to forget a name")
-        assert sorted(os.listdir(mount.path / "d")) == ["new"]
-        assert os.pread(held, len(OLD), 0) == OLD, "it was local, and is one version"
-    finally:
-        os.close(held)
 
 
 def test_refresh_of_a_path_that_is_not_there(work: Bench, source: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from tests.support import trees
 from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, wait_for
+from tests.support.scenario import play
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
@@ -205,65 +205,72 @@ def test_a_request_that_waits_takes_little_memory(
     assert mount.umount(timeout=5).returncode == 0
 
 
+KILLED = """
+file c0 4000; directory d
+mount --freshness ttl=60
+hang {operation} *; {begin}
+until source.{operation} >= 1; until requests.waiting = 1
+kill waiter within={within}; {given_up}
+heal; until requests.waiting = 0
+read c0
+"""
+GIVEN_UP = "until requests.waiting = 0"
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("operation", ["lookup", "open", "read", "readdir"])
+@pytest.mark.parametrize(
+    ("operation", "begin", "given_up", "within"),
+    [
+        ("lookup", "begin waiter c0", GIVEN_UP, 1),
+        ("open", "begin waiter c0", GIVEN_UP, 1),
+        ("readdir", "begin_list waiter d", GIVEN_UP, 1),
+        # Readahead: nobody's request, it goes on for whoever wants the page.
+        ("read", "begin waiter c0", "", 1),
+        # The kernel does not tell of the signal.
+        ("read", "begin waiter c0 way=direct", "", 20),
+    ],
+)
 def test_a_waiting_process_dies_at_once(
-    work: Bench, source: FaultySource, readers: Readers, operation: str
+    work: Bench, operation: str, begin: str, given_up: str, within: int
 ) -> None:
-    fill(source, 0, 1)
-    (source.backing / "d").mkdir()
-    mount = work.mount(source.path)
-    source.faults(hang=[f"{operation} *"])
-    code = "import os, sys; os.listdir(sys.argv[1])" if operation == "readdir" else READER
-    reader = readers.start(code, mount.path / ("d" if operation == "readdir" else "c0"))
-    wait_for(lambda: source.counts()["operations"].get(operation), "the source to be asked")
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the request to wait")
-    started = Stopwatch()
-    reader.send_signal(signal.SIGKILL)
-    assert reader.wait(20) == -signal.SIGKILL
-    started.check(1)
-    if operation != "read":  # readahead: nobody's request, it goes on for whoever wants the page
-        wait_for(lambda: mount.status()["requests"]["waiting"] == 0, "the request to be given up")
-    source.faults()
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 0, "nothing to wait")
-    assert (mount.path / "c0").read_bytes() == b"cold"
+    words = {"operation": operation, "begin": begin, "given_up": given_up, "within": within}
+    play(work, KILLED.format(**words))
 
 
-def test_a_signal_that_does_not_kill_does_not_disturb(
-    work: Bench, source: FaultySource, readers: Readers
-) -> None:
-    fill(source, 0, 1)
-    mount = work.mount(source.path)
-    source.faults(hang=["read *"])
-    code = (
-        "import signal, sys\n"
-        "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
-        "signal.siginterrupt(signal.SIGUSR1, True)\n"
-        "sys.exit(0 if open(sys.argv[1], 'rb', buffering=0).read() == b'cold' else 1)\n"
-    )
-    reader = readers.start(code, mount.path / "c0")
-    wait_for(lambda: mount.status()["requests"]["waiting"] >= 1, "the request to wait")
-    for _ in range(3):
-        reader.send_signal(signal.SIGUSR1)
-    wait_for(lambda: mount.status()["requests"]["waiting"] >= 1, "the request to go on waiting")
-    source.faults()
-    assert reader.wait(30) == 0
+CASES = {
+    "a signal that does not kill does not disturb": """
+file c0 4000
+mount --freshness ttl=60
+hang read *; begin waiter c0; until requests.waiting >= 1
+signal waiter; signal waiter; signal waiter; until requests.waiting >= 1
+heal; finish waiter
+""",
+    "who was signalled before can still be killed": """
+file c0 4000
+mount --freshness ttl=60
+hang open *; begin waiter c0; until requests.waiting = 1
+signal waiter D; kill waiter
+""",
+    # Not look-ups: the kernel lets only one at a time into a directory of such a source.
+    "one hung file does not stop the others": """
+file r{0..59} 100000; file c{0..5} 4
+mount --freshness immutable
+hang open c{0..5}; begin_at_once waiter c{0..5}; until requests.waiting >= 6
+read r*; until files.resident = 60
+heal; finish waiter
+""",
+    "errors are the source's": """
+file c0 4
+mount --freshness ttl=60
+fail lookup c0 EIO; missing c0 error=EIO
+heal; size c0
+""",
+}
 
 
-def test_a_process_that_was_signalled_before_can_still_be_killed(
-    work: Bench, source: FaultySource, readers: Readers
-) -> None:
-    fill(source, 0, 1)
-    mount = work.mount(source.path)
-    source.faults(hang=["open *"])
-    code = f"import signal; signal.signal(signal.SIGUSR1, lambda *_: None); {READER}"
-    reader = readers.start(code, mount.path / "c0")
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the request to wait")
-    reader.send_signal(signal.SIGUSR1)
-    state = Path(f"/proc/{reader.pid}/stat")
-    wait_for(lambda: state.read_text().rpartition(") ")[2][0] == "D", "the reader to be in D state")
-    reader.kill()
-    assert reader.wait(20) == -signal.SIGKILL
+@pytest.mark.parametrize("case", CASES)
+def test_case(work: Bench, case: str) -> None:
+    play(work, CASES[case])
 
 
 DIRECT_READER = """
@@ -281,20 +288,6 @@ threads = [threading.Thread(target=read, args=(n,)) for n in range(count)]
 sys.exit(count - len(right))
 """
 """Not by the page cache: who waits for a page of it can be killed in any case."""
-
-
-def test_a_process_that_reads_with_o_direct_can_be_killed(
-    work: Bench, source: FaultySource, readers: Readers
-) -> None:
-    """The kernel does not tell of its signal."""
-    (source.backing / "f0").write_bytes(trees.random_bytes(2 << 20, 5))
-    mount = work.mount(source.path)
-    source.faults(hang=["read *"])
-    reader = readers.start(DIRECT_READER, mount.path / "f", 1, 0, "")
-    wait_for(lambda: source.counts()["operations"].get("read"), "the source to be asked")
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the request to wait")
-    reader.kill()
-    assert reader.wait(20) == -signal.SIGKILL
 
 
 @contextmanager
@@ -365,25 +358,6 @@ def test_a_source_that_hangs_at_the_end_of_a_file_holds_up_nobody(
 
 
 @pytest.mark.smoke
-def test_one_hung_file_does_not_stop_the_others(
-    work: Bench, source: FaultySource, readers: Readers
-) -> None:
-    contents = fill(source, 60, 6)
-    mount = work.mount(source.path, "--freshness", "immutable")
-    hung = [f"c{n}" for n in range(6)]
-    # Not look-ups: the kernel lets only one at a time into a directory of such a source.
-    source.faults(hang=[f"open {name}" for name in hung])
-    for name in hung:
-        readers.start(READER, mount.path / name)
-    wait_for(lambda: mount.status()["requests"]["waiting"] >= 6, "the readers to hang")
-    read_resident(mount, contents)
-    wait_for(
-        lambda: mount.status()["files"]["resident"] == len(contents),
-        "the other files to be copied",
-    )
-
-
-@pytest.mark.smoke
 def test_umount_returns_in_time_and_leaves_only_what_is_stuck(
     work: Bench, source: FaultySource, readers: Readers
 ) -> None:
@@ -443,13 +417,3 @@ def test_with_open_freshness_an_open_waits_for_the_source(
     assert reader.poll() is None
     source.faults()
     assert reader.wait(30) == 0
-
-
-def test_errors_while_hanging_are_not_invented(work: Bench, source: FaultySource) -> None:
-    fill(source, 0, 1)
-    mount = work.mount(source.path)
-    source.faults(fail={"lookup c0": errno.EIO})
-    with pytest.raises(OSError, match="Input/output error"):
-        os.stat(mount.path / "c0")
-    source.faults()
-    assert os.stat(mount.path / "c0").st_size == 4

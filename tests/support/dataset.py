@@ -15,12 +15,13 @@ from tests.support.mounting import FaultySource
 
 
 def expanded(word: str) -> list[str]:
-    """``f{0..2}`` is f0, f1 and f2."""
+    """``f{0..2}`` is f0, f1 and f2, and ``f{2..0}`` is f2, f1 and f0."""
     found = re.search(r"\{(\d+)\.\.(\d+)\}", word)
     if found is None:
         return [word]
     before, after = word[: found.start()], word[found.end() :]
-    numbers = range(int(found[1]), int(found[2]) + 1)
+    first, last = int(found[1]), int(found[2])
+    numbers = range(first, last + 1) if first <= last else range(first, last - 1, -1)
     return [name for number in numbers for name in expanded(f"{before}{number}{after}")]
 
 

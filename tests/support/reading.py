@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -174,16 +175,17 @@ def _stat(path: str) -> int:
     return os.stat(path).st_size
 
 
-def _loop(root: str, names: Sequence[str], truth: str, seed: int) -> int:
+def _loop(root: str, names: Sequence[str], truth: str, seed: int) -> tuple[int, float]:
     """Here and there until another line comes, with the largest file open all the while, and the
-    directory listed; how often."""
-    chance, rounds = random.Random(seed), 0
+    directory listed; how often, and how many seconds the longest round took."""
+    chance, rounds, worst = random.Random(seed), 0, 0.0
     contents = {name: Path(truth, name).read_bytes() for name in names}
     listing = sorted(os.listdir(truth))
     largest = max(names, key=lambda name: len(contents[name]))
     held = os.open(f"{root}/{largest}", os.O_RDONLY)
     print(json.dumps({"result": "reading"}), flush=True)
     while rounds < 10 or not select.select([sys.stdin], [], [], 0)[0]:
+        began = time.monotonic()
         name = chance.choice(names)
         fd = os.open(f"{root}/{name}", os.O_RDONLY)
         _drop(fd)
@@ -196,8 +198,9 @@ def _loop(root: str, names: Sequence[str], truth: str, seed: int) -> int:
         _compare(held, largest, contents[largest], chance)
         assert sorted(os.listdir(root)) == listing, "names are missing"
         rounds += 1
+        worst = max(worst, time.monotonic() - began)
     os.close(held)
-    return rounds
+    return rounds, worst
 
 
 def _compare(fd: int, name: str, data: bytes, chance: random.Random) -> None:

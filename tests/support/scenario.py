@@ -33,8 +33,8 @@ import subprocess
 import textwrap
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,10 @@ def allocated(directory: Path) -> int:
 
 
 class Scenario:
-    """Its methods without an underscore are steps. ``options`` are given to each mount, after the
-    scenario's own; ``user`` mounts and reads. Changing: ``observed``, at each check."""
+    """Its methods are steps, but for `play`, `workers`, `asked`, `finish_all` and `tear_down`.
+    ``options`` are given to each mount, after the scenario's own; ``user`` mounts and reads.
+    Changing: ``observed``, at each check; ``restarts`` and ``deaths``, how many there were of the
+    worker as far as the scenario knows."""
 
     def __init__(self, work: Bench, *options: str, user: str | None = None) -> None:
         self.observed: dict[str, Observed] = {}
@@ -96,7 +98,7 @@ class Scenario:
         self._mount: Mount | None = None
         self._mounted_with: tuple[tuple[str, ...], list[str]] = ((), [])
         self._changes_before = 0
-        self._restarts = self._deaths = 0
+        self.restarts = self.deaths = 0
         self._tells_opens = True
         self._chance = random.Random(7)
         self._paused = 0
@@ -104,9 +106,17 @@ class Scenario:
         self._readers: dict[str, Reader] = {}
         self._waited_for: dict[str, list[str]] = {}
 
-    def step(self, text: str) -> None:
-        """Carry out one."""
-        name, *words = shlex.split(text)
+    def play(self, text: str) -> None:
+        """Carry out the steps of a text without expectations."""
+        for step in ";".join(line.partition("#")[0] for line in text.splitlines()).split(";"):
+            if step.strip():
+                watch = Stopwatch()
+                print(step.strip(), end="", flush=True)  # shown where it fails
+                self._carry_out(step)
+                print(f"  [{watch.elapsed():.1f} s]")
+
+    def _carry_out(self, step: str) -> None:
+        name, *words = shlex.split(step)
         method = getattr(self if hasattr(self, name) else self._dataset, name)
         keys = inspect.signature(method).parameters
         named = dict(word.split("=", 1) for word in words if word.partition("=")[0] in keys)
@@ -127,7 +137,7 @@ class Scenario:
         options = *words, *self._options
         self._mount = self._work.mount(self._source.path, *options, tiers=specs, user=self._user)
         self._tells_opens = "immutable" not in options
-        self._restarts = self._deaths = 0
+        self.restarts = self.deaths = 0
         self._changes_before = self._dataset.changes
         self._base = {f"source.{name}": n for name, n in before["operations"].items()}
         self._base["source.read_bytes"] = before["read_bytes"]
@@ -137,31 +147,31 @@ class Scenario:
         self._work.mounts.remove(self._mnt)
         self._mount = None
 
-    def kill(self, who: str, *signals: str, times: str = "1") -> None:
-        """The ``worker``, the ``standby`` worker, or ``both``, once a signal, with pauses; or a
-        reader. Another worker serves afterwards."""
+    def kill(self, who: str, *signals: str, times: str = "1", within: str = "20") -> None:
+        """The ``worker``, the ``standby`` worker, or ``both``, once a signal, with pauses; another
+        worker serves afterwards. Or a reader, which is gone within so many seconds."""
         if who in self._readers:
-            self._kill_reader(who)
+            self._kill_reader(who, float(within))
             return
         for name in (signals or ("SIGKILL",)) * int(times):
             time.sleep(self._chance.uniform(0, 0.3) if int(times) > 1 else 0)
             serving = self._mnt.status()["worker"]
-            others = [pid for pid in self._workers() if pid != serving["pid"]]
+            others = [pid for pid in self.workers() if pid != serving["pid"]]
             victims = {"worker": [serving["pid"]], "standby": others}
             for pid in victims[who] if who != "both" else [*others, serving["pid"]]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, getattr(signal, name))
             if who != "standby":
-                self._restarts += 1
-                self._deaths += 1
+                self.restarts += 1
+                self.deaths += 1
                 wait_for(lambda: self._is_replaced(serving["restarts"]), "another worker")  # noqa: B023
 
     def stop(self, who: str) -> None:
         """The worker gets no processor any more; it will be replaced."""
         assert who == "worker"
         os.kill(self._mnt.worker_pid(), signal.SIGSTOP)
-        self._restarts += 1
-        self._deaths += 1
+        self.restarts += 1
+        self.deaths += 1
 
     def pause(self) -> None:
         """The same until ``resume``, which comes before that is noticed."""
@@ -178,15 +188,16 @@ class Scenario:
     def command(self, *words: str) -> None:
         """``monarchfs COMMAND MOUNTPOINT ARGUMENTS``."""
         self._command(words[0], str(self._mnt.path), *words[1:])
-        self._restarts += words[0] == "restart"
+        self.restarts += words[0] == "restart"
 
     def order(self, *words: str) -> None:
-        """Announce in which order files will be read."""
+        """Announce in which order files will be read; ``none``: no more of them."""
         found = find_mount(self._mnt.path)
         assert found is not None
+        names = [] if words == ("none",) else self._dataset.names(words)
         with found.connect() as connection:
-            names = b"\0".join(name.encode() for name in self._dataset.names(words))
-            connection.send_list({"command": "order", "stream": "test"}, [names])
+            joined = b"\0".join(name.encode() for name in names)
+            connection.send_list({"command": "order", "stream": "test"}, [joined])
 
     def drop_caches(self) -> None:
         Path("/proc/sys/vm/drop_caches").write_text("3")
@@ -234,7 +245,7 @@ class Scenario:
     def _metrics(self) -> Values:
         return wire.decode(client.request(self._daemon, {"command": "metrics"}, 30))
 
-    def _workers(self) -> list[int]:
+    def workers(self) -> list[int]:
         """The one that serves or starts, and the one that waits."""
         pid = self._daemon.entry.supervisor_pid
         found = []
@@ -243,6 +254,10 @@ class Scenario:
                 if b"--bootstrap-fd" in Path(f"/proc/{child}/cmdline").read_bytes():
                     found.append(int(child))
         return found
+
+    def asked(self) -> dict[str, Any]:
+        """The status, whoever serves."""
+        return client.request(self._daemon, {"command": "status"}, 5)
 
     def _is_replaced(self, restarts: int) -> bool:
         now = self._mnt.status()
@@ -375,10 +390,14 @@ class Scenario:
         truth = str(self._source.backing)
         assert self._reader(who).ask("loop", self._root, names, truth, seed) == "reading"
 
-    def end(self, who: str) -> None:
+    def end(self, who: str, within: str = "inf") -> None:
+        """No round of its took more than so many seconds."""
         self._readers[who].tell("end")
-        assert self._readers[who].answer() >= 10
+        rounds, worst = self._readers[who].answer()
         self._readers[who].answer()
+        print(f" {rounds} rounds, the worst {worst:.2f} s", end="")
+        assert rounds >= 10
+        assert worst < float(within)
 
     def list(self, *words: str) -> None:
         """Directories have the source's names."""
@@ -415,12 +434,11 @@ class Scenario:
         self._waited_for[who] = list(names)
         self._reader(who).tell(call, root, names, *more)
 
-    def _kill_reader(self, who: str) -> None:
-        """It goes at once, whatever it waits for."""
+    def _kill_reader(self, who: str, seconds: float) -> None:
         process, watch = self._readers[who].process, Stopwatch()
         process.kill()
-        assert process.wait(20) == -signal.SIGKILL
-        watch.check(1, f"{who} was killed")
+        assert process.wait(60) == -signal.SIGKILL
+        watch.check(seconds, f"{who} was killed")
         self._readers.pop(who).close()
         self._waited_for.pop(who, None)
 
@@ -468,9 +486,9 @@ class Scenario:
         report = self._mnt.status()
         worker = report["worker"]
         assert report["state"] == "serving", report["state"]
-        assert worker["restarts"] == self._restarts, worker
+        assert worker["restarts"] == self.restarts, worker
         assert (worker["error"], worker["not_understood"]) == (None, 0)
-        assert (worker["last_death"] is None) == (self._deaths == 0), worker["last_death"]
+        assert (worker["last_death"] is None) == (self.deaths == 0), worker["last_death"]
         for tier in report["tiers"]:
             assert tier["out_of_service"] is None, tier
             assert allocated(Path(tier["path"])) <= tier["capacity_bytes"], tier
@@ -560,19 +578,21 @@ def perform(
     work: Bench, script: Script, *options: str, user: str | None = None
 ) -> dict[str, Observed]:
     """The same without looking at what the checks name."""
+    with playing(work, *options, user=user) as scenario:
+        for line in script.lines:
+            scenario.play(line)
+    return scenario.observed
+
+
+@contextmanager
+def playing(work: Bench, *options: str, user: str | None = None) -> Iterator[Scenario]:
+    """A scenario that goes on as its caller says; at the end all that is always so is checked."""
     scenario = Scenario(work, *options, user=user)
     try:
-        for line in script.lines:
-            for step in line.partition("#")[0].split(";"):
-                if step.strip():
-                    watch = Stopwatch()
-                    print(step.strip(), end="", flush=True)  # shown where it fails
-                    scenario.step(step)
-                    print(f"  [{watch.elapsed():.1f} s]")
+        yield scenario
         scenario.finish_all()
     finally:
         scenario.tear_down()
-    return scenario.observed
 
 
 def differences(script: Script, observed: Mapping[str, Observed], *, complete: bool) -> list[str]:
