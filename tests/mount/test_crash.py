@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import trio
@@ -55,18 +55,15 @@ Crash = tuple[str, str, int]
 """The call, ``before`` or ``after`` it, and the how many-th of them."""
 
 
-def crashes(**times: int) -> list[Crash]:
-    """Of each of these calls, the first ones."""
+def crashes(text: str) -> list[Crash]:
+    """Before and after each of the first calls: ``index.sync*4`` are four."""
+    counted = [word.partition("*")[::2] for word in text.split()]
     return [
-        (call.replace("__", "."), when, nth)
-        for call, count in times.items()
-        for nth in range(1, count + 1)
+        (call, when, nth)
+        for call, count in counted
+        for nth in range(1, int(count or 1) + 1)
         for when in ("before", "after")
     ]
-
-
-def named(crash: Crash) -> str:
-    return "-".join(map(str, crash))
 
 
 # -- in the process that dies
@@ -183,19 +180,8 @@ def kill() -> Iterator[Kill]:
         stdin.close()
 
 
-@pytest.fixture
-def area(tmp_path: Path) -> Area:
-    """With two files in the fast tier, synced."""
-    return prepared(tmp_path, shares=False)
-
-
-@pytest.fixture
-def shared(tmp_path: Path) -> Area:
-    """The same where small copies share files."""
-    return prepared(tmp_path, shares=True)
-
-
 def prepared(path: Path, *, shares: bool) -> Area:
+    """With two files in the fast tier, synced; ``shares``: small copies share files."""
     area = Area(path)
     for name, data in FILES.items():
         area.write(name, data)
@@ -271,199 +257,130 @@ def check(area: Area, tmp_path: Path, crash: Crash, *, kept: bool = True) -> Non
     trio.run(partial(comes_up, area, b"first boot", kept=kept))
 
 
-WORK = crashes(
-    index__begin_copies=7,
-    index__put_replica=10,
-    index__drop_replicas=3,
-    index__file_gone=2,
-    index__mark_durable=1,
-    index__sync=1,
-    index__begin_listing=1,
-    index__add_entries=1,
-    index__finish_listing=1,
-    index__record_found_each=1,
-    files__create_part=2,
-    files__write=1,
-    files__write_unit=2,
-    files__write_whole=6,
-    files__finish_part=2,
-    files__remove=2,
-    files__remove_part=1,
-    files__mark_synced=1,
-    tier__sync=1,
-    cache__suspend=2,
-    moves___copy=1,
+class Mounts(NamedTuple):
+    """What happens before the mount of another crash: at ``first`` the one before was killed (None:
+    it was not), then the machine went down or not, and the index was lost or not."""
+
+    crashes: list[Crash]
+    first: Crash | None = None
+    shares: bool = False
+    reboots: bool = False
+    keeps_index: bool = True
+
+
+MOUNTS = {
+    "at work": Mounts(
+        crashes(
+            "index.begin_copies*7 index.put_replica*10 index.drop_replicas*3 "
+            "index.file_gone*2 index.mark_durable index.sync index.begin_listing "
+            "index.add_entries index.finish_listing index.record_found_each "
+            "files.create_part*2 files.write files.write_unit*2 files.write_whole*6 "
+            "files.finish_part*2 files.remove*2 files.remove_part files.mark_synced tier.sync "
+            "cache.suspend*2 moves._copy"
+        )
+    ),
+    "at work on shared files": Mounts(
+        crashes(
+            "index.begin_segments*2 index.put_replica*4 index.put_replicas*5 "
+            "index.drop_replicas*3 index.mark_durable*2 index.sync*4 index.segment_clean "
+            "segments._make*2 segments.write_each*8 segments.punch*3 lists.append*4 "
+            "tier.sync*4 moves._read sharing._punch_gaps"
+        ),
+        shares=True,
+    ),
+    "while it gives back what a crash left": Mounts(
+        crashes(
+            "sharing._punch_gaps*2 segments.punch index.segment_clean*2 segments.frees_punched*2"
+        ),
+        first=("segments.write_each", "after", 8),
+        shares=True,
+    ),
+    "while it gives back a new segment": Mounts(
+        crashes("segments.remove index.segment_gone"),
+        first=("segments._make", "after", 2),
+        shares=True,
+    ),
+    "while it clears up after a crash": Mounts(
+        crashes("index.file_gone files.discard"), first=("index.put_replica", "before", 3)
+    ),
+    "while it clears up after a reboot": Mounts(
+        crashes(
+            "index.begin_boot index.drop_replicas*2 index.file_gone*2 files.discard*2 "
+            "index.meta_put*2"
+        ),
+        first=("tier.sync", "before", 1),
+        reboots=True,
+    ),
+    "while a new index finds what is there": Mounts(
+        crashes("index.record_found_files*2 index.claim*2 index.meta_put*2"),
+        first=("files.mark_synced", "after", 1),
+        keeps_index=False,
+    ),
+    "while a new index removes what was not synced": Mounts(
+        crashes("files.remove*2"), first=("files.mark_synced", "before", 1), keeps_index=False
+    ),
+    "while it removes a segment without a list after a reboot": Mounts(
+        crashes("segments.remove index.segment_gone segments.data_ranges*2"),
+        first=("lists.append", "before", 1),
+        shares=True,
+        reboots=True,
+    ),
+    "while it punches gaps after a reboot": Mounts(
+        crashes("sharing._punch_gaps segments.punch index.segment_clean"),
+        first=("index.sync", "after", 4),
+        shares=True,
+        reboots=True,
+    ),
+    "while it drops records after a reboot": Mounts(
+        crashes("index.begin_boot index.drop_replicas*2 index.meta_put*2"),
+        first=("lists.append", "after", 2),
+        shares=True,
+        reboots=True,
+    ),
+    **{
+        f"while a new index finds shared files, killed {when} noting them": Mounts(
+            crashes(
+                "index.begin_segments*2 index.record_found_files*2 index.claim*2 index.meta_put*2"
+            ),
+            first=("lists.append", when, 2),
+            shares=True,
+            keeps_index=False,
+        )
+        for when in ("before", "after")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "crash"),
+    [(name, crash) for name, mounts in MOUNTS.items() for crash in mounts.crashes],
+    ids=str,
 )
-
-
-@pytest.mark.parametrize("crash", WORK, ids=named)
-def test_killed_at_work(area: Area, tmp_path: Path, kill: Kill, crash: Crash) -> None:
-    kill(area, b"first boot", crash)
-    check(area, tmp_path, crash)
-
-
-SHARED_WORK = crashes(
-    index__begin_segments=2,
-    index__put_replica=4,
-    index__put_replicas=5,
-    index__drop_replicas=3,
-    index__mark_durable=2,
-    index__sync=4,
-    index__segment_clean=1,
-    segments___make=2,
-    segments__write_each=8,
-    segments__punch=3,
-    lists__append=4,
-    tier__sync=4,
-    moves___read=1,
-    sharing___punch_gaps=1,
-)
-
-
-@pytest.mark.parametrize("crash", SHARED_WORK, ids=named)
-def test_killed_at_work_on_shared_files(
-    shared: Area, tmp_path: Path, kill: Kill, crash: Crash
-) -> None:
-    kill(shared, b"first boot", crash, shares=True)
-    check(shared, tmp_path, crash)
+def test_killed(tmp_path: Path, kill: Kill, name: str, crash: Crash) -> None:
+    mounts = MOUNTS[name]
+    area = prepared(tmp_path, shares=mounts.shares)
+    if mounts.first is not None:
+        kill(area, b"first boot", mounts.first, shares=mounts.shares)
+    if not mounts.keeps_index:
+        shutil.rmtree(area.state / "index")
+    boot_id = b"second boot" if mounts.reboots else b"first boot"
+    kill(area, boot_id, crash, shares=mounts.shares)
+    check(area, tmp_path, crash, kept=mounts.keeps_index)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("nth", [1, 3, 6])
 @pytest.mark.parametrize("indexed", [True, False])
-def test_killed_amid_a_record(
-    shared: Area, tmp_path: Path, kill: Kill, nth: int, indexed: bool
-) -> None:
+def test_killed_amid_a_record(tmp_path: Path, kill: Kill, nth: int, indexed: bool) -> None:
     """A part of it is written, and no record knows it."""
+    area = prepared(tmp_path, shares=True)
     crash = ("segments.write_each", "after", nth)
-    kill(shared, b"first boot", crash, shares=True)
-    newest = max(on_disk.segments(shared.path), key=lambda path: path.stat().st_mtime_ns)
+    kill(area, b"first boot", crash, shares=True)
+    newest = max(on_disk.segments(area.path), key=lambda path: path.stat().st_mtime_ns)
     os.truncate(newest, newest.stat().st_size - 5000)
     if not indexed:
-        shutil.rmtree(shared.state / "index")
-    check(shared, tmp_path, crash, kept=indexed)
-
-
-@pytest.mark.parametrize(
-    ("first", "crash"),
-    [
-        (("segments.write_each", "after", 8), crash)
-        for crash in crashes(
-            sharing___punch_gaps=2,
-            segments__punch=1,
-            index__segment_clean=2,
-            segments__frees_punched=2,
-        )
-    ]
-    + [
-        (("segments._make", "after", 2), crash)
-        for crash in crashes(segments__remove=1, index__segment_gone=1)
-    ],
-    ids=str,
-)
-def test_killed_while_it_gives_back_what_a_crash_left(
-    shared: Area, tmp_path: Path, kill: Kill, first: Crash, crash: Crash
-) -> None:
-    kill(shared, b"first boot", first, shares=True)
-    kill(shared, b"first boot", crash, shares=True)
-    check(shared, tmp_path, crash)
-
-
-@pytest.mark.parametrize(
-    "crash",
-    crashes(index__file_gone=1, files__discard=1),
-    ids=named,
-)
-def test_killed_while_it_clears_up_after_a_crash(
-    area: Area, tmp_path: Path, kill: Kill, crash: Crash
-) -> None:
-    kill(area, b"first boot", ("index.put_replica", "before", 3))
-    kill(area, b"first boot", crash)
-    check(area, tmp_path, crash)
-
-
-@pytest.mark.parametrize(
-    "crash",
-    crashes(
-        index__begin_boot=1,
-        index__drop_replicas=2,
-        index__file_gone=2,
-        files__discard=2,
-        index__meta_put=2,
-    ),
-    ids=named,
-)
-def test_killed_while_it_clears_up_after_a_reboot(
-    area: Area, tmp_path: Path, kill: Kill, crash: Crash
-) -> None:
-    kill(area, b"first boot", ("tier.sync", "before", 1))
-    kill(area, b"second boot", crash)
-    check(area, tmp_path, crash)
-
-
-@pytest.mark.parametrize(
-    "crash",
-    crashes(index__record_found_files=2, index__claim=2, index__meta_put=2),
-    ids=named,
-)
-def test_killed_while_a_new_index_finds_what_is_there(
-    area: Area, tmp_path: Path, kill: Kill, crash: Crash
-) -> None:
-    kill(area, b"first boot", ("files.mark_synced", "after", 1))
-    shutil.rmtree(area.state / "index")
-    kill(area, b"first boot", crash)
-    check(area, tmp_path, crash, kept=False)
-
-
-@pytest.mark.parametrize(
-    ("first", "crash"),
-    [
-        (("lists.append", "before", 1), crash)
-        for crash in crashes(segments__remove=1, index__segment_gone=1, segments__data_ranges=2)
-    ]
-    + [
-        (("index.sync", "after", 4), crash)
-        for crash in crashes(sharing___punch_gaps=1, segments__punch=1, index__segment_clean=1)
-    ]
-    + [
-        (("lists.append", "after", 2), crash)
-        for crash in crashes(index__begin_boot=1, index__drop_replicas=2, index__meta_put=2)
-    ],
-    ids=str,
-)
-def test_killed_while_it_clears_up_shared_files_after_a_reboot(
-    shared: Area, tmp_path: Path, kill: Kill, first: Crash, crash: Crash
-) -> None:
-    kill(shared, b"first boot", first, shares=True)
-    kill(shared, b"second boot", crash, shares=True)
-    check(shared, tmp_path, crash)
-
-
-@pytest.mark.parametrize(
-    "crash",
-    crashes(
-        index__begin_segments=2, index__record_found_files=2, index__claim=2, index__meta_put=2
-    ),
-    ids=named,
-)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_while_a_new_index_finds_shared_files(
-    shared: Area, tmp_path: Path, kill: Kill, when: str, crash: Crash
-) -> None:
-    kill(shared, b"first boot", ("lists.append", when, 2), shares=True)
-    shutil.rmtree(shared.state / "index")
-    kill(shared, b"first boot", crash, shares=True)
-    check(shared, tmp_path, crash, kept=False)
-
-
-@pytest.mark.parametrize("crash", crashes(files__remove=2), ids=named)
-def test_killed_while_a_new_index_removes_what_was_not_synced(
-    area: Area, tmp_path: Path, kill: Kill, crash: Crash
-) -> None:
-    kill(area, b"first boot", ("files.mark_synced", "before", 1))
-    shutil.rmtree(area.state / "index")
-    kill(area, b"first boot", crash)
-    check(area, tmp_path, crash, kept=False)
+        shutil.rmtree(area.state / "index")
+    check(area, tmp_path, crash, kept=indexed)
 
 
 if __name__ == "__main__":
