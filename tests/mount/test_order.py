@@ -20,6 +20,7 @@ from monarchfs.types import OperationError
 from tests.support import trees
 from tests.support.mounting import Bench, FaultySource, Mount, requires_mounts, run, wait_for
 from tests.support.processes import Processes
+from tests.support.scenario import play
 
 pytestmark = requires_mounts
 
@@ -84,43 +85,68 @@ def without_room(work: Bench, source: FaultySource, *options: str) -> Mount:
     return work.mount(source.path, "--prefetch", "none", *options)
 
 
+DATA = "file d{0..2}/{0..39} 20000; settle\n"
+
+
 @pytest.mark.smoke
-@pytest.mark.parametrize("freshness", ["immutable", "ttl=3600", "open"])
-def test_files_are_in_memory_before_they_are_opened(
-    work: Bench, source: FaultySource, freshness: str
-) -> None:
-    mount = without_room(work, source, "--freshness", freshness)
-    order = list(range(FILES))
-    announce(mount, order)
-    wait_for_files(mount, 40)
-    source.counts(reset=True)
-    for number in order:
-        assert (mount.path / name_of(number)).read_bytes() == content(number)
-    wait_for(lambda: window(mount)["orders"] == 0, "the order to have ended")
-    wait_for(lambda: window(mount)["used_bytes"] == 0, "the window to be empty")
-    state = window(mount)
-    assert state["hits"] >= 40
-    assert state["wasted_bytes"] <= FILES * SIZE // 10
-    status = mount.status()
-    # What a reader comes to while it is being asked for may be read twice.
-    assert FILES * SIZE <= status["source_io"]["read_bytes"] <= 1.1 * FILES * SIZE
-    if freshness == "open":
-        assert source.counts()["operations"]["open"] >= FILES  # each open asks for the version
+@pytest.mark.parametrize("freshness", ["ttl=3600", "open"])
+def test_files_are_in_memory_before_they_are_opened(work: Bench, freshness: str) -> None:
+    """That of an immutable dataset is recorded. What a reader comes to while it is being asked for
+    may be read twice; with ``open``, each open asks for the version, and so did the window."""
+    script = f"""
+mount --prefetch none --freshness {freshness}
+order; until window.files >= 40
+read; until window.orders = 0; until window.used_bytes = 0
+check read
+  window.hits >=40
+  window.wasted_bytes <=240000
+  source_io.read_bytes 2400000..2640000
+  source.open >={160 if freshness == "open" else 120}
+"""
+    play(work, DATA + script)
 
 
-def test_what_has_room_is_copied_in_that_order(work: Bench, source: FaultySource) -> None:
-    mount = work.mount(source.path, "--prefetch", "access")
-    order = list(range(FILES))[::-1]
-    announce(mount, order)
-    wait_for(lambda: mount.status()["files"]["resident"] >= 10, "copies before the first open")
-    for number in order:
-        assert (mount.path / name_of(number)).read_bytes() == content(number)
-    mount.wait_idle()
-    status = mount.status()
-    assert status["files"]["resident"] == FILES
-    assert status["source_io"]["read_bytes"] == FILES * SIZE
-    assert status["window"]["files"] == 0
-    assert status["served"]["local_opens"] > 0
+CASES = {
+    "what has room is copied in that order": """
+mount --prefetch access
+order d2/{39..0} d1/{39..0} d0/{39..0}; until files.resident >= 10
+read d2/{39..0} d1/{39..0} d0/{39..0}
+check read
+  files.resident 120
+  source_io.read_bytes 2400000
+  served.local_opens >=1
+until window.files = 0
+""",
+    "without a window nothing is fetched": """
+mount --prefetch none --window 0
+order; read; until window.files = 0
+""",
+    "a file that changed meanwhile is never shown as it was": """
+mount --prefetch none --freshness open
+order; until window.files >= 10
+file d0/3 15; read d0/3 d0/4; order none
+""",
+    "a later order takes the place of an earlier one": """
+mount --prefetch none
+order d0/*; until window.files >= 10
+order d1/*; until window.orders = 1
+order none; until window.used_bytes = 0; until window.wasted_bytes >= 1
+""",
+} | {
+    f"open files go on when the worker dies ({freshness})": f"""
+mount --prefetch none --freshness {freshness}
+order; until window.files >= 10
+open holder d0/0; held holder; kill worker; held holder; close holder
+until window.used_bytes = 0
+order; until window.files >= 10; read; until window.orders = 0
+"""
+    for freshness in ("immutable", "ttl=3600")
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_case(work: Bench, case: str) -> None:
+    play(work, DATA + CASES[case])
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])
@@ -151,26 +177,6 @@ def test_where_files_go_for_others_an_order_saves_bytes(
     assert missing <= 4 * FILES * 0.6
 
 
-def test_without_a_window_nothing_is_fetched(work: Bench, source: FaultySource) -> None:
-    mount = without_room(work, source, "--window", "0")
-    announce(mount, range(FILES))
-    for number in range(FILES):
-        assert (mount.path / name_of(number)).read_bytes() == content(number)
-    assert window(mount)["files"] == 0
-
-
-def test_a_file_that_changed_meanwhile_is_never_shown_as_it_was(
-    work: Bench, source: FaultySource
-) -> None:
-    mount = without_room(work, source, "--freshness", "open")
-    announce(mount, range(FILES))
-    wait_for_files(mount, 10)
-    new = source.backing / name_of(3)
-    new.write_bytes(b"another version")
-    assert (mount.path / name_of(3)).read_bytes() == b"another version"
-    assert (mount.path / name_of(4)).read_bytes() == content(4)
-
-
 def test_the_window_stays_within_its_limit(work: Bench, source: FaultySource) -> None:
     """Also with files larger than those that the C part reads otherwise."""
     large = source.backing / "large"
@@ -190,40 +196,6 @@ def test_the_window_stays_within_its_limit(work: Bench, source: FaultySource) ->
         assert window(mount)["used_bytes"] <= 16 << 20
     assert window(mount)["hits"] >= 1
     assert mount.status()["source_io"]["read_bytes"] <= 14 * size
-
-
-@pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])
-def test_open_files_go_on_when_the_worker_dies(
-    work: Bench, source: FaultySource, freshness: str
-) -> None:
-    mount = without_room(work, source, "--freshness", freshness)
-    announce(mount, range(FILES))
-    wait_for_files(mount, 10)
-    with (mount.path / name_of(0)).open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        assert file.read(4) == content(0)[:4]
-        pid = mount.worker_pid()
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: mount.status()["worker"]["restarts"] == 1, "the next worker")
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        assert file.read() == content(0)
-    assert window(mount)["used_bytes"] == 0
-    announce(mount, range(FILES))
-    wait_for_files(mount, 10)
-    for number in range(FILES):
-        assert (mount.path / name_of(number)).read_bytes() == content(number)
-
-
-def test_a_later_order_takes_the_place_of_an_earlier_one(work: Bench, source: FaultySource) -> None:
-    mount = without_room(work, source)
-    announce(mount, range(60))
-    wait_for_files(mount, 10)
-    announce(mount, range(60, FILES))
-    assert window(mount)["orders"] == 1
-    announce(mount, [], "test")
-    wait_for(lambda: window(mount)["used_bytes"] == 0, "the window to be empty")
-    assert window(mount)["wasted_bytes"] > 0
 
 
 def test_the_command_takes_paths_and_inode_numbers(
