@@ -14,6 +14,20 @@ from tests.index.tools import NOW, open_index, source_stat
 from tests.support.indexing import record_found
 
 
+def test_a_mark_is_on_the_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    open_index(tmp_path).close()
+    staged, directory = f"{tmp_path}/index/mark.new", f"{tmp_path}/index"
+    assert [path for path in synced if path in (staged, directory)] == 2 * [staged, directory]
+
+
 def test_an_unclean_close_asks_for_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert last_close(str(tmp_path)) is LastClose.NEW
     index = open_index(tmp_path)

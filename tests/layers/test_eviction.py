@@ -269,6 +269,22 @@ async def test_an_evicted_file_that_is_wanted_again_before_it_is_gone(files: Are
         await mirror.settled()
 
 
+async def test_a_removed_file_counts_until_who_has_it_open_closes_it(files: Area) -> None:
+    async with files.mount([ROOM], shares=False) as mirror:
+        await read_all(mirror, "01")
+        ledger = mirror.placement.ledger(mirror.tier.id)
+        used = ledger.usage[0]
+        handle = await mirror.open("0")
+        assert mirror.cache.drop(handle.ino, "for the test")
+        await mirror.idle()
+        assert blocks(mirror) < ledger.usage[0] == used, "unlinked, it keeps its blocks"
+        assert await mirror.read(handle, 0, SIZE) == content(SIZE, 0)
+        handle.release()
+        await mirror.idle()
+        assert blocks(mirror) == ledger.usage[0] < used
+        await mirror.settled()
+
+
 async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: Area) -> None:
     async with files.mount([ROOM], eviction=EvictionPolicy.LRU) as mirror:
         await read_all(mirror, "0123")
@@ -429,6 +445,8 @@ async def test_a_move_waits_until_the_replica_is_closed(files: Area, shares: boo
         handle = await mirror.open("1")
         await until(lambda: blocks(mirror) > SIZE, "the copy")
         assert mirror.residency.tier(handle.ino) == mirror.tiers[1].path
+        journal = [tier for tier, _name in mirror.index.journal()]
+        assert shares or mirror.tiers[0].id in journal, "a crash would leave it uncounted"
         assert await mirror.read(handle, 0, SIZE) == content(SIZE, 1)
         handle.release()
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")

@@ -15,7 +15,8 @@ from monarchfs.fs import racy_opens
 from monarchfs.fs.files import FileHandle
 from monarchfs.fs.freshness import UNSETTLED_SECONDS
 from monarchfs.fs.tree import Missing
-from monarchfs.types import ROOT_INO, FreshnessMode
+from monarchfs.prefetch.fill import Fill
+from monarchfs.types import ROOT_INO, Data, FreshnessMode
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
 from tests.support.mirror import MIB, Area, Mirror, content, until
 from tests.support.open_directories import close_directories
@@ -165,13 +166,27 @@ async def test_what_is_open_and_partly_local_shows_the_source_as_it_is(
         await mirror.settled()
 
 
-async def test_a_read_under_way_is_answered_from_one_version(area: Area) -> None:
+@pytest.mark.parametrize("change", ["read", "after_read"], ids=["before", "after"])
+async def test_a_read_under_way_is_answered_from_one_version(
+    area: Area, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """Its first part is local. The file changes before, or after, the rest was read."""
     area.write("f", OLD)
     async with area.mount(mode=IMMUTABLE, copies=False) as mirror:
         handle = await mirror.open("f")
         await mirror.read(handle, 0, 128 << 10)
         await mirror.idle()
-        gate = mirror.posix.faults.gate("after_read")
+        nonresident = mirror.copier.files.get(handle.ino)
+        assert isinstance(nonresident, Fill)
+        real, begun = nonresident._piece, trio.Event()
+
+        async def piece(offset: int, end: int) -> Data:
+            data = await real(offset, end)
+            begun.set()
+            return data
+
+        monkeypatch.setattr(nonresident, "_piece", piece)
+        gate = mirror.posix.faults.gate(change)
         got: list[bytes] = []
 
         async def read() -> None:
@@ -180,10 +195,9 @@ async def test_a_read_under_way_is_answered_from_one_version(area: Area) -> None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
             await gate.arrived()
+            await begun.wait()
             in_place(area.source / "f")
             mirror.files.invalidation.noticed(handle.ino)
-            nonresident = mirror.copier.files.get(handle.ino)
-            assert nonresident is not None
             nonresident.outdated()
             gate.open()
         assert got[0] in (OLD, NEW)

@@ -78,13 +78,18 @@ async def test_numbers_of_an_index_that_is_lost(area: Area) -> None:
         await mirror.settled()
 
 
-async def test_where_opens_are_known_they_say_so(area: Area) -> None:
+async def test_where_opens_are_known_they_say_so(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
     area.write("a", content(20, 1))
     async with area.mount(mode=IMMUTABLE, keeps=False) as mirror:
+        expired: list[int] = []
+        monkeypatch.setattr(mirror.cache.readers, "expire", expired.append)
         ino = await ino_of(mirror, "a")
         (area.source / "a").unlink()
         area.write("a", content(30, 2))
         with pytest.raises(OSError, match="another version"):
             await read(mirror, ino)
         assert mirror.kernel.entries == []
+        assert set(expired) == {ino}, "threads would go on opening it"
         await mirror.settled()

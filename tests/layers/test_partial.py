@@ -94,6 +94,9 @@ async def test_a_copy_that_the_end_of_the_mount_interrupts_is_resumed(
         # The last chunk, of which the file has 5 bytes, may be among those that were there.
         assert len(LARGE) - there <= again.bytes_read("large") < len(LARGE) - there + CHUNK_BYTES
         assert await again.read_file("large", 100_000) == LARGE
+        whole = again.record(ino)
+        assert whole is not None
+        assert again.tier.verify_complete(whole), "its checksum is not that of its bytes"
         await again.settled()
     if not closed:
         handle.release()

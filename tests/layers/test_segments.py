@@ -389,6 +389,23 @@ async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
         await mirror.settled()
 
 
+async def test_one_that_a_power_cut_could_bring_back_is_enough(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = area.write_files(4)
+    async with area.mount(copies=False) as mirror:
+        inos = await copy(mirror, names[:1])
+        await mirror.cache.sync()
+        inos += await copy(mirror, names[1:])
+        calls = listen(mirror, monkeypatch)
+        # The first goes alone, and the others together when that has gone.
+        for ino in (inos[1], inos[0], inos[2]):
+            assert mirror.cache.evict(ino)
+        await mirror.idle()
+        assert calls == [*(3 * ["commit"]), "punch", "begin sync", "end sync", "punch"]
+        await mirror.settled()
+
+
 async def test_those_that_go_together_cost_one_sync(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:

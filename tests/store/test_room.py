@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs.engine.units import Unit
 from monarchfs.store import ReplicaLost, read_nowait
-from monarchfs.store.checksum import checksum
+from monarchfs.store.checksum import BLOCK_BYTES, checksum
+from monarchfs.types import SourceStat
 from tests.store.tools import (
     BLOCK,
     KIB,
@@ -21,6 +23,21 @@ from tests.store.tools import (
     open_tier,
     whole,
 )
+
+
+def test_a_unit_that_finds_no_room_says_so(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x" * BLOCK_BYTES)
+    source, full = os.open(tmp_path / "f", os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)
+    try:
+        version = SourceStat.of(os.fstat(source), 0).version
+        unit = Unit(1, 0, BLOCK_BYTES, chunk_bytes=BLOCK_BYTES, version=version, device=0)
+        assert unit.read(source)
+        with pytest.raises(OSError, match="No space left"):
+            unit.write(full, 1.0)
+        assert list(unit.stored()) == []
+    finally:
+        os.close(source)
+        os.close(full)
 
 
 @needs_root

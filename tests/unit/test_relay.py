@@ -919,6 +919,8 @@ def names(directory: Path) -> None:
     # Anything else is Python's.
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 2, b"a\0"))
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"ab\0"))
+    threads.hooks.names_put(1, b"over", 1e-9, node)
+    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"over\0"))
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a"))
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b""))
     threads.hooks.names_forget_ino(77)
