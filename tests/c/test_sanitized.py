@@ -97,6 +97,11 @@ def test_misses_while_files_change(tmp_path: Path, tier: Path, sanitizers: str, 
     run(program, tier, REQUESTS, int(opens == "no opens"))
 
 
+def test_a_small_file_that_changes_while_it_is_read(tmp_path: Path, tier: Path) -> None:
+    flags = ("-fsanitize=address,undefined", "-Wl,--wrap=pread")
+    run(build(tmp_path, "small", *flags, parts=("engine/_small_file", "engine/_layout")), tier)
+
+
 @SANITIZERS
 def test_threads_of_a_pool_while_some_hang(tmp_path: Path, sanitizers: str) -> None:
     """Each task is run once, or was withdrawn before; those that hang are not counted."""

@@ -330,7 +330,7 @@ MUTANTS = (
         "return compare(fd, device, version);",
         "return 0;",
         "a small file that changes while it is read is returned with bytes of two versions",
-        (f"{SANITIZED}::test_misses_while_files_change",),
+        (f"{SANITIZED}::test_a_small_file_that_changes_while_it_is_read",),
     ),
     Mutant(
         "forgotten-while-it-is-answered",
