@@ -63,7 +63,7 @@ def test_only_what_failed_by_a_limit_of_time_is_run_again(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     passes = case in ("late", "slow", "in set-up")
     assert done.returncode == (0 if passes else 1), done.stdout
