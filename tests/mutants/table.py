@@ -288,9 +288,7 @@ MUTANTS = (
         "                await self.cache.sync()\n",
         "                pass\n",
         "what was copied in the last seconds of a mount does not survive a reboot",
-        (
-            "tests/mount/test_readthrough.py::test_a_second_mount_with_the_same_state_reads_nothing_again",
-        ),
+        ("tests/mount/test_scenarios.py::test_it_is_as_recorded[remount]",),
     ),
     Mutant(
         "interrupted-copies-are-left",
@@ -298,7 +296,7 @@ MUTANTS = (
         "        self._interrupted = self.index.under_way()\n",
         "",
         "what was being copied when a worker died stays remote",
-        ("tests/mount/test_restart.py::test_copying_goes_on",),
+        ("tests/mount/test_restart.py::test_case",),
     ),
     # -- C: bytes of the source
     Mutant(
@@ -366,7 +364,7 @@ MUTANTS = (
         "a read of chunks of which one is not being fetched hangs",
         (
             f"{RELAY}[filling]",
-            "tests/mount/test_readthrough.py::test_many_readers_of_one_byte_range_cause_one_read",
+            "tests/mount/test_readthrough.py::test_case",
         ),
     ),
     Mutant(
