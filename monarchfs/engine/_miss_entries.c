@@ -24,7 +24,7 @@ static size_t entry_count;
 static struct directory *directories[MISS_DIRECTORIES];
 static unsigned generations;
 static struct miss_event *first_event, **last_event = &first_event;
-static unsigned event_count, events_taken = 1; /* 0 is in an entry that was never opened */
+static unsigned event_count, events_taken = 1; /* an entry that was never opened has 0 */
 static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when an entry has none under way */
 
 /* -- bytes. Under `source_lock`, like everything up to the functions for Python */
@@ -352,7 +352,7 @@ static bool into_window(struct entry *entry, int64_t fresh_until_ns)
 	if (!entry || !miss_directory_of(entry) || entry->excluded || entry->over || entry->told || entry->wanted)
 		return false;
 	if (entry->opened_in == events_taken)
-		return false; /* its reader came before Python heard of that */
+		return false; /* Python has not heard yet that a reader has it */
 	if (!entry->bytes && entry->state == REMOTE && !miss_queue(entry, WINDOW, 0))
 		return false;
 	entry->fresh_until_ns = fresh_until_ns;

@@ -27,7 +27,7 @@ struct entry {
 	size_t answered; /* bytes given to readers */
 	unsigned answering; /* threads that are answering with it */
 	unsigned generation; /* of the directory */
-	unsigned opened_in; /* which events of those that Python takes at once tell of its last open */
+	unsigned opened_in; /* the batch of events (`events_taken`) that tells of its last open */
 	struct miss_replica replica;
 	int64_t fresh_until_ns; /* until then an open need not ask the source for the version */
 	uint16_t directory;

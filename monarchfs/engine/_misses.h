@@ -151,8 +151,8 @@ struct miss_window {
 void misses_window_limit(size_t bytes);
 
 /* Read each file into the window, in this order, by at most `threads` threads, which have the source to themselves
- * with all others. No event tells of it, until it is opened. Not what an event that Python did not take yet tells the
- * open of. `fresh_until_ns` as in misses_fetch. `begun`: whether it is there, or will be. */
+ * with all others. No event tells of it, until it is opened. A file whose open is in an event that Python has not
+ * taken yet is left out. `fresh_until_ns` as in misses_fetch. `begun`: whether it is there, or will be. */
 void misses_window(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun);
 
 /* Nobody will read these: give up what nobody has asked for. */

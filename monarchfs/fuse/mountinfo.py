@@ -16,7 +16,7 @@ _NETWORK = frozenset(
     (
         *("nfs", "nfs4", "cifs", "smb3", "smbfs", "ncpfs", "afs", "coda", "9p", "autofs"),
         *("lustre", "gpfs", "ceph", "glusterfs", "beegfs", "beegfs_nodev", "wekafs", "panfs"),
-        *("pvfs2", "orangefs", "ocfs2", "gfs2", "acfs", "fuse", "virtiofs"),
+        *("pvfs2", "orangefs", "ocfs2", "gfs2", "acfs", "virtiofs"),
     )
 )
 RENUMBERING = frozenset(
@@ -129,7 +129,7 @@ def is_network_type(fstype: str) -> bool:
 
     FUSE says nothing about where its files are: what is not known to be local counts as remote.
     """
-    return fstype in _NETWORK or (fstype.startswith("fuse.") and fstype not in _LOCAL_FUSE)
+    return fstype in _NETWORK or is_user_space(fstype)
 
 
 def is_user_space(fstype: str) -> bool:

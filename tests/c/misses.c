@@ -337,7 +337,7 @@ static void wait_for_window(uint64_t files)
 	CHECK(idle && state.read == files);
 }
 
-/* A file of which an event tells that it was opened is wanted only after Python took that event. */
+/* A file whose open is in an event is read into the window only after Python took that event. */
 static void come_before_python(const uint64_t *inos)
 {
 	bool begun[1];
