@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
 from tests.mutants.table import MUTANTS, Mutant
-from tests.support.copied import Copy, Late, copied
+from tests.support.copied import Copy, Overdue, copied
 
 TEST_SECONDS = 120
 """A test that takes longer hangs."""
@@ -78,7 +78,7 @@ def run(copy: Copy, tests: Sequence[str], seconds: float, *, stop: bool = True) 
         code, output = copy.test(
             [*options, "--repeat-late", f"--timeout={TEST_SECONDS}", *tests], seconds
         )
-    except Late:
+    except Overdue:
         return Result(NOT_RUN, f"{' '.join(tests)} did not end within {seconds:.0f} s")
     failed = FAILED.search(output)
     if failed and code in (1, 2):

@@ -33,7 +33,7 @@ if [ -n "$source" ] && [ "$made" -nt "$source" ] &&
 compiles all files of an extension again if one has changed."""
 
 
-class Late(Exception):
+class Overdue(Exception):
     """The tests did not end in time."""
 
 
@@ -72,7 +72,7 @@ class Copy:
         return done.stderr if done.returncode else None
 
     def test(self, arguments: Sequence[str], seconds: float) -> tuple[int, str]:
-        """pytest's exit code and output. Raises Late after ``seconds``."""
+        """pytest's exit code and output. Raises Overdue after ``seconds``."""
         options = "-q", "-p", "no:cacheprovider"
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(
@@ -86,7 +86,7 @@ class Copy:
             try:
                 code = process.wait(seconds)
             except subprocess.TimeoutExpired:
-                raise Late from None
+                raise Overdue from None
             finally:
                 _end(process)
             output.seek(0)
