@@ -137,12 +137,6 @@ class Dataset:
             self._faults["delayed"] = operations
         self._source.faults(**self._faults)
 
-    def targets(self, count: str, *words: str) -> None:
-        """Files lie on so many storage targets, one after the other."""
-        names = self.names(words)
-        self._faults["targets"] = {name: [n % int(count)] for n, name in enumerate(names)}
-        self._source.faults(**self._faults)
-
     def heal(self) -> None:
         """Nothing goes wrong any more."""
         self._faults.clear()

@@ -288,12 +288,6 @@ class Scenario:
         """Somebody else's file takes room in a tier's file system."""
         (self._tier(number) / FOREIGN).write_bytes(bytes(bytes_of(size)))
 
-    def lose(self, number: str) -> None:
-        """Somebody removes what lies in a tier."""
-        for path in self._tier(number).rglob("*/*"):
-            if path.is_file():
-                path.unlink()
-
     def lines(self, name: str, *words: str) -> None:
         """A file in the directory in which the test works, outside the source."""
         (self._work.path / name).write_text("".join(f"{word}\n" for word in words))
