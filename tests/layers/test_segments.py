@@ -398,11 +398,14 @@ async def test_one_that_a_power_cut_could_bring_back_is_enough(
         await mirror.cache.sync()
         inos += await copy(mirror, names[1:])
         calls = listen(mirror, monkeypatch)
-        # The first goes alone, and the others together when that has gone.
         for ino in (inos[1], inos[0], inos[2]):
             assert mirror.cache.evict(ino)
         await mirror.idle()
-        assert calls == [*(3 * ["commit"]), "punch", "begin sync", "end sync", "punch"]
+        # The first goes alone, and the others together when that has gone. Which is first is trio's
+        # to say; what is durable is, at times.
+        synced = ["begin sync", "end sync", "punch"]
+        assert calls[:3] == 3 * ["commit"]
+        assert calls[3:] in (["punch", *synced], [*synced, "punch"])
         await mirror.settled()
 
 
