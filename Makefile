@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-fuzz | test-mutants | check | bench | bench-full | frameworks | cluster | man | install-system | clean
+# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -15,7 +15,7 @@ SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
 PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps libglib2.0-0 nginx-light
 
-.PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants check bench bench-full frameworks \
+.PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants coverage check bench bench-full frameworks \
 	frameworks-or-not bench-packages-or-not cluster man install-system clean
 
 help:
@@ -74,6 +74,10 @@ endif
 # Random system calls on a mount and on its source: FUZZ_SEED, FUZZ_SECONDS (180), or ARGS.
 test-fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+# Lines and branches of Python and C that the quick tests go through; ARGS: --json, or pytest's for others.
+coverage: $(STAMP)
+	@$(BIN)/python -m tests.coverage $(ARGS)
 
 # 50 bugs, put into a copy one at a time: how many do the tests find? ARGS: names of some, --list, --json.
 test-mutants: $(STAMP)

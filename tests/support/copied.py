@@ -57,14 +57,17 @@ class Copy:
             file.writelines(f"{line}\n" for line in lines)
 
     def build(self, flags: str = "") -> str | None:
-        """Build what is older than its source files, with more ``flags`` for the compiler. What
-        that says if it cannot."""
+        """Build what is older than its source files, or all if there are more ``flags`` for the
+        compiler. What that says if it cannot."""
+        if flags:
+            for built in self.path.rglob("*.so"):
+                built.unlink()
         compiler = self.path / "compiler"
-        compiler.write_text(f'{_COMPILER}exec {sysconfig.get_config_var("CC")} "$@"\n')
+        compiler.write_text(f'{_COMPILER}exec {sysconfig.get_config_var("CC")} "$@" {flags}\n')
         done = subprocess.run(
             [str(self.python), "setup.py", "--quiet", "build_ext", "--inplace"],
             cwd=self.path,
-            env={**os.environ, "CFLAGS": flags, "CC": f"sh {compiler}"},
+            env={**os.environ, "CC": f"sh {compiler}"},
             capture_output=True,
             text=True,
             check=False,
