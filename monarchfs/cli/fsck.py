@@ -40,6 +40,8 @@ def fsck_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     with ExitStack() as cleanup:
         state_dir, user = _open_state_dir(path)
         cleanup.callback(os.close, state_dir)
+        if not _is_there(LOCK, state_dir):
+            raise _unknown_dataset(path)  # taking it would make it
         try:
             lock = take_lock(state_dir, user)
         except InUse as error:
@@ -125,13 +127,17 @@ def _is_there(name: str, directory: int) -> bool:
     return stat.S_ISDIR(mode) if name == _INDEX else stat.S_ISREG(mode)
 
 
+def _unknown_dataset(path: str) -> OperationError:
+    return OperationError(
+        f"{path}/{LOCK} does not say of which dataset this is the cache: mount it once"
+    )
+
+
 def _known_holder(lock: int, path: str, user: User) -> Holder:
     """What the last mount said of itself: the dataset and the tiers."""
     holder = read_holder(lock)
     if holder is None:
-        raise OperationError(
-            f"{path}/{LOCK} does not say of which dataset this is the cache: mount it once"
-        )
+        raise _unknown_dataset(path)
     if not holder.dataset_id:
         holder = replace(holder, dataset_id=dataset_id(holder.source, user.uid))
     return replace(holder, checking=False)

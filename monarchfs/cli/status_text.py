@@ -108,7 +108,9 @@ def _value(name: str, value: object) -> str:
     if isinstance(value, bool):
         value = "yes" if value else "no"
     if name.endswith("_bytes") and isinstance(value, (int, float)):
-        what = name.removesuffix("_bytes").replace("_", " ").replace("file", "files")
+        what = name.removesuffix("_bytes").replace("_", " ")
+        if what.endswith(" file"):
+            what = f"in {what}s"
         return f"{what} {format_bytes(value)}"
     if name.endswith("_seconds") and isinstance(value, (int, float)):
         return f"{name.removesuffix('_seconds').replace('_', ' ')} time {format_seconds(value)}"

@@ -44,6 +44,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import NamedTuple
 
+from monarchfs.types import OperationError
+
 MAGIC = int.from_bytes(b"mnrchfs1", "little")
 HEADER_BYTES = 4096
 MOST_SLOTS = 1 << 20
@@ -136,9 +138,12 @@ class HandleTable:
     """
 
     def __init__(self, fd: int, hooks: ModuleType) -> None:
-        """Takes over what is open in the table. ``hooks`` is the C part. Raises ValueError
-        for what is no table, OSError."""
-        hooks.table_attach(fd)
+        """Takes over what is open in the table. ``hooks`` is the C part. Raises OperationError
+        for a table of another release, OSError."""
+        try:
+            hooks.table_attach(fd)
+        except ValueError as error:
+            raise OperationError(f"{error} of this release: unmount, and mount again") from None
         self._hooks = hooks
         self._memory = mmap.mmap(fd, HEADER_BYTES)
         self._words = memoryview(self._memory).cast("Q")

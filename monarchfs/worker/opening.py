@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 
 from monarchfs.config.model import Config, DataPath, PrefetchMode
-from monarchfs.config.places import OWNER
 from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
 from monarchfs.fuse.mountinfo import RENUMBERING, is_user_space, type_of_device
 from monarchfs.index import Index, OnChange, set_aside
@@ -31,6 +31,9 @@ from monarchfs.worker.bootstrap import Bootstrap
 
 SAMPLE = 8
 """So many files with copies are looked up to see whether the source keeps its inode numbers."""
+
+_COPIES = re.compile("[0-9a-f]{2}|parts|segments")
+"""Directories of a tier. Anything else there is somebody else's (docs/FORMATS.md)."""
 
 log = logging.getLogger(__name__)
 
@@ -87,18 +90,18 @@ def forget_earlier_mounts(
     fstype = type_of_device(bootstrap.source_root[0]) if bootstrap.source_root else ""
     if not is_user_space(fstype) or (fstype not in RENUMBERING and _numbers_stay(index, source)):
         return False
-    # The supervisor has the owner's file locked.
     left = [
         f"/proc/self/fd/{fd}/{name}"
         for fd in bootstrap.tier_fds
         for name in os.listdir(fd)
-        if name != OWNER
+        if _COPIES.fullmatch(name)
     ]
     if not left and next(index.replicas(), None) is None:
         return False
     index.close()
     for path in (*left, os.path.join(state_dir, INDEX_DIRECTORY)):
-        shutil.rmtree(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
     log.warning("%s gives files other inode numbers: copies of earlier mounts are gone", fstype)
     return True
 

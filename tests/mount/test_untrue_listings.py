@@ -245,11 +245,15 @@ def test_no_file_has_the_copy_of_another_that_had_its_number(
             for path, data in (contents | large).items():
                 assert (mount.path / path).read_bytes() == data, path
             assert mount.status()["files"]["resident"] == len(contents | large)
+            (owner,) = work.path.glob("tier*/*/owner")
+            foreign = owner.with_name("foreign")
+            foreign.touch()
             assert mount.umount().returncode == 0
             checks = json.loads(run("doctor", str(source), "--json").stdout)["checks"]
             shares = run(
                 "mount", str(source), str(mount.path), "--peers", "a,b", "--peer-name", "a"
             )
+    assert foreign.exists()
     assert "copies of earlier mounts are gone" in work.log()
     known = [check for check in checks if check["name"] == "inode_numbers"]
     if kind == "unheard-of":

@@ -22,6 +22,7 @@ from monarchfs.fuse.handle_table import (
 )
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.session import hooks
+from monarchfs.types import OperationError
 
 
 def view(table: int) -> HandleTable:
@@ -125,7 +126,7 @@ def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
 @pytest.mark.parametrize("at", [0, 8, 12])
 def test_what_is_no_table(table: int, at: int) -> None:
     os.pwrite(table, b"\xff" * 4, at)
-    with pytest.raises(ValueError, match="not a table"):
+    with pytest.raises(OperationError, match="not a table of open files of this release"):
         view(table)
 
 
