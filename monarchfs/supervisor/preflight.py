@@ -13,7 +13,7 @@ from monarchfs.config import Config, PrefetchMode, User
 from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device
-from monarchfs.fuse.mountinfo import RENUMBERING, type_of_device
+from monarchfs.fuse.mountinfo import MONARCHFS, RENUMBERING, type_of_device
 from monarchfs.supervisor.backing import check_privileges
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.limits import check_limits
@@ -73,7 +73,10 @@ def checked(spec: MountSpec, deadline: float, undo: ExitStack) -> tuple[Config, 
     config = build_config(
         settings, source=what.path, mountpoint=where.path, user=user, places=places
     )
-    if config.peers and (fstype := type_of_device(what.identity[0])) in RENUMBERING:
+    fstype = type_of_device(what.identity[0])
+    if fstype == MONARCHFS:
+        raise UsageError(f"source {what.path} is a mount of monarchfs: name what it was made of")
+    if config.peers and fstype in RENUMBERING:
         raise UsageError(
             f"{what.path}: {fstype} gives files other inode numbers on each node: leave out --peers"
         )

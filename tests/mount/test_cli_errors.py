@@ -21,7 +21,7 @@ from monarchfs.fuse.mountinfo import find_mount
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import NOBODY, Area, area, assert_refused, device_mode
-from tests.support.mounting import requires_mounts
+from tests.support.mounting import Bench, requires_mounts, run
 
 pytestmark = requires_mounts
 
@@ -341,3 +341,13 @@ def test_names_may_stand_before_and_behind_options() -> None:
         True,
         ["/t"],
     )
+
+
+def test_a_mount_is_no_source(work: Bench) -> None:
+    source, other = work.path / "source", work.path / "other"
+    for directory in (source / "below", other):
+        directory.mkdir(parents=True)
+    mount = work.mount(source)
+    for path in (mount.path, mount.path / "below"):
+        done = run("mount", str(path), str(other), "--state-dir", str(work.path / "another"))
+        assert (done.returncode, "is a mount of monarchfs" in done.stderr) == (2, True), done.stderr
