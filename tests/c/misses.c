@@ -159,11 +159,44 @@ bool __real_relay_answer_open(const struct fuse_in_header *in, enum answered_by 
 bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns);
 
+/* Opens that are being answered from memory, with what they came after. */
+static struct {
+	uint64_t ino, order;
+} answering[16];
+static uint64_t order;
+static pthread_mutex_t answering_lock = PTHREAD_MUTEX_INITIALIZER;
+
 bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns)
 {
+	unsigned at = 0;
+	pthread_mutex_lock(&answering_lock);
+	while (answering[at].ino)
+		CHECK(++at < sizeof(answering) / sizeof(*answering));
+	answering[at].ino = in->nodeid;
+	answering[at].order = ++order;
+	pthread_mutex_unlock(&answering_lock);
 	usleep(in->unique >> 8 & 1 ? 300 : 0);
-	return __real_relay_answer_open(in, by, started_ns);
+	const bool done = __real_relay_answer_open(in, by, started_ns);
+	pthread_mutex_lock(&answering_lock);
+	answering[at].ino = 0;
+	pthread_mutex_unlock(&answering_lock);
+	return done;
+}
+
+/* No open is answered afterwards that came before. Rather one that is being answered than `ino`. */
+static void forget(uint64_t ino)
+{
+	pthread_mutex_lock(&answering_lock);
+	const uint64_t now = ++order;
+	for (unsigned at = 0; at < sizeof(answering) / sizeof(*answering); at++)
+		ino = answering[at].ino ? answering[at].ino : ino;
+	pthread_mutex_unlock(&answering_lock);
+	misses_forget((uint64_t[]){ino, 1 + ino % FILES}, 2);
+	pthread_mutex_lock(&answering_lock);
+	for (unsigned at = 0; at < sizeof(answering) / sizeof(*answering); at++)
+		CHECK(answering[at].ino != ino || answering[at].order > now);
+	pthread_mutex_unlock(&answering_lock);
 }
 
 static void *be_others(void *unused)
@@ -173,7 +206,7 @@ static void *be_others(void *unused)
 		uint64_t ino = 1 + (uint64_t)rand_r(&seed) % FILES;
 		switch (rand_r(&seed) % 40) {
 		case 0:
-			misses_forget((uint64_t[]){ino, 1 + ino % FILES}, 2);
+			forget(ino);
 			break;
 		case 1:
 			misses_forget_all();
@@ -281,6 +314,37 @@ static void ask_for_file(uint64_t ino)
 	}
 }
 
+static void wait_for_window(uint64_t files)
+{
+	struct miss_window state = {0};
+	bool idle = false;
+	for (unsigned tries = 0; tries < 30000 && !(idle && state.read >= files); tries++) {
+		usleep(1000);
+		misses_window_state(&state);
+		pthread_mutex_lock(&source_lock);
+		idle = !window_threads.first && !window_threads.busy;
+		pthread_mutex_unlock(&source_lock);
+	}
+	CHECK(idle && state.read == files);
+}
+
+/* What is in memory, but no longer fresh, is opened in the source: there lies another file by now. */
+static void open_what_is_not_fresh(void)
+{
+	const struct fuse_open_in open_in = {.flags = O_RDONLY};
+	struct fuse_open_out opened;
+	struct miss_window state;
+	misses_forget_all();
+	take_events();
+	misses_exclude(1, false);
+	replace(1, true);
+	misses_window_state(&state);
+	misses_window(&(uint64_t){1}, &(int64_t){0}, 1, 1, &(bool){false});
+	wait_for_window(state.read + 1);
+	replace(1, false);
+	CHECK(!answer_to(FUSE_OPEN, 1, &open_in, sizeof(open_in), &opened));
+}
+
 /* In the window, with as much room as there is, all can be had without the source; and nothing is left of it but
  * files that are open: they keep their bytes. */
 static void use_the_window(void)
@@ -321,20 +385,6 @@ static void use_the_window(void)
 	}
 	CHECK(state.bytes == held && state.read == state.hits + state.wasted);
 	CHECK(state.wasted > full.wasted);
-}
-
-static void wait_for_window(uint64_t files)
-{
-	struct miss_window state = {0};
-	bool idle = false;
-	for (unsigned tries = 0; tries < 30000 && !(idle && state.read >= files); tries++) {
-		usleep(1000);
-		misses_window_state(&state);
-		pthread_mutex_lock(&source_lock);
-		idle = !window_threads.first && !window_threads.busy;
-		pthread_mutex_unlock(&source_lock);
-	}
-	CHECK(idle && state.read == files);
 }
 
 /* A file whose open is in an event is read into the window only after Python took that event. */
@@ -445,6 +495,8 @@ int main(int count, char **arguments)
 	use_the_window();
 	if (no_opens)
 		make_room_for_one();
+	else
+		open_what_is_not_fresh();
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */
