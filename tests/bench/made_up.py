@@ -20,7 +20,7 @@ SIZES = (4 << 10, 32 << 10, 256 << 10, 2 << 20, 16 << 20)
 
 def report() -> Report:
     found = Report("python -m bench.run", "quick", started="2000-01-02T03:04:05Z", commit="0123abc")
-    found.machine |= {"processor": "made up", "kernel": "0.0"}
+    found.machine |= {"processor": "made up", "kernel": "0.0", "python": "3.0"}
     found.seconds = 754.0
     found.results = [training(), growth(), utilisation(), sweep(), table()]
     found.failed = [Missing("programs", "RuntimeError: it broke")]
