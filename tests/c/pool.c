@@ -119,6 +119,59 @@ static void check_turns(void)
 	CHECK(!pool_any(&queue) && !queue.last);
 }
 
+static bool go_on;
+static unsigned waiting, ran;
+
+static void wait_to_go_on(struct task *task, struct scratch *scratch)
+{
+	(void)task;
+	(void)scratch;
+	waiting++;
+	while (!go_on) {
+		pthread_mutex_unlock(&lock);
+		usleep(100);
+		pthread_mutex_lock(&lock);
+	}
+	waiting--;
+}
+
+static void count_it(struct task *task, struct scratch *scratch)
+{
+	(void)task;
+	(void)scratch;
+	ran++;
+}
+
+/* Under the lock, which is released meanwhile. */
+static void wait_for(const unsigned *number, unsigned value)
+{
+	for (unsigned tries = 0; tries < 300000 && *number != value; tries++) {
+		pthread_mutex_unlock(&lock);
+		usleep(100);
+		pthread_mutex_lock(&lock);
+	}
+	CHECK(*number == value);
+}
+
+/* All threads hang, until the last task is done. */
+static void run_while_all_hang(void)
+{
+	struct task hanging[MOST], task = {.run = count_it};
+	pthread_mutex_lock(&lock);
+	for (unsigned i = 0; i < MOST; i++) {
+		hanging[i] = (struct task){.run = wait_to_go_on};
+		CHECK(pool_queue(&pool, &hanging[i]));
+	}
+	wait_for(&waiting, MOST);
+	CHECK(pool_queue(&pool, &task));
+	pool_expire(&pool, UINT64_MAX);
+	wait_for(&ran, 1);
+	go_on = true;
+	wait_for(&waiting, 0);
+	wait_for(&pool.busy, 0);
+	pthread_mutex_unlock(&lock);
+}
+
 int main(int count, char **arguments)
 {
 	CHECK(count == 2);
@@ -142,6 +195,7 @@ int main(int count, char **arguments)
 	CHECK(done + withdrawn == QUEUERS * rounds && done && stuck);
 	CHECK(!pool_any(&pool) && !pool.stuck && pool.threads <= MOST + MOST_STUCK);
 	pthread_mutex_unlock(&lock);
+	run_while_all_hang();
 	puts("done");
 	fflush(stdout);
 	_exit(0);
