@@ -16,20 +16,25 @@ from pathlib import Path
 import pytest
 
 from monarchfs.peers.web_server import find_nginx
-from tests.peers.test_sharing import answers, peers
+from tests.peers.nodes import (
+    answers,
+    files_of,
+    peers,
+    processes_of,
+    requires_peers,
+    write_source,
+)
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, run, wait_for
 from tests.support.timing import Stopwatch
 
 pytestmark = [
     surroundings.requires_root,
-    surroundings.requires_fuse,
-    pytest.mark.skipif(find_nginx() is None, reason="needs nginx: apt-get install nginx-light"),
+    *requires_peers,
     pytest.mark.skipif(not shutil.which("ip"), reason="needs ip: apt-get install iproute2"),
 ]
 
 FILES = 400
-LARGE_BYTES = 70 << 20
 WAIT = 0.5
 """Seconds: what a reader waits for a peer takes longer, a read of the source much less."""
 MOST = 1.0
@@ -84,13 +89,9 @@ class Lost:
     """The node c, to be lost, and its processes."""
 
     def __init__(self, mount: Mount, network: Network, tier: Path) -> None:
-        status = mount.status()
         self.network = network
         self.tier = tier
-        self.worker = int(status["worker"]["pid"])
-        self.nginx = int(status["peer_server"]["pid"])
-        stat = Path(f"/proc/{self.worker}/stat").read_text()
-        self.supervisor = int(stat.rpartition(") ")[2].split()[1])
+        self.supervisor, self.worker, self.nginx = processes_of(mount)
         children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
         self.all = [self.supervisor, *map(int, children.read_text().split())]
 
@@ -100,67 +101,46 @@ class Lost:
             if pid not in left:
                 os.kill(pid, number)
 
+    def kill_who_answers(self) -> None:
+        """The workers' socket is the supervisor's, too, so nginx waits for an answer."""
+        os.kill(self.supervisor, signal.SIGSTOP)
+        for pid in self.all[1:]:
+            if pid != self.nginx:
+                os.kill(pid, signal.SIGKILL)
+
+    def vanish(self) -> None:
+        """Without a RST."""
+        self.network.cut(2)
+        self.signal(signal.SIGKILL)
+
+    def fill_disk(self) -> None:
+        """Nothing more can be stored there."""
+        full = ["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]
+        assert subprocess.run(full, capture_output=True, check=False).returncode == 1
+
     def end(self) -> None:
         for pid in self.all:
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
 
 
-def nothing(lost: Lost) -> None:
-    """To compare with."""
-
-
-def all_killed(lost: Lost) -> None:
-    lost.signal(signal.SIGKILL)
-
-
-def nginx_left(lost: Lost) -> None:
-    lost.signal(signal.SIGKILL, lost.nginx)
-
-
-def nginx_left_and_asks(lost: Lost) -> None:
-    """The workers' socket is the supervisor's, too, so nginx waits for an answer."""
-    os.kill(lost.supervisor, signal.SIGSTOP)
-    for pid in lost.all[1:]:
-        if pid != lost.nginx:
-            os.kill(pid, signal.SIGKILL)
-
-
-def worker_left(lost: Lost) -> None:
-    lost.signal(signal.SIGKILL, lost.worker)
-
-
-def stopped(lost: Lost) -> None:
-    lost.signal(signal.SIGSTOP)
-
-
-def link_cut(lost: Lost) -> None:
-    lost.network.cut(2)
-
-
-def host_gone(lost: Lost) -> None:
-    """Without a RST."""
-    lost.network.cut(2)
-    lost.signal(signal.SIGKILL)
-
-
-def disk_full(lost: Lost) -> None:
-    """Nothing more can be stored there."""
-    full = ["dd", "if=/dev/zero", f"of={lost.tier}/full", "bs=1M"]
-    assert subprocess.run(full, capture_output=True, check=False).returncode == 1
+LOSSES: dict[str, Callable[[Lost], None]] = {
+    "nothing is lost": lambda lost: None,
+    "all is killed": lambda lost: lost.signal(signal.SIGKILL),
+    "nginx is left": lambda lost: lost.signal(signal.SIGKILL, lost.nginx),
+    "nginx is left and asks": Lost.kill_who_answers,
+    "the worker is left": lambda lost: lost.signal(signal.SIGKILL, lost.worker),
+    "all is stopped": lambda lost: lost.signal(signal.SIGSTOP),
+    "nginx is stopped": lambda lost: os.kill(lost.nginx, signal.SIGSTOP),
+    "the link is cut": lambda lost: lost.network.cut(2),
+    "the host is gone": Lost.vanish,
+    "the disk is full": Lost.fill_disk,
+}
 
 
 @pytest.fixture
 def source(work: Bench) -> Path:
-    rng, path = random.Random(3), work.path / "source"
-    for number in range(FILES):
-        directory = path / f"class {number % 7}"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{number:04d}").write_bytes(rng.randbytes(110_000))
-    (path / "large").write_bytes(rng.randbytes(1 << 20) * (LARGE_BYTES >> 20))
-    for file in path.rglob("*"):
-        os.utime(file, (1_600_000_000, 1_600_000_000))
-    return path
+    return write_source(work.path / "source", [110_000] * FILES + [70 << 20])
 
 
 @contextmanager
@@ -209,27 +189,23 @@ def nodes(
 
 def read_all(mount: Mount, source: Path, seed: int, took: list[float]) -> None:
     """And how long each open and read took."""
-    files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
+    files = files_of(source)
     random.Random(seed).shuffle(files)
-    for name in files:
-        whole = (source / name).read_bytes()
+    for original in files:
+        whole = original.read_bytes()
         watch = Stopwatch()
-        with (mount.path / name).open("rb", buffering=0) as file:
+        with (mount.path / original.relative_to(source)).open("rb", buffering=0) as file:
             data = b""
             while piece := file.read(1 << 20):
                 took.append(watch.seconds())
                 data += piece
                 watch = Stopwatch()
-        assert data == whole, name
+        assert data == whole, original
 
 
-STATES = [nothing, all_killed, nginx_left, nginx_left_and_asks, worker_left, stopped, link_cut]
-STATES += [host_gone, disk_full]
-
-
-@pytest.mark.parametrize("lose", STATES)
+@pytest.mark.parametrize("loss", LOSSES)
 def test_a_lost_node_costs_a_reader_at_most_a_second_once(
-    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch, lose: Callable[[Lost], None]
+    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
     with nodes(work, source, monkeypatch) as (mounts, lost):
         took: list[list[float]] = [[], []]
@@ -239,9 +215,11 @@ def test_a_lost_node_costs_a_reader_at_most_a_second_once(
                 for number in range(2)
             ]
             wait_for(lambda: all(len(one) > FILES / 4 for one in took), "the readers")
-            lose(lost)
+            LOSSES[loss](lost)
             for read in reads:
                 read.result()
+        for mount in mounts[:2]:
+            assert mount.wait_idle()["files"]["resident"] == FILES + 1
         for one in took:
             waits = [round(seconds, 2) for seconds in one if seconds > WAIT]
             print(f"{len(one)} reads, longest {max(one):.2f} s, waits {waits}")

@@ -1,11 +1,10 @@
-"""Names and attributes between nodes: the messages, and mounts that go through one source."""
+"""What nodes tell each other, and names and attributes that come from other nodes."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -16,88 +15,67 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.peers import names as peer_names
+from monarchfs.peers import span_messages, supply
 from monarchfs.peers.errors import PeerError
 from monarchfs.peers.following import Following
-from monarchfs.peers.names import (
-    LARGE_BYTES,
-    MOST_NAMES,
-    NameOwners,
-    NamesQuestion,
-    decode_answer,
-    decode_listing,
-    decode_question,
-    encode_answer,
-    encode_listing,
-    encode_question,
-)
 from monarchfs.peers.nodes import PeerNode, Peers
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.web_server import find_nginx
+from monarchfs.peers.span_messages import MOST_SPANS, HeldSpan, WantedSpan
+from monarchfs.peers.supply import WantedReplica
 from monarchfs.types import DirRef, FileType, PeerListing, PeerNames, SourceStat
-from tests.peers.test_sharing import FILES, Nodes, answers, peers, read_all, source
-from tests.support import surroundings
-from tests.support.mounting import Bench, FaultySource, Mount, run, wait_for
+from tests.peers.nodes import FILES, Nodes, files_of, requires_peers
+from tests.support.mounting import Bench, FaultySource, Mount, wait_for
 
-__all__ = ["source"]
-
-needs_mounts = [
-    surroundings.requires_fuse,
-    pytest.mark.skipif(find_nginx() is None, reason="needs nginx: apt-get install nginx-light"),
-]
 DIRECTORIES = 14
-
-file_names = st.binary(min_size=1, max_size=20).filter(
-    lambda name: name not in (b".", b"..") and not set(name) & {0, ord("/")}
-)
-paths = st.lists(file_names, max_size=4).map(b"/".join)
-numbers = st.integers(0, 2**31)
-stats = st.builds(
-    SourceStat,
-    *(st.just(0), st.integers(1, 2**64 - 1), st.integers(0, 2**62)),
-    *[st.integers(-(2**70), 2**70)] * 3,
-    *(st.sampled_from([0o100644, 0o40755]), *[numbers] * 6),
-)
-questions = st.builds(
-    NamesQuestion,
-    *(paths, st.integers(1, 2**64 - 1), st.lists(file_names, min_size=1, max_size=9)),
-    *(st.integers(0, 2**63 - 1), st.booleans()),
-)
-found = st.builds(
-    PeerNames,
-    *(st.integers(0, 2**63 - 1), st.lists(st.tuples(file_names, stats, st.just(b"")), max_size=9)),
-)
+HELD = 3
+"""In each answer about spans."""
+LARGEST = 2**63 - 1
+STAT = SourceStat(0, 2**64 - 1, 2**62, -(2**70), 2**70, -1, 0o100644, *[2**31] * 6)
 
 
-times = st.integers(-(2**63) + 1, 2**63 - 1)
-listings = st.builds(
-    PeerListing,
-    *(st.integers(0, 2**63 - 1), times, times, st.booleans()),
-    st.lists(
-        st.tuples(file_names, st.sampled_from(FileType), st.integers(1, 2**64 - 1)),
-        max_size=9,
-        unique_by=lambda entry: entry[0],
+def decode_some_held(data: bytes) -> list[HeldSpan]:
+    return span_messages.decode_held(data, HELD)
+
+
+MESSAGES: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
+    "question": (peer_names.encode_question, peer_names.decode_question),
+    "answer": (peer_names.encode_answer, peer_names.decode_answer),
+    "listing": (peer_names.encode_listing, peer_names.decode_listing),
+    "held spans": (span_messages.encode_held, decode_some_held),
+    "wanted spans": (span_messages.encode_wanted, span_messages.decode_wanted),
+    "wanted replicas": (supply.encode, supply.decode),
+}
+QUESTION = peer_names.NamesQuestion(
+    b"\xff/b c", 2**64 - 1, [b"\xff\n", b"b" * 255], LARGEST, demand=True
+)
+ENTRIES = [(b"\xff%d" % n, kind, 2**64 - 1) for n, kind in enumerate(FileType)]
+LISTING = PeerListing(LARGEST, -LARGEST, LARGEST, True, ENTRIES)
+SPAN = WantedSpan(b"\xff" * 16, 2**32 - 1, 2**32 - 1, 2**32 - 1, 255, b"\xff/x y")
+HOLDS = HeldSpan(coming=True, path="/tier/0/parts/00", digests=b"\xff" * 64)
+REPLICA = WantedReplica(b"\xff" * 16, 1 << 40, b"a/\xff/b c")
+TOLD: list[tuple[str, Any]] = [
+    *(
+        ("question", QUESTION),
+        ("question", peer_names.NamesQuestion(b"", 1, [b"a"], 0, demand=False)),
     ),
-)
+    ("answer", PeerNames(LARGEST, [(b"\xff", STAT, b""), (b"a", STAT, b"")])),
+    *(("answer", PeerNames(0, [])), ("listing", LISTING), ("held spans", [HOLDS] * HELD)),
+    ("held spans", [HeldSpan(coming=False)] * HELD),
+    *(("wanted spans", [SPAN] * count) for count in (0, 1, MOST_SPANS)),
+    *(("wanted replicas", [REPLICA] * count) for count in (0, 1, supply.MAX_WANTED)),
+]
 
 
-@given(questions, found, listings, st.data())
-def test_messages(
-    question: NamesQuestion, answer: PeerNames, listing: PeerListing, data: st.DataObject
-) -> None:
-    asked, said, listed = encode_question(question), encode_answer(answer), encode_listing(listing)
-    assert decode_question(asked) == question
-    assert decode_answer(said) == answer
-    assert decode_listing(listed) == listing
-    with pytest.raises(PeerError):
-        decode_listing(encode_listing(None))
-    with pytest.raises(PeerError):
-        decode_listing(encode_listing(listing._replace(entries=[(b"a", FileType.REGULAR, 1)] * 2)))
-    with pytest.raises(PeerError):
-        decode_listing(listed[: data.draw(st.integers(0, len(listed) - 1))])
-    with pytest.raises(PeerError):
-        decode_question(asked[: data.draw(st.integers(0, len(asked) - 1))])
-    with pytest.raises(PeerError):
-        decode_answer(said[: data.draw(st.integers(0, len(said) - 1))])
+@pytest.mark.parametrize(("kind", "message"), TOLD)
+def test_a_message_is_read_as_it_was_written_and_as_a_whole(kind: str, message: Any) -> None:
+    encode, decode = MESSAGES[kind]
+    sent = encode(message)
+    assert decode(sent) == message
+    for length in range(len(sent)):
+        if not kind.startswith("wanted"):  # whose first rows are a message, too
+            with pytest.raises(PeerError):
+                decode(sent[:length])
 
 
 json_values = st.recursive(
@@ -109,27 +87,37 @@ json_values = st.recursive(
 
 @given(st.binary(max_size=100) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_bytes_that_are_no_message(data: bytes) -> None:
-    with suppress(PeerError):
-        decode_question(data)
-    with suppress(PeerError):
-        decode_answer(data)
-    with suppress(PeerError):
-        decode_listing(data)
+    for kind, (encode, decode) in MESSAGES.items():
+        with suppress(PeerError):
+            message = decode(data)
+            assert kind != "wanted replicas" or encode(message) == data
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"path": b"../x"}, {"path": b"/etc"}, {"path": b"a//b"}, {"ino": 0},
-        {"names": [b".."]}, {"names": [b"a/b"]}, {"names": [b"a\0"]}, {"names": [b"n" * 256]},
-        {"names": [b"a"] * (MOST_NAMES + 1)}, {"most_age_ns": -1},
-    ],
-)  # fmt: skip
-def test_questions_that_lead_elsewhere(changed: dict[str, Any]) -> None:
-    question = NamesQuestion(b"a", 1, [b"b"], 0, demand=True)
-    assert decode_question(encode_question(question)) == question
+ELSEWHERE = (b"/", b"/etc", b"a/", b"a//b", b"../x", b"a/../b", b".", b"a/.", b"a\0b")
+REFUSED: list[tuple[str, Any]] = [
+    *(("question", QUESTION._replace(path=path)) for path in ELSEWHERE),
+    *(("question", QUESTION._replace(names=[name])) for name in (*ELSEWHERE, b"a/b", b"n" * 256)),
+    ("question", QUESTION._replace(names=[b"a"] * (peer_names.MOST_NAMES + 1))),
+    *(("question", QUESTION._replace(ino=0)), ("question", QUESTION._replace(most_age_ns=-1))),
+    *(("listing", None), ("listing", LISTING._replace(entries=ENTRIES * 2))),
+    *(("wanted spans", [SPAN._replace(path=path)]) for path in (b"", *ELSEWHERE)),
+    ("wanted spans", [SPAN] * (MOST_SPANS + 1)),
+    *(("wanted replicas", [REPLICA._replace(path=path)]) for path in (b"", *ELSEWHERE)),
+    ("wanted replicas", [REPLICA] * (supply.MAX_WANTED + 1)),
+    *(
+        ("held spans", [HOLDS._replace(path=path)] * HELD)
+        for path in ("@elsewhere/x", "x", "/a b", "/a?b", "/a\0")
+    ),
+    *(("held spans", [HOLDS] * count) for count in (HELD - 1, HELD + 1)),
+]
+"""Too much of something, or what leads elsewhere: out of the source, to another host."""
+
+
+@pytest.mark.parametrize(("kind", "message"), REFUSED)
+def test_what_a_node_would_not_say_is_refused(kind: str, message: Any) -> None:
+    encode, decode = MESSAGES[kind]
     with pytest.raises(PeerError):
-        decode_question(encode_question(question._replace(**changed)))
+        decode(encode(message))
 
 
 def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
@@ -143,16 +131,16 @@ def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
     async def main() -> None:
         nodes = tuple(PeerNode(name, name, 1) for name in "abc")
         each = [Following(Peers(nodes, own, "secret")) for own in range(3)]
-        owners = [NameOwners(Ownership(nodes), following) for following in each]
+        owners = [peer_names.NameOwners(Ownership(nodes), following) for following in each]
         for ino in range(2, 40):
-            for size in (LARGE_BYTES - 1, LARGE_BYTES):
+            for size in (peer_names.LARGE_BYTES - 1, peer_names.LARGE_BYTES):
                 directory = DirRef(b"d", ino)
                 avoided.clear()
                 divided = [one.divide(directory, size, names) for one in owners]
                 shares = [divided[(n + 1) % 3].get(n, []) for n in range(3)]
                 assert shares == [divided[(n + 2) % 3].get(n, []) for n in range(3)]
                 assert sorted(name for share in shares for name in share) == sorted(names)
-                assert size == LARGE_BYTES or sorted(map(len, shares)) == [0, 0, 1000]
+                assert size == peer_names.LARGE_BYTES or sorted(map(len, shares)) == [0, 0, 1000]
                 served = [one.served(directory, size, names) for one in owners]
                 assert all(set(share) <= set(s) for share, s in zip(shares, served, strict=True))
                 # The first node fails: the others ask who stands in for it.
@@ -182,8 +170,8 @@ def at_once(mounts: list[Mount], source: Path) -> None:
             done.result()
 
 
-def operations(mounts: list[Mount]) -> int:
-    return sum(mount.status()["source_io"]["operations"] for mount in mounts)
+def operations(nodes: Nodes) -> int:
+    return sum(mount.status()["source_io"]["operations"] for mount in nodes.mounts.values())
 
 
 def slow_source(work: Bench, source: Path) -> FaultySource:
@@ -194,67 +182,26 @@ def slow_source(work: Bench, source: Path) -> FaultySource:
 
 
 class TestMounts:
-    pytestmark = needs_mounts
+    pytestmark = requires_peers
 
     def test_nodes_that_go_through_a_source_ask_it_once(self, work: Bench, source: Path) -> None:
         nodes = Nodes(work, slow_source(work, source).path, 3, "--prefetch", "none")
-        nodes.until_they_know_each_other()
-        a, b, c = nodes.mounts.values()
-        before = operations([a, b, c])
-        at_once([a, b], source)
-        asked = operations([a, b, c]) - before
+        *first, last = nodes.mounts.values()
+        before = operations(nodes)
+        at_once(first, source)
+        asked = operations(nodes) - before
         # A busy machine misses a deadline now and then, and asks the source.
         assert FILES <= asked < 1.4 * (FILES + 4 * DIRECTORIES)
-        before = operations([a, b, c])
-        go_through(c, source)
-        assert operations([a, b, c]) - before < 0.3 * FILES, "it comes later"
-        served = [mount.status()["served"]["peer_names"] for mount in (a, b, c)]
-        assert sum(served) > 1.2 * FILES
-
-    def test_nodes_that_scan_a_source_ask_it_once(self, work: Bench, source: Path) -> None:
-        nodes = Nodes(work, source, 3, "--prefetch", "all")
-        for mount in nodes.mounts.values():
-            mount.wait_idle()
-        served = [mount.status()["served"]["peer_names"] for mount in nodes.mounts.values()]
-        assert sum(served) > 1.5 * FILES
-        for mount in nodes.mounts.values():
-            read_all(mount, source)
-
-    @pytest.mark.parametrize("victim", ["killed", "frozen"])
-    def test_an_owner_that_is_lost_costs_a_deadline(
-        self, work: Bench, source: Path, victim: str
-    ) -> None:
-        nodes = Nodes(work, slow_source(work, source).path, 2, "--prefetch", "none")
-        nodes.until_they_know_each_other()
-        a, b = nodes.mounts.values()
-        worker = a.status()["worker"]["pid"]
-        supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(") ")[2].split()[1])
-        processes = (supervisor, worker, a.status()["peer_server"]["pid"])
-        for pid in processes:
-            os.kill(pid, signal.SIGKILL if victim == "killed" else signal.SIGSTOP)
-        longest = 0.0
-        for base, directories, files in os.walk(b.path):
-            directories.sort()
-            for name in files:
-                began = time.monotonic()
-                size = os.lstat(Path(base, name)).st_size
-                longest = max(longest, time.monotonic() - began)
-                assert size == (source / Path(base, name).relative_to(b.path)).stat().st_size
-        assert longest < 5
-        if victim == "killed":
-            work.mounts.remove(a)
-            run("umount", str(a.path))
-            return
-        for pid in processes:
-            os.kill(pid, signal.SIGCONT)
-        wait_for(lambda: all(map(answers, peers(b))), "the peer")
+        before = operations(nodes)
+        go_through(last, source)
+        assert operations(nodes) - before < 0.3 * FILES, "it comes later"
+        assert nodes.served("peer_names") > 1.2 * FILES
 
     def test_changes_show_after_the_ttl(self, work: Bench, source: Path) -> None:
         nodes = Nodes(work, source, 2, "--prefetch", "none", "--freshness", "ttl=4")
-        nodes.until_they_know_each_other()
         a, b = nodes.mounts.values()
         at_once([a, b], source)
-        changed = next(file for file in sorted(source.rglob("*")) if file.is_file())
+        changed = files_of(source)[0]
         name = changed.relative_to(source)
         changed.write_bytes(b"changed")
         wait_for(lambda: os.lstat(b.path / name).st_size == 7, "the change", 20)

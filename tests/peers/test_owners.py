@@ -36,7 +36,6 @@ class Asked:
         self.asked: list[tuple[int, list[bytes]]] = []
         self.known: set[bytes] = set()
         self.refuses: set[bytes] = set()
-        self.error: OSError | None = None
         self.failed: set[int] = set()
         self.status = 200
         self.took = 0.0
@@ -49,23 +48,16 @@ class Asked:
         self.known.update(row.name for row in rows if row.segment)
 
     async def run_sync(
-        self,
-        _call: object,
-        owner: int,
-        path: str,
-        body: bytes,
-        *_: object,
-        **__: object,
+        self, _call: object, owner: int, path: str, body: bytes, *_: object, **__: object
     ) -> tuple[int, bytes]:
         assert path == f"/ask/want?seconds={MOST_SECONDS:g}"
         wanted = decode(body)
         self.asked_at.append(trio.current_time())
         self.asked.append((owner, [one.path for one in wanted]))
         await trio.sleep(self.took)
-        if self.error is not None and (not self.failed or owner in self.failed):
-            raise self.error
-        names = [one.name for one in wanted]
-        rows = [Row(name, 1, 10, 0, int(name not in self.refuses), 0) for name in names]
+        if owner in self.failed:
+            raise OSError(errno.ECONNREFUSED, "refused")
+        rows = [Row(one.name, 1, 10, 0, int(one.name not in self.refuses), 0) for one in wanted]
         return self.status, encode(Page(PageState.ALL, 1, 0, rows))
 
 
@@ -75,38 +67,43 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Asked:
 
 
 def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
+    found: list[Node] = []
 
-    async def main() -> list[Node]:
+    async def ask(asking: Owners) -> None:
+        found.extend(await asking.ask(nodes))
+
+    async def main() -> None:
         following = Following(PEERS)
         asking = Owners(OWNERSHIP, following, lambda ino: DirRef(b"a/b", 1), lambda name: False)
-        found: list[Node] = []
-
-        async def ask() -> None:
-            found.extend(await asking.ask(nodes))
-
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
+            nursery.start_soon(ask, asking)
             await trio.sleep(start_seconds)
             for event in following.answered:
                 event.set()
-        return found
 
-    return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    return found
+
+
+def name_of(one: Node) -> bytes:
+    return one.stat.version.replica_name
 
 
 def owner_of(one: Node) -> int:
-    return OWNERSHIP.number(one.stat.version.replica_name)
+    return OWNERSHIP.number(name_of(one))
+
+
+NODES = [node(number) for number in range(60)]
 
 
 def test_each_owner_is_asked_once_for_what_it_owns(peers: Asked) -> None:
-    nodes = [node(number) for number in range(60)]
-    assert ask(nodes) == []
-    theirs = {owner: [one for one in nodes if owner_of(one) == owner] for owner in (1, 2)}
+    assert ask(NODES) == []
+    theirs = {owner: [one for one in NODES if owner_of(one) == owner] for owner in (1, 2)}
     assert sorted(peers.asked) == [
         (owner, [b"a/b/" + one.name for one in theirs[owner]]) for owner in (1, 2)
     ]
     assert len(peers.known) == len(theirs[1]) + len(theirs[2])
-    assert ask(nodes) == []
+    assert ask(NODES) == []
     assert len(peers.asked) == 2  # all is known
 
 
@@ -117,51 +114,39 @@ def test_no_request_is_too_long(peers: Asked) -> None:
     assert len(peers.known) == sum(owner_of(one) != 0 for one in nodes)
 
 
-def test_what_an_owner_refuses_is_left_to_the_source(peers: Asked) -> None:
-    nodes = [node(number) for number in range(20)]
-    peers.refuses = {one.stat.version.replica_name for one in nodes[:10]}
-    assert ask(nodes) == []
+@pytest.mark.parametrize("seconds", [0, MOST_SECONDS])
+def test_what_an_owner_refuses_is_left_to_the_source_unless_it_is_still_being_copied(
+    peers: Asked, seconds: float
+) -> None:
+    refused = [one for one in NODES[:10] if owner_of(one) != 0]
+    peers.refuses, peers.took = {name_of(one) for one in refused}, seconds
+    asked_again = sorted(one.ino for one in ask(NODES))
+    assert asked_again == ([one.ino for one in refused] if seconds else [])
     assert not peers.known & peers.refuses
 
 
-def test_what_is_still_being_copied_is_asked_for_again(peers: Asked) -> None:
-    nodes = [node(number) for number in range(20)]
-    slow = [one for one in nodes[:10] if owner_of(one) != 0]
-    peers.refuses = {one.stat.version.replica_name for one in slow}
-    peers.took = MOST_SECONDS
-    assert sorted(one.ino for one in ask(nodes)) == [one.ino for one in slow]
-
-
-@pytest.mark.parametrize("what", ["refused", "status"])
-def test_a_peer_that_fails_is_not_waited_for(peers: Asked, what: str) -> None:
-    if what == "refused":
-        peers.error = OSError(errno.ECONNREFUSED, "refused")
-    else:
-        peers.status = 503
-    assert ask([node(number) for number in range(20)]) == []
+@pytest.mark.parametrize(("failed", "status"), [({1, 2}, 200), (set(), 503)])
+def test_a_peer_that_fails_is_not_waited_for(peers: Asked, failed: set[int], status: int) -> None:
+    peers.failed, peers.status = failed, status
+    assert ask(NODES) == []
     assert not peers.known
 
 
 def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Asked) -> None:
-    peers.error, peers.failed = OSError(errno.ECONNREFUSED, "refused"), {1}
-    nodes = [node(number) for number in range(60)]
-    assert ask(nodes) == []
-    names = {one.stat.version.replica_name for one in nodes}
-    assert peers.known == {
-        name for name in names if OWNERSHIP.number(name) == 2 or OWNERSHIP.stand_in(name) == 2
-    } - {name for name in names if OWNERSHIP.number(name) == 0}
+    peers.failed = {1}
+    assert ask(NODES) == []
+    stood_in = [one for one in NODES if OWNERSHIP.stand_in(name_of(one)) == 2 and owner_of(one)]
+    assert peers.known == {name_of(one) for one in NODES if owner_of(one) == 2 or one in stood_in}
     assert [owner for owner, _ in peers.asked].count(1) == 1
 
 
 def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
-    nodes = [node(number) for number in range(20)]
-    taken = {one.stat.version.replica_name for one in nodes[::2]}
+    taken = set(map(name_of, NODES[::2]))
 
     async def main() -> None:
         owners = Owners(OWNERSHIP, Following(PEERS), lambda ino: None, taken.__contains__)
-        for one in nodes:
-            taken_or_own = one.stat.version.replica_name in taken or owner_of(one) == 0
-            assert owners.elsewhere(one) != taken_or_own
+        for one in NODES:
+            assert owners.elsewhere(one) != (name_of(one) in taken or owner_of(one) == 0)
 
     trio.run(main)
 
@@ -169,5 +154,5 @@ def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
 @pytest.mark.parametrize("seconds", [0, 5, 20])
 def test_a_peer_that_starts_is_waited_for(peers: Asked, seconds: float) -> None:
     began = trio.testing.MockClock().current_time()
-    assert ask([node(number) for number in range(20)], seconds) == []
+    assert ask(NODES, seconds) == []
     assert peers.asked_at == pytest.approx([began + min(seconds, START_SECONDS)] * 2)

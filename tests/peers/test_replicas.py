@@ -22,74 +22,87 @@ from monarchfs.store.checksum import checksum, digests
 from monarchfs.types import SourceStat
 from tests.support.mounting import free_port, wait_for
 
-Peer = tuple[bytes, "subprocess.Popen[bytes]", int]
-
 UNKNOWN, AVOIDED, FAILED, WRONG = 1, 2, 3, 4
 """enum fetch_result in _fetch.h."""
 
 SECRET = credentials.mount_secret(bytes(32), 1000, [1000], b"/lustre/data")
 SEGMENT = 5
+NAME = f"tier/segments/{SEGMENT:016x}"
+
+
+def token(address: str = "127.0.0.1", secret: str = SECRET, age: float = 0) -> str:
+    return credentials.token(address, secret, time.time() - age)
+
+
+class Peer:
+    """Peer 0, an nginx that has one segment with ``data``."""
+
+    process: subprocess.Popen[bytes]
+
+    def __init__(self, path: Path, certificate: str = "") -> None:
+        if web_server.find_nginx() is None:
+            pytest.skip("nginx is not installed: apt-get install nginx-light")
+        self.data = random.Random(1).randbytes(4 << 20)
+        (path / NAME).parent.mkdir(parents=True)
+        (path / NAME).write_bytes(self.data)
+        (path / "nginx").mkdir(mode=0o700)
+        self.port = free_port()
+        self._options = web_server.WebServerOptions(
+            *(path / "nginx", "127.0.0.1", self.port, [path / "tier"], path / "worker.sock"),
+            *(SECRET, certificate),
+        )
+
+    def start(self) -> None:
+        self.process = web_server.start(self._options, str(web_server.find_nginx()), {})
+
+        def answers() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+        wait_for(answers, "nginx")
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.terminate()
+        self.process.wait()
+
+    def replica(self, offset: int, size: int) -> bytes:
+        """The name of one that lies there."""
+        name = os.urandom(16)
+        digest = checksum(self.data[offset : offset + size])
+        _replicas.put(0, [(name, digest, size, 0, SEGMENT, offset)])
+        return name
 
 
 @contextmanager
-def serving(path: Path, port: int, certificate: str = "") -> Iterator[subprocess.Popen[bytes]]:
-    program = web_server.find_nginx()
-    if program is None:
-        pytest.skip("nginx is not installed: apt-get install nginx-light")
-    own = path / "nginx"
-    own.mkdir(mode=0o700, exist_ok=True)
-    options = web_server.WebServerOptions(
-        own, "127.0.0.1", port, [path / "tier"], path / "worker.sock", SECRET, certificate
-    )
-    process = web_server.start(options, program, {})
-
-    def answers() -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", port)).close()
-        except ConnectionRefusedError:
-            return False
-        return True
-
+def a_peer(path: Path, certificate: str = "") -> Iterator[Peer]:
+    """One that is known, with a token for it; unless it encrypts, its address is, too."""
+    peer = Peer(path, certificate)
     try:
-        wait_for(answers, "nginx")
-        yield process
+        peer.start()
+        _replicas.peer(0, "" if certificate else f"http://127.0.0.1:{peer.port}")
+        _replicas.token(token(), "127.0.0.1")
+        yield peer
     finally:
-        process.send_signal(signal.SIGCONT)
-        process.terminate()
-        process.wait()
+        peer.stop()
+        _replicas.peer(0, "")
+        _replicas.remove_all(0)
 
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[Peer]:
-    """Peer 0 with one segment; its bytes, and the process of its server."""
-    data = random.Random(1).randbytes(4 << 20)
-    (tmp_path / "tier/segments").mkdir(parents=True)
-    (tmp_path / f"tier/segments/{SEGMENT:016x}").write_bytes(data)
-    port = free_port()
-    with serving(tmp_path, port) as process:
-        _replicas.peer(0, f"http://127.0.0.1:{port}")
-        _replicas.token(credentials.token("127.0.0.1", SECRET, time.time()), "127.0.0.1")
-        yield data, process, port
-    _replicas.peer(0, "")
-    _replicas.remove_all(0)
-
-
-def replica(data: bytes, offset: int, size: int) -> bytes:
-    name = os.urandom(16)
-    digest = checksum(data[offset : offset + size])
-    _replicas.put(0, [(name, digest, size, 0, SEGMENT, offset)])
-    return name
+    with a_peer(tmp_path) as peer:
+        yield peer
 
 
 def test_the_bytes_of_many(peer: Peer) -> None:
-    data, *_ = peer
     known = []
     for _ in range(200):
         size = random.randint(1, 300_000)
-        offset = random.randrange(0, len(data) - size) & ~4095
-        known.append((replica(data, offset, size), offset, size))
+        offset = random.randrange(0, len(peer.data) - size) & ~4095
+        known.append((peer.replica(offset, size), offset, size))
     for name, offset, size in known:
-        assert _replicas.fetch(name, size) == data[offset : offset + size]
+        assert _replicas.fetch(name, size) == peer.data[offset : offset + size]
     files, bytes_, wrong, failed, nanoseconds, avoided = _replicas.counts(0)
     assert files >= 200
     assert bytes_ >= sum(size for *_, size in known)
@@ -102,55 +115,53 @@ def test_a_replica_that_no_peer_has() -> None:
     assert _replicas.fetch(os.urandom(16), 10) == UNKNOWN
 
 
-@pytest.mark.parametrize("what", ["checksum", "gap", "segment", "beyond", "size"])
+@pytest.mark.parametrize(
+    ("digest", "segment", "offset", "size"),
+    [
+        (1, SEGMENT, 8192, 5000),
+        (None, SEGMENT + 1, 8192, 5000),
+        (None, SEGMENT, 4 << 20, 5000),
+        (None, SEGMENT, 8192, 4999),
+        (None, SEGMENT, 0, 5000),
+    ],
+    ids=["checksum", "no such segment", "beyond its end", "size", "gap"],
+)
 def test_what_is_not_the_replica_is_not_asked_for_again(
-    peer: Peer, what: str, tmp_path: Path
+    peer: Peer, tmp_path: Path, digest: int | None, segment: int, offset: int, size: int
 ) -> None:
-    data, *_ = peer
-    name = replica(data, 8192, 5000)
-    size = 5000
-    if what == "checksum":
-        _replicas.put(0, [(name, 1, 5000, 0, SEGMENT, 8192)])
-    elif what == "gap":
-        with open(tmp_path / f"tier/segments/{SEGMENT:016x}", "r+b") as file:
-            file.seek(8192)
-            file.write(bytes(5000))
-    elif what == "segment":
-        _replicas.put(0, [(name, 1, 5000, 0, SEGMENT + 1, 8192)])
-    elif what == "beyond":
-        _replicas.put(0, [(name, 1, 5000, 0, SEGMENT, 4 << 20)])
-    else:
-        size = 4999
+    with open(tmp_path / NAME, "r+b") as file:
+        file.write(bytes(5000))
+    name = os.urandom(16)
+    right = checksum(peer.data[offset : offset + 5000])
+    _replicas.put(0, [(name, digest or right, 5000, 0, segment, offset)])
     assert _replicas.fetch(name, size) == WRONG
     assert _replicas.fetch(name, size) == UNKNOWN
     assert not _replicas.counts(0)[-1]
 
 
 @pytest.mark.parametrize(
-    "token",
+    "given",
     [
         "",
         "?e=99999999999&s=AAAAAAAAAAAAAAAAAAAAAA",
-        credentials.token("127.0.0.2", SECRET, time.time()),
-        credentials.token("127.0.0.1", SECRET, time.time() - 2 * credentials.TOKEN_SECONDS),
-        credentials.token("127.0.0.1", "0" * 64, time.time()),
+        token("127.0.0.2"),
+        token(age=2 * credentials.TOKEN_SECONDS),
+        token(secret="0" * 64),
     ],
     ids=["none", "forged", "another address", "expired", "another job"],
 )
-def test_who_has_no_token_gets_nothing(peer: Peer, token: str) -> None:
-    data, *_ = peer
-    name = replica(data, 0, 100)
-    _replicas.token(token, "127.0.0.1")
+def test_who_has_no_token_gets_nothing(peer: Peer, given: str) -> None:
+    name = peer.replica(0, 100)
+    _replicas.token(given, "127.0.0.1")
     assert _replicas.fetch(name, 100) == FAILED
     assert _replicas.fetch(name, 100) == AVOIDED
 
 
 def test_a_frozen_peer_costs_one_deadline_and_is_found_again(peer: Peer) -> None:
-    data, process, _ = peer
-    name = replica(data, 0, 100)
+    name = peer.replica(0, 100)
     for _ in range(50):
-        assert _replicas.fetch(name, 100) == data[:100]
-    process.send_signal(signal.SIGSTOP)
+        assert _replicas.fetch(name, 100) == peer.data[:100]
+    peer.process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
         assert _replicas.fetch(name, 100) == FAILED
@@ -159,49 +170,43 @@ def test_a_frozen_peer_costs_one_deadline_and_is_found_again(peer: Peer) -> None
         assert _replicas.fetch(name, 100) == AVOIDED
         assert time.monotonic() - began < 0.02
     finally:
-        process.send_signal(signal.SIGCONT)
-    wait_for(lambda: _replicas.fetch(name, 100) == data[:100], "the peer")
+        peer.process.send_signal(signal.SIGCONT)
+    wait_for(lambda: _replicas.fetch(name, 100) == peer.data[:100], "the peer")
 
 
-def test_a_peer_that_is_gone_and_comes_back(peer: Peer, tmp_path: Path) -> None:
+def test_a_peer_that_is_gone_and_comes_back(peer: Peer) -> None:
     """No reader waits to find out."""
-    data, process, port = peer
-    name = replica(data, 0, 100)
-    process.terminate()
-    process.wait()
+    name = peer.replica(0, 100)
+    peer.stop()
     assert _replicas.fetch(name, 100) == FAILED
-    with serving(tmp_path, port):
-        wait_for(lambda: _replicas.pause(0) == 0, "the pause to be over")
-        assert _replicas.fetch(name, 100) == AVOIDED
-        wait_for(lambda: _replicas.fetch(name, 100, True) == data[:100], "the peer")
-        assert _replicas.fetch(name, 100) == data[:100]
+    peer.start()
+    wait_for(lambda: _replicas.pause(0) == 0, "the pause to be over")
+    assert _replicas.fetch(name, 100) == AVOIDED
+    wait_for(lambda: _replicas.fetch(name, 100, True) == peer.data[:100], "the peer")
+    assert _replicas.fetch(name, 100) == peer.data[:100]
 
 
 def test_a_server_without_its_worker_is_avoided(peer: Peer) -> None:
-    data, *_ = peer
-    name = replica(data, 0, 100)
+    name = peer.replica(0, 100)
     assert _replicas.ask(0, "/ask/catalogue", None, 5, 10_000, True)[0] == 502
     assert _replicas.fetch(name, 100) == AVOIDED
     assert _replicas.pause(0) > 0
 
 
 def test_nothing_but_the_tiers_is_served(peer: Peer) -> None:
-    _, _, port = peer
-    token = credentials.token("127.0.0.1", SECRET, time.time())
-
     def ask(method: str, path: str) -> bytes:
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall(
-                f"{method} {path}{token} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
-            )
+        with socket.create_connection(("127.0.0.1", peer.port)) as connection:
+            lines = (f"{method} {path}{token()} HTTP/1.1", "Host: x", "Connection: close", "", "")
+            connection.sendall("\r\n".join(lines).encode())
             return connection.makefile("rb").readline().split()[1]
 
-    assert ask("GET", f"/tier/0/segments/{SEGMENT:016x}") == b"200"
-    for path in ("/", "/tier/0/", "/tier/0/segments/", "/tier/1/x", "/tier/0/../nginx/nginx.conf",
-                 "/tier/0/%2e%2e/nginx/nginx.conf", "/tier/0/..%2fnginx/nginx.conf"):  # fmt: skip
+    segment = f"/tier/0/segments/{SEGMENT:016x}"
+    assert ask("GET", segment) == b"200"
+    outside = [f"/tier/0/{up}nginx/nginx.conf" for up in ("../", "%2e%2e/", "..%2f")]
+    for path in ("/", "/tier/0/", "/tier/0/segments/", "/tier/1/x", *outside):
         assert ask("GET", path) in (b"400", b"403", b"404"), path
     for method in ("PUT", "DELETE", "POST", "MKCOL"):
-        assert ask(method, f"/tier/0/segments/{SEGMENT:016x}") in (b"403", b"405"), method
+        assert ask(method, segment) in (b"403", b"405"), method
 
 
 def test_rows_that_are_none() -> None:
@@ -240,16 +245,6 @@ def test_many_come_and_go() -> None:
 PART_BYTES = 3 * (256 << 10) + 1000
 
 
-def part_unit(tmp_path: Path, data: bytes) -> tuple[Unit, int, bytes]:
-    """A unit of a file with these bytes; a descriptor of the source's; the digests."""
-    source = tmp_path / "source"
-    source.write_bytes(data[:PART_BYTES])
-    fd = os.open(source, os.O_RDONLY)
-    stat = SourceStat.of(os.fstat(fd), 0)
-    unit = Unit(1, 0, PART_BYTES, chunk_bytes=128 << 10, version=stat.version, device=0)
-    return unit, fd, digests(data[:PART_BYTES])
-
-
 @pytest.mark.parametrize(
     ("what", "result", "comes"),
     [
@@ -261,11 +256,15 @@ def part_unit(tmp_path: Path, data: bytes) -> tuple[Unit, int, bytes]:
     ],
 )
 def test_units_from_a_peer(peer: Peer, tmp_path: Path, what: str, result: int, comes: int) -> None:
-    data, *_ = peer
-    unit, fd, expected = part_unit(tmp_path, data)
+    source = tmp_path / "source"
+    source.write_bytes(peer.data[:PART_BYTES])
+    fd = os.open(source, os.O_RDONLY)
+    version = SourceStat.of(os.fstat(fd), 0).version
+    unit = Unit(1, 0, PART_BYTES, chunk_bytes=128 << 10, version=version, device=0)
+    expected = digests(peer.data[:PART_BYTES])
     (tmp_path / "tier/parts").mkdir()
     file = tmp_path / "tier/parts/00"
-    held = bytearray(data[:PART_BYTES])
+    held = bytearray(peer.data[:PART_BYTES])
     if what == "damaged":
         held[600_000] ^= 1
     if what != "gone":
@@ -279,4 +278,4 @@ def test_units_from_a_peer(peer: Peer, tmp_path: Path, what: str, result: int, c
     assert unit.read(fd)
     os.close(fd)
     assert unit.read_bytes == PART_BYTES - comes
-    assert unit.peek(0, PART_BYTES) == data[:PART_BYTES]
+    assert unit.peek(0, PART_BYTES) == peer.data[:PART_BYTES]

@@ -1,13 +1,11 @@
-"""Nodes that share: mounts of one source on addresses of their own, each with its own tier."""
+"""Nodes that share a dataset: it is read of the source once, and every byte is the source's."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,262 +13,187 @@ import pytest
 
 from monarchfs.config.places import search_of
 from monarchfs.control.client import request
-from monarchfs.peers.web_server import find_nginx
 from monarchfs.supervisor.recover import required
 from monarchfs.types import OperationError
-from tests.support import surroundings
+from tests.peers.nodes import (
+    FILES,
+    Nodes,
+    files_of,
+    free_port,
+    kill_worker,
+    owned,
+    peers,
+    read_all,
+    requires_peers,
+    total_bytes,
+    used_bytes,
+    warm,
+)
 from tests.support.mounting import Bench, Mount, run, wait_for
 
-pytestmark = [
-    surroundings.requires_fuse,
-    pytest.mark.skipif(find_nginx() is None, reason="needs nginx: apt-get install nginx-light"),
-]
+pytestmark = requires_peers
 
-FILES = 300
-
-
-@pytest.fixture
-def source(work: Bench) -> Path:
-    """Small files in some directories; the total is ``total_bytes``."""
-    rng = random.Random(3)
-    path = work.path / "source"
-    for number in range(FILES):
-        directory = path / f"class {number % 7}" / "x"
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / f"{number:04d}").write_bytes(rng.randbytes(rng.randint(1, 60_000)))
-    old = 1_600_000_000
-    for file in path.rglob("*"):
-        os.utime(file, (old, old))
-    return path
+MiB = 1 << 20
+MOST_READ = {"small": 1.5, "large": 1.3}
+"""Of the source, in datasets. A busy machine misses a deadline now and then, and goes there."""
 
 
-def total_bytes(source: Path) -> int:
-    return sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
+def one_that_has_all(work: Bench, source: Path, *options: str) -> tuple[Nodes, Mount, Mount]:
+    """Two nodes; the first has copied everything, and the other knows what it owns of that."""
+    nodes = Nodes(work, source, 2, *options)
+    a, b = nodes.mounts.values()
+    warm(a)
+    until_it_knows_of_the_others(source, b)
+    return nodes, a, b
 
 
-def free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+def until_it_knows_of_the_others(source: Path, b: Mount) -> None:
+    """What large files the others have, nodes learn when they want to know."""
+    count = len(owned(source, "ab")["a"]) if source.name == "small" else 0
+    wait_for(lambda: peers(b)[0]["has_files"] >= count, "the catalogue")
 
 
-class Nodes:
-    """Mounts that share, called a, b, c."""
-
-    def __init__(
-        self, work: Bench, source: Path, count: int, *options: str, tier: str = "1G"
-    ) -> None:
-        self.work = work
-        self.tier = tier
-        self.source = source
-        self.options = options
-        self.names = "abcdefgh"[:count]
-        addresses = [f"127.0.0.{2 + number}" for number in range(count)]
-        self.ports = [free_port(address) for address in addresses]
-        self.list = ",".join(
-            f"{name}={address}:{port}"
-            for name, address, port in zip(self.names, addresses, self.ports, strict=True)
-        )
-        self.key = work.path / "key"
-        self.key.write_bytes(os.urandom(64))
-        self.key.chmod(0o400)
-        self.mounts = {name: self.mount(name) for name in self.names}
-
-    def mount(self, name: str, *options: str) -> Mount:
-        at = self.work.path / name
-        at.mkdir(exist_ok=True)
-        return self.work.mount(
-            *(self.source, "--state-dir", f"{at}/state", "--freshness", "immutable"),
-            *("--peers", self.list, "--peer-name", name, "--peer-key", str(self.key)),
-            *(*self.options, *options),
-            tiers=[f"{at}/tier={self.tier}"],
-            point=at / "mnt",
-        )
-
-    def until_they_know_each_other(self) -> None:
-        def do() -> bool:
-            return all(answers(peer) for mount in self.mounts.values() for peer in peers(mount))
-
-        wait_for(do, "the peers")
-
-    def read_bytes(self) -> int:
-        """What all have read of the source."""
-        return sum(mount.status()["source_io"]["read_bytes"] for mount in self.mounts.values())
-
-
-def peers(mount: Mount) -> list[dict[str, Any]]:
-    listed: list[dict[str, Any]] = mount.status()["peers"]
-    return listed
-
-
-def answers(peer: dict[str, Any]) -> bool:
-    return bool(peer["error"] is None and not peer["avoided"] and peer["answered"])
-
-
-def kill_node(mount: Mount) -> None:
-    """Supervisor, worker and web server."""
-    status = mount.status()
-    pid = status["worker"]["pid"]
-    supervisor = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
-    for victim in (supervisor, pid, status["peer_server"]["pid"]):
-        os.kill(victim, signal.SIGKILL)
-
-
-def read_all(mount: Mount, source: Path, seed: int = 0) -> None:
-    """Every file, in random order; each has the source's bytes."""
-    files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
-    random.Random(seed).shuffle(files)
-    for file in files:
-        assert (mount.path / file).read_bytes() == (source / file).read_bytes(), file
-
-
-def read_at_once(nodes: Nodes, source: Path) -> None:
-    """Each node reads every file, in an order of its own."""
-    with ThreadPoolExecutor(3) as pool:
-        reads = [
-            pool.submit(read_all, mount, source, seed)
-            for seed, mount in enumerate(nodes.mounts.values())
-        ]
-        for read in reads:
-            read.result()
-
-
-def test_each_byte_leaves_the_source_once(work: Bench, source: Path) -> None:
-    slow = work.faulty_source(source)
+def test_each_byte_leaves_the_source_once(work: Bench, either: Path) -> None:
+    slow = work.faulty_source(either)
     slow.faults(delay=0.01, delayed=["open", "read"])  # nobody asks peers instead of a faster one
     nodes = Nodes(work, slow.path, 3)
-    nodes.until_they_know_each_other()
-    read_at_once(nodes, source)
-    for mount in nodes.mounts.values():
-        assert mount.wait_idle()["files"]["resident"] == FILES
-    # A busy machine misses a deadline now and then, and goes to the source.
-    assert nodes.read_bytes() < 1.5 * total_bytes(source)
-    assert sum(peer["read_files"] for m in nodes.mounts.values() for peer in peers(m)) > FILES
-    assert not any(peer["wrong"] for m in nodes.mounts.values() for peer in peers(m))
+    nodes.read_at_once(either)
+    assert set(nodes.kept_files().values()) == {len(files_of(either))}
+    assert nodes.read_bytes() < 1.5 * total_bytes(either)
+    assert not nodes.wrong()
 
 
 def test_nodes_copy_everything_ahead_and_each_byte_leaves_the_source_once(
-    work: Bench, source: Path
+    work: Bench, either: Path
 ) -> None:
-    nodes = Nodes(work, source, 3, "--prefetch", "all")
+    nodes = Nodes(work, either, 3, "--prefetch", "all")
+    assert set(nodes.kept_files().values()) == {len(files_of(either))}
+    assert nodes.read_bytes() < MOST_READ[either.name] * total_bytes(either)
+    if either.name == "small":
+        assert nodes.served("peer_names") > 1.5 * FILES
     for mount in nodes.mounts.values():
-        assert mount.wait_idle()["files"]["resident"] == FILES
-    assert nodes.read_bytes() < 1.5 * total_bytes(source)
-    for mount in nodes.mounts.values():
-        read_all(mount, source)
-    assert not any(peer["wrong"] for m in nodes.mounts.values() for peer in peers(m))
+        read_all(mount, either)
+    assert not nodes.wrong()
 
 
-def test_what_a_peer_has_is_found_after_it_was_mounted_anew(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 2, "--prefetch", "all")
-    first = nodes.mounts["a"]
-    first.wait_idle()
-    nodes.mounts["b"].wait_idle()
-    assert first.umount().returncode == 0
-    nodes.mounts["a"] = nodes.mount("a", "--prefetch", "none")
-    b = nodes.mounts["b"]
+def test_owners_copy_their_spans_alone_for_others(work: Bench, large: Path) -> None:
+    nodes = Nodes(work, large, 3)
+    a, *others = nodes.mounts.values()
+    warm(a)
+    nodes.kept_files()
+    assert 0 < used_bytes(others) < 1.1 * total_bytes(large)
+    assert nodes.read_bytes() < 1.2 * total_bytes(large)
+    read_all(a, large)
+    for mount in others:
+        warm(mount)
+        read_all(mount, large)
+    assert nodes.read_bytes() < 1.3 * total_bytes(large)
+
+
+def mounted_anew(nodes: Nodes) -> None:
+    assert nodes.mounts["a"].umount().returncode == 0
+    nodes.mounts["a"] = nodes.mount("a")
+
+
+def another_worker(nodes: Nodes) -> None:
+    kill_worker(nodes.mounts["a"])
+
+
+def another_server(nodes: Nodes) -> None:
+    a = nodes.mounts["a"]
+    server = a.status()["peer_server"]["pid"]
+    os.kill(server, signal.SIGTERM)
+    wait_for(lambda: a.status()["peer_server"]["pid"] not in (None, server), "another nginx")
+
+
+@pytest.mark.parametrize("after", [mounted_anew, another_worker, another_server])
+def test_who_comes_later_gets_what_a_tier_has(
+    work: Bench, either: Path, after: Callable[[Nodes], None]
+) -> None:
+    nodes, _, b = one_that_has_all(work, either)
+    after(nodes)
     assert b.umount().returncode == 0
-    at = work.path / "b"
-    run("cache", "remove", "--yes", str(at / "state"), "--state-dir", str(at / "state"))
-    b = nodes.mounts["b"] = nodes.mount("b", "--prefetch", "none")
+    state = f"{b.path.parent}/state"
+    run("cache", "remove", "--yes", state, "--state-dir", state)
+    b = nodes.mounts["b"] = nodes.mount("b")
     nodes.until_they_know_each_other()
-    owned = wait_for(lambda: peers(b)[0]["has_files"], "the catalogue")
-    read_all(b, source)
-    assert 0.3 * FILES < owned < 0.7 * FILES
-    assert peers(b)[0]["read_files"] >= owned
+    until_it_knows_of_the_others(either, b)
+    warm(b)
+    read_all(b, either)
+    assert peers(b)[0]["read_bytes"] >= 0.8 * sum(owned(either, "ab")["a"])
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=600", "open"])
 def test_opens_are_counted_where_they_were_served(
     work: Bench, source: Path, freshness: str
 ) -> None:
-    nodes = Nodes(work, source, 2, "--freshness", freshness, "--prefetch", "access")
-    a, b = nodes.mounts.values()
-    read_all(a, source)
-    a.wait_idle()
-    nodes.until_they_know_each_other()
-    owned = wait_for(lambda: peers(b)[0]["has_files"], "the catalogue")
+    options = ("--freshness", freshness, "--prefetch", "access")
+    _, _, b = one_that_has_all(work, source, *options)
     read_all(b, source)
     served = b.status()["served"]
     places = ("local", "peer", "source")  # local: a had it copied
     assert sum(served[f"{place}_opens"] for place in places) == FILES
     assert sum(served[f"{place}_file_bytes"] for place in places) == total_bytes(source)
     # Only while a name is fresh does an open not ask the source.
-    assert served["peer_files"] >= owned
+    assert served["peer_files"] >= len(owned(source, "ab")["a"])
     assert served["peer_opens"] == (0 if freshness == "open" else served["peer_files"])
 
 
 @pytest.mark.parametrize("what", ["corrupted", "cut off", "removed"])
-def test_segments_that_somebody_changed(work: Bench, source: Path, what: str) -> None:
-    nodes = Nodes(work, source, 2)
-    a, b = nodes.mounts.values()
-    read_all(a, source)
-    a.wait_idle()
-    nodes.until_they_know_each_other()
-    wait_for(lambda: peers(b)[0]["has_files"], "the catalogue")
-    segments = list((work.path / "a/tier").glob("*/segments/*"))
-    assert segments
-    for segment in segments:
-        if segment.suffix:
-            continue
-        segment.chmod(0o600)
+def test_replicas_that_somebody_changed(work: Bench, either: Path, what: str) -> None:
+    _, _, b = one_that_has_all(work, either)
+    small = either.name == "small"
+    found = (work.path / "a" / "tier").glob("*/segments/*" if small else "*/??/*")
+    replicas = [path for path in found if path.is_file() and bool(path.suffix) is not small]
+    assert len(replicas) >= (1 if small else len(files_of(either)))
+    for replica in replicas:
+        replica.chmod(0o600)
+        size = replica.stat().st_size
         if what == "corrupted":
-            segment.write_bytes(bytes(segment.stat().st_size))
+            with open(replica, "r+b") as file:
+                for at in range(0, size, 4096):
+                    os.pwrite(file.fileno(), b"damage", at)
         elif what == "cut off":
-            os.truncate(segment, 100)
+            os.truncate(replica, size // 3)
         else:
-            segment.unlink()
-    read_all(b, source)
-    assert peers(b)[0]["wrong"] > 0
+            replica.unlink()
+    for _ in range(2):
+        read_all(b, either)
+        b.wait_idle()
+    if what == "corrupted" or small:
+        assert peers(b)[0]["wrong"] > 0
 
 
-def test_a_peer_that_dies_amid_reading(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 2)
-    a, b = nodes.mounts.values()
-    nodes.until_they_know_each_other()
-    read_all(a, source, 1)
-    files = sorted(file for file in source.rglob("*") if file.is_file())
-    for number, file in enumerate(files):
-        if number == FILES // 3:
-            kill_node(a)
-        name = file.relative_to(source)
-        assert (b.path / name).read_bytes() == file.read_bytes()
-    work.mounts.remove(a)
-    run("umount", str(a.path))
-
-
-def test_a_worker_or_a_server_that_dies_is_followed_by_another(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 2)
-    a, b = nodes.mounts.values()
-    nodes.until_they_know_each_other()
-    pid = a.status()["worker"]["pid"]
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: a.status()["worker"]["pid"] not in (None, pid), "another worker")
-    server = a.status()["peer_server"]["pid"]
-    os.kill(server, signal.SIGTERM)
-    wait_for(lambda: a.status()["peer_server"]["pid"] not in (None, server), "another nginx")
-    nodes.until_they_know_each_other()
-    read_all(a, source)
-    a.wait_idle()
-    wait_for(lambda: peers(b)[0]["has_files"], "the catalogue")
-    read_all(b, source)
-    assert peers(b)[0]["read_files"]
+@pytest.mark.parametrize("options", [[], ["--share", "partition"]])
+def test_the_spans_of_a_lost_owner_are_read_once(
+    work: Bench, large: Path, options: list[str]
+) -> None:
+    nodes = Nodes(work, large, 3, *options)
+    nodes.lose("a")
+    wait_for(lambda: all(peers(m)[0]["failed"] for m in nodes.mounts.values()), "the loss")
+    for mount in nodes.mounts.values():
+        warm(mount)
+    nodes.kept_files()
+    most = 0.5 * sum(owned(large, "abc")["a"])
+    assert nodes.read_bytes() < 1.1 * total_bytes(large) + most
+    for mount in nodes.mounts.values():
+        read_all(mount, large)
+    if options:
+        assert used_bytes(nodes.mounts.values()) < 1.1 * total_bytes(large)
+        assert nodes.read_bytes() < 1.2 * total_bytes(large) + most
 
 
 def test_the_list_is_changed_under_a_mount(work: Bench, source: Path) -> None:
     nodes = Nodes(work, source, 3)
     a, b, c = nodes.mounts.values()
-    nodes.until_they_know_each_other()
-    worker = a.status()["worker"]["pid"]
+    worker = a.worker_pid()
     for mount in (a, b):
         done = run("peers", str(mount.path), "remove", "c")
         assert (done.returncode, done.stdout) == (0, "a\nb\n"), done.stderr
-    assert a.status()["worker"]["pid"] != worker
+    assert a.worker_pid() != worker
     assert [peer["name"] for peer in peers(a)] == ["b"]
     # A worker that follows has the same list.
-    worker = a.status()["worker"]["pid"]
-    os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: a.status()["worker"]["pid"] not in (None, worker), "another worker")
+    kill_worker(a)
     wait_for(lambda: [peer["name"] for peer in peers(a)] == ["b"], "its list")
     for mount in (a, b):
         c_again = nodes.list.split(",")[2]
@@ -287,54 +210,29 @@ def test_the_list_is_changed_under_a_mount(work: Bench, source: Path) -> None:
     gave = {peer["name"]: peer for peer in shown["peers"]}
     assert gave["a"]["read_files"] > 0
     assert gave["a"]["answer_age_seconds"] < 60
-    lines = run("peers", str(c.path)).stdout.splitlines()
-    assert lines[0].startswith(f"this node: c=127.0.0.4:{nodes.ports[2]}; nginx is process ")
-    assert lines[1].split() == ["peer", "state", "has", "gave", "bytes", "a", "file", "fallbacks"]
-    assert [line.split("=")[0] for line in lines[2:]] == ["a", "b"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["add", "a"], 1, "'a' is twice in the list"),
-        (["remove", "x"], 1, "'x' is not in the list"),
-        (["remove", "a"], 1, "'a' is this node"),
-        (["add", "x;y"], 1, "'x;y' is no peer"),
-        (["add"], 2, "which nodes"),
-    ],
-)
-def test_a_list_that_cannot_be_changed_stays(
-    work: Bench, source: Path, words: list[str], code: int, said: str
-) -> None:
-    nodes = Nodes(work, source, 1)
-    mount = nodes.mounts["a"]
-    worker = mount.status()["worker"]["pid"]
-    done = run("peers", str(mount.path), *words)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert mount.status()["worker"]["pid"] == worker
-
-
-@pytest.mark.parametrize("add", ["bcd", 1, True, {}])
-def test_a_list_is_a_list(work: Bench, source: Path, add: object) -> None:
-    mount = Nodes(work, source, 1).mounts["a"]
-    daemon = required(str(mount.path), search_of(os.environ)).daemon
-    with pytest.raises(OperationError, match="must be"):
-        request(daemon, {"command": "change_peers", "add": add}, 10)
-
-
-def test_a_mount_of_its_own_has_no_peers(work: Bench, source: Path) -> None:
-    mount = work.mount(source)
-    for words in ([], ["add", "x"]):
+def test_a_list_that_cannot_be_changed_stays(work: Bench, source: Path) -> None:
+    shares, alone = Nodes(work, source, 1).mounts["a"], work.mount(source)
+    worker = shares.worker_pid()
+    for mount, words, said in (
+        (shares, ["remove", "a"], "'a' is this node"),
+        (alone, [], "has no peers: mount with --peers"),
+        (alone, ["add", "x"], "has no peers: mount with --peers"),
+    ):
         done = run("peers", str(mount.path), *words)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "has no peers: mount with --peers" in done.stderr
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert said in done.stderr
+    daemon = required(str(shares.path), search_of(os.environ)).daemon
+    no_lists: tuple[object, ...] = ("bcd", 1, True, {})
+    for add in no_lists:
+        with pytest.raises(OperationError, match="must be"):
+            request(daemon, {"command": "change_peers", "add": add}, 10)
+    assert shares.worker_pid() == worker
 
 
 def test_the_doctor_asks_each_peer(work: Bench, source: Path) -> None:
     nodes = Nodes(work, source, 2)
-    nodes.until_they_know_each_other()
     silent = free_port("127.0.0.4")
     words = [
         *("--quick", "--json", "--tier", f"{work.path}/x=1M", "--state-dir", f"{work.path}/y"),
@@ -356,26 +254,21 @@ def test_the_doctor_asks_each_peer(work: Bench, source: Path) -> None:
         ("x", "Connection refused")
     ]
     assert ask("--peer-key", str(nodes.key))["peers"][1]["answering"] == 1
-    other = work.path / "other"
-    other.write_bytes(os.urandom(64))
-    other.chmod(0o400)
-    refused = ask(str(source), "--peer-key", str(other))["peer"]
+    nodes.new_key()
+    refused = ask(str(source), "--peer-key", str(nodes.key))["peer"]
     assert "same key, user, groups and source" in refused[0]["remedy"]
     assert ask()["peers"][0]["state"] == "problem"
 
 
-def test_a_version_that_the_source_has_no_more_is_not_taken(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 2, "--freshness", "open")
-    a, b = nodes.mounts.values()
-    read_all(a, source)
-    a.wait_idle()
-    nodes.until_they_know_each_other()
-    wait_for(lambda: peers(b)[0]["has_files"], "the catalogue")
-    for file in source.rglob("*"):
-        if file.is_file():
-            file.write_bytes(b"new" + file.read_bytes()[3:])
+def test_a_version_that_the_source_has_no_more_is_not_taken(work: Bench, either: Path) -> None:
+    _, _, b = one_that_has_all(work, either, "--freshness", "open")
+    for file in files_of(either):
+        with open(file, "r+b") as changed:
+            os.pwrite(changed.fileno(), b"new", file.stat().st_size // 2)
     # Perhaps with the help of the peer, which has the new version by now.
-    read_all(b, source)
+    for _ in range(2):
+        read_all(b, either)
+        b.wait_idle()
 
 
 def test_another_key_is_nobody(work: Bench, source: Path) -> None:
@@ -383,23 +276,11 @@ def test_another_key_is_nobody(work: Bench, source: Path) -> None:
     a, b = nodes.mounts.values()
     read_all(a, source)
     assert b.umount().returncode == 0
-    nodes.key.chmod(0o600)
-    nodes.key.write_bytes(os.urandom(64))
-    nodes.key.chmod(0o400)
-    b = nodes.mounts["b"] = nodes.mount("b")
+    nodes.new_key()
+    b = nodes.mount("b")
     wait_for(lambda: peers(b)[0]["error"] == "status 403", "the refusal")
     read_all(b, source)
     assert not peers(b)[0]["read_files"]
-
-
-def test_unmounting_leaves_no_server(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 1)
-    server = nodes.mounts["a"].status()["peer_server"]["pid"]
-    assert Path(f"/proc/{server}").exists()
-    assert nodes.mounts["a"].umount().returncode == 0
-    assert not Path(f"/proc/{server}").exists()
-    with socket.create_server(("127.0.0.2", nodes.ports[0])):
-        pass
 
 
 @pytest.mark.parametrize(
@@ -416,11 +297,11 @@ def test_unmounting_leaves_no_server(work: Bench, source: Path) -> None:
     ],
 )
 def test_what_cannot_be_shared(work: Bench, source: Path, options: list[str], words: str) -> None:
-    (work.path / "open").write_bytes(bytes(64))
-    (work.path / "open").chmod(0o444)
-    (work.path / "short").write_bytes(bytes(8))
-    (work.path / "short").chmod(0o400)
-    named = [o.format(open=work.path / "open", short=work.path / "short") for o in options]
+    keys = {"open": (64, 0o444), "short": (8, 0o400)}
+    for name, (size, mode) in keys.items():
+        (work.path / name).write_bytes(bytes(size))
+        (work.path / name).chmod(mode)
+    named = [option.format(**{name: work.path / name for name in keys}) for option in options]
     (work.path / "mnt").mkdir()
     done = run(
         *("mount", str(source), f"{work.path}/mnt", "--state-dir", f"{work.path}/state"),

@@ -1,10 +1,9 @@
-"""Who copies which span of a large file from where, and what nodes tell each other of that."""
+"""Who copies which span of a large file from where."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -18,32 +17,20 @@ from hypothesis import strategies as st
 from monarchfs.engine._units import GONE, READ, WRONG
 from monarchfs.engine.units import Unit
 from monarchfs.peers import _replicas
-from monarchfs.peers.errors import PeerError
 from monarchfs.peers.following import Following
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.span_messages import (
-    MOST_SPANS,
-    HeldSpan,
-    WantedSpan,
-    decode_held,
-    decode_wanted,
-    encode_held,
-    encode_wanted,
-)
 from monarchfs.peers.span_sharing import SpanNodes, TakenSpans
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
-from monarchfs.prefetch.spans import (
-    BLOCK_BYTES,
-    SPAN_BYTES,
-    UNIT_BYTES,
-    FileSpans,
-)
+from monarchfs.prefetch.spans import BLOCK_BYTES, SPAN_BYTES, UNIT_BYTES, FileSpans
 from monarchfs.types import SourceVersion
 
 NAME = bytes(16)
 CHUNK = 4 << 20
 """Few chunks make a span, so that an example is quick."""
+ALL = b"digest.." * (SPAN_BYTES // BLOCK_BYTES)
+NONE = bytes(len(ALL))
+"""Digests of a span that its owner has, or has nothing of."""
 
 
 class Job:
@@ -56,7 +43,7 @@ class Job:
         self.down: set[int] = set()
         self.results: list[int] = []
         self.brought: Unit | None = None
-        self.on_ask: Callable[[], None] = lambda: None
+        self.on_ask: Callable[[], object] = lambda: None
 
     def owner(self, name: bytes, span: int) -> int | None:
         return None if self.owners[span] == self.own else self.owners[span]
@@ -135,10 +122,15 @@ def test_nodes_read_each_chunk_of_the_source_once(
     assert all(from_source)
 
 
+def a_file(*owners: int) -> tuple[Job, FileSpans, ChunkMap]:
+    """Whose spans have these owners, at node 0, which has nothing of it."""
+    job = Job(list(owners), 0)
+    size = len(owners) * SPAN_BYTES
+    return job, FileSpans(NAME, b"x", size, job), ChunkMap(size, CHUNK)
+
+
 def test_spans_for_others_are_copied_alone() -> None:
-    job = Job([0, 1, 0], 0)
-    spans = FileSpans(NAME, b"x", 3 * SPAN_BYTES, job)
-    chunks = ChunkMap(3 * SPAN_BYTES, CHUNK)
+    _, spans, chunks = a_file(0, 1, 0)
     copied: list[tuple[int, int]] = []
     while (run := spans.next_run(chunks, 100, owned_only=True)) is not None:
         assert spans.owned_missing(chunks)
@@ -151,24 +143,20 @@ def test_spans_for_others_are_copied_alone() -> None:
 
 @pytest.mark.parametrize("how", ["down", "refused", "cut off"])
 def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
-    job = Job([1], 0)
-    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
-    chunks = ChunkMap(SPAN_BYTES, CHUNK)
+    job, spans, chunks = a_file(1)
     assert spans.next_run(chunks, 100, owned_only=False) is None
     if how == "down":
         job.down.add(1)
     else:
-        spans.note(1, 0, "", bytes(4096 if how == "refused" else 7), coming=False)
+        spans.note(1, 0, "", NONE if how == "refused" else bytes(7), coming=False)
     assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
     assert spans.next_run(chunks, 100, owned_only=True) is None
 
 
 def test_who_stands_in_gives_a_span_whose_owner_is_lost() -> None:
-    job = Job([1, 1], 0)
-    spans = FileSpans(NAME, b"x", 2 * SPAN_BYTES, job)
-    chunks = ChunkMap(2 * SPAN_BYTES, CHUNK)
+    job, spans, chunks = a_file(1, 1)
     assert spans.next_run(chunks, 100, owned_only=False) is None
-    spans.note(1, 1, "/p", b"digest.." * 512, coming=False)
+    spans.note(1, 1, "/p", ALL, coming=False)
     assert spans.next_run(chunks, 100, owned_only=False) == (16, 32)
     spans.note(1, 0, "", b"", coming=False)  # refused
     job.owners, job.view = [2, 0], 1
@@ -176,33 +164,26 @@ def test_who_stands_in_gives_a_span_whose_owner_is_lost() -> None:
     chunks.claim(16, 32)
     assert spans.next_run(chunks, 100, owned_only=False) is None
     assert list(spans.due(0)) == [(2, 0)]
-    spans.note(2, 0, "/p", b"digest.." * 512, coming=False)
+    spans.note(2, 0, "/p", ALL, coming=False)
     assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
 
 
-def void(_: object) -> None:
-    """For a lambda."""
-
-
-def unit(start: int, end: int) -> Unit:
+def read(spans: FileSpans, megabyte: int = 0, *, ahead: bool = False) -> Unit:
     version = SourceVersion(1, 2, SPAN_BYTES, 3, 4)
-    return Unit(1, start, end, chunk_bytes=BLOCK_BYTES, version=version, device=1)
-
-
-def read(spans: FileSpans, wanted: Unit | None = None) -> None:
+    start, end = megabyte << 20, megabyte + 1 << 20
+    unit = Unit(1, start, end, chunk_bytes=BLOCK_BYTES, version=version, device=1)
     clock = trio.testing.MockClock(autojump_threshold=0)
-    trio.run(spans.read, wanted or unit(0, 1 << 20), clock=clock)
+    trio.run(partial(spans.read, unit, ahead=ahead), clock=clock)
+    return unit
 
 
 def test_a_replica_that_was_renamed_is_looked_for() -> None:
-    job = Job([1], 0)
-    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
+    job, spans, _ = a_file(1)
     asked: list[float] = []
 
     def told() -> None:
         asked.append(trio.current_time())
-        digests = bytes(4096) if len(asked) == 2 else b"digest.." * 512
-        spans.note(1, 0, f"/{len(asked) > 2}", digests, coming=True)
+        spans.note(1, 0, f"/{len(asked) > 2}", NONE if len(asked) == 2 else ALL, coming=True)
 
     job.on_ask = told
     job.results = [GONE, READ]
@@ -211,47 +192,31 @@ def test_a_replica_that_was_renamed_is_looked_for() -> None:
     assert not job.results
 
 
-def test_a_replica_that_somebody_removed_is_read_from_the_source() -> None:
-    job = Job([1], 0)
-    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
-    job.on_ask = lambda: void(spans.note(1, 0, "/p", b"digest.." * 512, coming=False))
-    job.results = [GONE]
-    read(spans)
-    read(spans)
+@pytest.mark.parametrize("result", [GONE, WRONG])
+def test_a_replica_that_is_gone_or_wrong_is_not_asked_for_again(result: int) -> None:
+    job, spans, chunks = a_file(1)
+    job.on_ask = lambda: spans.note(1, 0, "/p", ALL, coming=False)
+    job.results = [result]
+    for _ in range(2):
+        read(spans)
     assert not job.results
-    assert spans.next_run(ChunkMap(SPAN_BYTES, CHUNK), 2, owned_only=False) == (0, 2)
+    assert spans.next_run(chunks, 2, owned_only=False) == (0, 2)
 
 
 def test_what_is_read_ahead_is_brought_by_its_owner() -> None:
-    job = Job([1], 0)
-    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
-    job.on_ask = lambda: void(spans.note(1, 0, "/p", b"digest.." * 8 + bytes(4032), coming=True))
+    job, spans, _ = a_file(1)
+    job.on_ask = lambda: spans.note(1, 0, "/p", ALL[:64] + NONE[64:], coming=True)
     job.results = [READ, READ]
-    wanted = unit(0, 1 << 20)
-    trio.run(partial(spans.read, wanted, ahead=True))
-    assert job.brought is wanted
+    assert read(spans, ahead=True) is job.brought
     job.brought = None
-    trio.run(partial(spans.read, wanted, ahead=True))
+    read(spans, ahead=True)
     assert job.brought is None
     assert not job.results
-    behind = unit(1 << 20, 2 << 20)
-    read(spans, behind)
+    read(spans, 1)
     assert job.brought is None
     job.down.add(1)
-    trio.run(partial(spans.read, behind, ahead=True))
+    read(spans, 1, ahead=True)
     assert job.brought is None
-
-
-def test_what_was_wrong_is_not_asked_for_again() -> None:
-    job = Job([1], 0)
-    spans = FileSpans(NAME, b"x", SPAN_BYTES, job)
-    spans.note(1, 0, "/p", b"digest.." * 512, coming=False)
-    spans.asked(1, 0, 0)
-    job.results = [WRONG]
-    read(spans)
-    read(spans)
-    chunks = ChunkMap(SPAN_BYTES, CHUNK)
-    assert spans.next_run(chunks, 2, owned_only=False) == (0, 2)
 
 
 def test_a_node_that_is_avoided_is_stood_in_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,49 +246,3 @@ def test_a_node_that_is_avoided_is_stood_in_for_at_once(monkeypatch: pytest.Monk
 
     trio.run(main)
     assert stood_in == {(1, 2), (1, None), (2, 1), (2, None)}
-
-
-wanted_spans = st.builds(
-    WantedSpan,
-    st.binary(min_size=16, max_size=16),
-    *[st.integers(0, 2**32 - 1)] * 3,
-    st.integers(0, 255),
-    st.sampled_from([b"a", b"a/b c", b"\xff/x"]),
-)
-held_spans = st.builds(
-    HeldSpan, st.booleans(), st.sampled_from(["", "/tier/0/parts/00"]), st.binary(max_size=64)
-)
-
-
-@given(st.lists(wanted_spans, max_size=MOST_SPANS), st.lists(held_spans, max_size=5), st.data())
-def test_messages(wanted: list[WantedSpan], held: list[HeldSpan], data: st.DataObject) -> None:
-    assert decode_wanted(encode_wanted(wanted)) == wanted
-    answer = encode_held(held)
-    assert decode_held(answer, len(held)) == held
-    with pytest.raises(PeerError):
-        decode_held(answer, len(held) + 1)
-    if answer:
-        with pytest.raises(PeerError):
-            decode_held(answer[: data.draw(st.integers(0, len(answer) - 1))], len(held))
-
-
-@given(st.binary(max_size=100))
-def test_bytes_that_are_no_message(data: bytes) -> None:
-    with suppress(PeerError):
-        decode_wanted(data)
-    with suppress(PeerError):
-        decode_held(data, 3)
-
-
-@pytest.mark.parametrize("path", ["@elsewhere/x", "x", "/a b", "/a?b", "/a\0"])
-def test_an_answer_that_leads_to_another_host(path: str) -> None:
-    with pytest.raises(PeerError):
-        decode_held(encode_held([HeldSpan(coming=True, path=path)]), 1)
-
-
-@pytest.mark.parametrize("path", [b"", b"/etc/passwd", b"../x", b"a//b", b"a/."])
-def test_paths_that_lead_elsewhere(path: bytes) -> None:
-    with pytest.raises(PeerError):
-        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, 0, 0, path)]))
-    with pytest.raises(PeerError):
-        decode_wanted(encode_wanted([WantedSpan(NAME, 0, 0, 0, 0, b"x")] * (MOST_SPANS + 1)))

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import errno
-import struct
 from collections.abc import Callable, Sequence
 
 import pytest
 import trio
 import trio.testing
-from hypothesis import given
-from hypothesis import strategies as st
 
-from monarchfs.peers.errors import PeerError
-from monarchfs.peers.supply import Supply, WantedReplica, decode, encode
+from monarchfs.peers.supply import Supply, WantedReplica
 from monarchfs.types import ROOT_INO, Lane, Node, SourceStat
 
 DIRECTORY, FILE = 0o40755, 0o100644
-
-
-def row(name: bytes, size: int, path: bytes) -> bytes:
-    return struct.pack("<16sQH", name, size, len(path)) + path
 
 
 def node(ino: int, parent: int, name: bytes, mode: int) -> Node:
@@ -37,6 +29,7 @@ class Tree:
             node(3, 2, b"b", DIRECTORY),
             node(4, 3, b"file", FILE),
             node(5, 2, b"other", FILE),
+            node(6, 2, b"more", FILE),
         ]
         self.nodes = {(one.parent, one.name): one for one in nodes}
         self.paths = {2: b"a", 3: b"a/b"}
@@ -55,9 +48,13 @@ class Tree:
         self.batches += 1
         return [await self.find(parent, name, lane) for name in names]
 
-    def wanted(self, ino: int, path: bytes) -> WantedReplica:
-        found = next(one for one in self.nodes.values() if one.ino == ino)
-        return WantedReplica(found.stat.version.replica_name, 10, path)
+
+def wanted(ino: int, path: bytes) -> WantedReplica:
+    """The version that file has in a `Tree`."""
+    return WantedReplica(node(ino, 0, b"", FILE).stat.version.replica_name, 10, path)
+
+
+FILE4, OTHER5, MORE6 = wanted(4, b"a/b/file"), wanted(5, b"a/other"), wanted(6, b"a/more")
 
 
 class Copies:
@@ -90,6 +87,12 @@ def copies() -> Copies:
     return Copies()
 
 
+@pytest.fixture
+def supply(tree: Tree, copies: Copies) -> Supply:
+    """Of a node that has nothing, and owns all."""
+    return make(tree, copies)
+
+
 def make(
     tree: Tree,
     copies: Copies,
@@ -99,7 +102,7 @@ def make(
     return Supply(tree, tree.paths.get, copies, copies.hurry, has, serves)
 
 
-def run(supply: Supply, wanted: list[WantedReplica], seconds: float | None = None) -> float:
+def run(supply: Supply, *wanted: WantedReplica, seconds: float | None = None) -> float:
     """Seconds that it took, on a clock that jumps to what is waited for."""
 
     async def main() -> float:
@@ -110,14 +113,10 @@ def run(supply: Supply, wanted: list[WantedReplica], seconds: float | None = Non
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_it_waits_until_the_copies_are_there(tree: Tree, copies: Copies) -> None:
-    supply = make(tree, copies)
-
+def test_it_waits_until_the_copies_are_there(supply: Supply, copies: Copies) -> None:
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(
-                supply.supply, [tree.wanted(4, b"a/b/file"), tree.wanted(5, b"a/other")]
-            )
+            nursery.start_soon(supply.supply, [FILE4, OTHER5])
             await trio.testing.wait_all_tasks_blocked()
             assert sorted(copies.hurried) == [4, 5]
             for ino in (5, 4):
@@ -131,116 +130,77 @@ def test_it_waits_until_the_copies_are_there(tree: Tree, copies: Copies) -> None
     trio.run(main)
 
 
-def test_it_does_not_wait_for_ever(tree: Tree, copies: Copies) -> None:
-    assert run(make(tree, copies), [tree.wanted(4, b"a/b/file")]) == pytest.approx(0.5)
+def test_it_does_not_wait_for_ever(supply: Supply) -> None:
+    assert run(supply, FILE4) == pytest.approx(0.5)
 
 
-def test_what_peers_wait_for_is_read_of_the_source(tree: Tree, copies: Copies) -> None:
-    supply = make(tree, copies)
-    wanted = tree.wanted(4, b"a/b/file")
-
+def test_what_peers_wait_for_is_read_of_the_source(supply: Supply) -> None:
     async def main() -> None:
-        assert not supply.copies(wanted.name)
+        assert not supply.copies(FILE4.name)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(supply.supply, [wanted])
-            nursery.start_soon(supply.supply, [wanted])
+            nursery.start_soon(supply.supply, [FILE4])
+            nursery.start_soon(supply.supply, [FILE4])
             await trio.testing.wait_all_tasks_blocked()
-            assert supply.copies(wanted.name)
-            assert not supply.copies(tree.wanted(5, b"").name)
+            assert supply.copies(FILE4.name)
+            assert not supply.copies(OTHER5.name)
             nursery.cancel_scope.cancel()
-        assert not supply.copies(wanted.name)
+        assert not supply.copies(FILE4.name)
 
     trio.run(main)
 
 
-def test_who_is_no_reader_waits_in_turn_and_longer(tree: Tree, copies: Copies) -> None:
-    assert run(make(tree, copies), [tree.wanted(4, b"a/b/file")], 2) == pytest.approx(2)
-    assert copies.queued == [4]
-    assert not copies.hurried
+def test_who_is_no_reader_waits_in_turn_and_longer(supply: Supply, copies: Copies) -> None:
+    assert run(supply, FILE4, seconds=2) == pytest.approx(2)
+    assert (copies.queued, copies.hurried) == ([4], [])
 
 
-def test_directories_are_looked_up_once(tree: Tree, copies: Copies) -> None:
-    supply = make(tree, copies)
+def test_directories_are_looked_up_once(tree: Tree, supply: Supply) -> None:
     for _ in range(3):
-        run(supply, [tree.wanted(4, b"a/b/file")])
+        run(supply, FILE4)
     assert tree.looked_up.count((ROOT_INO, b"a")) == 1
     assert tree.looked_up.count((2, b"b")) == 1
     tree.paths[3] = b"moved"
-    run(supply, [tree.wanted(4, b"a/b/file")])
+    run(supply, FILE4)
     assert tree.looked_up.count((2, b"b")) == 2
 
 
-@pytest.mark.parametrize("path", [b"a/b/none", b"none/file", b"a/other/file", b"a/b"])
-def test_what_is_not_there_is_not_copied(tree: Tree, copies: Copies, path: bytes) -> None:
-    assert run(make(tree, copies), [WantedReplica(bytes(16), 10, path)]) == 0
-    assert not copies.hurried
-
-
-def test_another_version_is_not_copied(tree: Tree, copies: Copies) -> None:
-    wanted = tree.wanted(5, b"a/b/file")
-    assert run(make(tree, copies), [wanted]) == 0
+@pytest.mark.parametrize(
+    "one",
+    [
+        *(WantedReplica(bytes(16), 10, p) for p in (b"a/b/no", b"no/x", b"a/other/file", b"a/b")),
+        OTHER5._replace(path=b"a/b/file"),
+    ],
+    ids=["no file", "no directory", "file for a directory", "directory", "another version"],
+)
+def test_what_is_not_there_is_not_copied(
+    supply: Supply, copies: Copies, one: WantedReplica
+) -> None:
+    assert run(supply, one) == 0
     assert not copies.hurried
 
 
 def test_what_is_there_is_not_looked_up(tree: Tree, copies: Copies) -> None:
-    run(make(tree, copies, lambda name: True), [tree.wanted(4, b"a/b/file")])
+    run(make(tree, copies, lambda name: True), FILE4)
     assert not tree.looked_up
 
 
 def test_what_another_node_serves_is_not_copied(tree: Tree, copies: Copies) -> None:
     """Else a want might go from node to node, where their lists differ."""
-    supply = make(tree, copies, serves=lambda name: name != tree.wanted(4, b"").name)
-    assert run(supply, [tree.wanted(4, b"a/b/file")]) == 0
+    supply = make(tree, copies, serves=lambda name: name != FILE4.name)
+    assert run(supply, FILE4) == 0
     assert not tree.looked_up
-    run(supply, [tree.wanted(4, b"a/b/file"), tree.wanted(5, b"a/other")])
+    run(supply, FILE4, OTHER5)
     assert copies.hurried == [5]
 
 
 def test_files_of_one_directory_are_looked_up_and_copied_together(
-    tree: Tree, copies: Copies
+    tree: Tree, supply: Supply, copies: Copies
 ) -> None:
-    tree.nodes[2, b"more"] = node(6, 2, b"more", FILE)
-    run(make(tree, copies), [tree.wanted(5, b"a/other"), tree.wanted(6, b"a/more")])
+    run(supply, OTHER5, MORE6)
     assert tree.batches == 1
     assert copies.hurried == [5, 6]
 
 
-def test_an_error_of_the_source_is_the_peers_to_meet(tree: Tree, copies: Copies) -> None:
+def test_an_error_of_the_source_is_the_peers_to_meet(tree: Tree, supply: Supply) -> None:
     tree.error = OSError(errno.EIO, "I/O error")
-    assert run(make(tree, copies), [tree.wanted(4, b"a/b/file")]) == 0
-
-
-paths = st.lists(
-    st.binary(min_size=1, max_size=8).filter(
-        lambda part: part not in (b".", b"..") and not set(part) & set(b"/\0")
-    ),
-    min_size=1,
-    max_size=4,
-).map(b"/".join)
-
-
-@given(st.lists(st.tuples(st.binary(min_size=16, max_size=16), st.integers(0, 1 << 40), paths)))
-def test_requests_are_read_as_they_were_written(rows: list[tuple[bytes, int, bytes]]) -> None:
-    wanted = [WantedReplica(*one) for one in rows]
-    assert encode(wanted) == b"".join(row(*one) for one in rows)
-    assert decode(encode(wanted)) == wanted
-
-
-@given(st.binary(max_size=100))
-def test_any_bytes_are_a_request_or_none(data: bytes) -> None:
-    try:
-        wanted = decode(data)
-    except PeerError:
-        return
-    assert b"".join(row(*one) for one in wanted) == data
-
-
-@pytest.mark.parametrize("path", [b"", b"/a", b"a/", b"a//b", b"../a", b"a/../b", b".", b"a\0b"])
-def test_paths_that_lead_elsewhere_are_refused(path: bytes) -> None:
-    with pytest.raises(PeerError):
-        decode(row(bytes(16), 1, path))
-
-
-def test_too_many_at_once_are_refused() -> None:
-    with pytest.raises(PeerError):
-        decode(row(bytes(16), 1, b"a") * 129)
+    assert run(supply, FILE4) == 0

@@ -1,0 +1,187 @@
+"""Nodes that share: mounts of one source on addresses of their own, each with its own tier."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarchfs.peers.nodes import parse_nodes
+from monarchfs.peers.ownership import Ownership
+from monarchfs.peers.web_server import find_nginx
+from monarchfs.prefetch.spans import SPAN_BYTES
+from monarchfs.types import SourceStat
+from tests.support import surroundings
+from tests.support.mounting import Bench, Mount, run, wait_for
+
+FILES = 300
+"""Small ones, in the source of most tests."""
+
+requires_peers = [
+    surroundings.requires_fuse,
+    pytest.mark.skipif(find_nginx() is None, reason="needs nginx: apt-get install nginx-light"),
+]
+
+
+def write_source(path: Path, sizes: Iterable[int], directories: int = 7) -> Path:
+    """Old files of these sizes, in some directories."""
+    rng = random.Random(3)
+    for number, size in enumerate(sizes):
+        file = path / f"class {number % directories}" / "x" / f"{number:04d}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(rng.randbytes(size))
+    for entry in path.rglob("*"):
+        os.utime(entry, (1.6e9, 1.6e9))
+    return path
+
+
+def files_of(source: Path) -> list[Path]:
+    return sorted(file for file in source.rglob("*") if file.is_file())
+
+
+def total_bytes(source: Path) -> int:
+    return sum(file.stat().st_size for file in files_of(source))
+
+
+def owned(source: Path, names: str) -> dict[str, list[int]]:
+    """The sizes of the small files, and of the spans of large ones, that each node owns."""
+    ownership = Ownership(parse_nodes(list(names), 1))
+    found: dict[str, list[int]] = {name: [] for name in names}
+    for file in files_of(source):
+        stat = SourceStat.of(file.stat(), source.stat().st_dev)
+        for start in range(0, stat.size, SPAN_BYTES):
+            owner = ownership.owner(stat.version.replica_name, start // SPAN_BYTES)
+            found[owner.name].append(min(SPAN_BYTES, stat.size - start))
+    return found
+
+
+def free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Nodes:
+    """Mounts that share, called a, b, c; they know each other."""
+
+    def __init__(
+        self, work: Bench, source: Path, count: int, *options: str, tier: str = "1G"
+    ) -> None:
+        self.work = work
+        self.tier = tier
+        self.source = source
+        self.options = options
+        self.names = "abcdefgh"[:count]
+        addresses = [f"127.0.0.{2 + number}" for number in range(count)]
+        self.ports = [free_port(address) for address in addresses]
+        self.list = ",".join(
+            f"{name}={address}:{port}"
+            for name, address, port in zip(self.names, addresses, self.ports, strict=True)
+        )
+        self.key = work.path / "key"
+        self.new_key()
+        self.mounts = {name: self.mount(name) for name in self.names}
+        self.until_they_know_each_other()
+
+    def new_key(self) -> None:
+        self.key.unlink(missing_ok=True)
+        self.key.write_bytes(os.urandom(64))
+        self.key.chmod(0o400)
+
+    def mount(self, name: str, *options: str) -> Mount:
+        at = self.work.path / name
+        at.mkdir(exist_ok=True)
+        return self.work.mount(
+            *(self.source, "--state-dir", f"{at}/state", "--freshness", "immutable"),
+            *("--peers", self.list, "--peer-name", name, "--peer-key", str(self.key)),
+            *(*self.options, *options),
+            tiers=[f"{at}/tier={self.tier}"],
+            point=at / "mnt",
+        )
+
+    def lose(self, name: str) -> None:
+        """Supervisor, worker and web server are killed."""
+        mount = self.mounts.pop(name)
+        for victim in processes_of(mount):
+            os.kill(victim, signal.SIGKILL)
+        self.work.mounts.remove(mount)
+        run("umount", str(mount.path))
+
+    def until_they_know_each_other(self) -> None:
+        def do() -> bool:
+            return all(answers(peer) for mount in self.mounts.values() for peer in peers(mount))
+
+        wait_for(do, "the peers")
+
+    def read_bytes(self) -> int:
+        """What all have read of the source."""
+        return sum(mount.status()["source_io"]["read_bytes"] for mount in self.mounts.values())
+
+    def served(self, key: str) -> int:
+        return sum(mount.status()["served"][key] for mount in self.mounts.values())
+
+    def kept_files(self) -> dict[str, int]:
+        """How many files each has, when all is copied."""
+        return {name: m.wait_idle()["files"]["resident"] for name, m in self.mounts.items()}
+
+    def wrong(self) -> int:
+        """How much that peers gave was not the source's."""
+        return sum(peer["wrong"] for mount in self.mounts.values() for peer in peers(mount))
+
+    def read_at_once(self, source: Path) -> None:
+        """Each node reads every file, in an order of its own."""
+        with ThreadPoolExecutor(3) as pool:
+            mounts = enumerate(self.mounts.values())
+            for read in [pool.submit(read_all, mount, source, seed) for seed, mount in mounts]:
+                read.result()
+
+
+def peers(mount: Mount) -> list[dict[str, Any]]:
+    listed: list[dict[str, Any]] = mount.status()["peers"]
+    return listed
+
+
+def answers(peer: dict[str, Any]) -> bool:
+    return bool(peer["error"] is None and not peer["avoided"] and peer["answered"])
+
+
+def used_bytes(mounts: Iterable[Mount]) -> int:
+    return sum(mount.status()["tiers"][0]["used_bytes"] for mount in mounts)
+
+
+def processes_of(mount: Mount) -> list[int]:
+    """Supervisor, which would start others, worker and web server."""
+    status = mount.status()
+    worker = int(status["worker"]["pid"])
+    supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(") ")[2].split()[1])
+    return [supervisor, worker, int(status["peer_server"]["pid"])]
+
+
+def kill_worker(mount: Mount) -> None:
+    pid = mount.worker_pid()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: mount.status()["worker"]["pid"] not in (None, pid), "another worker")
+
+
+def warm(mount: Mount) -> None:
+    """Has it copy everything."""
+    done = run("warm", str(mount.path), "--wait", timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def read_all(mount: Mount, source: Path, seed: int = 0) -> None:
+    """Every file, in random order, without leaving it in the kernel's page cache; each has the
+    source's bytes."""
+    files = files_of(source)
+    random.Random(seed).shuffle(files)
+    for file in files:
+        with (mount.path / file.relative_to(source)).open("rb") as mirrored:
+            assert mirrored.read() == file.read_bytes(), file
+            os.posix_fadvise(mirrored.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
