@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.slurm.site import MOST_DEADLINE, read_site
-from tests.support.mounting import REPOSITORY, requires_root
+from monarchfs.slurm.site import MOST_DEADLINE
+from tests.support.mounting import REPOSITORY
 
 SCRIPTS = "usr/local/lib/monarchfs/slurm"
 HEADER = Path("/usr/include/slurm/spank.h")
@@ -71,13 +71,9 @@ def test_the_task_prolog_prints_what_the_prolog_wrote(installed: Path, tmp_path:
         assert done.stdout == said
 
 
-@requires_root
-def test_the_example_is_a_configuration(installed: Path, tmp_path: Path) -> None:
+def test_the_example_is_there(installed: Path) -> None:
     example = installed / "usr/local/share/monarchfs/monarchfs-slurm.toml"
-    path = tmp_path / "site.toml"
-    path.write_bytes(example.read_bytes())
-    path.chmod(0o644)
-    assert read_site(str(path)).given
+    assert example.read_bytes() == (REPOSITORY / "slurm" / "monarchfs-slurm.toml").read_bytes()
 
 
 def test_the_plugin_goes_where_slurm_looks(installed: Path) -> None:

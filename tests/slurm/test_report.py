@@ -79,50 +79,49 @@ def test_a_verdict_comes_into_the_report_of_its_dataset(tmp_path: Path) -> None:
     assert [line.strip() for line in lines[1:]] == ["for", "remedy", "/r/1.rec"]
 
 
-def test_a_job_that_had_the_mount_for_itself() -> None:
-    one = report(None, status())
-    assert one["local_open_share"] == 0.75
-    assert one["local_byte_share"] == 0.75
-    assert one["spared_bytes"] == 4000 - 900
-    assert one["spared_opens"] == 30
-    assert one["resident_after_seconds"] == 60.0
-    assert one["peak_used_bytes"] == 75
-    assert one["copies_failed"] == one["worker_restarts"] == 0
+NOT_RESIDENT = {"resident_after_seconds": None}
+BEFORE = status(uptime_seconds=50.0, served__local_opens=10, source_io__read_bytes=800)
+COUNTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]] = {
+    "a job that had the mount for itself": (
+        None,
+        status(),
+        {
+            **{"local_open_share": 0.75, "local_byte_share": 0.75, "spared_bytes": 4000 - 900},
+            **{"spared_opens": 30, "resident_after_seconds": 60.0, "peak_used_bytes": 75},
+            **{"copies_failed": 0, "worker_restarts": 0},
+        },
+    ),
+    "only what came while the job was there": (
+        BEFORE,
+        status(prefetch__failed=2),
+        {
+            **{"local_opens": 20, "source_opens": 0, "source_read_bytes": 100, "copies_failed": 2},
+            "shared_with": [8, 9],
+        },
+    ),
+    "what another worker went on counting is one count": (
+        status(),
+        status(served__local_opens=400, worker__restarts=1),
+        {"local_opens": 400 - 30, "worker_restarts": 1},
+    ),
+    "resident while it was there": (BEFORE, status(), {"resident_after_seconds": 10.0}),
+    "resident before": (status(uptime_seconds=70.0), status(), {"resident_after_seconds": 0.0}),
+    "not idle": (None, status(prefetch__idle_since_uptime_seconds=None), NOT_RESIDENT),
+    "a copy was refused": (None, status(prefetch__refused=1), NOT_RESIDENT),
+    "a copy failed": (None, status(prefetch__failed=1), NOT_RESIDENT),
+    "nothing is resident": (None, status(files__resident=0), NOT_RESIDENT),
+}
 
 
-def test_only_what_came_while_the_job_was_there() -> None:
-    before = status(uptime_seconds=50.0, served__local_opens=10, source_io__read_bytes=800)
-    one = report(before, status(prefetch__failed=2), (8, 9))
-    assert (one["local_opens"], one["source_opens"]) == (20, 0)
-    assert one["source_read_bytes"] == 100
-    assert one["copies_failed"] == 2
-    assert one["shared_with"] == [8, 9]
-    assert report(before, status())["resident_after_seconds"] == 10.0
-    assert report(status(uptime_seconds=70.0), status())["resident_after_seconds"] == 0.0
-
-
-def test_what_another_worker_went_on_counting_is_one_count() -> None:
-    after = status(served__local_opens=400, worker__restarts=1)
-    counts = counted(status(), after)
-    assert counts["local_opens"] == 400 - 30
-    assert counts["worker_restarts"] == 1
+@pytest.mark.parametrize("case", COUNTED)
+def test_what_is_counted(case: str) -> None:
+    before, after, expected = COUNTED[case]
+    one = report(before, after, (8, 9))
+    assert {key: one[key] for key in expected} == expected
 
 
 def test_no_count_is_below_nothing_whatever_a_mount_says() -> None:
     assert set(counted(status(), {}).values()) == {0}
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        status(prefetch__idle_since_uptime_seconds=None),
-        status(prefetch__refused=1),
-        status(prefetch__failed=1),
-        status(files__resident=0),
-    ],
-)
-def test_what_is_not_resident(after: dict[str, Any]) -> None:
-    assert report(None, after)["resident_after_seconds"] is None
 
 
 @pytest.mark.parametrize(
@@ -181,9 +180,6 @@ def test_a_report_is_its_users_alone(work: Bench) -> None:
 def test_a_report_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(OperationError, match="no report of job 7"):
         find_reports(str(tmp_path), 7)
-    (tmp_path / "7.n1.json").symlink_to("/etc/passwd")
-    with pytest.raises(OperationError, match="cannot be read"):
-        find_reports(str(tmp_path), 7)
 
 
 def test_a_path_in_a_report_moves_no_cursor(tmp_path: Path) -> None:
@@ -192,9 +188,3 @@ def test_a_path_in_a_report_moves_no_cursor(tmp_path: Path) -> None:
     done = run("report", "7", "--dir", str(tmp_path / "r"))
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
-    (tmp_path / "r" / "7.n1.json").unlink()
-    (tmp_path / "r" / "7.n1.json").write_text("{}")
-    done = run("report", "7", "--dir", str(tmp_path / "r"))
-    assert done.returncode == 1
-    assert "makes no sense" in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 
 import pytest
 from hypothesis import example, given
@@ -21,26 +20,6 @@ from monarchfs.slurm.request import (
 from monarchfs.slurm.site import Site
 from monarchfs.types import UsageError
 
-
-def format_request(requests: Iterable[Request]) -> str:
-    """What `parse_request` makes ``requests`` of, as one word of a comment."""
-    return ",".join(
-        ":".join(
-            [
-                _escaped(request.path),
-                *([f"name={request.name}"] if request.name is not None else []),
-                *(f"{key}={_escaped(value)}" for key, value in request.options),
-            ]
-        )
-        for request in requests
-    )
-
-
-def _escaped(text: str) -> str:
-    return "".join(f"\\{c}" if c in _MEANINGFUL else c for c in text)
-
-
-_MEANINGFUL = '\\",: \t\r\n'
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1000", "SLURM_JOB_USER": "alice"}
 
 
@@ -65,6 +44,12 @@ JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1000", "SLURM_JOB_USER": "alice"}
         ('monarchfs="/my data":name=A x', [Request("/my data", "A")]),
         ("monarchfs=/my\\ data\\,\\:\\\\", [Request("/my data,:\\")]),
         ('monarchfs="/a,b":evict=lru', [Request("/a,b", None, (("evict", "lru"),))]),
+        ('monarchfs="/a\\"b=\\\\":name=A', [Request('/a"b=\\', "A")]),
+        ('monarchfs=/a"b c"\\"/\udcff', [Request('/ab c"/\udcff')]),
+        (
+            "don't monarchfs=/\\$,/b:prefetch=none words don't",
+            [Request("/$"), Request("/b", None, (("prefetch", "none"),))],
+        ),
         ("monarchfs=/$(reboot)`id`;|&*?~", [Request("/$(reboot)`id`;|&*?~")]),
     ],
 )
@@ -108,31 +93,6 @@ def test_requests_that_are_refused(request_: str, complaint: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse_request(request_)
     assert complaint in str(refused.value)
-
-
-PARTS = st.text(
-    st.characters(exclude_characters="/", exclude_categories=["C", "Z"])
-    | st.sampled_from(' ,:"\\=\udcff'),
-    min_size=1,
-    max_size=8,
-).filter(lambda part: part not in (".", ".."))  # fmt: skip
-REQUESTS = st.builds(
-    Request,
-    st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: "/" + "/".join(parts)),
-    st.none() | st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,31}", fullmatch=True),
-    st.dictionaries(
-        st.sampled_from(["prefetch"]),
-        st.sampled_from(["all", "none", "access", "auto"]),
-        max_size=1,
-    ).map(lambda options: tuple(options.items())),
-)
-
-
-@given(st.lists(REQUESTS, min_size=1, max_size=MOST_DATASETS), st.lists(st.just("words don't")))
-def test_what_is_written_is_read_again(requests: list[Request], words: list[str]) -> None:
-    text = format_request(requests)
-    assert parse_request(text) == requests
-    assert parse_comment(" ".join([*words, f"monarchfs={text}", *words])) == requests
 
 
 @given(st.text() | st.text(st.sampled_from('mon/ab.,:="\\ \n\udc80')).map("monarchfs=/".__add__))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,18 +140,13 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
 
 
 WORKER = """
-import random, sys, time
+import os, random, sys, time
 from monarchfs.slurm.records import locked
 from monarchfs.slurm.shares import Share
 from monarchfs.slurm.site import SitePaths
 layout = SitePaths(sys.argv[1], sys.argv[2])
 share = Share(layout, sys.argv[3])
 mounted = layout.run_dir + "/mounted"
-def mount():
-    open(mounted, "x").close()
-def unmount():
-    import os
-    os.unlink(mounted)
 first, seed = int(sys.argv[4]), random.Random(int(sys.argv[4]))
 print("ready", flush=True)
 for number in range(15):
@@ -159,32 +155,24 @@ for number in range(15):
         share.enter(job)
         if not share.record():
             share.write({"source": "/data"})
-            mount()
+            open(mounted, "x").close()
         assert job in share.jobs()
     time.sleep(seed.random() / 200)
     with locked(share.lock, time.monotonic() + 60):
-        assert open(mounted) is not None
+        assert os.path.exists(mounted)
         assert share.leave(job)
         if not share.jobs():
-            unmount()
+            os.unlink(mounted)
             share.clear()
 print("done", flush=True)
 """
 
 
 def workers(layout: SitePaths, count: int) -> list[subprocess.Popen[str]]:
-    return [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY),
-                str(1000 * (number + 1)),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(count)
-    ]
+    command = [sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    firsts = [str(1000 * (number + 1)) for number in range(count)]
+    return [subprocess.Popen([*command, first], **pipes) for first in firsts]
 
 
 def test_many_processes_keep_one_set(layout: SitePaths) -> None:
@@ -215,7 +203,6 @@ def test_killed_processes_leave_a_set_that_can_be_put_right(layout: SitePaths) -
                 assert read_record(f"{share.directory}/jobs/{job}") is not None
                 assert share.leave(job)
             share.clear()
-        if os.path.exists(f"{layout.run_dir}/mounted"):
-            os.unlink(f"{layout.run_dir}/mounted")
+        Path(layout.run_dir, "mounted").unlink(missing_ok=True)
         assert every_share(layout) == []
     assert killed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from monarchfs.types import OperationError, UsageError
 
 KEY = "1c4b0f3fd05d3f6d1a55"
 JOB = Job(7, 1000, "alice", "", "main", "n02", nodes=3, node_list="n[01-03]")
+ON_ONE_NODE = replace(JOB, nodes=1, node_list="n02")
 
 
 @pytest.mark.parametrize(
@@ -42,18 +44,8 @@ def test_a_list_of_nodes(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        ",",
-        "n[",
-        "n[]",
-        "n[1-]",
-        "n[a-b]",
-        "n[1-99999999]",
-        "n[3-1]",
-        "n[1-999][1-999]",
-        "a b",
-        "a/b",
-        "-a",
+        *("", ",", "n[", "n[]", "n[1-]", "n[a-b]", "n[3-1]", "a b", "a/b", "-a"),
+        *("n[1-99999999]", "n[1-999][1-999]"),
     ],
 )
 def test_what_is_no_list_of_nodes(text: str) -> None:
@@ -109,9 +101,8 @@ def test_a_job_on_several_nodes_shares(site: Site) -> None:
 class Daemon:
     """Instead of ``request``: a mount's list, and what it was asked to change."""
 
-    def __init__(self, listed: list[str], own: str) -> None:
+    def __init__(self, listed: list[str]) -> None:
         self.listed = listed
-        self.own = own
         self.changes: list[tuple[list[str], list[str]]] = []
 
     def request(self, _daemon: object, message: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -119,94 +110,81 @@ class Daemon:
         if not self.listed:
             raise OperationError("the mount does not answer")
         if message["command"] == "peers":
-            others = [{"name": name} for name in self.listed if name != self.own]
-            return {"name": self.own, "peers": others}
+            others = [{"name": name} for name in self.listed if name != "n02"]
+            return {"name": "n02", "peers": others}
         assert (message["command"], message["timeout"]) == ("change_peers", seconds)
         self.changes.append((message["add"], message["remove"]))
         return {}
 
 
 @pytest.mark.parametrize(
-    ("listed", "alone", "changes"),
+    ("job", "listed", "alone", "changes"),
     [
-        (["n01", "n02", "n03"], True, []),
-        (["n02", "n03", "n04", "n05"], True, [(["n01"], ["n04", "n05"])]),
-        (["n02", "n03", "n04"], False, [(["n01"], [])]),
-        (["n01", "n02", "n03", "n04"], False, []),
-        ([], True, []),
+        (JOB, ["n01", "n02", "n03"], True, []),
+        (JOB, ["n02", "n03", "n04", "n05"], True, [(["n01"], ["n04", "n05"])]),
+        (JOB, ["n02", "n03", "n04"], False, [(["n01"], [])]),
+        (JOB, ["n01", "n02", "n03", "n04"], False, []),
+        (JOB, [], True, []),
+        (ON_ONE_NODE, ["n01", "n02"], True, [([], ["n01"])]),
     ],
 )
 def test_a_mount_of_an_earlier_job_shares_with_the_nodes_of_the_next_one(
     site: Site,
+    job: Job,
     listed: list[str],
     alone: bool,
     changes: list[tuple[list[str], list[str]]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    daemon = Daemon(listed, "n02")
+    daemon = Daemon(listed)
     monkeypatch.setattr(sharing, "request", daemon.request)
     mount: Any = None
-    follow_job(site, JOB, mount, 9, alone=alone)
+    follow_job(replace(site, peer_key=None), job, mount, 9, alone=alone)
+    assert not daemon.changes
+    follow_job(site, job, mount, 9, alone=alone)
     assert daemon.changes == changes
     assert bool(caplog.records) == (not listed)
-
-
-def test_a_job_on_one_node_takes_a_mount_out_of_its_list(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    daemon = Daemon(["n01", "n02"], "n02")
-    monkeypatch.setattr(sharing, "request", daemon.request)
-    mount: Any = None
-    follow_job(site, replace(JOB, nodes=1, node_list="n02"), mount, 9, alone=True)
-    follow_job(replace(site, peer_key=None), JOB, mount, 9, alone=True)
-    assert daemon.changes == [([], ["n01"])]
 
 
 def test_without_a_key_or_another_node_nothing_is_said(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert sharing_options(replace(site, peer_key=None), JOB, KEY) == []
-    assert sharing_options(site, replace(JOB, nodes=1, node_list="n02"), KEY) == []
+    assert sharing_options(site, ON_ONE_NODE, KEY) == []
     assert not caplog.records
 
 
+CANNOT: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "nginx is not installed": lambda patch: patch.setattr(sharing, "find_nginx", lambda: None),
+    "_replicas": lambda patch: patch.setitem(sys.modules, "monarchfs.peers._replicas", None),
+    "n02 is 127.0.1.1 on this node: see /etc/hosts": lambda patch: patch.setattr(
+        sharing, "address_of", lambda _node, _seconds: "127.0.1.1"
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("words", "of_site", "of_job"),
     [
-        ("nginx", "nginx is not installed"),
-        ("libcurl", "_replicas"),
-        ("key", "No such file"),
-        ("open key", "chmod 0400"),
-        ("address", "n02 is 127.0.1.1 on this node: see /etc/hosts"),
-        ("list", "is no list of nodes"),
-        ("name", "n09 is none of the job's nodes"),
+        *((words, {}, {}) for words in CANNOT),
+        ("No such file", {"peer_key": "/none"}, {}),
+        ("chmod 0400", {"peer_key": "/etc/hosts"}, {}),
+        ("is no list of nodes", {}, {"node_list": ""}),
+        ("n09 is none of the job's nodes", {}, {"node": "n09"}),
     ],
 )
 def test_a_node_that_cannot_share_says_why_and_goes_on_alone(
     site: Site,
-    what: str,
     words: str,
+    of_site: dict[str, Any],
+    of_job: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    job = JOB
-    if what == "nginx":
-        monkeypatch.setattr(sharing, "find_nginx", lambda: None)
-    elif what == "libcurl":
-        monkeypatch.setitem(sys.modules, "monarchfs.peers._replicas", None)
-    elif what == "key":
-        site = replace(site, peer_key=f"{site.peer_key}.none")
-    elif what == "open key":
-        Path(str(site.peer_key)).chmod(0o444)
-    elif what == "address":
-        monkeypatch.setattr(sharing, "address_of", lambda _node, _seconds: "127.0.1.1")
-    elif what == "list":
-        job = replace(job, node_list="")
-    else:
-        job = replace(job, node="n09")
+    CANNOT.get(words, id)(monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert sharing_options(site, job, KEY) == []
+        assert sharing_options(replace(site, **of_site), replace(JOB, **of_job), KEY) == []
     (record,) = caplog.records
     assert "job 7 of alice: mounts without peers: " in record.getMessage()
     assert words in record.getMessage()
