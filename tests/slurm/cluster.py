@@ -13,12 +13,12 @@ import secrets
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -30,6 +30,7 @@ USERS = ("nobody", "daemon", "games")
 """Accounts that Debian always has; the first is who runs most jobs."""
 _NETWORK = "10.77.0"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_QUIET: Mapping[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
 _START_SECONDS = 20.0
 _WAIT_SECONDS = 60.0
 """More than the half minute after which srun asks again at the latest for nodes that were busy."""
@@ -121,11 +122,7 @@ class Cluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        return {
-            "PATH": _PATH,
-            "LANG": "C.UTF-8",
-            "SLURM_CONF": f"{self.base}/slurm.conf",
-        }
+        return {"PATH": _PATH, "LANG": "C.UTF-8", "SLURM_CONF": f"{self.base}/slurm.conf"}
 
     @staticmethod
     def address(machine: str) -> str:
@@ -201,18 +198,15 @@ class Cluster:
         assert done.returncode == 0, done.stderr
         return {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
 
-    def monarchfs_mounts(self, node: str) -> list[str]:
-        """The mount points of ours on a node."""
+    def monarchfs_mounts(self, node: str) -> list[tuple[str, str]]:
+        """The mount points of ours on a node, and what is mounted there."""
         text = Path(f"/proc/{self.machines[node].pid}/mountinfo").read_text()
-        return [line.split()[4] for line in text.splitlines() if " - fuse.monarchfs " in line]
+        parts = [line.partition(" - fuse.monarchfs ") for line in text.splitlines()]
+        return [(left.split()[4], right.split()[0]) for left, _, right in parts if right]
 
     def mount_of(self, node: str, source: Path) -> str | None:
         """Where a dataset is mounted on a node; None if it is not."""
-        text = Path(f"/proc/{self.machines[node].pid}/mountinfo").read_text()
-        ours = (line.split(" - fuse.monarchfs ") for line in text.splitlines())
-        found = [
-            left.split()[4] for left, *right in ours if right and right[0].startswith(f"{source} ")
-        ]
+        found = [point for point, of in self.monarchfs_mounts(node) if of == str(source)]
         return found[0] if found else None
 
     def wait_for(
@@ -314,25 +308,11 @@ class Cluster:
             shutil.chown(path, "munge", "munge")
         directory.chmod(0o755)
         entry = pwd.getpwnam("munge")
-        self.munged = subprocess.Popen(
-            [
-                *("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}"),
-                *(
-                    "--clear-groups",
-                    "--pdeathsig",
-                    "KILL",
-                    "munged",
-                    "--foreground",
-                    f"--key-file={directory}/key",
-                ),
-                *(f"--socket={directory}/socket", f"--pid-file={directory}/pid"),
-                *(f"--seed-file={directory}/seed", f"--log-file={directory}/log"),
-            ],
-            env={"PATH": _PATH},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        words = ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups"]
+        words += ["--pdeathsig", "KILL", "munged", "--foreground", f"--key-file={directory}/key"]
+        words += [f"--socket={directory}/socket", f"--pid-file={directory}/pid"]
+        words += [f"--seed-file={directory}/seed", f"--log-file={directory}/log"]
+        self.munged = subprocess.Popen(words, env={"PATH": _PATH}, **_QUIET)
         watch = Stopwatch()
         while not (directory / "socket").exists():
             assert self.munged.poll() is None, (directory / "log").read_text()
@@ -377,11 +357,8 @@ class Cluster:
 
     def _network_of(self, node: str) -> None:
         ctl, pid = self.machines["ctl"].pid, self.machines[node].pid
-        subprocess.run(
-            ["nsenter", f"--net=/proc/{ctl}/ns/net", "ip", "link", "del", node],
-            capture_output=True,
-            check=False,
-        )
+        old = ["nsenter", f"--net=/proc/{ctl}/ns/net", "ip", "link", "del", node]
+        subprocess.run(old, capture_output=True, check=False)
         _ip(ctl, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         _ip(ctl, "link", "set", node, "master", "br0")
         _ip(ctl, "link", "set", node, "up")
@@ -395,11 +372,9 @@ class Cluster:
         subprocess.run(
             self.machines[machine].command("sh", "-c", 'setsid "$@" &', "-", *words),
             env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
             cwd="/",
             check=True,
+            **_QUIET,
         )
 
 
@@ -407,16 +382,3 @@ def _ip(pid: int, *words: str) -> None:
     command: Sequence[str] = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
-
-
-@contextmanager
-def cluster(scripts: Mapping[str, str], base: Path | None = None) -> Iterator[Cluster]:
-    """A running cluster, whose directory (``base``) may hold things already; gone afterwards."""
-    base = base or Path(tempfile.mkdtemp(prefix="monarchfs-cluster-"))
-    running = Cluster(base)
-    try:
-        running.start(scripts)
-        yield running
-    finally:
-        running.close()
-        shutil.rmtree(base, ignore_errors=True)

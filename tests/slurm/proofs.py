@@ -14,6 +14,7 @@ import time
 import urllib.parse
 from contextlib import suppress
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import psutil
@@ -71,16 +72,43 @@ def reports(slurm: Cluster, job: int) -> dict[str, dict[str, Any]]:
     return found
 
 
+def report_of(slurm: Cluster, job: int, node: str) -> dict[str, Any]:
+    """What is reported of a job's only dataset."""
+    (one,) = reports(slurm, job)[node]["datasets"]
+    found: dict[str, Any] = one
+    return found
+
+
+def shown_report(slurm: Cluster, job: int, node: str, user: str) -> CompletedProcess[str]:
+    words = ("report", str(job), "--dir", f"{slurm.local}/reports")
+    return slurm.run(node, f"{slurm.base}/monarchfs", *words, user=user)
+
+
 def log_of(slurm: Cluster, node: str) -> str:
     return (slurm.local_of(node) / "log" / "slurm.log").read_text()
 
 
+def size_of(data: Path) -> int:
+    return sum(path.stat().st_size for path in data.iterdir())
+
+
+def on(node: str, data: Path) -> tuple[str, ...]:
+    """Options of a job on a node, which asks for a dataset."""
+    return ("-N1", "-w", node, f"--comment=monarchfs={data}")
+
+
 def after(slurm: Cluster, node: str, data: Path) -> int:
     """The number of another job, which is over, that used the mount."""
-    job = slurm.sbatch(VERIFY, "-N1", "-w", node, f"--comment=monarchfs={data}")
+    job = slurm.sbatch(VERIFY, *on(node, data))
     slurm.wait(job)
     assert "root=/run/monarchfs/slurm/shares/" in slurm.output(job), slurm.logs()
     return job
+
+
+def verified(slurm: Cluster, node: str, data: Path) -> None:
+    """Another job on the node reads the right bytes, and nothing is left."""
+    assert digest(data) in slurm.output(after(slurm, node, data))
+    nothing_left(slurm)
 
 
 def a_job_on_three_nodes_reads_its_dataset_through_mounts(slurm: Cluster) -> str:
@@ -96,9 +124,9 @@ def a_job_on_three_nodes_reads_its_dataset_through_mounts(slurm: Cluster) -> str
     assert output.count("/threenodes warning=\n") == 6
     found = reports(slurm, job)
     assert set(found) == set(NODES)
-    size = sum(path.stat().st_size for path in data.iterdir())
-    for node, report in found.items():
-        (one,) = report["datasets"]
+    size = size_of(data)
+    for node in found:
+        one = report_of(slurm, job, node)
         assert one["source"] == str(data)
         assert one["mounted"] is True
         assert one["shared_with"] == []
@@ -108,10 +136,7 @@ def a_job_on_three_nodes_reads_its_dataset_through_mounts(slurm: Cluster) -> str
         assert one["source_read_bytes"] == size
         assert one["peak_used_bytes"] >= size
         assert one["resident_after_seconds"] is not None
-        shown = slurm.run(
-            node, f"{slurm.base}/monarchfs", "report", str(job), "--dir", f"{slurm.local}/reports",
-            user="nobody",
-        )  # fmt: skip
+        shown = shown_report(slurm, job, node, "nobody")
         assert shown.returncode == 0, shown.stderr
         assert f"job {job} of nobody on {node}" in shown.stdout
         assert "copies failed" in shown.stdout
@@ -146,13 +171,13 @@ def the_nodes_of_a_job_share_what_each_has_read(slurm: Cluster) -> str:
         alone = after(slurm, "n1", data)
     finally:
         configure(slurm.base)
-    size = sum(path.stat().st_size for path in data.iterdir())
-    read = [one["datasets"][0]["source_read_bytes"] for one in reports(slurm, job).values()]
+    size = size_of(data)
+    told = [report_of(slurm, job, node) for node in NODES]
+    read = [one["source_read_bytes"] for one in told]
     # A busy machine misses a deadline now and then, and goes to the source.
-    assert len(read) == 3
-    assert all(one["datasets"][0]["peer_read_bytes"] for one in reports(slurm, job).values())
+    assert all(one["peer_read_bytes"] for one in told)
     assert size <= sum(read) < 1.5 * size, slurm.logs()
-    assert reports(slurm, alone)["n1"]["datasets"][0]["source_read_bytes"] == 0
+    assert report_of(slurm, alone, "n1")["source_read_bytes"] == 0
     assert "without peers" not in log_of(slurm, "n1"), log_of(slurm, "n1")
     nothing_left(slurm)
     return f"3 nodes read {sum(read) / size:.2f} x the dataset of the source, bytes right on each"
@@ -161,10 +186,7 @@ def the_nodes_of_a_job_share_what_each_has_read(slurm: Cluster) -> str:
 def twenty_jobs_in_a_burst_share_two_datasets(slurm: Cluster) -> str:
     pair = [dataset(slurm, f"burst{number}") for number in range(2)]
     began = time.monotonic()
-    jobs = [
-        slurm.sbatch(VERIFY, "-N1", "-w", "n1", f"--comment=monarchfs={pair[number % 2]}")
-        for number in range(20)
-    ]
+    jobs = [slurm.sbatch(VERIFY, *on("n1", pair[number % 2])) for number in range(20)]
     slurm.wait(*jobs, seconds=90)
     seconds = time.monotonic() - began
     for number, job in enumerate(jobs):
@@ -172,7 +194,7 @@ def twenty_jobs_in_a_burst_share_two_datasets(slurm: Cluster) -> str:
         assert digest(pair[number % 2]) in output, output + slurm.logs()
         assert "root=/run/monarchfs/slurm/shares/" in output, output + log_of(slurm, "n1")
     nothing_left(slurm)
-    found = [reports(slurm, job)["n1"]["datasets"][0] for job in jobs]
+    found = [report_of(slurm, job, "n1") for job in jobs]
     assert {one["source"] for one in found} == {str(path) for path in pair}
     # The source was read once for all of them, or once again where all had left meanwhile.
     assert any(one["shared_with"] for one in found)
@@ -188,9 +210,7 @@ def the_jobs_of_an_array_use_one_mount_that_lingers(slurm: Cluster) -> str:
     data = dataset(slurm, "array")
     configure(slurm.base, 'linger = "4s"')
     try:
-        job = slurm.sbatch(
-            VERIFY, "-N1", "-w", "n2", "--array=0-7%2", f"--comment=monarchfs={data}"
-        )
+        job = slurm.sbatch(VERIFY, "--array=0-7%2", *on("n2", data))
         slurm.wait(job, seconds=90)
         output = slurm.output(job)
         assert output.count(digest(data)) == 8, output + slurm.logs()
@@ -215,10 +235,8 @@ def a_source_that_hangs_delays_a_job_for_no_longer_than_the_deadline(slurm: Clus
     slurm.run("n1", "kill", "-STOP", pid)
     try:
         began = time.monotonic()
-        job = slurm.sbatch(
-            'echo "root=$MONARCHFS_ROOT warning=$MONARCHFS_WARNING"\n',
-            *("-N1", "-w", "n1", f"--comment=monarchfs={point}"),
-        )
+        script = 'echo "root=$MONARCHFS_ROOT warning=$MONARCHFS_WARNING"\n'
+        job = slurm.sbatch(script, *on("n1", point))
         slurm.wait(job)
         seconds = time.monotonic() - began
         # What Slurm itself needs comes to it.
@@ -227,7 +245,7 @@ def a_source_that_hangs_delays_a_job_for_no_longer_than_the_deadline(slurm: Clus
             slurm.logs()
         )
         assert slurm.node_states()["n1"] == "idle"
-        (one,) = reports(slurm, job)["n1"]["datasets"]
+        one = report_of(slurm, job, "n1")
         assert one["mounted"] is False
         assert one["reason"] == f"{point} did not answer within 8 s"
     finally:
@@ -241,7 +259,7 @@ def an_epilog_ends_though_a_process_sits_in_the_mount(slurm: Cluster) -> str:
     data = dataset(slurm, "sitting")
     # Out of the process group that Slurm kills.
     script = "cd $MONARCHFS_ROOT; setsid sleep 61 <file00 >/dev/null 2>&1 &\nsleep 0.5\n"
-    job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
+    job = slurm.sbatch(script, *on("n3", data))
     began = time.monotonic()
     slurm.wait(job)
     seconds = time.monotonic() - began
@@ -249,8 +267,7 @@ def an_epilog_ends_though_a_process_sits_in_the_mount(slurm: Cluster) -> str:
     sitting = slurm.run("n3", "pgrep", "-f", "^sleep 61").stdout.split()
     assert len(sitting) == 1, "the process was to outlive its job"
     slurm.run("n3", "kill", *sitting)
-    assert digest(data) in slurm.output(after(slurm, "n3", data))
-    nothing_left(slurm)
+    verified(slurm, "n3", data)
     return f"unmounted {seconds:.1f} s after the job was submitted (deadline 8 s), next job fine"
 
 
@@ -263,7 +280,7 @@ def a_killed_worker_costs_its_job_nothing(slurm: Cluster) -> str:
         "  round=$((round + 1)); sleep 0.05\n"
         "done; echo done\n"
     )
-    job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
+    job = slurm.sbatch(script, *on("n3", data))
     slurm.wait_for(lambda: slurm.output(job).count("\n") > 3, "the job to read")
     point = slurm.mount_of("n3", data)
     assert point is not None
@@ -272,10 +289,10 @@ def a_killed_worker_costs_its_job_nothing(slurm: Cluster) -> str:
     slurm.wait(job)
     lines = slurm.output(job).splitlines()
     assert lines == [f"{digest(data)}  -"] * 60 + ["done"], slurm.logs()
-    (one,) = reports(slurm, job)["n3"]["datasets"]
+    one = report_of(slurm, job, "n3")
     assert one["worker_restarts"] == 1
     # Of both workers: the first has copied all of it, the second nothing.
-    assert one["source_read_bytes"] == sum(path.stat().st_size for path in data.iterdir())
+    assert one["source_read_bytes"] == size_of(data)
     assert one["copies_completed"] == 12
     nothing_left(slurm)
     return (
@@ -288,9 +305,9 @@ def a_killed_supervisor_costs_its_job_and_no_other(slurm: Cluster) -> str:
     data = dataset(slurm, "killed")
     script = (
         "cd $MONARCHFS_ROOT; echo reading\n"
-        "while cat file* >/dev/null 2>/tmp/null; do sleep 0.1; done; echo failed\n"
-    ).replace("/tmp/null", "/dev/null")
-    job = slurm.sbatch(script, "-N1", "-w", "n1", f"--comment=monarchfs={data}")
+        "while cat file* >/dev/null 2>&1; do sleep 0.1; done; echo failed\n"
+    )
+    job = slurm.sbatch(script, *on("n1", data))
     slurm.wait_for(lambda: "reading" in slurm.output(job), "the job to read")
     point = slurm.mount_of("n1", data)
     registered = slurm.run("n1", "sh", "-c", "cat /run/monarchfs/*.json").stdout
@@ -299,10 +316,8 @@ def a_killed_supervisor_costs_its_job_and_no_other(slurm: Cluster) -> str:
     slurm.run("n1", "kill", "-KILL", str(entry["supervisor_pid"]))
     slurm.wait(job)
     assert slurm.output(job).endswith("failed\n"), slurm.logs()
-    (one,) = reports(slurm, job)["n1"]["datasets"]
-    assert one["answered"] is False
-    assert digest(data) in slurm.output(after(slurm, "n1", data))
-    nothing_left(slurm)
+    assert report_of(slurm, job, "n1")["answered"] is False
+    verified(slurm, "n1", data)
     return "the job read on to an error, its epilog left nothing, the next job's bytes are right"
 
 
@@ -310,10 +325,7 @@ def a_node_that_was_switched_off_serves_the_next_job(slurm: Cluster) -> str:
     data = dataset(slurm, "switchedoff")
     first = after(slurm, "n2", data)
     assert digest(data) in slurm.output(first)
-    job = slurm.sbatch(
-        "echo begun; sleep 60\n",
-        *("-N1", "-w", "n2", "--no-requeue", f"--comment=monarchfs={data}"),
-    )
+    job = slurm.sbatch("echo begun; sleep 60\n", "--no-requeue", *on("n2", data))
     slurm.wait_for(lambda: "begun" in slurm.output(job), "the job to run")
     slurm.machines["n2"].power_cut()
     slurm.boot("n2")
@@ -323,7 +335,7 @@ def a_node_that_was_switched_off_serves_the_next_job(slurm: Cluster) -> str:
     last = after(slurm, "n2", data)
     assert digest(data) in slurm.output(last)
     # What was copied before is still there.
-    assert reports(slurm, last)["n2"]["datasets"][0]["source_read_bytes"] == 0
+    assert report_of(slurm, last, "n2")["source_read_bytes"] == 0
     nothing_left(slurm)
     return "all processes killed, /run lost: next job's bytes right, 0 bytes read from the source"
 
@@ -332,16 +344,14 @@ def nobody_else_gets_anything_of_a_mount_or_its_cache(slurm: Cluster) -> str:
     data = dataset(slurm, "private")
     data.chmod(0o750)
     os.chown(data, -1, 65534)
-    job = slurm.sbatch(
-        "cat $MONARCHFS_ROOT/* >/dev/null && echo $MONARCHFS_ROOT; sleep 60\n",
-        *("-N1", "-w", "n1", f"--comment=monarchfs={data}:prefetch=all"),
-    )
+    script = "cat $MONARCHFS_ROOT/* >/dev/null && echo $MONARCHFS_ROOT; sleep 60\n"
+    job = slurm.sbatch(script, "-N1", "-w", "n1", f"--comment=monarchfs={data}:prefetch=all")
     slurm.wait_for(lambda: "/run/" in slurm.output(job), "the job to have read")
     point = slurm.output(job).strip()
     for user in ("daemon", None):
         # Not even root: the mount is its user's alone.
         assert slurm.run("n1", "ls", point, user=user).returncode != 0, user
-    (key,) = os.listdir(slurm.local_of("n1") / "cache" / "slurm")[-1:]
+    assert os.listdir(slurm.local_of("n1") / "cache" / "slurm")
     kept = [f"{slurm.local}/tier", f"{slurm.local}/cache/slurm", "/run/monarchfs/slurm"]
     seen = slurm.run("n1", "find", *kept, "-readable", "-type", "f", user="daemon").stdout
     assert seen == ""
@@ -350,23 +360,16 @@ def nobody_else_gets_anything_of_a_mount_or_its_cache(slurm: Cluster) -> str:
         assert slurm.run("n1", "ls", path, user="daemon").returncode != 0, path
     assert slurm.run("n1", "ls", "/run/monarchfs/slurm/env", user="daemon").returncode != 0
     # The second user's own request gets what that user may read: nothing.
-    other = slurm.sbatch(
-        'echo "root=$MONARCHFS_ROOT"; ls $MONARCHFS_ROOT\n',
-        *("-N1", "-w", "n1", f"--comment=monarchfs={data}"),
-        user="daemon",
-    )
+    script = 'echo "root=$MONARCHFS_ROOT"; ls $MONARCHFS_ROOT\n'
+    other = slurm.sbatch(script, *on("n1", data), user="daemon")
     slurm.wait(other)
     assert f"root={data}\n" in slurm.output(other, "daemon")
     assert "Permission denied" in slurm.output(other, "daemon")
     slurm.run("ctl", "scancel", str(job))
     slurm.wait(job)
-    shown = slurm.run(
-        "n1", f"{slurm.base}/monarchfs", "report", str(job), "--dir", f"{slurm.local}/reports",
-        user="daemon",
-    )  # fmt: skip
+    shown = shown_report(slurm, job, "n1", "daemon")
     assert (shown.returncode, shown.stdout) == (1, "")
     assert shown.stderr == f"monarchfs: the report of job {job} is another user's: ask root\n"
-    assert key
     nothing_left(slurm)
     return (
         "another user and root: mount not listed, 0 files of tier and index readable; that"
@@ -428,8 +431,7 @@ def prometheus_tells_a_jobs_local_share(slurm: Cluster) -> str:
             slurm.run("ctl", "scancel", str(job))
     slurm.wait(*jobs)
     # What the report says is the same.
-    counts = [reports(slurm, twice)[node]["datasets"][0] for node in NODES]
-    reported = sum(one["local_opens"] for one in counts) / (2 * 3 * 12)
+    reported = sum(report_of(slurm, twice, node)["local_opens"] for node in NODES) / (2 * 3 * 12)
     assert reported == local
     for name in ("prometheus", "exporter"):
         for machine in ("ctl", *NODES):
@@ -532,7 +534,7 @@ def a_mount_of_run_outlives_the_job_that_made_it(slurm: Cluster) -> str:
     assert {line.split()[0] for line in sums} == {digest(data)}, sums
     status = json.loads(told)
     assert status["worker"]["restarts"] == 1, told
-    assert status["source_io"]["read_bytes"] == sum(one.stat().st_size for one in data.iterdir())
+    assert status["source_io"]["read_bytes"] == size_of(data)
     nothing_left(slurm)
     return (
         f"{killed} processes of the job killed, {len(sums)} of {len(sums)} reads of 12 files by"

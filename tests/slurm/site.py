@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.slurm.cluster import Cluster, cluster
+from tests.slurm.cluster import Cluster
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import REPOSITORY
 
@@ -45,16 +45,19 @@ def site_cluster() -> Iterator[Cluster]:
     Only where `cluster.missing` finds nothing, and there is /dev/fuse."""
     interpreter_for("nobody")
     base = Path(tempfile.mkdtemp(prefix="monarchfs-cluster-"))
+    running = Cluster(base)
     try:
         _prepare(base)
-        scripts = {
-            "Prolog": f"{base}/prolog",
-            "Epilog": f"{base}/epilog",
-            "TaskProlog": f"{base}/task_prolog",
-        }
-        with cluster(scripts, base) as running:
-            yield running
+        running.start(
+            {
+                "Prolog": f"{base}/prolog",
+                "Epilog": f"{base}/epilog",
+                "TaskProlog": f"{base}/task_prolog",
+            }
+        )
+        yield running
     finally:
+        running.close()
         shutil.rmtree(base, ignore_errors=True)
 
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.slurm.proofs import (
     dataset,
     digest,
     nothing_left,
+    on,
     prometheus_tells_a_jobs_local_share,
 )
 from tests.slurm.prove import FOR_USERS, PROOFS
@@ -73,54 +75,41 @@ def test_what_the_site_gives_and_what_it_refuses(slurm: Cluster) -> None:
     nothing_left(slurm)
 
 
-def test_gc_takes_out_jobs_that_slurm_does_not_know(slurm: Cluster) -> None:
+def gc(slurm: Cluster, *more: str) -> dict[str, Any]:
+    """What it reports of node n3."""
+    words = (f"{slurm.base}/monarchfs", "gc", "--json", "--config", f"{slurm.base}/site.toml")
+    done = slurm.run("n3", *words, *more, environment={"SLURMD_NODENAME": "n3"})
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def test_gc_takes_out_unknown_jobs_and_what_killed_daemons_leave(slurm: Cluster) -> None:
     data = dataset(slurm, "gc")
-    job = slurm.sbatch("echo begun; sleep 60\n", "-N1", "-w", "n3", f"--comment=monarchfs={data}")
+    job = slurm.sbatch("echo begun; sleep 60\n", *on("n3", data))
     slurm.wait_for(lambda: "begun" in slurm.output(job), "the job to run")
     point = slurm.mount_of("n3", data)
     assert point is not None
     jobs = Path(point).parent / "jobs"
     stale = json.dumps({"entered_unix_seconds": 1.0, "met": []})
     slurm.run("n3", "sh", "-c", f"cat > {jobs}/999999", stdin=stale)
-    words = (f"{slurm.base}/monarchfs", "gc", "--json", "--config", f"{slurm.base}/site.toml")
-    here = {"SLURMD_NODENAME": "n3"}
-    done = slurm.run("n3", *words, "--dry-run", environment=here)
-    found = json.loads(done.stdout)["found"]
-    assert [(one["kind"], one["path"], one["removed"]) for one in found] == [
-        ("job", f"{jobs}/999999", False)
-    ]
-    done = slurm.run("n3", *words, environment=here)
-    assert [one["removed"] for one in json.loads(done.stdout)["found"]] == [True], done.stdout
+    (one,) = gc(slurm, "--dry-run")["found"]
+    assert (one["kind"], one["path"], one["removed"]) == ("job", f"{jobs}/999999", False)
+    assert [one["removed"] for one in gc(slurm)["found"]] == [True]
     assert slurm.run("n3", "ls", str(jobs)).stdout.split() == [str(job)]
     assert slurm.mount_of("n3", data) == point, "what is in use stays"
-    slurm.run("ctl", "scancel", str(job))
-    slurm.wait(job)
-    nothing_left(slurm)
-
-
-def test_gc_clears_what_killed_daemons_leave(slurm: Cluster) -> None:
-    data = dataset(slurm, "gcdead")
-    script = "echo begun; sleep 60\n"
-    job = slurm.sbatch(script, "-N1", "-w", "n3", f"--comment=monarchfs={data}")
-    slurm.wait_for(lambda: "begun" in slurm.output(job), "the job to run")
-    point = slurm.mount_of("n3", data)
     # Every daemon of ours on this node, as if memory had run out.
     slurm.run("n3", "pkill", "-KILL", "-f", "monarchfs[.]")
     socket = "import socket; socket.socket(socket.AF_UNIX).bind('/run/monarchfs/dead.sock')"
     slurm.run("n3", "python3", "-c", socket)
-    words = (f"{slurm.base}/monarchfs", "gc", "--json", "--config", f"{slurm.base}/site.toml")
-    done = slurm.run("n3", *words, environment={"SLURMD_NODENAME": "n3"})
-    assert done.returncode == 0, done.stderr
-    found = {one["kind"]: one for one in json.loads(done.stdout)["found"]}
-    assert found["mount"]["path"] == point
-    assert found["mount"]["removed"] is True
+    found = {one["kind"]: one for one in gc(slurm)["found"]}
+    assert (found["mount"]["path"], found["mount"]["removed"]) == (point, True)
     assert found["socket"]["path"] == "/run/monarchfs/dead.sock"
     assert slurm.mount_of("n3", data) is None
     assert slurm.run("n3", "sh", "-c", "ls /run/monarchfs/*.*").stdout == ""
     slurm.run("ctl", "scancel", str(job))
     slurm.wait(job)
-    done = slurm.run("n3", *words, environment={"SLURMD_NODENAME": "n3"})
-    assert json.loads(done.stdout) == {"dry_run": False, "found": [], "notes": []}
+    assert gc(slurm) == {"dry_run": False, "found": [], "notes": []}
     nothing_left(slurm)
 
 
@@ -132,7 +121,7 @@ def test_another_set_of_groups_gets_another_mount_and_cache(slurm: Cluster) -> N
     lines = Path("/etc/group").read_text().splitlines()
     assert any(line.startswith("games:x:60:") for line in lines), "Debian's groups"
     groups.write_text("\n".join(f"{x}nobody" if x.startswith("games:") else x for x in lines))
-    job = slurm.sbatch(VERIFY, "-N1", "-w", "n2", f"--comment=monarchfs={data}")
+    job = slurm.sbatch(VERIFY, *on("n2", data))
     slurm.wait(job)
     assert "Permission denied (for nobody)" in slurm.output(job)
     slurm.run("n2", "mount", "--bind", str(groups), "/etc/group")
@@ -145,7 +134,7 @@ def test_another_set_of_groups_gets_another_mount_and_cache(slurm: Cluster) -> N
     finally:
         slurm.run("n2", "umount", "/etc/group")
     # The group is taken away again: what was copied with it is out of reach, though it is mounted.
-    other = slurm.sbatch(VERIFY, "-N1", "-w", "n2", f"--comment=monarchfs={data}")
+    other = slurm.sbatch(VERIFY, *on("n2", data))
     slurm.wait(other)
     assert "Permission denied (for nobody)" in slurm.output(other)
     assert f"root={data} " in slurm.output(other)
