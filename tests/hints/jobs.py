@@ -1,7 +1,7 @@
 """Jobs with the lines that docs/USAGE.md gives to users of loaders.
 
 Each defines ``epochs_of(files, count)``: the numbers of the files, in the order in which they were
-read, of each epoch. `PRELUDE` has what they share.
+read, of each epoch. `PRELUDE` has what all share, `COMMON` what those of a framework do.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def numbers(loader):
     return [int(number) for batch in loader for number in batch]
 """
 
-SAMPLER = (
-    TORCH
-    + """
+SAMPLER = """
 def drawn(files, count, announced):
     torch.manual_seed(0)
     dataset = Files(files)
@@ -62,22 +60,16 @@ def epochs_of(files, count):
     assert result == drawn(plain, count, False), "not what is drawn without hints"
     return result
 """
-)
 
-BATCH_SAMPLER = (
-    TORCH
-    + """
+BATCH_SAMPLER = """
 def epochs_of(files, count):
     dataset = Files(files)
     sampler = hints.announce(BatchSampler(RandomSampler(dataset), 16, False), files)
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4, persistent_workers=True)
     return [numbers(loader) for _ in range(count)]
 """
-)
 
-DISTRIBUTED = (
-    TORCH
-    + """
+DISTRIBUTED = """
 from multiprocessing import Barrier, Pipe, Process
 
 def rank(number, files, count, barrier, pipe):
@@ -100,11 +92,8 @@ def epochs_of(files, count):
     assert count == 1 or result[0] != result[1], "set_epoch did not reach the sampler"
     return result
 """
-)
 
-ITERABLE = (
-    TORCH
-    + """
+ITERABLE = """
 class Shuffled(IterableDataset):
     def __init__(self, files, epoch):
         self.files, self.epoch = files, epoch
@@ -121,11 +110,8 @@ def epochs_of(files, count):
         for epoch in range(count)
     ]
 """
-)
 
-SHARDS = (
-    TORCH
-    + """
+SHARDS = """
 import webdataset
 
 def epochs_of(files, count):
@@ -139,7 +125,6 @@ def epochs_of(files, count):
         result.append([int(number) for batch, in loader for number in batch])
     return result
 """
-)
 
 TENSORFLOW = """
 import tensorflow as tf
@@ -156,18 +141,13 @@ def numbers(dataset):
     return [number(data) for batch in dataset.batch(16).prefetch(2) for data in batch.numpy()]
 """
 
-MAP = (
-    TENSORFLOW
-    + """
+MAP = """
 def epochs_of(files, count):
     dataset = names_of(files).map(tf.io.read_file, num_parallel_calls=8)
     return [numbers(dataset) for _ in range(count)]
 """
-)
 
-INTERLEAVE = (
-    TENSORFLOW
-    + """
+INTERLEAVE = """
 def records(name):
     return tf.data.FixedLengthRecordDataset(name, size)
 
@@ -175,7 +155,6 @@ def epochs_of(files, count):
     dataset = names_of(files).interleave(records, cycle_length=8, num_parallel_calls=4).shuffle(50)
     return [numbers(dataset) for _ in range(count)]
 """
-)
 
 DALI = """
 import numpy
@@ -188,9 +167,7 @@ def numbers(pipe, files):
     return [number(data) for _ in range(len(files) // BATCH) for data in pipe.run()[0]]
 """
 
-READER = (
-    DALI
-    + """
+READER = """
 @pipeline_def(batch_size=BATCH, num_threads=4, device_id=None)
 def pipeline(files):
     data, label = fn.readers.file(files=files)
@@ -205,11 +182,8 @@ def epochs_of(files, count):
         result.append(numbers(pipe, files))
     return result
 """
-)
 
-SHUFFLING_READER = (
-    DALI
-    + """
+SHUFFLING_READER = """
 @pipeline_def(batch_size=BATCH, num_threads=4, device_id=None)
 def pipeline(files):
     data, label = fn.readers.file(files=files, random_shuffle=True, initial_fill=40)
@@ -219,11 +193,8 @@ def epochs_of(files, count):
     pipe = pipeline(files)
     return [numbers(pipe, files) for _ in range(count)]
 """
-)
 
-FILE_READ = (
-    DALI
-    + """
+FILE_READ = """
 def epochs_of(files, count):
     def order():
         drawn = random.sample(files, len(files))
@@ -246,4 +217,10 @@ def epochs_of(files, count):
             pipe.reset()
     return result
 """
-)
+
+COMMON = {
+    "torch": TORCH,
+    "webdataset": TORCH,
+    "tensorflow": TENSORFLOW,
+    "nvidia.dali": DALI,
+}

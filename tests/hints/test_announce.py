@@ -1,4 +1,4 @@
-"""A sampler that announces what it draws is the sampler that it was."""
+"""A sampler that announces what it draws is the sampler that it was; hints never disturb a job."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import itertools
 import logging
 import pickle
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,29 @@ def files(tmp_path: Path) -> list[str]:
     return [str(tmp_path / str(number)) for number in range(5)]
 
 
+class FakeMount(JobMount):
+    """Keeps what is sent to it."""
+
+    lists: queue.Queue[bytes]
+
+    def connect(self) -> Any:
+        return nullcontext(self)
+
+    def send_list(self, _message: object, parts: Iterable[bytes]) -> None:
+        self.lists.put(b"".join(parts))
+
+
+@pytest.fixture
+def announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[bytes]:
+    """What a mount of ``tmp_path`` is sent."""
+    mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
+    mount.lists = queue.Queue()
+    monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
+    return mount.lists
+
+
 def test_without_a_mount_it_draws_the_same(files: list[str]) -> None:
+    assert client.find_mount(files[0]) is None
     sampler = hints.announce(Sampler(), files)
     assert len(sampler) == 5
     assert list(sampler) == [0, 1, 2, 3, 4]
@@ -78,15 +103,13 @@ class Endless(Sampler):
 
 
 def test_a_sampler_that_has_a_length_and_no_end_announces_each_epoch(
-    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[str], announced: queue.Queue[bytes]
 ) -> None:
-    mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
-    monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
     drawn = iter(hints.announce(Endless(), files))
     assert list(itertools.islice(drawn, 5)) == [4, 2, 0, 1, 3]
-    assert mount.lists.get(timeout=30) == b"4\x002\x000\x001\x003\x00"
+    assert announced.get(timeout=30) == b"4\x002\x000\x001\x003\x00"
     assert next(drawn) == 3
-    assert mount.lists.get(timeout=30) == b"3\x002\x001\x000\x004\x00"
+    assert announced.get(timeout=30) == b"3\x002\x001\x000\x004\x00"
 
 
 @pytest.mark.parametrize(
@@ -138,32 +161,36 @@ def test_a_mount_that_fails_is_reported_once_and_asked_again(
     assert len(asked) == 3
 
 
-class FakeMount(JobMount):
-    """Keeps what is sent to it."""
-
-    lists: queue.Queue[bytes] = queue.Queue()
-
-    def connect(self) -> Any:
-        return self
-
-    def __enter__(self) -> FakeMount:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def send_list(self, _message: object, parts: Iterable[bytes]) -> None:
-        self.lists.put(b"".join(parts))
-
-
 def test_what_was_drawn_is_sent_in_its_order(
-    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[str], announced: queue.Queue[bytes]
 ) -> None:
     """Also of batches; what lies elsewhere is left out."""
-    mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
-    monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
     files[3] = "/elsewhere"
     assert list(hints.announce([[2, 1], [3, 0]], files)) == [[2, 1], [3, 0]]
-    assert mount.lists.get(timeout=30) == b"2\x001\x000\x00"
+    assert announced.get(timeout=30) == b"2\x001\x000\x00"
     hints.announce_files(files)
-    assert mount.lists.get(timeout=30) == b"0\x001\x002\x004\x00"
+    assert announced.get(timeout=30) == b"0\x001\x002\x004\x00"
+
+
+def test_hints_need_none_of_the_daemons_libraries() -> None:
+    """Only the standard library, so that a job's environment need not have anything else."""
+    code = (
+        "import sys; before = set(sys.modules); import monarchfs.hints.client;"
+        "names = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "print(sorted(names - {'monarchfs', *sys.stdlib_module_names}))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    calls = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise OperationError("nobody listens")
+
+    with caplog.at_level(logging.WARNING):
+        assert not client.quietly("/data", fail)
+        assert not client.quietly("/data", fail)
+    assert len(calls) == len(caplog.records) == 1

@@ -63,14 +63,13 @@ def write_shards(root: Path) -> None:
                 shard.addfile(entry, io.BytesIO(content(number)))
 
 
-def run_job(
-    work: Bench, code: str, python: str, *, shards: bool = False
-) -> tuple[list[list[int]], dict[str, Any], int]:
+def run_job(work: Bench, module: str, code: str) -> tuple[list[list[int]], dict[str, Any], int]:
     """The job for an epoch without a mount, where hints do nothing, and then on a mount of a slow
     source: what was read in each epoch, the mount's status at the end, the bytes of the source."""
+    python = python_with(module)
     backing = work.path / "backing"
     backing.mkdir()
-    (write_shards if shards else write_files)(backing)
+    (write_shards if code is jobs.SHARDS else write_files)(backing)
     for path in backing.iterdir():
         os.utime(path, (1e9, 1e9))
     names = sorted(path.name for path in backing.iterdir())
@@ -81,7 +80,7 @@ def run_job(
     mount = work.mount(source.path, "--freshness", "immutable", tier=str(allocated // 2))
     plain, mounted = ([str(root / name) for name in names] for root in (backing, mount.path))
     done = subprocess.run(
-        [python, "-c", jobs.PRELUDE + code + jobs.MAIN],
+        [python, "-c", jobs.PRELUDE + jobs.COMMON[module] + code + jobs.MAIN],
         input=json.dumps([SIZE, plain, mounted, EPOCHS]) + "\n",
         capture_output=True,
         text=True,
@@ -112,7 +111,7 @@ def run_job(
     ],
 )
 def test_a_loader_reads_what_was_fetched_ahead(work: Bench, module: str, job: str) -> None:
-    epochs, status, size = run_job(work, job, python_with(module), shards=job is jobs.SHARDS)
+    epochs, status, size = run_job(work, module, job)
     assert all(sorted(epoch) == list(range(FILES)) for epoch in epochs)
     window, files = status["window"], status["files"]
     known = len(list((work.path / "backing").iterdir()))
@@ -128,7 +127,7 @@ def test_a_loader_reads_what_was_fetched_ahead(work: Bench, module: str, job: st
 
 def test_the_order_of_a_reader_that_shuffles_is_learned(work: Bench) -> None:
     """DALI shuffles the list once and for all; in each epoch it shuffles only what it has read."""
-    epochs, status, _ = run_job(work, jobs.SHUFFLING_READER, python_with("nvidia.dali"))
+    epochs, status, _ = run_job(work, "nvidia.dali", jobs.SHUFFLING_READER)
     # Its buffer holds some files of an epoch back, and gives them in the next one.
     assert {number for epoch in epochs for number in epoch} == set(range(FILES))
     assert status["window"]["orders_learned"] == 1
