@@ -89,53 +89,45 @@ def with_open(answered_by: AnsweredBy) -> Job:
     return with_events(job, sorted([*opens, *quick]))
 
 
+def reads_and_computes() -> Job:
+    """For 10 and 12.5 ms a file."""
+    return Job(always(SOURCE, 0.01), readers=1, compute=0.0125)
+
+
 def slow_now_and_then(slow: Callable[[Job, int], bool]) -> Answer:
     return lambda job, _now, ino, _size: (SOURCE, 0.5 if slow(job, ino) else 0.005)
 
 
 def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
     """What each is, the job, what its recording says of itself."""
-    small = many_files(400, 0)
-    yield (
-        "the source takes 20 ms a file",
-        Job(always(SOURCE, 0.02), sizes_like(small, 20 * KIB, 60 * KIB, 100 * KIB)),
-        {},
-    )
-    yield (
-        "the source carries 100 MiB/s",
-        Job(
-            bandwidth(100 * MIB), sizes_like(small, 100 * KIB, 600 * KIB, 900 * KIB), compute=0.001
-        ),
-        {},
-    )
-    yield "the daemon takes 20 ms", Job(always(MEMORY, 0.02), readers=2), {}
-    yield "computing takes 20 ms a file, a read 0.5", Job(always(TIER, 0.0005), compute=0.02), {}
-    yield (
-        "10 ms of reading, 12.5 of computing",
-        Job(always(SOURCE, 0.01), readers=1, compute=0.0125),
-        {},
-    )
-    yield "all would fit, and is not copied", Job(always(SOURCE, 0.02), epochs=3), {}
-    yield "one of 16 files takes 500 ms", Job(slow_now_and_then(lambda _, ino: not ino % 16)), {}
-    yield (
-        "3% of reads take 500 ms",
-        Job(slow_now_and_then(lambda job, _: job.random.random() < 0.03)),
-        {},
-    )
-    yield "four processes read all", Job(always(TIER, 0.01), shared=True), {}
-    yield "one epoch", Job(always(SOURCE, 0.02), epochs=1), {}
-    yield "three files", Job(always(SOURCE, 0.02), many_files(3, 1)), {}
-    yield "nothing", Job(always(SOURCE, 0.02), {}, epochs=0), {}
-    yield (
-        "1 MiB in steps of 4 KiB",
-        Job(always(TIER, 0.01), many_files(20, MIB), request_bytes=4096),
-        {},
-    )
-    yield "4 KiB of each MiB", reads(*range(0, 100 * MIB, MIB)), {}
-    yield "4 KiB anywhere", reads(*(n * n * 7919 * KIB % (1 << 36) for n in range(100))), {}
-    yield "files come with their opens from the source", with_open(SOURCE), {}
-    yield "... from peers", with_open(AnsweredBy.PEER), {}
-    yield "... and wait for a copy", with_open(AnsweredBy.WAITED), {}
+    small = sizes_like(many_files(400, 0), 20 * KIB, 60 * KIB, 100 * KIB)
+    large = sizes_like(many_files(400, 0), 100 * KIB, 600 * KIB, 900 * KIB)
+    one_in_16 = slow_now_and_then(lambda _, ino: not ino % 16)
+    by_chance = slow_now_and_then(lambda job, _: job.random.random() < 0.03)
+    anywhere = (n * n * 7919 * KIB % (1 << 36) for n in range(100))
+    small_steps = Job(always(TIER, 0.01), many_files(20, MIB), request_bytes=4096)
+    for what, job in {
+        "the source takes 20 ms a file": Job(always(SOURCE, 0.02), small),
+        "the source carries 100 MiB/s": Job(bandwidth(100 * MIB), large, compute=0.001),
+        "the daemon takes 20 ms": Job(always(MEMORY, 0.02), readers=2),
+        "computing takes 20 ms a file, a read 0.5": Job(always(TIER, 0.0005), compute=0.02),
+        "10 ms of reading, 12.5 of computing": reads_and_computes(),
+        "all would fit, and is not copied": Job(always(SOURCE, 0.02), epochs=3),
+        "one of 16 files takes 500 ms": Job(one_in_16),
+        "3% of reads take 500 ms": Job(by_chance),
+        "four processes read all": Job(always(TIER, 0.01), shared=True),
+        "one epoch": Job(always(SOURCE, 0.02), epochs=1),
+        "three files": Job(always(SOURCE, 0.02), many_files(3, 1)),
+        "nothing": Job(always(SOURCE, 0.02), {}, epochs=0),
+        "1 MiB in steps of 4 KiB": small_steps,
+        "4 KiB of each MiB": reads(*range(0, 100 * MIB, MIB)),
+        "4 KiB anywhere": reads(*anywhere),
+        "files come with their opens from the source": with_open(SOURCE),
+        "... from peers": with_open(AnsweredBy.PEER),
+        "... and wait for a copy": with_open(AnsweredBy.WAITED),
+    }.items():
+        yield what, job, {}
+    facts: dict[str, Any]
     for facts in (
         {"hidden": ["lookups"], "data_path": "direct"},
         {"sampled": 8},
@@ -147,11 +139,8 @@ def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
         job = Job(always(TIER, 0.001), compute=0.02)
         yield f"computing, and the recording says {facts}", job, facts
     job = Job(always(TIER, 0.001), compute=0.02)
-    yield (
-        "the kernel reads by itself",
-        with_events(job, handed(job.events())),
-        {"hidden": ["reads"], "data_path": "passthrough"},
-    )
+    facts = {"hidden": ["reads"], "data_path": "passthrough"}
+    yield "the kernel reads by itself", with_events(job, handed(job.events())), facts
 
 
 def test_what_is_said_of_jobs(tmp_path: Path, golden: Golden) -> None:
@@ -164,7 +153,7 @@ def test_what_is_said_of_jobs(tmp_path: Path, golden: Golden) -> None:
 def test_shares_are_those_of_the_job(tmp_path: Path) -> None:
     found = analyzed(Job(bandwidth(100 * MIB), many_files(400, 600 * KIB)), tmp_path)
     assert found.epochs[1].bandwidth == pytest.approx(100 * MIB, rel=0.02)
-    found = analyzed(Job(always(SOURCE, 0.01), readers=1, compute=0.0125), tmp_path)
+    found = analyzed(reads_and_computes(), tmp_path)
     assert found.epochs[1].waited_share == pytest.approx(0.444, abs=0.01)
     assert found.epochs[1].span.idle == pytest.approx(found.epochs[1].seconds * 0.556, rel=0.02)
     found = analyzed(with_open(SOURCE), tmp_path)
@@ -192,17 +181,16 @@ def test_what_nodes_that_share_would_bring(tmp_path: Path) -> None:
     job = Job(source_until_copied(0.25, 0.02), many_files(1000, 100 * KIB))
     tiers = [{"path": "/scratch", "capacity": int(1000 * 0.25 * 100 * KIB + 4 * KIB)}]
     outcomes = {
-        nodes: next(
-            one
-            for one in analyzed(job, tmp_path, tiers=tiers, nodes=nodes).outcomes
-            if one.change == f"--peers of {nodes} nodes"
-        )
+        one.change.removeprefix("--peers of "): one
         for nodes in (2, 5)
+        for one in analyzed(job, tmp_path, tiers=tiers, nodes=nodes).outcomes
     }
-    assert outcomes[2].hit_ratio == pytest.approx(0.5, abs=0.03)
-    assert outcomes[5].hit_ratio == 1
+    assert outcomes["2 nodes"].hit_ratio == pytest.approx(0.5, abs=0.03)
+    assert outcomes["5 nodes"].hit_ratio == 1
     from_peers = 0.8 * (0.0005 + 100 * KIB / 1e9)
-    assert outcomes[5].epoch_seconds == pytest.approx(1000 * (0.001 + from_peers) / 4, rel=0.1)
+    assert outcomes["5 nodes"].epoch_seconds == pytest.approx(
+        1000 * (0.001 + from_peers) / 4, rel=0.1
+    )
     assert all(not one.change.startswith("--peers") for one in analyzed(job, tmp_path).outcomes)
 
 
@@ -252,11 +240,9 @@ def test_what_immutable_would_bring(fits: float, compute: float, tmp_path: Path)
 
 def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None:
     job = Job(source_until_copied(0.5, 0.02), many_files(400, MIB), request_bytes=MIB)
-    events = handed(job.events())
-    job.events = lambda: events  # type: ignore[method-assign]
     tiers = [{"path": "/scratch", "capacity": 201 * MIB}]
-    facts = {"tiers": tiers, "hidden": ["reads"], "data_path": "passthrough"}
-    found = analyze(open_recording(job.record(tmp_path / "job.rec", **facts)))
+    facts: dict[str, Any] = {"tiers": tiers, "hidden": ["reads"], "data_path": "passthrough"}
+    found = analyzed(with_events(job, handed(job.events())), tmp_path, **facts)
     assert [epoch.hit_ratio for epoch in found.epochs] == pytest.approx([0, 0.5], abs=0.01)
     assert found.outcomes[0].hit_ratio == pytest.approx(0.5, abs=0.02)
     assert found.epochs[1].files == 400
@@ -287,24 +273,23 @@ def test_a_sample_of_files_is_replayed_in_a_part_of_the_tiers(tmp_path: Path) ->
 
 
 INTERVALS = st.lists(
-    st.tuples(
-        st.integers(0, 60), st.integers(0, 20), st.integers(1, 3), st.sampled_from(list(AnsweredBy))
+    st.builds(
+        lambda begin, took, pid, by: Event(begin, took, Kind.READ, by, 9, pid, 0, 10),
+        st.integers(0, 60).map(float),
+        st.integers(0, 20).map(float),
+        st.integers(1, 3),
+        st.sampled_from(AnsweredBy),
     ),
     max_size=25,
-)
+).map(sorted)
 
 
 @given(INTERVALS, st.lists(st.integers(1, 79), max_size=3))
 def test_merged_intervals_are_what_a_plain_count_gives(
-    rows: list[tuple[int, int, int, AnsweredBy]], cuts: list[int]
+    events: list[Event], cuts: list[int]
 ) -> None:
-    events = sorted(
-        Event(float(begin), float(took), Kind.READ, by, 9, pid, 0, 10)
-        for begin, took, pid, by in rows
-    )
     lives = survey(events).readers
-    edges = sorted({0.0, 80.0, *map(float, cuts)})
-    sweep = Sweep(edges, lives)
+    sweep = Sweep(sorted({0.0, 80.0, *map(float, cuts)}), lives)
     for event in events:
         sweep.add(cause_of(event), cause_of(event), event, event.size)
     for span in sweep.finish():
@@ -335,13 +320,8 @@ def test_merged_intervals_are_what_a_plain_count_gives(
 def test_epochs_begin_where_all_is_read_again(
     files: int, passes: int, readers: int, forks: bool, pieces: int, seed: Any
 ) -> None:
-    job = Job(
-        always(TIER, 0.01),
-        many_files(files, pieces * 128 * KIB),
-        *(readers, passes),
-        forks=forks,
-        random=seed,
-    )
+    contents = many_files(files, pieces * 128 * KIB)
+    job = Job(always(TIER, 0.01), contents, readers, passes, forks=forks, random=seed)
     events = job.events()
     assert survey(in_order(events)).begins == job.begins
 
@@ -406,12 +386,9 @@ def test_epochs_of_few_large_files_that_turn_local(readers: int) -> None:
 def test_processes_that_read_the_same_are_no_epochs(readers: int, together: bool) -> None:
     """In the same order at about the same time, or each in an order of its own."""
     job = Job(always(TIER, 0.01), readers=readers, shared=True, epochs=1)
-    if together:
-        events = job.events()
-    else:
-        alone = [
-            Job(always(TIER, 0.01), readers=1, random=Random(n), epochs=1) for n in range(readers)
-        ]
+    events = job.events()
+    if not together:
+        alone = [Job(job.answer, readers=1, random=Random(n), epochs=1) for n in range(readers)]
         events = sorted(e._replace(pid=n + 1) for n in range(readers) for e in alone[n].events())
     assert len(survey(in_order(events)).begins) == 1
 
@@ -420,8 +397,7 @@ def test_a_hot_file_makes_no_epoch_and_is_named(tmp_path: Path) -> None:
     job = Job(always(TIER, 0.01))
     events = job.events()
     hot = [e._replace(ino=101, offset=0) for e in events[::10]]
-    job.events = lambda: sorted([*events, *hot])  # type: ignore[method-assign]
-    found = analyzed(job, tmp_path)
+    found = analyzed(with_events(job, sorted([*events, *hot])), tmp_path)
     assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins, abs=0.02)
     assert [file.path for file in found.pattern.hot] == ["train/0001.jpg"]
 
@@ -471,8 +447,7 @@ def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:
     job = Job(always(TIER, 0.01))
     events = job.events()
     opens = [e._replace(kind=Kind.OPEN, source_of=MEMORY, size=0) for e in events]
-    job.events = lambda: sorted([*opens, *events])  # type: ignore[method-assign]
-    found = analyzed(job, tmp_path)
+    found = analyzed(with_events(job, sorted([*opens, *events])), tmp_path)
     assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins)
     assert found.epochs[0].span.shared[NAMES] == pytest.approx(found.epochs[0].seconds / 2, rel=0.1)
     assert "50% of the waiting was for look-ups and opens" in said(found)

@@ -26,27 +26,31 @@ def packed(
     return EVENT.pack(BEGIN + round(at * NS), ino, 0, took, size, pid, kind, by)
 
 
-def activity(*events: bytes, seconds: float = 1.0, sample: int = 1) -> LiveRates:
+def packed_reads(*inos: int) -> bytes:
+    """Each of as many bytes as its number says."""
+    return b"".join(packed(Kind.READ, ino=ino, size=ino) for ino in inos)
+
+
+def one_after_the_other(*events: bytes, seconds: float = 1.0, sample: int = 1) -> LiveRates:
     interval = Interval(by_directory=False)
-    interval.add(b"".join(events), sample)
+    for event in events:
+        interval.add(event, sample)
     (found,) = interval.end(seconds).values()
     return found
 
 
-def test_rates_are_per_second() -> None:
+def test_rates_are_per_second_and_closing_is_nothing() -> None:
+    opened = packed(Kind.LOOKUP), packed(Kind.OPEN), packed(Kind.RELEASE)
     reads = [packed(Kind.READ, size=1000) for _ in range(6)]
-    found = activity(packed(Kind.LOOKUP), packed(Kind.OPEN), *reads, seconds=2.0)
+    found = one_after_the_other(*opened, *reads, seconds=2.0)
     assert (found.lookups, found.opens, found.reads, found.bytes) == (0.5, 0.5, 3, 3000)
-
-
-def test_closing_is_nothing() -> None:
     interval = Interval(by_directory=False)
-    interval.add(packed(Kind.RELEASE), 1)
+    interval.add(opened[-1], 1)
     assert interval.end(1.0) == {}
 
 
 def test_what_a_sample_stands_for() -> None:
-    found = activity(packed(Kind.READ, size=10, took=0.1), sample=4)
+    found = one_after_the_other(packed(Kind.READ, size=10, took=0.1), sample=4)
     assert (found.reads, found.bytes) == (4, 40)
     assert found.waiting == pytest.approx(0.4)
 
@@ -67,20 +71,19 @@ def test_bytes_that_came_with_the_open_are_of_who_answered_that() -> None:
 
 def test_opens_that_asked_about_changes_bring_nothing() -> None:
     """Where the kernel got the file, it reads by itself; else reads say who has the bytes."""
-    interval = Interval(by_directory=False)
-    interval.add(packed(Kind.OPEN, AnsweredBy.CHECKED_KERNEL, ino=1), 1)
-    interval.add(packed(Kind.OPEN, AnsweredBy.SOURCE, ino=2), 1)
-    interval.add(packed(Kind.OPEN, AnsweredBy.CHECKED, ino=2), 1)
-    interval.add(packed(Kind.READ, AnsweredBy.MEMORY, ino=2), 1)
-    (found,) = interval.end(1.0).values()
+    found = one_after_the_other(
+        packed(Kind.OPEN, AnsweredBy.CHECKED_KERNEL, ino=1),
+        packed(Kind.OPEN, AnsweredBy.SOURCE, ino=2),
+        packed(Kind.OPEN, AnsweredBy.CHECKED, ino=2),
+        packed(Kind.READ, AnsweredBy.MEMORY, ino=2),
+    )
     assert found.answered == {AnsweredBy.KERNEL: 0.5, AnsweredBy.MEMORY: 0.5}
 
 
 def test_directories() -> None:
     interval = Interval(by_directory=True)
     interval.know({1: File("a/b/f", 1)})
-    events = [packed(Kind.READ, ino=ino, size=ino) for ino in (1, 2, 3, 4)]
-    interval.add(b"".join(events), 1)
+    interval.add(packed_reads(1, 2, 3, 4), 1)
     interval.know({2: File("a/b/g", 1), 3: File("top", 1)})
     found = interval.end(1.0)
     assert {key: one.bytes for key, one in found.items()} == {"a/b": 3, ".": 3, "?": 4}
@@ -91,8 +94,7 @@ def test_few_files_are_remembered() -> None:
     for ino in range(1, KEPT_FILES + 1000, 500):
         interval.know({n: File("d/f", 1) for n in range(ino, ino + 500)})
     interval.know({KEPT_FILES // 2: File("e/f", 1)})
-    interval.add(packed(Kind.READ, ino=KEPT_FILES // 2), 1)
-    interval.add(packed(Kind.READ, ino=1), 1)
+    interval.add(packed_reads(KEPT_FILES // 2, 1), 1)
     assert set(interval.end(1.0)) == {"e", "?"}
 
 
