@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -26,25 +25,16 @@ pytestmark = requires_root
 USER, OTHER = 4242, 4343
 
 
-@dataclass
 class Node:
     """Runtime directories of root, of sessions, and in a directory for all."""
 
-    path: Path
-    closing: ExitStack
-    stems: int = 0
-    listeners: list[socket.socket] = field(default_factory=list)
-    roots: Roots = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, path: Path, closing: ExitStack) -> None:
+        self.path, self.closing = path, closing
+        self.listeners: list[socket.socket] = []
         for name in ("run", "user", "tmp"):
-            (self.path / name).mkdir()
-        (self.path / "tmp").chmod(0o1777)
-        self.roots = Roots(
-            system=f"{self.path}/run",
-            sessions=f"{self.path}/user",
-            temporary=f"{self.path}/tmp",
-        )
+            (path / name).mkdir(parents=True)
+        (path / "tmp").chmod(0o1777)
+        self.roots = Roots(f"{path}/run", f"{path}/user", f"{path}/tmp")
 
     def directory(self, root: str = "run", uid: int = 0, name: int | str | None = None) -> Path:
         """The runtime directory of ``uid``, made; ``name`` if its path names another uid."""
@@ -63,8 +53,7 @@ class Node:
         self, directory: Path, uid: int = 0, *, listens: bool = True, mountpoint: str = "/mnt"
     ) -> str:
         """A registration in a directory; its stem."""
-        self.stems += 1
-        stem = directory / f"{self.stems:024x}"
+        stem = directory / f"{len(self.listeners):024x}"
         entry = Registration(mountpoint, 1, "/lustre", uid, 1, 1, "/state", 1)
         stem.with_suffix(".json").write_text(entry.to_json())
         listener = self.closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -76,6 +65,10 @@ class Node:
             os.chmod(f"{stem}{suffix}", 0o600)
             os.chown(f"{stem}{suffix}", uid, uid)
         return str(stem)
+
+    def users(self, uid: int = USER, root: str = "tmp", *, listens: bool = True) -> str:
+        """A registration of a user's, where it belongs."""
+        return self.register(self.directory(root, uid), uid, listens=listens)
 
     def look(self) -> tuple[dict[str, bool], int]:
         """By stem whether somebody listens, and how many were left off."""
@@ -101,17 +94,17 @@ def node() -> Iterator[Node]:
 def test_mounts_are_found_wherever_they_are_registered(node: Node) -> None:
     stems = [
         node.register(node.directory()),
-        node.register(node.directory("user", USER), USER),
-        node.register(node.directory("tmp", USER), USER),
-        node.register(node.directory("tmp", OTHER), OTHER),
+        node.users(root="user"),
+        node.users(),
+        node.users(OTHER),
     ]
-    dead = node.register(node.directory("tmp", OTHER), OTHER, listens=False)
+    dead = node.users(OTHER, listens=False)
     assert node.look() == ({**dict.fromkeys(stems, True), dead: False}, 0)
 
 
 def test_what_is_passed_on_can_only_listen(node: Node) -> None:
     """Else a reader that was taken over could have root unmount what it likes."""
-    stem = node.register(node.directory("tmp", USER), USER)
+    stem = node.users()
     (listener,) = node.listeners
     (mount,) = Discovery(node.roots).mounts()
     assert (mount.stem, mount.full) == (stem, False)
@@ -134,9 +127,7 @@ def test_no_directories_are_no_mounts(tmp_path: Path) -> None:
 
 
 def test_an_ordinary_user_looks_into_two_directories(node: Node) -> None:
-    mine = node.register(node.directory("tmp", 0), 0)
-    node.register(node.directory("user", USER), USER)
-    roots = node.register(node.directory())
+    mine, _, roots = node.users(0), node.users(root="user"), node.register(node.directory())
     node.roots = Roots(node.roots.system, "/x", "/x", own=str(node.directory("tmp", 0)))
     assert node.look() == ({mine: True, roots: True}, 0)
 
@@ -203,7 +194,7 @@ def test_what_is_no_registration_is_passed_over(node: Node, tmp_path: Path) -> N
 
 def test_a_lease_on_a_registration_holds_nobody_up(node: Node) -> None:
     """Its owner may take one, and root's open would wait 45 s for it to be given back."""
-    stem = node.register(node.directory("tmp", USER), USER)
+    stem = node.users()
     descriptor = os.open(f"{stem}.json", os.O_RDWR)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, 0)
@@ -221,22 +212,17 @@ def test_a_lease_on_a_registration_holds_nobody_up(node: Node) -> None:
 
 
 def test_a_queue_that_is_full_is_not_the_same_as_nobody(node: Node) -> None:
-    stem = node.register(node.directory("tmp", USER), USER)
-    waiting = []
-    try:
-        while True:
-            client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-            waiting.append(client)
-            try:
-                client.connect(f"{stem}.sock")
-            except BlockingIOError:
-                break
-        (mount,) = Discovery(node.roots).mounts()
-        assert (mount.connection, mount.full) == (None, True)
-        mount.close()
-    finally:
-        for client in waiting:
-            client.close()
+    stem = node.users()
+    while True:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        node.closing.enter_context(client)
+        try:
+            client.connect(f"{stem}.sock")
+        except BlockingIOError:
+            break
+    (mount,) = Discovery(node.roots).mounts()
+    assert (mount.connection, mount.full) == (None, True)
+    mount.close()
 
 
 def test_more_mounts_than_one_may_have_are_left_off(
@@ -245,9 +231,9 @@ def test_more_mounts_than_one_may_have_are_left_off(
     monkeypatch.setattr(discovery, "MOST_OF_A_USER", 2)
     monkeypatch.setattr(discovery, "MOST_OF_ROOT", 4)
     for _ in range(5):
-        node.register(node.directory("tmp", USER), USER)
+        node.users()
         node.register(node.directory())
-    stems = [node.register(node.directory("user", OTHER), OTHER) for _ in range(2)]
+    stems = [node.users(OTHER, "user") for _ in range(2)]
     found, left_off = node.look()
     assert (len(found), left_off) == (8, 4)
     assert set(stems) <= set(found)
@@ -257,8 +243,8 @@ def test_more_mounts_than_one_may_have_are_left_off(
 
 
 LOOK = """
-import os, sys
-from monarchfs.exporter.discovery import MOST_OF_A_USER, Discovery, Roots
+import sys
+from monarchfs.exporter.discovery import Discovery, Roots
 for mount in Discovery(Roots(*sys.argv[1:4])).mounts():
     print(mount.stem, mount.connection is not None)
 """
@@ -270,32 +256,23 @@ for mount in Discovery(Roots(*sys.argv[1:4])).mounts():
 )
 def test_a_users_file_system_that_hangs_is_never_entered(work: Bench, where: str) -> None:
     backing = work.path / "backing"
-    (backing / "run").mkdir(parents=True)
-    (backing / "monarchfs").mkdir()
     for path in (backing, backing / "run", backing / "monarchfs"):
+        path.mkdir()
         os.chown(path, USER, USER)
     hanging = work.faulty_source(backing)
     with ExitStack() as closing:
-        area = work.path / "node"
-        area.mkdir()
-        node = Node(area, closing)
-        good = node.register(node.directory("tmp", OTHER), OTHER)
+        node = Node(work.path / "node", closing)
+        good = node.users(OTHER)
         root = "tmp" if where.startswith("monarchfs") else "user"
         node.directory(root, USER)
-        point = area / root / where
+        point = node.path / root / where
         subprocess.run(["mount", "--bind", str(hanging.path), str(point)], check=True, timeout=10)
         try:
             hanging.faults(hang=["* *"])
             roots = (node.roots.system, node.roots.sessions, node.roots.temporary)
-            done = subprocess.run(
-                [sys.executable, "-c", LOOK, *roots],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-                cwd=REPOSITORY,
-            )
-            assert (done.stdout, done.stderr) == (f"{good} True\n", "")
+            look = [sys.executable, "-c", LOOK, *roots]
+            seen = subprocess.check_output(look, text=True, timeout=10, cwd=REPOSITORY)
+            assert seen == f"{good} True\n"
             assert hanging.data_operations() == 0
         finally:
             hanging.faults()
@@ -308,9 +285,8 @@ def test_a_users_file_system_that_hangs_is_never_entered(work: Bench, where: str
 def test_jobs_beside_a_mount_point_of_roots_are_found(node: Node) -> None:
     share = node.path / "run" / "slurm" / "shares" / "0123"
     (share / "jobs").mkdir(parents=True)
-    for name in ("17", "18_4", ".17.new", "..", "a b", "x" * 65):
-        if name != "..":
-            (share / "jobs" / name).touch()
+    for name in ("17", "18_4", ".17.new", "a b", "x" * 65):
+        (share / "jobs" / name).touch()
     node.register(node.directory(), mountpoint=f"{share}/data")
     node.register(node.directory(), mountpoint=f"{node.path}/elsewhere/data")
 
@@ -346,13 +322,10 @@ def test_jobs_of_a_users_registration_are_not_looked_for(node: Node) -> None:
         ("/run/monarchfs/slurm/shares/k/data", ["slurm", "shares", "k", "jobs"]),
         ("/run/monarchfs/k/data", ["k", "jobs"]),
         ("/run/monarchfs/data", []),
-        ("/run/monarchfs", []),
         ("/run/monarchfsx/k/data", []),
         ("/run/monarchfs/../../etc/x", []),
         ("/run/monarchfs//x", []),
-        ("/run/monarchfs/./x", []),
         ("/mnt/k/data", []),
-        ("run/monarchfs/k/data", []),
         ("", []),
     ],
 )
@@ -377,6 +350,6 @@ def test_a_user_whose_name_was_taken_is_found_and_gets_no_more(node: Node) -> No
     stems = [node.register(directory, USER) for directory in directories]
     node.register(node.directory("tmp", OTHER, name=f"{USER}.{99:016x}"), OTHER)
     node.register(node.directory("tmp", USER, name=f"{USER}.x"), USER)
-    other = node.register(node.directory("tmp", OTHER), OTHER)
+    other = node.users(OTHER)
     found, _ = node.look()
     assert found == {**dict.fromkeys(stems[:MOST_OF_A_USER], True), other: True}

@@ -1,15 +1,13 @@
-"""The names of the metrics: what Prometheus asks of them, and that the documentation has them."""
+"""The names of the metrics, all of which the documentation has, and what is counted under them."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
-
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, Metrics
 from monarchfs.metrics.counts import ERRORS, OTHER, REFUSALS
-from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Family, MetricType
+from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES
 from monarchfs.placement.events import RefusalReason
 from monarchfs.source.lanes import OPERATIONS, SourceCounters
 from monarchfs.source.posix import PosixSource
@@ -17,37 +15,9 @@ from monarchfs.types import Lane
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \|(.*?)\|(.*)\|$", re.MULTILINE)
-UNITS = ("seconds", "bytes")
-NO_UNITS = (
-    "milliseconds",
-    "kilobytes",
-    "megabytes",
-    "mib",
-    "ms",
-    "us",
-    "ns",
-    "kb",
-    "mb",
-    "percent",
-)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *NODE_FAMILIES], ids=lambda family: family.name)
-def test_a_name_follows_the_conventions(family: Family) -> None:
-    assert re.fullmatch(r"monarchfs_[a-z]+(_[a-z]+)*", family.name)
-    assert not set(family.name.split("_")) & set(NO_UNITS)
-    assert family.name.endswith("_total") == (family.kind is MetricType.COUNTER)
-    for unit in UNITS:
-        name = family.name.removesuffix("_total")
-        assert unit not in name.split("_") or name.endswith(f"_{unit}"), "the unit comes last"
-    assert family.help[0].isupper() or family.help[0].isdigit()
-    assert not family.help.endswith(".")
-    for label in family.labels:
-        assert re.fullmatch(r"[a-z]+(_[a-z]+)*", label)
-        assert label not in ("le", "job", "instance")
-
-
-def test_the_documentation_lists_what_is_exported() -> None:
+def test_the_documentation_lists_what_is_exported_and_each_error() -> None:
     rows = {
         name: (kind, re.findall(r"`(\w+)`", labels))
         for name, kind, labels, _meaning in ROW.findall(DOCUMENT.read_text())
@@ -55,20 +25,7 @@ def test_the_documentation_lists_what_is_exported() -> None:
     ours = {name: row for name, row in rows.items() if name.startswith("monarchfs_")}
     families = (*FAMILIES, *NODE_FAMILIES)
     assert ours == {f.name: (f.kind.value, list(f.labels)) for f in families}
-
-
-def test_the_documentation_knows_every_error() -> None:
-    text = DOCUMENT.read_text()
-    assert [name for name in ERRORS if f"`{name}`" not in text] == []
-
-
-def test_queries_in_the_documentation_use_names_that_exist() -> None:
-    known = {family.name for family in (*FAMILIES, *NODE_FAMILIES)}
-    for family in FAMILIES:
-        if family.kind is MetricType.HISTOGRAM:
-            known |= {f"{family.name}_{suffix}" for suffix in ("bucket", "sum", "count")}
-    used = set(re.findall(r"\bmonarchfs_\w+", DOCUMENT.read_text()))
-    assert used - known == set()
+    assert [name for name in ERRORS if f"`{name}`" not in DOCUMENT.read_text()] == []
 
 
 def test_a_duration_is_counted_once() -> None:

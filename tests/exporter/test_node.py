@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from monarchfs.cli.exporter import parse_listen
 from monarchfs.control.registration import Registration, own_mount_namespace
-from tests.exporter.nodes import exporter, exporter_process, of, reader_of, up, wait_answering
+from monarchfs.supervisor.port import listen_on
+from tests.exporter.nodes import exporter, exporter_process, of, registrations, up, ups
 from tests.support import surroundings
+from tests.support.fake_daemon import Listener
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,
     as_user,
+    assert_one_line,
     free_port,
     requires_mounts,
     run,
@@ -103,8 +108,7 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         # An ordinary user sees mounts of that user.
         theirs = timely(nobodys_port)
         assert [up(theirs, mount) for mount in (first, own, given)] == [None, 1, 1]
-        ups = [dict(labels) for name, labels in theirs.samples if name == "monarchfs_mount_up"]
-        assert {labels["user"] for labels in ups} == {"nobody"}
+        assert {labels["user"] for labels, _ in ups(theirs)} == {"nobody"}
         assert own.umount().returncode == 0
         now = timely(port)
         assert (up(now, first), up(now, own)) == (1, None)
@@ -120,11 +124,8 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
 
 
 def supervisor_of(mount: Mount) -> int:
-    for file in Path("/run/monarchfs").glob("*.json"):
-        entry = json.loads(file.read_text())
-        if entry["mountpoint"] == str(mount.path):
-            return int(entry["supervisor_pid"])
-    raise AssertionError("it is not registered")
+    (entry,) = registrations(mount.path).values()
+    return int(entry["supervisor_pid"])
 
 
 def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench) -> None:
@@ -154,9 +155,8 @@ def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench
         wait_for(lambda: up(timely(port), hanging) == 0, "its death to be seen")
         # Somebody has emptied the runtime directory: it is in the mount table all the same.
         if os.path.ismount(hanging.path):
-            for file in Path("/run/monarchfs").glob("*.json"):
-                if json.loads(file.read_text())["mountpoint"] == str(hanging.path):
-                    file.unlink()
+            for file in registrations(hanging.path):
+                file.unlink()
             assert up(timely(port), hanging) == 0
         run("umount", str(hanging.path))
         assert up(timely(port), hanging) is None
@@ -182,9 +182,9 @@ def test_a_bind_mount_and_a_new_name_make_no_other_mount(work: Bench) -> None:
         with exporter() as port:
             now = timely(port)
             ours = [
-                (dict(labels)["mount"], value)
-                for (name, labels), value in now.samples.items()
-                if name == "monarchfs_mount_up" and str(work.path) in dict(labels)["source"]
+                (labels["mount"], value)
+                for labels, value in ups(now)
+                if str(work.path) in labels["source"]
             ]
             assert ours == [(str(mount.path), 1)]
     finally:
@@ -204,19 +204,13 @@ def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
     for number in (1, 2):
         place = ["--state-dir", f"{work.path}/state{number}", "--tier", f"{work.path}/t{number}=1G"]
         subprocess.run([*inside, *place], check=True, timeout=60, cwd="/")
-    pids = []
-    for file in Path("/run/monarchfs").glob("*.json"):
-        entry = json.loads(file.read_text())
-        if entry["mountpoint"] == str(outside.path):
-            pids.append(int(entry["supervisor_pid"]))
-    assert len(pids) == 2
+    pids = [int(entry["supervisor_pid"]) for entry in registrations(outside.path).values()]
     try:
         with exporter() as port:
-            now = timely(port)
             mounts = {
-                dict(labels)["mount"]: value
-                for (name, labels), value in now.samples.items()
-                if name == "monarchfs_mount_up" and ("source", str(outside.source)) in labels
+                labels["mount"]: value
+                for labels, value in ups(timely(port))
+                if labels["source"] == str(outside.source)
             }
             assert mounts == {str(outside.path): 1, f"{outside.path} (2)": 1}
     finally:
@@ -237,16 +231,13 @@ def status_of(pid: int) -> dict[str, str]:
 
 def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: Bench) -> None:
     mount = mounted(work, "one")
-    with exporter_process("--user", "daemon") as (process, port):
-        reader = reader_of(process.pid)
-        assert reader is not None
+    with exporter_process("--user", "daemon") as (process, reader, port):
         status = status_of(reader)
         assert set(status["Uid"].split()) == {str(OTHER.pw_uid)}
         assert set(status["Gid"].split()) == {str(OTHER.pw_gid)}
         assert status["Groups"].split() == []
-        assert [int(status[name], 16) for name in ("CapPrm", "CapEff", "CapInh", "CapAmb")] == [
-            0
-        ] * 4
+        capabilities = [int(status[f"Cap{kind}"], 16) for kind in ("Prm", "Eff", "Inh", "Amb")]
+        assert capabilities == [0] * 4
         assert status["NoNewPrivs"] == "1"
         # And the other one takes part in nothing but looking: it holds no mount's connection.
         assert status_of(process.pid)["Uid"].split()[0] == "0"
@@ -281,48 +272,23 @@ def test_the_capabilities_of_its_unit_are_enough(work: Bench) -> None:
     assert up(parse(done.stdout), mount) == 1
 
 
-def test_each_ends_with_the_other() -> None:
-    with exporter_process() as (process, _port):
-        reader = reader_of(process.pid)
-        assert reader is not None
-        process.kill()
+@pytest.mark.parametrize(
+    ("killed", "code", "said"),
+    [
+        ("the first", -signal.SIGKILL, ""),
+        ("the reader", 1, "monarchfs: the exporter ended unexpectedly: its log says more\n"),
+        ("Ctrl-C", -signal.SIGINT, "monarchfs: interrupted\n"),
+    ],
+)
+def test_each_ends_with_the_other(killed: str, code: int, said: str) -> None:
+    with exporter_process() as (process, reader, _port):
+        if killed == "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            os.kill(process.pid if killed == "the first" else reader, signal.SIGKILL)
         process.wait(10)
-        wait_for(lambda: not Path(f"/proc/{reader}").exists(), "the reader to end")
-    port = free_port()
-    other = subprocess.Popen(
-        [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{port}"],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-    )
-    try:
-        wait_answering(other, port)
-        reader = reader_of(other.pid)
-        assert reader is not None
-        os.kill(reader, signal.SIGKILL)
-        _, errors = other.communicate(timeout=10)
-        assert other.returncode == 1
-        assert errors == "monarchfs: the exporter ended unexpectedly: its log says more\n"
-    finally:
-        other.kill()
-        other.communicate(timeout=10)
-
-
-def test_ctrl_c_ends_it_with_one_line() -> None:
-    port = free_port()
-    process = subprocess.Popen(
-        [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{port}"],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-        start_new_session=True,
-    )
-    wait_answering(process, port)
-    reader = reader_of(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    assert (process.returncode, errors) == (-signal.SIGINT, "monarchfs: interrupted\n")
-    wait_for(lambda: not Path(f"/proc/{reader}").exists(), "the reader to end")
+        assert process.stderr is not None
+        assert (process.returncode, process.stderr.read()) == (code, said)
 
 
 # The command line
@@ -337,26 +303,18 @@ def test_ctrl_c_ends_it_with_one_line() -> None:
     ],
 )
 def test_wrong_calls_are_told_in_one_line(options: list[str], code: int, words: str) -> None:
-    done = run("exporter", *options)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert done.stderr.startswith("monarchfs: ")
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert_one_line(run("exporter", *options), code, words)
 
 
 def test_a_port_that_is_taken_is_told_and_user_is_for_root() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         done = run("exporter", "--listen", where)
-        assert done.returncode == 1
-        assert done.stderr == (
-            f"monarchfs: cannot serve metrics on {where}: Address already in use:"
-            " give another --listen\n"
-        )
+    told = f"cannot serve metrics on {where}: Address already in use: give another --listen"
+    assert_one_line(done, 1, told)
     interpreter_for("nobody")
     done = run("exporter", "--user", "daemon", "--once", user="nobody")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "only root can run it as another user" in done.stderr
+    assert_one_line(done, 2, "only root can run it as another user")
 
 
 def test_it_listens_on_ipv6_too() -> None:
@@ -365,117 +323,90 @@ def test_it_listens_on_ipv6_too() -> None:
         socket.create_server(("::1", port), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("needs IPv6: sysctl net.ipv6.conf.lo.disable_ipv6=0")
-    process = subprocess.Popen([*MONARCHFS, "exporter", "--listen", f"[::1]:{port}"], cwd="/")
-    try:
-
-        def connected() -> bool:
-            try:
-                socket.create_connection(("::1", port), 1).close()
-            except OSError:
-                return False
-            return True
-
-        wait_for(connected, "it to listen")
-    finally:
-        process.terminate()
-        process.wait(10)
+    with listen_on(*parse_listen(f"[::1]:{port}"), "--listen") as listener:
+        assert listener.getsockname()[:2] == ("::1", port)
 
 
 # Users who do not play by the rules
 
 
-DAEMON = """
-import json, os, socket, sys, time
-directory, answer = sys.argv[1], sys.argv[2]
-entry = json.loads(sys.argv[3])
-os.makedirs(directory, mode=0o700, exist_ok=True)
-name = "0123456789abcdef01234567"
-listener = socket.socket(socket.AF_UNIX)
-listener.bind(f"{directory}/{name}.sock")
-listener.listen(64)
-with open(f"{directory}/{name}.json", "w") as file:
-    json.dump(entry, file)
-print("ready", flush=True)
-kept = []
-while True:
-    connection, _ = listener.accept()
-    connection.recv(4096)
-    try:
-        if answer == "endless":
-            while True:
-                connection.sendall(b"x" * 65536)
-        elif answer == "silent":
-            kept.append(connection)
-        elif answer == "slow":
-            for _ in range(100):
-                connection.sendall(b"{")
-                time.sleep(0.1)
-        else:
-            connection.sendall(answer.encode() + b"\\n")
-            connection.close()
-    except OSError:
-        pass
-"""
+Say = Callable[[socket.socket], object]
 
 
 @contextmanager
-def hostile_daemon(answer: str, *, started_ns: int = 1) -> Iterator[None]:
-    """A program of a user's in place of a mount's daemon, which says it has root's dataset."""
+def hostile_daemon(say: Say, *, started_ns: int = 1) -> Iterator[None]:
+    """Something of a user's in place of a mount's daemon, which says it has root's dataset."""
     directory = Path(f"/tmp/monarchfs-{HOSTILE.pw_uid}/run")
     entry = Registration(
-        mountpoint="/hostile",
-        mount_namespace=own_mount_namespace(),
-        source="/lustre/of-somebody-else",
-        uid=HOSTILE.pw_uid,
-        supervisor_pid=1,
-        start_ticks=1,
-        state_dir="/x",
-        started_ns=started_ns,
+        *("/hostile", own_mount_namespace(), "/lustre/of-somebody-else", HOSTILE.pw_uid),
+        *(1, 1, "/x", started_ns),
     )
     if directory.exists() and list(directory.iterdir()):
         pytest.skip(f"needs {directory} unused: umount the mounts of {HOSTILE.pw_name}")
-    shutil.rmtree(directory, ignore_errors=True)
-    python = interpreter_for(HOSTILE.pw_name)
-    process = subprocess.Popen(
-        as_user(HOSTILE.pw_name, [python, "-c", DAEMON, str(directory), answer, entry.to_json()]),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+
+    def serve(connection: socket.socket) -> None:
+        with suppress(OSError):
+            connection.recv(4096)
+            say(connection)
+
+    stem = directory / "0123456789abcdef01234567"
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        stack.callback(Listener(f"{stem}.sock", serve).close)
+        stem.with_suffix(".json").write_text(entry.to_json())
+        for path in (directory.parent, directory, *directory.iterdir()):
+            os.chown(path, HOSTILE.pw_uid, HOSTILE.pw_gid)
+            path.chmod(0o700)
         yield
-    finally:
-        process.kill()
-        process.communicate(timeout=10)
-        shutil.rmtree(directory, ignore_errors=True)
+
+
+def never_end(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"x" * 65536)
+
+
+def never_come(connection: socket.socket) -> None:
+    """Until the other end has gone."""
+    poll = select.poll()
+    poll.register(connection, 0)
+    poll.poll(10_000)
+
+
+def come_byte_by_byte(connection: socket.socket) -> None:
+    for _ in range(100):
+        connection.sendall(b"{")
+        time.sleep(0.1)
+
+
+def answer(text: str) -> Say:
+    return lambda connection: connection.sendall(text.encode() + b"\n")
+
+
+def metrics(**values: object) -> Say:
+    return answer(json.dumps({"ok": True, "result": {"metrics": values, "bounds_ns": {}}}))
 
 
 BAD = "monarchfs_opens_total"
 LIE = 987_654_321  # no mount of another test has it
-
-
-def saying(**metrics: object) -> str:
-    return json.dumps({"ok": True, "result": {"metrics": metrics, "bounds_ns": {}}})
-
-
+NONSENSE = answer("nonsense")
 HOSTILE_ANSWERS = {
-    "never ends": "endless",
-    "never comes": "silent",
-    "comes byte by byte": "slow",
-    "is no JSON": "nonsense",
-    "is deep": "[" * 50_000,
-    "has labels that break lines": saying(**{BAD: [[['x"} 1\nup 0\n#'], 1]]}),
+    "never ends": never_end,
+    "never comes": never_come,
+    "comes byte by byte": come_byte_by_byte,
+    "is no JSON": NONSENSE,
+    "is deep": answer("[" * 50_000),
+    "has labels that break lines": metrics(**{BAD: [[['x"} 1\nup 0\n#'], 1]]}),
 }
 
 
 def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
     mount = mounted(work, "one")
     with exporter() as port:
-        cases = [(what, answer, 1) for what, answer in HOSTILE_ANSWERS.items()]
-        cases += [(f"began at {number}", "nonsense", number) for number in (10**400, -1, 1 << 63)]
-        for what, answer, started_ns in cases:
-            with hostile_daemon(answer, started_ns=started_ns):
+        cases = [(what, say, 1) for what, say in HOSTILE_ANSWERS.items()]
+        cases += [(f"began at {number}", NONSENSE, number) for number in (10**400, -1, 1 << 63)]
+        for what, say, started_ns in cases:
+            with hostile_daemon(say, started_ns=started_ns):
                 now = timely(port)
             assert up(now, mount) == 1, what
             hostile = {
@@ -491,15 +422,12 @@ def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
 
 def only_about_its_own_user(mount: Mount, port: int) -> None:
     """A daemon may lie, but not about others."""
-    answer = {
-        "metrics": {
-            BAD: [[["local"], LIE]],
-            "monarchfs_unheard_of": [[["x"], 1]],
-            "monarchfs_mount_info": [[["/s", "/m", "relay", "ttl", "all", "keep"], 1]],
-        },
-        "bounds_ns": {},
-    }
-    with hostile_daemon(json.dumps({"ok": True, "result": answer})):
+    lies = metrics(
+        monarchfs_opens_total=[[["local"], LIE]],
+        monarchfs_unheard_of=[[["x"], 1]],
+        monarchfs_mount_info=[[["/s", "/m", "relay", "ttl", "all", "keep"], 1]],
+    )
+    with hostile_daemon(lies):
         now = timely(port)
         assert up(now, mount) == 1
         users = {

@@ -44,36 +44,27 @@ from tests.support.prometheus import (
 from tests.support.scraping import FILES, SIZE, make_files, read_all
 
 DOCUMENT = (REPOSITORY / "docs" / "PROMETHEUS.md").read_text()
+METRICS = (REPOSITORY / "docs" / "METRICS.md").read_text()
 JOB = "4711"
 
 
-def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+@needs_promtool
+@pytest.mark.parametrize(
+    "arguments",
+    ["check config prometheus.yml", "check rules rules.yml", "test rules rules_test.yml"],
+)
+def test_promtool_has_no_complaints_and_the_rules_do_what_they_say(arguments: str) -> None:
     assert PROMTOOL is not None
-    return subprocess.run(
-        [PROMTOOL, *arguments],
+    done = subprocess.run(
+        [PROMTOOL, *arguments.split()],
         cwd=SHIPPED,
         capture_output=True,
         text=True,
         timeout=WAIT_SECONDS,
         check=False,
     )
-
-
-@needs_promtool
-@pytest.mark.parametrize(
-    "arguments", [("check", "config", "prometheus.yml"), ("check", "rules", "rules.yml")], ids=str
-)
-def test_promtool_has_no_complaints(arguments: tuple[str, ...]) -> None:
-    done = promtool(*arguments)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "SUCCESS" in done.stdout
-    assert done.stderr == ""
-
-
-@needs_promtool
-def test_the_rules_do_what_they_say() -> None:
-    done = promtool("test", "rules", "rules_test.yml")
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @needs_promtool
@@ -88,19 +79,22 @@ def rule_names(kind: str) -> list[str]:
     return re.findall(rf"^ +- {kind}: (\S+)$", (SHIPPED / "rules.yml").read_text(), re.MULTILINE)
 
 
-def test_every_rule_is_tested_and_every_alert_documented() -> None:
+def test_every_rule_is_tested_and_documented() -> None:
     tests = (SHIPPED / "rules_test.yml").read_text()
-    assert [name for name in rule_names("record") if f"expr: '{name}'" not in tests] == []
-    assert [name for name in rule_names("alert") if tests.count(f"alertname: {name}\n") < 2] == []
-    assert [name for name in rule_names("alert") if f"`{name}`" not in DOCUMENT] == []
-    assert [name for name in rule_names("record") if f"`{name}`" not in DOCUMENT] == []
+    records, alerts = rule_names("record"), rule_names("alert")
+    assert [name for name in records if f"expr: '{name}'" not in tests] == []
+    assert [name for name in alerts if tests.count(f"alertname: {name}\n") < 2] == []
+    assert [name for name in (*alerts, *records) if f"`{name}`" not in DOCUMENT] == []
 
 
-def test_rules_and_dashboard_use_metrics_that_exist() -> None:
+def test_what_is_asked_for_exists() -> None:
+    """In rules, dashboard and documentation."""
     known = {family.name for family in (*FAMILIES, *NODE_FAMILIES)}
-    known |= {f"{family.name}_bucket" for family in FAMILIES if family.kind is MetricType.HISTOGRAM}
+    histograms = [one.name for one in FAMILIES if one.kind is MetricType.HISTOGRAM]
+    known |= {f"{name}_{end}" for name in histograms for end in ("bucket", "sum", "count")}
     known |= {name.partition(":")[2].partition(":")[0] for name in rule_names("record")}
-    for text in ("\n".join(dashboard_queries()), (SHIPPED / "rules.yml").read_text(), DOCUMENT):
+    rules = (SHIPPED / "rules.yml").read_text()
+    for text in ("\n".join(dashboard_queries()), rules, DOCUMENT, METRICS):
         without_notes = re.sub(r"^ *#.*$|^ *description: .*$", "", text, flags=re.MULTILINE)
         used = set(re.findall(r"(?<![\w./-])(?:\w+:)?(monarchfs_\w+)", without_notes))
         assert used - known == set()
@@ -124,41 +118,35 @@ def test_the_dashboard_is_whole() -> None:
     known = variables | {"__rate_interval", "__all"}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard())))
     assert used <= known
+    taken = set[tuple[int, int]]()
     for panel in panels:
         place = panel["gridPos"]
-        assert 0 <= place["x"] < place["x"] + place["w"] <= 24
+        columns = range(place["x"], place["x"] + place["w"])
+        rows = range(place["y"], place["y"] + place["h"])
+        cells = {(column, row) for column in columns for row in rows}
+        assert not cells & taken, panel["title"]
+        assert set(columns) <= set(range(24))
         assert panel["type"] == "row" or panel["targets"]
-        for other in panels:
-            if other is not panel:
-                assert not overlap(place, other["gridPos"]), (panel["title"], other["title"])
-
-
-def overlap(one: dict[str, int], other: dict[str, int]) -> bool:
-    return (
-        one["x"] < other["x"] + other["w"]
-        and other["x"] < one["x"] + one["w"]
-        and one["y"] < other["y"] + other["h"]
-        and other["y"] < one["y"] + one["h"]
-    )
+        taken |= cells
 
 
 # A real server
 
 
 class Server:
-    """A Prometheus that scrapes ``target`` every second, with the shipped rules."""
+    """A Prometheus that scrapes every second, with the shipped rules."""
 
-    def __init__(self, directory: Path, target: str) -> None:
-        self.port = free_port()
-        command = server(directory, [target], f"127.0.0.1:{self.port}")
-        self._log = open(directory / "log", "w")  # noqa: SIM115
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self._process, self._port = process, port
+
+    def _fetch(self, path: str) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/{path}", timeout=10) as answer:
+            content: bytes = answer.read()
+            return content
 
     def get(self, path: str, **parameters: str) -> Any:
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
-                content = json.load(answer)
+            content = json.loads(self._fetch(f"api/v1/{path}?{urllib.parse.urlencode(parameters)}"))
         except urllib.error.HTTPError as error:
             pytest.fail(f"{parameters}: {error.read().decode()}")
         assert content["status"] == "success", content
@@ -170,26 +158,26 @@ class Server:
     def ready(self) -> bool:
         assert self._process.poll() is None
         try:
-            urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/ready", timeout=5).close()
+            self._fetch("-/ready")
         except OSError:
             return False
         return True
 
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-        self._log.close()
-
 
 @contextmanager
 def watching(target: str) -> Iterator[Server]:
-    with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as directory:
-        running = Server(Path(directory), target)
+    with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as name:
+        directory, port = Path(name), free_port()
+        with (directory / "log").open("wb") as log:
+            command = server(directory, [target], f"127.0.0.1:{port}")
+            process = subprocess.Popen(command, stdout=log, stderr=log)
+        running = Server(process, port)
         try:
             wait_for(running.ready, "Prometheus to be ready")
             yield running
         finally:
-            running.close()
+            process.terminate()
+            process.wait(30)
 
 
 @contextmanager
@@ -249,16 +237,16 @@ def test_every_query_of_the_dashboard_tells_of_a_real_job(work: Bench) -> None:
                 series = re.sub(r"\$\w+", ".*", match[1])
                 assert prometheus.query(f"count by ({match[2]}) ({series})")
             job = f'job_id="{JOB}"'
-            jobs = (
-                f"monarchfs_mount_job_info{{{job}}} * on (instance, user, source, mount) group_left"
-            )
-            local = f'{jobs} sum without (served) (monarchfs_opens_total{{served="local"}})'
-            opened = f"{jobs} sum without (served) (monarchfs_opens_total)"
-            assert value(f"sum by (job_id) ({local}) / sum by (job_id) ({opened})") == 0.5
-            spared = (
-                f'{jobs} sum without (served) (monarchfs_opened_file_bytes_total{{served="local"}})'
-            )
-            assert value(f"sum by (job_id) ({spared})") == FILES * SIZE
+            joined = f"monarchfs_mount_job_info{{{job}}} * on (instance, user, source, mount)"
+
+            def of_the_job(name: str) -> float | None:
+                summed = f"sum without (served) ({name})"
+                return value(f"sum by (job_id) ({joined} group_left {summed})")
+
+            local = '{served="local"}'
+            assert of_the_job("monarchfs_opens_total") == 2 * FILES
+            assert of_the_job(f"monarchfs_opens_total{local}") == FILES
+            assert of_the_job(f"monarchfs_opened_file_bytes_total{local}") == FILES * SIZE
             # The rules, evaluated by the server.
             for name in rule_names("record"):
                 labels = job if name.startswith("job_id:") else this

@@ -41,10 +41,7 @@ def sent(values: Values) -> dict[str, Any]:
 
 def test_what_is_sent_arrives() -> None:
     arrived = wire.decode(sent(VALUES))
-    assert arrived == {
-        **VALUES,
-        names.TIER_USED: [(("/ssd/\\udcff",), 1 << 40), (("/a b\\n",), 0)],
-    }
+    assert arrived == {**VALUES, names.TIER_USED: [(("/ssd/\\udcff",), 1 << 40), (("/a b\\n",), 0)]}
 
 
 def test_what_another_version_has_is_left_out() -> None:

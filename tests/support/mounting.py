@@ -156,6 +156,14 @@ def run(
     )
 
 
+def assert_one_line(done: subprocess.CompletedProcess[str], code: int, words: str) -> None:
+    """A command that failed says so in one line with these words, and nothing else."""
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("monarchfs: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
 def assert_refused(
     mount: Mount, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, words: str
 ) -> None:
