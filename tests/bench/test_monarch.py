@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-import google_crc32c
 import pytest
 
 from bench import shards
@@ -26,7 +23,6 @@ from bench.arms import (
 )
 from bench.harness import MIB, Unusable, drop_caches, wait_for
 from bench.job import THREADS, Epoch, Job
-from bench.jobs.training import interleaved, records
 from bench.memory import MemoryLimit, disk
 from bench.monarch_rows import Case, first_epoch_rows, rows
 from bench.monarch_runs import Measured, Run
@@ -44,48 +40,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> shards.Shards:
     return shards.generate(root, 5 * MIB, MIB)
 
 
-# -- data
-
-
-def test_records_are_framed_as_tensorflow_does_it(dataset: shards.Shards) -> None:
-    # The check value of CRC-32C (RFC 3720, B.4, has others), masked as TFRecord has it.
-    assert google_crc32c.value(b"123456789") == 0xE3069283
-    masked = int.from_bytes(shards._masked(b"123456789"), "little")
-    assert masked == (((0xE3069283 >> 15 | 0xE3069283 << 17) & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
-    first = min(dataset.root.iterdir()).read_bytes()
-    length, data = first[:8], first[12 : 12 + shards.RECORD_BYTES]
-    assert int.from_bytes(length, "little") == shards.RECORD_BYTES
-    assert first[8:12] == shards._masked(length)
-    assert first[12 + shards.RECORD_BYTES :][:4] == shards._masked(data)
-    assert sum(file.stat().st_size for file in dataset.root.iterdir()) == dataset.file_bytes
-
-
-def test_a_file_that_ends_within_a_record_is_no_end(dataset: shards.Shards, tmp_path: Path) -> None:
-    whole = min(dataset.root.iterdir())
-    count = len(list(records(str(whole))))
-    cut = tmp_path / "cut.tfrecord"
-    cut.write_bytes(whole.read_bytes()[:-1])
-    found = records(str(cut))
-    for _number in range(count - 1):
-        next(found)
-    with pytest.raises(ValueError, match="within a record"):
-        next(found)
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 50])
-def test_interleaved_gives_every_record_once(dataset: shards.Shards, width: int) -> None:
-    paths = sorted(str(path) for path in dataset.root.iterdir())
-    expected = Counter(record for path in paths for record in records(path))
-    found = list(interleaved(paths, width))
-    assert Counter(found) == expected
-    # The first ones are of as many files as are read side by side.
-    firsts = [next(records(path)) for path in paths[:width]]
-    assert found[: len(firsts)] == firsts
-
-
-# -- jobs
-
-
 def test_a_job_reads_every_byte_in_each_epoch(dataset: shards.Shards, tmp_path: Path) -> None:
     arguments = [dataset.root, "--readers", 2, "--batch", 7, "--shuffle", 10, "--compute", 0.001]
     with Job(THREADS, arguments, tmp_path / "errors") as job:
@@ -99,35 +53,18 @@ def test_a_job_reads_every_byte_in_each_epoch(dataset: shards.Shards, tmp_path: 
     assert not Path(f"/proc/{pid}").exists()
 
 
-# -- memory and disk
-
-
-@pytest.fixture
-def limit() -> Iterator[MemoryLimit]:
+def test_a_group_keeps_few_pages() -> None:
     try:
-        made = MemoryLimit("test")
+        with MemoryLimit("test") as limit, disk(96 * MIB, "test") as point:
+            read_with_few_pages(limit, point / "file")
     except Unusable as error:
         pytest.skip(str(error))
-    with made:
-        yield made
-    assert not made.path.exists()
-
-
-@pytest.fixture
-def small_disk() -> Iterator[Path]:
-    try:
-        with disk(96 * MIB, "test") as point:
-            yield point
-    except Unusable as error:
-        pytest.skip(str(error))
-    assert not point.exists()
-    assert not point.with_suffix(".disk").exists()
+    left = [path for path in (limit.path, point, point.with_suffix(".disk")) if path.exists()]
     used = subprocess.run(["losetup", "--all"], capture_output=True, text=True, check=True).stdout
-    assert point.stem not in used
+    assert (left, point.stem in used) == ([], False)
 
 
-def test_a_group_keeps_few_pages(limit: MemoryLimit, small_disk: Path) -> None:
-    file = small_disk / "file"
+def read_with_few_pages(limit: MemoryLimit, file: Path) -> None:
     file.write_bytes(os.urandom(64 * MIB))
     os.sync()
     drop_caches()
@@ -151,17 +88,13 @@ def test_a_group_keeps_few_pages(limit: MemoryLimit, small_disk: Path) -> None:
     wait_for(lambda: limit.own_bytes() < MIB, "the group to be empty")
 
 
-# -- arms
-
-
 @requires_fuse
 @requires_root
 def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) -> None:
     def read(reached: Reached) -> str:
         """In a process of its own: a mount that hangs must not stop the tests."""
         command = ["sh", "-c", 'cd "$0" && sha256sum *.tfrecord', str(reached.path)]
-        done = subprocess.run(command, capture_output=True, check=True, timeout=60)
-        return done.stdout.decode()
+        return subprocess.check_output(command, text=True, timeout=60)
 
     seen = {}
     with ParallelFileSystem(dataset.root, tmp_path / "pfs", INSTANT) as pfs:
@@ -194,17 +127,13 @@ def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) 
     assert len(set(seen.values())) == 1
 
 
-# -- rows
-
-
-def run_of(seconds: list[float], read: list[int], size: int = 1000) -> Run:
-    return Run(
-        0.5,
-        [
-            Measured(Epoch(s, 0.0, 1, 1, 1), Counts(open=count // 100, read_bytes=count), 0.1, 0.2)
-            for s, count in zip(seconds, read, strict=True)
-        ],
-    )
+def run_of(*epochs: tuple[float, int]) -> Run:
+    """Of the seconds and the bytes read of each epoch."""
+    measured = [
+        Measured(Epoch(took, 0.0, 1, 1, 1), Counts(open=size // 100, read_bytes=size), 0.1, 0.2)
+        for took, size in epochs
+    ]
+    return Run(0.5, measured)
 
 
 def row(result: Result, what: str, arm: str, unit: str) -> Row:
@@ -215,10 +144,10 @@ def row(result: Result, what: str, arm: str, unit: str) -> Row:
 
 def test_goals_are_judged_by_pairs() -> None:
     runs = {
-        DIRECT.name: [run_of([10, 10, 10], [1000] * 3), run_of([20, 20, 20], [1000] * 3)],
-        LOCAL.name: [run_of([2, 2, 2], [0] * 3), run_of([4, 4, 4], [0] * 3)],
-        COLD.name: [run_of([10.4, 2, 2], [1000, 0, 0]), run_of([20.8, 4, 4], [1000, 0, 0])],
-        WARM.name: [run_of([2, 3, 3], [0] * 3), run_of([4, 6, 6], [0] * 3)],
+        DIRECT.name: [run_of(*[(10 * slow, 1000)] * 3) for slow in (1, 2)],
+        LOCAL.name: [run_of(*[(2 * slow, 0)] * 3) for slow in (1, 2)],
+        COLD.name: [run_of((10.4 * slow, 1000), *[(2 * slow, 0)] * 2) for slow in (1, 2)],
+        WARM.name: [run_of((2 * slow, 0), *[(3 * slow, 0)] * 2) for slow in (1, 2)],
     }
     result = Result("monarch", "")
     rows(result, Case("job", True, 1000), runs)
@@ -233,8 +162,8 @@ def test_goals_are_judged_by_pairs() -> None:
 
 def test_what_does_not_fit_is_judged_by_what_is_still_read() -> None:
     runs = {
-        DIRECT.name: [run_of([10, 10, 10], [1000] * 3)],
-        COLD.name: [run_of([10.6, 5, 5], [1020, 450, 450])],
+        DIRECT.name: [run_of(*[(10, 1000)] * 3)],
+        COLD.name: [run_of((10.6, 1020), (5, 450), (5, 450))],
     }
     result = Result("monarch", "")
     rows(result, Case("job", False, 1000), runs)

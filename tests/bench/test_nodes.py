@@ -1,4 +1,4 @@
-"""Nodes with links of their own: what is read in which order, and what counts as right."""
+"""Nodes that share: what they read in which order, what counts as right; many, simulated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import nodes
+from bench import nodes, scale
+from bench.scale import Dataset, Lost
+from monarchfs.peers.ownership import BUCKETS, Ownership
 
 
 def test_files_have_the_bytes_that_they_should(tmp_path: Path) -> None:
@@ -36,3 +38,68 @@ def test_what_a_lost_owner_costs() -> None:
     assert nodes.expected_when_lost(3, 0.0) == nodes.expected_when_lost(3, 1.0) == 1
     assert nodes.expected_when_lost(2, 0.5) == pytest.approx(9 / 8)
     assert 1.02 < nodes.expected_when_lost(8, 0.25) < 1.04
+
+
+NODES = scale.cluster(8)
+OWNERSHIP = Ownership(NODES)
+EVEN = Dataset("even", [1] * BUCKETS)
+
+
+def without(number: int) -> Ownership:
+    return Ownership([node for n, node in enumerate(NODES) if n != number])
+
+
+def test_datasets_have_the_bytes_they_should() -> None:
+    small = scale.small_files(2000, 1000, 1)
+    assert sum(1 for size in small.of_bucket if size) > 1900
+    assert small.bytes == pytest.approx(2000 * 1000 * 1.13, rel=0.1)
+    large = scale.large_files(2, (1 << 30) + 5, 1)
+    assert large.bytes == 2 * ((1 << 30) + 5)
+    assert 30 < sum(1 for size in large.of_bucket if size) <= 34
+
+
+def test_balance() -> None:
+    owned = scale.owned_bytes(OWNERSHIP, EVEN)
+    assert sum(owned) == BUCKETS
+    assert 1.0 < scale.imbalance(owned, NODES) < 1.1
+    uneven = scale.cluster(8, weighted=True)
+    owned = scale.owned_bytes(Ownership(uneven), EVEN)
+    assert owned[1] > 1.7 * owned[0]
+    assert 1.0 < scale.imbalance(owned, uneven) < 1.1
+    assert scale.imbalance([3, 1], scale.cluster(2)) == 1.5
+
+
+def test_an_owner_of_everything_has_all_waiting() -> None:
+    assert scale.busiest([5, 0, 0, 0], 3, 1) == 4
+    assert 2 <= scale.busiest([1] * 100, 25, 1) <= 6
+
+
+def test_a_lost_node_gives_away_its_own_alone() -> None:
+    own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
+    expected = Lost(own, 0, own / 2, own * 7 / 2)
+    assert scale.lose(OWNERSHIP, without(3), 3, EVEN) == expected
+
+
+def test_lists_that_agree_read_everything_once() -> None:
+    nobody: frozenset[int] = frozenset()
+    assert scale.read_with_old_lists(OWNERSHIP, OWNERSHIP, nobody, EVEN) == 1
+    assert scale.read_with_old_lists(OWNERSHIP, without(3), nobody, EVEN) == 1
+
+
+def test_who_lists_a_lost_node_reads_its_files_alone() -> None:
+    own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
+    after = without(3)
+    everybody = frozenset(range(7))
+    assert scale.read_with_old_lists(OWNERSHIP, after, everybody, EVEN) == pytest.approx(
+        1 + 6 * own
+    )
+    # One that is no owner of any of them: it reads them besides the new owners.
+    one = scale.read_with_old_lists(OWNERSHIP, after, frozenset([0]), EVEN)
+    assert 1 + own < one < 1 + 2 * own
+
+
+def test_who_does_not_list_a_new_node_asks_the_former_owner() -> None:
+    own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
+    # The former owner knows the old list and copies for those that do too.
+    stale = frozenset(range(8)) - {3}
+    assert scale.read_with_old_lists(without(3), OWNERSHIP, stale, EVEN) == pytest.approx(1 + own)

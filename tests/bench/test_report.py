@@ -1,8 +1,8 @@
-"""What is saved, the report and its pictures."""
+"""What is saved, sampled and compared; the report and its pictures."""
 
 from __future__ import annotations
 
-import re
+import threading
 import xml.etree.ElementTree as xml
 from dataclasses import replace
 from itertools import pairwise
@@ -12,9 +12,9 @@ import matplotlib.image as mpimg
 import pytest
 
 from bench import comparison, markdown, plotlines, plots, plotstyle
-from bench.harness import REPOSITORY
-from bench.report import Kind, Missing, Point, Report, Result, Series, load, merged, point, save
-from bench.run import PUBLISHED
+from bench.report import Kind, Missing, Report, Result, load, merged, save
+from bench.sampling import Sample, local_shares, sampled, share_series
+from monarchfs.types import OperationError
 from tests.bench import made_up
 from tests.support.golden import Golden
 
@@ -24,15 +24,6 @@ def test_a_saved_report_is_the_same_when_loaded(tmp_path: Path) -> None:
     save(report, tmp_path / "new" / "a.json")
     assert load(tmp_path / "new" / "a.json") == report
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["a.json"]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 99, "results": []}'])
-def test_any_other_file_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(str(path))) as caught:
-        load(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_ratio_is_of_neighbouring_runs() -> None:
@@ -94,17 +85,6 @@ def test_the_report(pictures: list[plots.Picture], golden: Golden) -> None:
         markdown.figures(nothing, None)
 
 
-def test_the_document_keeps_what_is_not_between_the_marks() -> None:
-    text = f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n"
-    once = markdown.put_between_marks(text, "new")
-    assert once == f"before\n{markdown.BEGIN}\nnew\n{markdown.END}\nafter\n"
-    assert markdown.put_between_marks(once, "new") == once
-    with pytest.raises(ValueError, match="figures: begin"):
-        markdown.put_between_marks("no marks", "new")
-    published = (REPOSITORY / PUBLISHED).read_text(encoding="utf-8")
-    assert "\nnew\n" in markdown.put_between_marks(published, "new")
-
-
 def test_a_comparison_is_of_ratios_where_there_are_any() -> None:
     before, after = made_up.report(), made_up.report()
     row = after.results[0].rows[0]
@@ -144,9 +124,36 @@ def test_neighbours_are_moved_apart_around_their_middle() -> None:
     assert all(later - earlier >= 9.999 for earlier, later in pairwise(found))
 
 
-def test_series_of_one_kind_with_points_make_a_picture() -> None:
-    one = Series("a", "x", "y", [Point(1, 1.0)])
-    with pytest.raises(ValueError, match="one kind"):
-        plots.draw("title", [one, replace(one, kind=Kind.TIME)])
-    assert plots.plots([Series("a", "x", "y", [])]) == {}
-    assert list(plots.plots([Series("a", "x", "y", [point(1, [1.0])])])) == ["y"]
+def test_the_share_is_of_what_was_opened_in_the_window() -> None:
+    samples = [
+        *(Sample(0, 0, 0), Sample(1, 0, 100), Sample(2, 50, 150)),
+        *(Sample(3, 50, 150), Sample(4, 250, 150)),
+    ]
+    points = local_shares(samples, 1.0)
+    assert [(p.x, p.y) for p in points] == [(1, 0.0), (2, 50.0), (4, 100.0)]
+
+
+def test_a_replaced_worker_counts_anew_and_is_left_out() -> None:
+    samples = [Sample(0, 100, 100), Sample(1, 200, 100), Sample(2, 0, 0), Sample(3, 10, 0)]
+    assert [p.x for p in local_shares(samples, 1.0)] == [1, 3]
+
+
+def test_samples_are_taken_until_the_block_ends() -> None:
+    counts = {"local": 0}
+    enough = threading.Event()
+
+    def ask() -> tuple[int, int]:
+        counts["local"] += 1
+        if counts["local"] == 2:
+            raise OperationError("being replaced")
+        if counts["local"] > 4:
+            enough.set()
+        return counts["local"], 0
+
+    with sampled(ask, 0.01) as samples:
+        assert enough.wait(30)
+    assert [sample.local for sample in samples] == [1, *range(3, counts["local"] + 1)]
+    assert sorted(samples) == samples
+    series = share_series("arm", samples, "plot", epochs=[0.0])
+    assert series.kind is Kind.TIME
+    assert {p.y for p in series.points} == {100.0}
