@@ -12,7 +12,6 @@ import shutil
 import socket
 import stat
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,61 +49,56 @@ class Untouched:
         assert self._look() == self._before
 
 
-Spoil = Callable[[Path, Untouched, random.Random], None]
+ANYWHERE = (
+    *("removed", "empty", "link to root's", "link to the user's", "link to nowhere"),
+    *("link to itself", "link to a device", "FIFO", "directory", "file", "socket", "device"),
+    *("closed", "open to all", "somebody else's", "root's own"),
+)
+"""What can become of any file or directory of the cache's."""
+CONTENT = ("cut off", "garbled", "overwritten", "deep JSON", "odd JSON", "huge")
+"""And of files that are not replicas, whose bytes only their checksum tells."""
 
 
-def _gone(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def spoil(path: Path, how: str, untouched: Untouched, chance: random.Random) -> None:
+    """``how`` is one of ANYWHERE or CONTENT."""
+    match how:
+        case "cut off":
+            os.truncate(path, chance.randrange(max(1, path.stat().st_size)))
+        case "garbled":
+            path.write_bytes(_garbled(path.read_bytes(), chance))
+        case "overwritten":
+            path.write_bytes(chance.randbytes(chance.choice([1, 100, 10_000, 1 << 20])))
+        case "deep JSON":
+            path.write_bytes(b'{"pid":' * 100_000)
+        case "odd JSON":
+            path.write_text('{"pid": Infinity, "mountpoint": {}, "source": [], "tiers": 5}')
+        case "huge":
+            _enlarge(path)
+        case "empty" if not path.is_dir():
+            os.truncate(path, 0)
+        case "closed":
+            path.chmod(0)
+        case "open to all":
+            path.chmod(0o777)
+        case "somebody else's":
+            shutil.chown(path, "daemon")
+        case "root's own":
+            shutil.chown(path, "root")
+        case _:
+            _replace(path, how, untouched)
 
 
-def _own(path: Path) -> None:
-    """As the user would have made it."""
-    shutil.chown(path, USER)
-
-
-def removed(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-
-
-def empty(path: Path, _u: Untouched, _r: random.Random) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-        path.mkdir(0o700)
-        _own(path)
-    else:
-        os.truncate(path, 0)
-
-
-def cut_off(path: Path, _u: Untouched, r: random.Random) -> None:
-    os.truncate(path, r.randrange(max(1, path.stat().st_size)))
-
-
-def garbled(path: Path, _u: Untouched, r: random.Random) -> None:
+def _garbled(content: bytes, chance: random.Random) -> bytes:
     """Some bytes here and there."""
-    content = bytearray(path.read_bytes() or b"x")
-    for _ in range(r.randint(1, 50)):
-        at = r.randrange(len(content))
-        content[at : at + r.randint(1, 64)] = r.randbytes(r.randint(0, 64))
-        content = content or bytearray(b"x")
-    path.write_bytes(content)
+    found = bytearray(content or b"x")
+    for _ in range(chance.randint(1, 50)):
+        at = chance.randrange(len(found))
+        found[at : at + chance.randint(1, 64)] = chance.randbytes(chance.randint(0, 64))
+        found = found or bytearray(b"x")
+    return bytes(found)
 
 
-def overwritten(path: Path, _u: Untouched, r: random.Random) -> None:
-    path.write_bytes(r.randbytes(r.choice([1, 100, 10_000, 1 << 20])))
-
-
-def deep_json(path: Path, _u: Untouched, _r: random.Random) -> None:
-    path.write_bytes(b'{"pid":' * 100_000)
-
-
-def odd_json(path: Path, _u: Untouched, _r: random.Random) -> None:
-    path.write_text('{"pid": Infinity, "mountpoint": {}, "source": [], "tiers": 5}')
-
-
-def huge(path: Path, _u: Untouched, _r: random.Random) -> None:
+def _enlarge(path: Path) -> None:
     """A hole of a terabyte; on file systems that take none, a smaller one."""
     for size in (1 << 40, 1 << 33):
         try:
@@ -115,93 +109,46 @@ def huge(path: Path, _u: Untouched, _r: random.Random) -> None:
                 raise
 
 
-def to_roots_file(path: Path, u: Untouched, _r: random.Random) -> None:
-    directory = path.is_dir()
-    _gone(path)
-    path.symlink_to(u.path / "roots" / ("" if directory else "data.mdb"))
-
-
-def to_users_file(path: Path, u: Untouched, _r: random.Random) -> None:
-    directory = path.is_dir()
-    _gone(path)
-    path.symlink_to(u.path / "users" / ("" if directory else "data.mdb"))
-
-
-def to_nowhere(path: Path, u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    path.symlink_to(u.path / "users" / "made-through-a-link")
-
-
-def to_itself(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    path.symlink_to(path.name)
-
-
-def to_a_device(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    path.symlink_to("/dev/zero")
-
-
-def a_fifo(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    os.mkfifo(path, 0o600)
-    _own(path)
-
-
-def a_directory(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    path.mkdir(0o700)
-    (path / "theirs").write_text("keep me")
-    _own(path)
-
-
-def a_file(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    path.write_bytes(b"not what you look for")
-    _own(path)
-
-
-def a_socket(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    directory = os.open(path.parent, os.O_PATH)
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(f"/proc/self/fd/{directory}/{path.name}")
-    os.close(directory)
-    _own(path)
-
-
-def a_device(path: Path, _u: Untouched, _r: random.Random) -> None:
-    _gone(path)
-    try:
-        os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
-    except PermissionError:
-        pytest.skip("needs leave to make devices: for a container: --cap-add MKNOD")
-    _own(path)
-
-
-def closed(path: Path, _u: Untouched, _r: random.Random) -> None:
-    path.chmod(0)
-
-
-def open_to_all(path: Path, _u: Untouched, _r: random.Random) -> None:
-    path.chmod(0o777)
-
-
-def somebody_elses(path: Path, _u: Untouched, _r: random.Random) -> None:
-    shutil.chown(path, "daemon")
-
-
-def roots_own(path: Path, _u: Untouched, _r: random.Random) -> None:
-    shutil.chown(path, "root")
-
-
-ANYWHERE: list[Spoil] = [
-    *(removed, empty, to_roots_file, to_users_file, to_nowhere, to_itself, to_a_device),
-    *(a_fifo, a_directory, a_file, a_socket, a_device, closed, open_to_all),
-    *(somebody_elses, roots_own),
-]
-CONTENT: list[Spoil] = [cut_off, garbled, overwritten, deep_json, odd_json, huge]
-"""Of files that are not replicas: whose bytes only their checksum tells."""
+def _replace(path: Path, how: str, untouched: Untouched) -> None:
+    """By something else, as the user would have made it; or by nothing."""
+    inside = "" if path.is_dir() else "data.mdb"
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    targets: dict[str, Path | str] = {
+        "link to root's": untouched.path / "roots" / inside,
+        "link to the user's": untouched.path / "users" / inside,
+        "link to nowhere": untouched.path / "users" / "made-through-a-link",
+        "link to itself": path.name,
+        "link to a device": "/dev/zero",
+    }
+    match how:
+        case "removed":
+            return
+        case _ if how in targets:
+            path.symlink_to(targets[how])
+            return
+        case "FIFO":
+            os.mkfifo(path, 0o600)
+        case "empty":
+            path.mkdir(0o700)
+        case "directory":
+            path.mkdir(0o700)
+            (path / "theirs").write_text("keep me")
+        case "file":
+            path.write_bytes(b"not what you look for")
+        case "socket":
+            directory = os.open(path.parent, os.O_PATH)
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(f"/proc/self/fd/{directory}/{path.name}")
+            os.close(directory)
+        case "device":
+            try:
+                os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 5))
+            except PermissionError:
+                pytest.skip("needs leave to make devices: for a container: --cap-add MKNOD")
+    shutil.chown(path, USER)
 
 
 class Cache:
@@ -244,10 +191,8 @@ class Cache:
 
     def read(self) -> None:
         """Everything, as the user, compared with the source."""
-        words = ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"]
-        done = subprocess.run(
-            as_user(USER, words), capture_output=True, text=True, timeout=60, check=False
-        )
+        words = as_user(USER, ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"])
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def works_or_refuses(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from monarchfs.control.messages import MOST_PATH_BYTES
 from monarchfs.prefetch.scan import read_list
 from tests.support import on_disk, trees
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import Bench, requires_fuse, requires_root, run
+from tests.support.mounting import Bench, assert_one_line, requires_fuse, requires_root, run
 
 ROOTS = [b"/data/set", b"/mnt/set/"]
 LINES = st.lists(
@@ -98,8 +99,8 @@ def test_a_mount_copies_what_is_in_the_source_alone(work: Bench) -> None:
 def test_what_is_no_list_of_the_users_is_refused(work: Bench, kind: str) -> None:
     """Root does not read for a user what that user may not."""
     interpreter_for("nobody")
-    (work.path / "src").mkdir()
-    (work.path / "mnt").mkdir()
+    for name in ("src", "mnt"):
+        (work.path / name).mkdir()
     path = work.path / "list"
     secret = work.path / "secret"
     secret.write_text("root's alone\n")
@@ -115,15 +116,16 @@ def test_what_is_no_list_of_the_users_is_refused(work: Bench, kind: str) -> None
             path = secret
         case _:
             path.symlink_to(secret)
-    done = run(
-        *("mount", f"{work.path}/src", f"{work.path}/mnt", "--user", "nobody"),
-        *("--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"),
-        *("--prefetch", str(path)),
-    )
-    assert done.returncode == 2
-    assert "cannot be read by nobody" in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = mount_with(work, path, "--user", "nobody")
+    assert_one_line(done, 2, "cannot be read by nobody")
     assert not (work.path / "state").exists()
+
+
+def mount_with(work: Bench, listed: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """What a mount says to a list."""
+    storage = ["--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"]
+    words = ["mount", f"{work.path}/src", f"{work.path}/mnt", "--prefetch", str(listed)]
+    return run(*words, *storage, *options)
 
 
 @requires_root
@@ -136,21 +138,13 @@ def test_mistakes_are_told_at_mount(work: Bench) -> None:
     def told(lines: list[str]) -> str:
         """What the mount says on standard error."""
         file.write_text("".join(f"{line}\n" for line in lines))
-        done = run(
-            *("mount", f"{source}", f"{point}", "--prefetch", f"{file}"),
-            *("--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"),
-        )
+        done = mount_with(work, file)
         assert done.returncode == 0
         assert run("umount", f"{point}").returncode == 0
         return done.stderr
 
-    good = [
-        contents[0],
-        f"{source}/{contents[1]}",
-        "",
-        f"{point}/{contents[2]}",
-        f"./{contents[3]}",
-    ]
+    absolute = [f"{source}/{contents[1]}", "", f"{point}/{contents[2]}"]
+    good = [contents[0], *absolute, f"./{contents[3]}"]
     assert told(good) == ""
     said = told([*good, "nosuch\x1b[2J", "also/not/there", contents[4]])
     assert said == (

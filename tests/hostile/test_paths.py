@@ -72,15 +72,15 @@ class Ground:
     def check(self) -> None:
         assert self._look() == self._before
 
-    def clear(self) -> None:
-        """What the user's own directories got."""
-        for path in self.bait.way.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
     def config(self) -> Config:
         way = self.bait.way
         tiers = (TierSpec(f"{way}/tier", TierSize(bytes=1 << 20)),)
         return Config("/s", "/m", tiers, f"{way}/state", "/run", "0" * 16, USER)
+
+
+def clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @pytest.fixture
@@ -115,8 +115,7 @@ def test_no_call_is_led_astray(ground: Ground, there: bool, keep: bool) -> None:
     """The user flips in between any two system calls."""
     config = ground.config()
     if not there:
-        for path in (*ground.roots.iterdir(),):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        clear(ground.roots)
         ground._before = ground._look()
 
     def act() -> None:
@@ -124,24 +123,27 @@ def test_no_call_is_led_astray(ground: Ground, there: bool, keep: bool) -> None:
 
     def check() -> None:
         ground.check()
-        ground.clear()
+        clear(ground.bait.way)
 
     assert at_each_call(ground.bait, act, check) > 10
 
 
 def test_no_race_is_won(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
-    """The same by luck, some hundred times."""
+    """The same by luck, some hundred times, with what the times before left."""
     caplog.set_level(logging.CRITICAL)
     config = ground.config()
     with ground.bait.flipping():
         worked = sum(open_storage(config, keep=bool(turn % 2)) for turn in range(400))
     ground.check()
-    ground.clear()
+    clear(ground.bait.way)
     assert open_storage(config, keep=False)
     print(f"{worked} of 400 met the directory")
 
 
 # Logs
+
+
+LINE = logging.LogRecord("x", logging.INFO, "", 0, "root::0:0", (), None)
 
 
 def write_log(path: Path) -> None:
@@ -151,10 +153,10 @@ def write_log(path: Path) -> None:
     except OSError:
         return
     with closing(handler):
-        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "root::0:0", (), None))
+        handler.handle(LINE)
         with acting_as(USER), suppress(OSError):
             path.rename(path.with_name("log.1"))
-        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "root::0:0", (), None))
+        handler.handle(LINE)
 
 
 def test_no_line_is_led_astray(ground: Ground) -> None:
@@ -189,7 +191,7 @@ def test_what_a_user_puts_in_a_logs_place_gets_no_line(ground: Ground, kind: str
                     path.mkdir()
             if kind != "hard link":
                 os.chown(path, USER.uid, USER.gid, follow_symlinks=False)
-            handler.handle(logging.LogRecord("x", logging.INFO, "", 0, "root::0:0", (), None))
+            handler.handle(LINE)
         with pytest.raises(MonarchError):
             logs.check_log_file(str(path), USER)
         ground.check()
@@ -208,11 +210,11 @@ def test_the_size_of_a_users_tree_is_nothing_elses(ground: Ground) -> None:
     try:
         (inside / "big").write_bytes(bytes(1 << 20))
         sizes: list[int] = []
-        calls = at_each_call(
-            ground.bait,
-            lambda: sizes.append(tree_size(str(ground.users)).bytes),
-            lambda: None,
-        )
+
+        def look() -> None:
+            sizes.append(tree_size(str(ground.users)).bytes)
+
+        calls = at_each_call(ground.bait, look, lambda: None)
     finally:
         subprocess.run(["umount", str(inside)], check=True)
     assert calls >= 6
@@ -268,13 +270,11 @@ def test_a_link_on_the_way_is_not_made_through(mountable: Ground, which: str) ->
         shutil.rmtree(mountable.roots / name)
     mountable._before = mountable._look()
     match which:
-        case "state":
-            assert mount(mountable, state="link/state") != 0
-        case "tier":
-            assert mount(mountable, tier="link/tier") != 0
+        case "state" | "tier":
+            assert mount(mountable, **{which: f"link/{which}"}) != 0
         case "tier's own":
             assert mount(mountable, tier="link") != 0
-        case "log":
+        case _:
             assert mount(mountable, "--log-file", f"{mountable.users}/link/new") != 0
     mountable.check()
 

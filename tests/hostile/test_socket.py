@@ -216,10 +216,3 @@ def test_descriptors_that_come_along_are_not_kept(daemon: Daemon) -> None:
         flood(daemon, b'{"command": "why", "paths": [""]}\n', 30, descriptors=[null.fileno()] * 20)
         wait_for(lambda: daemon.descriptors() <= before + 2, "nothing to be kept")
     daemon.answers()
-
-
-def test_at_the_end_the_mount_is_as_it_was(daemon: Daemon) -> None:
-    status = daemon.mount.status()
-    assert status["worker"]["restarts"] == 0
-    assert status["state"] == "serving"
-    assert (daemon.mount.path / "class0").is_dir()

@@ -23,6 +23,9 @@ USER, SQUATTER = pwd.getpwnam("nobody"), pwd.getpwnam("daemon")
 USUAL = Path(f"/tmp/monarchfs-{USER.pw_uid}")
 
 
+Start = Callable[..., subprocess.Popen[str]]
+
+
 def a_directory(path: Path) -> None:
     path.mkdir(0o755)
 
@@ -52,6 +55,12 @@ def usual() -> Iterator[Path]:
         aside.rename(USUAL)
 
 
+def users_own(path: Path) -> Path:
+    path.mkdir(0o700)
+    os.chown(path, USER.pw_uid, USER.pw_gid)
+    return path
+
+
 def squat(path: Path, make: Callable[[Path], None] = a_directory) -> None:
     make(path)
     os.chown(path, SQUATTER.pw_uid, SQUATTER.pw_gid, follow_symlinks=False)
@@ -64,33 +73,27 @@ def test_a_user_mounts_all_the_same(usual: Path, work: Bench) -> None:
     squat(usual)
     for decoy in ("0" * 16, "f" * 16):
         squat(usual.with_name(f"{usual.name}.{decoy}"))
-    source = work.path / "src"
-    source.mkdir()
-    trees.dataset(source, files=1)
+    source = trees.write_files(work.path / "src", {"file": b"content"})
     os.chown(work.path, USER.pw_uid, USER.pw_gid)
     with device_mode(0o666):
         mount = work.mount(source, user=USER.pw_name)
         for user in (USER.pw_name, None):
-            listed = run("status", user=user)
-            assert f"{mount.path}" in listed.stdout, listed
+            assert str(mount.path) in run("status", user=user).stdout
             asked = run("status", str(mount.path), "--json", user=user)
             assert asked.returncode == 0, asked.stderr
         (own,) = (p for p in Path("/tmp").glob(f"{usual.name}.*") if p.owner() == USER.pw_name)
         assert own.stat().st_mode & 0o777 == 0o700
         # The next one has the same place.
         assert own_directory("/tmp", USER.pw_uid) == str(own)
-        done = mount.umount()
-        assert done.returncode == 0, done.stderr
+        assert mount.umount().returncode == 0
         assert os.listdir(own / "run") == []
 
 
 @pytest.fixture
-def runs(work: Bench) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def runs(work: Bench) -> Iterator[Start]:
     """Starts a command of the user's under ``monarchfs run``, with one state directory for all."""
     interpreter_for(USER.pw_name)
-    source = work.path / "src"
-    source.mkdir()
-    (source / "file").write_text("content")
+    source = trees.write_files(work.path / "src", {"file": b"content"})
     os.chown(work.path, USER.pw_uid, USER.pw_gid)
     storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_", "SLURM_"))}
@@ -118,9 +121,7 @@ def session() -> Iterator[Path]:
     if path.exists():
         pytest.skip(f"{path} is there: end the sessions of {USER.pw_name}")
     path.parent.mkdir(exist_ok=True)
-    path.mkdir(0o700)
-    os.chown(path, USER.pw_uid, USER.pw_gid)
-    yield path
+    yield users_own(path)
     shutil.rmtree(path)
 
 
@@ -134,9 +135,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 @requires_fuse
 @surroundings.requires_namespaces
-def test_runs_at_the_same_moment_all_have_a_mount(
-    usual: Path, runs: Callable[..., subprocess.Popen[str]], session: Path
-) -> None:
+def test_runs_at_the_same_moment_all_have_a_mount(usual: Path, runs: Start, session: Path) -> None:
     """Each in a directory of its own: two hardly ever make one in /tmp at the same moment, so one
     has a session."""
     squat(usual)
@@ -154,24 +153,18 @@ def test_runs_at_the_same_moment_all_have_a_mount(
 @surroundings.requires_namespaces
 @pytest.mark.parametrize("second", ["another directory", "a session directory"])
 def test_a_run_joins_one_that_has_another_directory(
-    usual: Path, runs: Callable[..., subprocess.Popen[str]], session: Path, second: str
+    usual: Path, runs: Start, session: Path, second: str
 ) -> None:
     squat(usual)
     owned = [usual.with_name(f"{usual.name}.{digit * 16}") for digit in "0f"]
-    environment = {}
-
-    def made(path: Path) -> None:
-        path.mkdir(0o700)
-        os.chown(path, USER.pw_uid, USER.pw_gid)
-
-    made(owned[1])
+    users_own(owned[1])
     with runs(*UNTIL_TOLD) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "in\n"
+        environment = {"XDG_RUNTIME_DIR": str(session)}
         if second == "another directory":
-            made(owned[0])
-        else:
-            environment["XDG_RUNTIME_DIR"] = str(session)
+            users_own(owned[0])
+            environment = {}
         assert ended(runs("true", **environment)) == (0, "")
         assert ended(first) == (0, "")
     assert [*owned[1].glob("run/*")] == []
