@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import trio
@@ -189,8 +190,13 @@ class FaultySource(PosixSource):
         self.faults.meet("statvfs")
         return super().statvfs()
 
+    def gate_at(self, path: Path) -> Gate:
+        """Where whoever is about to read this file waits."""
+        return self.faults.gate(f"read {path.stat().st_ino}")
+
     def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
         self.faults.meet("read")
+        self.faults.meet(f"read {os.fstat(fd).st_ino}")
         data, version = super().read(fd, offset, size)
         self.reads.append(Read(version.ino, offset, len(data)))
         self.faults.meet("after_read")

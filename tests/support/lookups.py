@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import pytest
 
 from monarchfs.fs.tree import Entry
 from monarchfs.types import FreshnessMode
@@ -42,6 +45,14 @@ def asked(mirror: Mirror) -> int:
     """How often the source was asked for metadata since this was called last."""
     calls = mirror.posix.faults.calls
     return sum(calls.pop(call, 0) for call in METADATA)
+
+
+@contextmanager
+def stale(match: str = "another version") -> Iterator[None]:
+    """Raises ESTALE, for which the kernel looks the name up again."""
+    with pytest.raises(OSError, match=match) as raised:
+        yield
+    assert raised.value.errno == errno.ESTALE
 
 
 async def entry(mirror: Mirror, parent: int, name: bytes) -> Entry:

@@ -6,10 +6,11 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -84,9 +85,15 @@ class Area:
         path.write_bytes(data)
         return data
 
-    def write_files(self, count: int, size: int = 10_000) -> list[str]:
+    def replace(self, name: str, data: bytes) -> bytes:
+        """Put another file, with a number of its own, in its place."""
+        self.write("other", data)
+        (self.source / "other").rename(self.source / name)
+        return data
+
+    def write_files(self, count: int, size: int = 10_000, below: str = "") -> list[str]:
         """Their names."""
-        names = [f"f{number:03d}" for number in range(count)]
+        names = [f"{below}f{number:03d}" for number in range(count)]
         for number, name in enumerate(names):
             self.write(name, content(size, number))
         return names
@@ -180,6 +187,14 @@ class Area:
                 await mirror.cache.sync()
             if sound:
                 mirror.check_books()
+
+    @asynccontextmanager
+    async def mounted(self, *tiers: Sequence[int], **options: Any) -> AsyncIterator[Mirror]:
+        """As ``mount``. All handles are closed when it ends, and nothing is held then."""
+        async with self.mount(*tiers, **options) as mirror:
+            yield mirror
+            if options.get("sound", True):
+                await mirror.settled()
 
 
 class Mirror:
@@ -312,6 +327,11 @@ class Mirror:
         finally:
             handle.release()
 
+    async def read_each(self, paths: Iterable[str]) -> None:
+        """They are what the source has."""
+        for path in paths:
+            assert await self.read_file(path) == (self.area.source / path).read_bytes(), path
+
     async def copied(self, path: str) -> int:
         """Read a file and wait until all of it is there."""
         data = await self.read_file(path)
@@ -330,6 +350,19 @@ class Mirror:
 
     def record(self, ino: int) -> Replica | None:
         return self.index.replica(ino)
+
+    def replica(self, ino: int) -> Replica:
+        """As ``record``, where there must be one."""
+        found = self.index.replica(ino)
+        assert found is not None
+        return found
+
+    async def state(self, path: str) -> str:
+        return self.residency.state(await self.ino(path))
+
+    def used(self, number: int = 0) -> int:
+        """What the first tier, or another one, has by the books."""
+        return self.placement.ledger(self.tiers[number].id).usage[0]
 
     def _is_idle(self) -> bool:
         copier = self.copier
@@ -432,6 +465,10 @@ class Mirror:
         node = await self.tree.names.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
         assert node is not None
         self.copier.jobs.want(node.ino, Priority(priority))
+
+    async def want_each(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            await self.want(path)
 
 
 def data_bytes(tier: FaultyTier, segment: int) -> int:
