@@ -9,16 +9,16 @@ from monarchfs.types import Node, Replica
 
 
 class NoReaders:
-    """Where all reads come to Python."""
+    """Where all reads come to Python. As Readers."""
 
     def __init__(self) -> None:
         self.nonresident = NonresidentReads()
 
-    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
-        """As Readers."""
-
-    def invalidate(self, ino: int) -> None:
-        """As Readers."""
+    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None: ...
+    def invalidate(self, ino: int) -> None: ...
+    def expire(self, ino: int) -> None: ...
+    def serve(self, tier_id: int, dir_fd: int | None) -> None: ...
+    def catch_up(self) -> None: ...
 
     def try_remove(self, ino: int) -> bool:
         return True
@@ -26,17 +26,8 @@ class NoReaders:
     def reading(self, ino: int) -> bool:
         return False
 
-    def expire(self, ino: int) -> None:
-        """As Readers."""
-
     def used(self, ino: int) -> bool:
         return False
-
-    def serve(self, tier_id: int, dir_fd: int | None) -> None:
-        """As Readers."""
-
-    def catch_up(self) -> None:
-        """As Readers."""
 
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 import trio
@@ -37,10 +36,8 @@ async def test_what_was_read_is_suspended_at_close_and_not_read_again(files: Are
         await read_at(mirror, 3 * MIB)
         await mirror.settled()
         ino = await mirror.ino("large")
-        record = mirror.record(ino)
-        assert record is not None
-        assert record.state is ReplicaState.PARTIAL
-        assert record.present.count(1) == 1
+        record = mirror.replica(ino)
+        assert (record.state, record.present.count(1)) == (ReplicaState.PARTIAL, 1)
         assert mirror.residency.state(ino) == "partial"
         assert mirror.residency.tier(ino) == mirror.tier.path
         await read_at(mirror, 3 * MIB + 10)
@@ -48,6 +45,10 @@ async def test_what_was_read_is_suspended_at_close_and_not_read_again(files: Are
         await read_at(mirror, 4 * MIB)
         await mirror.settled()
         assert mirror.bytes_read("large") == 2 * CHUNK_BYTES
+    async with files.mount(boot_id=b"second boot") as again:
+        await again.idle()
+        again.check_books()
+        assert again.residency.state(ino) == "remote", "a reboot costs parts"
 
 
 async def test_a_file_that_is_opened_as_soon_as_it_was_closed_goes_on_being_copied(
@@ -81,38 +82,20 @@ async def test_a_copy_that_the_end_of_the_mount_interrupts_is_resumed(
         if closed:
             handle.release()
         mirror.nursery.cancel_scope.cancel()
-    async with files.mount() as again:
+    async with files.mounted() as again:
         ino = await again.ino("large")
-        replica = again.record(ino)
-        assert replica is not None
-        assert replica.state is ReplicaState.PARTIAL
+        replica = again.replica(ino)
         there = replica.present.count(1) * CHUNK_BYTES
-        assert there > 0
+        assert (replica.state, there > 0) == (ReplicaState.PARTIAL, True)
         await again.want("large")
         await again.settled()
         assert again.residency.state(ino) == "resident"
         # The last chunk, of which the file has 5 bytes, may be among those that were there.
         assert len(LARGE) - there <= again.bytes_read("large") < len(LARGE) - there + CHUNK_BYTES
         assert await again.read_file("large", 100_000) == LARGE
-        whole = again.record(ino)
-        assert whole is not None
-        assert again.tier.verify_complete(whole), "its checksum is not that of its bytes"
-        await again.settled()
+        assert again.tier.verify_complete(again.replica(ino)), "its checksum is another one"
     if not closed:
         handle.release()
-
-
-async def test_the_end_of_the_mount_comes_with_the_last_close(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        handle = await mirror.open("large")
-        await mirror.read(handle, 2 * MIB, 10)
-        await mirror.idle()
-        handle.release()
-        mirror.nursery.cancel_scope.cancel()
-    async with files.mount(copies=False) as again:
-        await read_at(again, 2 * MIB)
-        assert again.bytes_read("large") == 0
-        await again.settled()
 
 
 async def test_a_file_that_lacked_only_its_last_step_is_finished_unread(
@@ -146,8 +129,7 @@ async def test_room_that_is_too_small_holds_a_part_and_more_room_the_rest(files:
         assert await mirror.read_file("large", 300_000) == LARGE
         await mirror.settled()
         ino = await mirror.ino("large")
-        record = mirror.record(ino)
-        assert record is not None
+        record = mirror.replica(ino)
         kept = record.present.count(1) * CHUNK_BYTES
         assert room // 2 < kept <= room
         assert record.allocated_bytes <= room
@@ -159,12 +141,12 @@ async def test_room_that_is_too_small_holds_a_part_and_more_room_the_rest(files:
     async with files.mount([16 * MIB]) as roomy:
         await roomy.want("large")
         await roomy.settled()
-        assert roomy.residency.state(await roomy.ino("large")) == "resident"
+        assert await roomy.state("large") == "resident"
         assert roomy.bytes_read("large") <= len(LARGE) - kept
 
 
 async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: Area) -> None:
-    async with files.mount([100 * KIB]) as mirror:
+    async with files.mounted([100 * KIB]) as mirror:
         handle = await mirror.open("large")
         for offset, size in ((5, 100), (3 * MIB, 4096), (len(LARGE) - 10, 4096)):
             data = await mirror.read(handle, offset, size)
@@ -173,189 +155,89 @@ async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: A
         assert mirror.metrics.copies_refused > 0
         assert mirror.reason(handle.ino).startswith("no room")
         handle.release()
-        await mirror.settled()
 
 
 async def test_later_and_smaller_files_still_get_their_chance(files: Area) -> None:
     files.write("small", content(1000))
-    async with files.mount([300 * KIB], partial_min_bytes=1 << 40) as mirror:
+    async with files.mounted([300 * KIB], partial_min_bytes=1 << 40) as mirror:
         await mirror.read_file("large")
         await mirror.copied("small")
-        assert mirror.residency.state(await mirror.ino("large")) == "remote"
-        await mirror.settled()
+        assert await mirror.state("large") == "remote"
 
 
-async def test_a_partial_replica_of_a_version_that_is_gone(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        await read_at(mirror, 3 * MIB)
-        old = await mirror.ino("large")
-    other = files.write("large", content(5 * MIB + 5, 9))
-    async with files.mount() as again:
-        assert await again.read_file("large", 300_000) == other
-        await again.settled()
-        assert await again.ino("large") != old
+# What outlives a reboot.
 
 
-# Resident ones, and reboots.
+def durable(mirror: Mirror, *inos: int) -> set[bool]:
+    return {mirror.replica(ino).durable for ino in inos}
 
 
-def sizes(area: Area, count: int) -> list[str]:
-    names = [f"f{number}" for number in range(count)]
-    for number, name in enumerate(names):
-        area.write(name, content(10_000 + number, number))
-    return names
-
-
-async def test_replicas_outlive_a_mount(area: Area) -> None:
-    names = sizes(area, 5)
-    async with area.mount() as mirror:
-        inos = [await mirror.copied(name) for name in names]
-        await mirror.cache.sync()
-        used = mirror.cache.usage.report()[0]["used_bytes"]
-    async with area.mount() as again:
-        assert again.cache.usage.report()[0]["used_bytes"] == used
-        for number, name in enumerate(names):
-            assert await again.read_file(name) == content(10_000 + number, number)
-            assert await again.ino(name) == inos[number]
-        assert again.posix.reads == []
-        await again.settled()
-
-
-def stop_marking(mirror: Mirror) -> None:
-    """As if the machine went down now: nothing is synced at the end of this mount."""
-    del mirror.cache._durability._unsynced[1][:]
-
-
-async def test_a_reboot_costs_what_was_not_synced(area: Area) -> None:
-    synced, late = sizes(area, 4)[:2], ["f2", "f3"]
-    area.write("large", LARGE)
-    async with area.mount() as mirror:
-        for name in synced:
-            await mirror.copied(name)
-        await mirror.cache.sync()
-        for name in late:
-            await mirror.copied(name)
-        stop_marking(mirror)
-    async with area.mount(boot_id=b"second boot") as again:
-        await again.idle()
-        again.check_books()
-        states = {name: again.residency.state(await again.ino(name)) for name in synced + late}
-        assert states == {"f0": "resident", "f1": "resident", "f2": "remote", "f3": "remote"}
-        for name in late:
-            await again.copied(name)
-        await again.settled()
-    async with area.mount(boot_id=b"third boot") as third:
-        await third.idle()
-        assert third.residency.state(await third.ino("f2")) == "resident"
-
-
-async def test_a_reboot_costs_parts(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        await read_at(mirror, 3 * MIB)
-    async with files.mount(boot_id=b"second boot") as again:
-        await again.idle()
-        again.check_books()
-        assert again.residency.state(await again.ino("large")) == "remote"
-
-
-async def test_what_no_record_knows_is_removed(files: Area) -> None:
-    """A crash left a part, and, of a machine that went down, a file whose record was lost."""
-    async with files.mount(sound=False) as mirror:
-        ino = await mirror.copied("large")
-        record = mirror.record(ino)
-        assert record is not None
-        mirror.index.drop_replica(ino)
-        mirror.index.file_gone(record.tier, record.name)
-        (Path(mirror.tier.path) / "parts" / record.name.hex()).write_bytes(b"left over")
-    async with files.mount(boot_id=b"second boot") as again:
-        await again.idle()
-        again.check_books()
-        await again.copied("large")
-
-
-async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(area: Area) -> None:
-    sizes(area, 3)
-    async with area.mount() as mirror:
-        inos = [await mirror.copied("f0")]
+async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = area.write_files(3)
+    async with area.mount(shares=False) as mirror:
+        inos = [await mirror.copied(names[0])]
         mirror.tier.faults.fail("sync", errno.EIO, times=1)
         await mirror.cache.sync()
-        assert not any(durable(mirror, ino) for ino in inos)
+        assert durable(mirror, *inos) == {False}
         await mirror.mend()
-        inos.append(await mirror.copied("f1"))
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror.index, "mark_durable", disk_is_full)
+            patch.setattr(mirror.index, "sync", disk_is_full)
+            await mirror.cache.sync()
+        inos.append(await mirror.copied(names[1]))
         gate = mirror.tier.faults.gate("sync")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mirror.cache.sync)
             await gate.arrived()
-            inos.append(await mirror.copied("f2"))
+            inos.append(await mirror.copied(names[2]))
             nursery.cancel_scope.cancel()
         gate.open()
-        assert not any(durable(mirror, ino) for ino in inos)
+        assert durable(mirror, *inos) == {False}
         await mirror.cache.sync()
-        assert all(durable(mirror, ino) for ino in inos)
+        assert durable(mirror, *inos) == {True}
+    async with area.mounted(boot_id=b"second boot") as again:
+        await again.read_each(names)
+        assert again.posix.reads == []
 
 
 async def test_a_replica_made_during_a_sync_is_not_part_of_it(area: Area) -> None:
     """Also not where the inode had another replica when it began, or earlier."""
-    sizes(area, 3)
+    names = area.write_files(3)
     async with area.mount() as mirror:
-        first, third = await mirror.copied("f0"), await mirror.copied("f2")
+        first, third = await mirror.copied(names[0]), await mirror.copied(names[2])
         mirror.cache.drop(third, "for the test")
         gate = mirror.tier.faults.gate("sync")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mirror.cache.sync)
             await gate.arrived()
             mirror.cache.drop(first, "for the test")
-            assert await mirror.copied("f0") == first
-            second = await mirror.copied("f1")
-            assert await mirror.copied("f2") == third
+            inos = [await mirror.copied(name) for name in names]
+            assert (inos[0], inos[2]) == (first, third)
             gate.open()
-        assert not any(durable(mirror, ino) for ino in (first, second, third))
+        assert durable(mirror, *inos) == {False}
         await mirror.cache.sync()
-        assert all(durable(mirror, ino) for ino in (first, second, third))
+        assert durable(mirror, *inos) == {True}
 
 
-async def test_a_sync_whose_marks_cannot_be_written_is_made_up_for(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes(area, 1)
-    async with area.mount() as mirror:
-        ino = await mirror.copied("f0")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "mark_durable", disk_is_full)
-            patch.setattr(mirror.index, "sync", disk_is_full)
-            await mirror.cache.sync()
-        assert not durable(mirror, ino)
-        await mirror.cache.sync()
-        assert durable(mirror, ino)
-
-
-def durable(mirror: Mirror, ino: int) -> bool:
-    record = mirror.record(ino)
-    assert record is not None
-    return record.durable
-
-
-async def test_what_a_tmpfs_holds_is_never_durable(area: Area) -> None:
-    sizes(area, 1)
-    async with area.mount() as mirror:
+async def test_what_a_tmpfs_holds_is_never_durable(files: Area) -> None:
+    async with files.mount() as mirror:
         mirror.tier.memory_backed = True
-        ino = await mirror.copied("f0")
+        ino = await mirror.copied("large")
         await mirror.cache.sync()
-        assert not durable(mirror, ino)
+        assert durable(mirror, ino) == {False}
         assert mirror.tier.faults.calls.get("sync", 0) == 0
 
 
 async def test_a_file_of_a_tier_that_is_not_given_is_copied_again(area: Area) -> None:
     """The replica in the other tier goes once that is given again."""
-    sizes(area, 2)
+    names = area.write_files(2)
     async with area.mount([64 * KIB, 1 * MIB]) as mirror:
-        for name in ("f0", "f1"):
+        for name in names:
             await mirror.copied(name)
-    async with area.mount([1 * MIB]) as again:
-        await again.copied("f1")
-        await again.settled()
-    async with area.mount([1 * MIB, 1 * MIB]) as third:
+    async with area.mounted([1 * MIB]) as again:
+        await again.copied(names[1])
+    async with area.mounted([1 * MIB, 1 * MIB]) as third:
         await third.idle()
         assert third.index.journal() == []
-        await third.settled()

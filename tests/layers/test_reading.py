@@ -12,7 +12,7 @@ from unittest import mock
 
 import trio
 import trio.testing
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarchfs.fs.files import FileHandle
@@ -22,19 +22,17 @@ from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content
 SIZES = (0, 1, 4097, 128 * KIB, 128 * KIB + 1, 1 * MIB, 1 * MIB + 1, 3 * MIB + 77)
 CONTENTS = [content(size, seed) for seed, size in enumerate(SIZES)]
 SOURCE_ERROR = errno.ETIMEDOUT
+WHICH = st.integers(0, 9)
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("open"), st.integers(0, len(SIZES) - 1)),
         st.tuples(
             st.just("read"),
-            st.integers(0, 9),
+            WHICH,
             st.floats(0, 1),
             st.sampled_from([1, 4 * KIB, 128 * KIB, 300_000, 2 * MIB]),
         ),
-        st.tuples(st.just("close"), st.integers(0, 9)),
-        st.tuples(st.just("source"), st.integers(0, 9)),
-        st.tuples(st.just("tier"), st.integers(0, 9)),
-        st.tuples(st.just("kill"), st.integers(0, 9)),
+        *(st.tuples(st.just(what), WHICH) for what in ("close", "source", "tier", "kill")),
         st.tuples(st.just("fail"), st.sampled_from(["source", "tier"])),
     ),
     max_size=40,
@@ -48,7 +46,11 @@ class Opened:
     reads: int = 0
     closed: bool = False
 
-    def close_if_done(self) -> None:
+    def close(self) -> None:
+        self.closed = True
+        self.release_if_done()
+
+    def release_if_done(self) -> None:
         """The kernel releases a handle after the last of its reads."""
         if self.closed and not self.reads:
             self.handle.release()
@@ -56,8 +58,10 @@ class Opened:
 
 async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
     """One after the other, while reads go on beside them; then close what is open."""
-    source_gate = mirror.posix.faults.gate("read")
-    tier_gate = mirror.tier.faults.gate("write", "write_whole")
+    gates = {
+        "source": mirror.posix.faults.gate("read"),
+        "tier": mirror.tier.faults.gate("write", "write_whole"),
+    }
     opened: list[Opened] = []
     scopes: list[trio.CancelScope] = []
     ending = False
@@ -73,7 +77,7 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
             else:
                 assert data == CONTENTS[of.file][offset : offset + size]
         of.reads -= 1
-        of.close_if_done()
+        of.release_if_done()
 
     async def open_file(file: int) -> None:
         """Waits for the source, as a small file's open does."""
@@ -82,8 +86,7 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
             one = Opened(await mirror.open(f"f{file}"), file)
             opened.append(one)
             if ending:
-                one.closed = True
-                one.close_if_done()
+                one.close()
 
     def choose(which: int) -> Opened | None:
         left = [one for one in opened if not one.closed]
@@ -100,14 +103,10 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
                         nursery.start_soon(read, one, int(where * SIZES[one.file]), size)
                 case "close", int(which):
                     if one := choose(which):
-                        one.closed = True
-                        one.close_if_done()
-                case "source", int(which):
-                    if source_gate.waiting:
-                        source_gate.release(which % source_gate.waiting)
-                case "tier", int(which):
-                    if tier_gate.waiting:
-                        tier_gate.release(which % tier_gate.waiting)
+                        one.close()
+                case str(place), int(which) if place in gates:
+                    if waiting := gates[place].waiting:
+                        gates[place].release(which % waiting)
                 case "kill", int(which):
                     if scopes:
                         scopes.pop(which % len(scopes)).cancel()
@@ -118,34 +117,11 @@ async def take_steps(mirror: Mirror, steps: list[tuple[object, ...]]) -> None:
                         mirror.tier.faults.fail(call, errno.EIO, times=1)
             await trio.testing.wait_all_tasks_blocked()
         ending = True
-        source_gate.open()
-        tier_gate.open()
+        for gate in gates.values():
+            gate.open()
         while one := choose(0):
-            one.closed = True
-            one.close_if_done()
+            one.close()
     await mirror.settled()
-
-
-def run_steps(steps: list[tuple[object, ...]], room: int, *, keeps: bool, copies: bool) -> None:
-    async def main(area: Area) -> None:
-        for number, data in enumerate(CONTENTS):
-            area.write(f"f{number}", data)
-        async with area.mount([room], keeps=keeps, copies=copies) as mirror:
-            await take_steps(mirror, steps)
-            if room == ALL_ROOM and keeps and not any(step[0] == "fail" for step in steps):
-                assert_read_once(mirror)
-            if ("fail", "tier") not in steps:
-                assert mirror.metrics.tier_errors == 0
-        # What was suspended is resumed where it was left.
-        async with area.mount([room], keeps=keeps) as again:
-            assert await all_of(again) == CONTENTS
-            await again.settled()
-
-    async def all_of(mirror: Mirror) -> list[bytes]:
-        return [await mirror.read_file(f"f{number}") for number in range(len(SIZES))]
-
-    with tempfile.TemporaryDirectory() as directory:
-        trio.run(main, Area(Path(directory)))
 
 
 def assert_read_once(mirror: Mirror) -> None:
@@ -157,7 +133,7 @@ def assert_read_once(mirror: Mirror) -> None:
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 @given(
     steps=STEPS,
     room=st.sampled_from([ALL_ROOM, 2 * MIB, 100 * KIB]),
@@ -167,27 +143,42 @@ def assert_read_once(mirror: Mirror) -> None:
 def test_any_order_of_events(
     steps: list[tuple[object, ...]], room: int, keeps: bool, copies: bool
 ) -> None:
-    with mock.patch.object(placement, "PARTIAL_ROOM_BYTES", 256 * KIB):
-        run_steps(steps, room, keeps=keeps, copies=copies)
+    async def main(area: Area) -> None:
+        for number, data in enumerate(CONTENTS):
+            area.write(f"f{number}", data)
+        async with area.mount([room], keeps=keeps, copies=copies) as mirror:
+            await take_steps(mirror, steps)
+            if room == ALL_ROOM and keeps and not any(step[0] == "fail" for step in steps):
+                assert_read_once(mirror)
+            if ("fail", "tier") not in steps:
+                assert mirror.metrics.tier_errors == 0
+        # What was suspended is resumed where it was left.
+        async with area.mounted([room], keeps=keeps) as again:
+            for number, data in enumerate(CONTENTS):
+                assert await again.read_file(f"f{number}") == data
+
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        mock.patch.object(placement, "PARTIAL_ROOM_BYTES", 256 * KIB),
+    ):
+        trio.run(main, Area(Path(directory)))
 
 
 async def test_a_handle_tells_when_its_file_is_complete(area: Area) -> None:
     """So that its reads need no Python any more, however long it stays open."""
-    size = 3 * MIB
-    area.write("a", content(size))
-    async with area.mount() as mirror:
+    data = area.write("a", content(3 * MIB))
+    async with area.mounted() as mirror:
         handle = await mirror.open("a")
         at_first = handle.replica
         assert at_first is None
-        assert await mirror.read(handle, 0, 100) == content(size)[:100]
+        assert await mirror.read(handle, 0, 100) == data[:100]
         await mirror.idle()
         replica = handle.replica
         assert replica is not None
-        assert os.pread(replica.fd, size, 0) == content(size)
+        assert os.pread(replica.fd, len(data), 0) == data
         stopped: list[int] = []
         mirror.cache.readers.invalidate = stopped.append  # type: ignore
         mirror.cache.corrupt(handle.ino)
         assert set(stopped) == {handle.ino}
-        assert await mirror.read(handle, 0, size) == content(size)
+        assert await mirror.read(handle, 0, len(data)) == data
         handle.release()
-        await mirror.settled()
