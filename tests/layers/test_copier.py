@@ -12,17 +12,10 @@ import trio
 import trio.testing
 
 from monarchfs.prefetch import copy_slots, retries
-from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
 from tests.support.faults import disk_is_full
 from tests.support.mirror import MIB, Area, Mirror, content, until
-
-
-def files(area: Area, count: int, size: int = 10_000) -> list[str]:
-    names = [f"f{number}" for number in range(count)]
-    for number, name in enumerate(names):
-        area.write(name, content(size, number))
-    return names
 
 
 async def order(mirror: Mirror) -> list[str]:
@@ -33,28 +26,29 @@ async def order(mirror: Mirror) -> list[str]:
 
 
 async def test_wanted_files_are_copied_in_the_order_of_their_priorities(area: Area) -> None:
-    names = files(area, 6)
-    wants = dict(zip(names, (3, 2, 0, 3, 1, 0), strict=True))
+    names = area.write_files(6)
     async with area.mount(copy_workers=1, copies=False) as mirror:
-        for name, priority in wants.items():
+        for name, priority in zip(names, (3, 2, 0, 3, 1, 0), strict=True):
             await mirror.want(name, priority)
         mirror.start_copying()
         await mirror.settled()
-        assert await order(mirror) == ["f2", "f5", "f4", "f1", "f0", "f3"]
+        assert await order(mirror) == [names[number] for number in (2, 5, 4, 1, 0, 3)]
         assert mirror.metrics.copies_completed == 6
         assert mirror.source.counters.demand_read_bytes == 0
 
 
-async def test_room_is_given_in_the_order_of_the_queue(area: Area) -> None:
+@pytest.mark.parametrize("together", [1, 64], ids=["each alone", "together"])
+async def test_room_is_given_in_the_order_of_the_queue(area: Area, together: int) -> None:
     """Also among files whose copies begin in the same moment."""
-    for number in range(8):
-        area.write(f"f{number}", content(4096 * (10 - number), number))
+    names = [f"f{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        area.write(name, content(4096 * (10 - number), number))
     async with area.mount([38 * 4096], copy_workers=8, copies=False) as mirror:
-        for number in range(8):
-            await mirror.want(f"f{number}")
+        mirror.copier.together.value = together
+        await mirror.want_each(names)
         mirror.start_copying()
         await mirror.settled()
-        states = [mirror.residency.state(await mirror.ino(f"f{number}")) for number in range(8)]
+        states = mirror.states([await mirror.ino(name) for name in names])
         assert states == ["resident"] * 4 + ["remote"] * 4
 
 
@@ -92,7 +86,7 @@ async def test_a_scanned_file_that_is_opened_goes_before_one_that_is_listed(area
 
 
 async def test_a_file_is_not_copied_twice_whoever_wants_it(area: Area) -> None:
-    (name,) = files(area, 1, 2 * MIB)
+    (name,) = area.write_files(1, 2 * MIB)
     async with area.mount() as mirror:
         gate = mirror.posix.faults.gate("read")
         for priority in (3, 0, 2, 1):
@@ -110,11 +104,10 @@ async def test_a_file_is_not_copied_twice_whoever_wants_it(area: Area) -> None:
 
 
 async def test_with_prefetch_none_nothing_is_copied(area: Area) -> None:
-    (name,) = files(area, 1, 2 * MIB)
+    (name,) = area.write_files(1, 2 * MIB)
     async with area.mount(keeps=False) as mirror:
         await mirror.want(name, 0)
         assert await mirror.read_file(name) == content(2 * MIB, 0)
-        assert mirror.reason(await mirror.ino(name)).startswith("nothing is copied")
         await mirror.settled()
         assert mirror.metrics.copies_completed == 0
 
@@ -122,26 +115,15 @@ async def test_with_prefetch_none_nothing_is_copied(area: Area) -> None:
 # A source that hangs. The clock is moved by hand, the threads are real.
 
 
-async def test_no_more_than_the_slots_are_in_the_source(area: Area) -> None:
-    names = files(area, 8)
-    async with area.mount(copy_workers=3) as mirror:
-        gate = mirror.posix.faults.gate("read")
-        for name in names:
-            await mirror.want(name)
-        await gate.arrived(3)
-        await trio.testing.wait_all_tasks_blocked()
-        assert gate.waiting == 3
-        gate.open()
-        await mirror.settled()
-
-
-async def test_a_call_that_hangs_lends_its_slot(area: Area, clock: trio.testing.MockClock) -> None:
-    names = files(area, 8)
+async def test_a_call_that_hangs_lends_its_slot(
+    area: Area, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_slots, "MAX_LENT", 4)
+    names = area.write_files(8)
     async with area.mount(copy_workers=2) as mirror:
         gate = mirror.posix.faults.gate("read")
-        for name in names:
-            await mirror.want(name)
-        for lent in (0, 2, 4):
+        await mirror.want_each(names)
+        for lent in (0, 2, 4, 4):
             await gate.arrived(2 + lent)
             await trio.testing.wait_all_tasks_blocked()
             assert gate.waiting == 2 + lent
@@ -154,50 +136,22 @@ async def test_a_call_that_hangs_lends_its_slot(area: Area, clock: trio.testing.
         assert mirror.metrics.copies_completed == 8
 
 
-async def test_so_many_are_lent_and_no_more(
-    area: Area, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_slots, "MAX_LENT", 3)
-    names = files(area, 8)
-    async with area.mount(copy_workers=2) as mirror:
-        gate = mirror.posix.faults.gate("read")
-        for name in names:
-            await mirror.want(name)
-        for _ in range(20):
-            clock.jump(copy_slots.STUCK_SECONDS / 2)
-            await trio.testing.wait_all_tasks_blocked()
-        await gate.arrived(5)
-        assert gate.waiting == 5
-        gate.open()
-        await go_on(mirror, clock, 8)
-
-
 async def test_a_reader_waits_for_no_slot(area: Area) -> None:
     """Also not for a file whose turn in the background will come some time."""
-    names = files(area, 8)
-    async with area.mount(copy_workers=2) as mirror:
-        hanging = {(area.source / name).stat().st_ino for name in names[:2]}
-        gate = mirror.posix.faults.gate("hang")
-        real = mirror.posix.read
-
-        def read(fd: int, offset: int, size: int) -> object:
-            if os.fstat(fd).st_ino in hanging:
-                mirror.posix.faults.meet("hang")
-            return real(fd, offset, size)
-
-        mirror.posix.read = read  # type: ignore[assignment,method-assign]
-        for name in names:
-            await mirror.want(name)
-        await gate.arrived(2)
-        for number in range(2, 8):
-            assert await mirror.read_file(names[number]) == content(10_000, number)
-        assert gate.waiting == 2
-        gate.open()
-        await mirror.settled()
+    names = area.write_files(8)
+    async with area.mounted(copy_workers=2) as mirror:
+        gates = [mirror.posix.gate_at(area.source / name) for name in names[:2]]
+        await mirror.want_each(names)
+        for gate in gates:
+            await gate.arrived()
+        await mirror.read_each(names[2:])
+        for gate in gates:
+            assert gate.waiting == 1
+            gate.open()
 
 
 async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) -> None:
-    (name,) = files(area, 1, 16 * MIB)
+    (name,) = area.write_files(1, 16 * MIB)
     data = content(16 * MIB, 0)
     async with area.mount(copy_workers=1) as mirror:
         gate = mirror.posix.faults.gate("read")
@@ -244,7 +198,7 @@ async def let_pass(mirror: Mirror, clock: trio.testing.MockClock, seconds: float
 async def test_what_fails_is_tried_again_after_a_while(
     area: Area, clock: trio.testing.MockClock, size: int
 ) -> None:
-    (name,) = files(area, 1, size)
+    (name,) = area.write_files(1, size)
     async with area.mount(copy_workers=1) as mirror:
         mirror.posix.faults.fail("read", errno.EIO, times=2)
         await mirror.want(name)
@@ -258,15 +212,15 @@ async def test_what_fails_is_tried_again_after_a_while(
         assert mirror.posix.faults.calls["read"] == 2, "the second time it waits longer"
         await let_pass(mirror, clock, retries.RETRY_SECONDS[1])
         await mirror.settled()
-        assert mirror.residency.state(await mirror.ino(name)) == "resident"
+        assert await mirror.state(name) == "resident"
         assert mirror.metrics.copies_failed == 0
         assert mirror.bytes_read(name) == size
 
 
 async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.MockClock) -> None:
     """Counted once, though several reads of it fail at the same time."""
-    (name,) = files(area, 1, 16 * MIB)
-    async with area.mount(copy_workers=4) as mirror:
+    (name,) = area.write_files(1, 16 * MIB)
+    async with area.mounted(copy_workers=4) as mirror:
         mirror.copier.unit_bytes.value = 1 * MIB
         gate = mirror.posix.faults.gate("read")
         mirror.posix.faults.fail("read", errno.EIO)
@@ -281,13 +235,12 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
         calls = mirror.posix.faults.calls["read"]
         await let_pass(mirror, clock, 1000)
         assert mirror.posix.faults.calls["read"] == calls
-        await mirror.settled()
 
 
 async def test_what_stays_that_way_is_not_tried_again(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
-    (name,) = files(area, 1)
+    (name,) = area.write_files(1)
     async with area.mount() as mirror:
         mirror.posix.faults.fail("open", errno.EACCES)
         await mirror.want(name)
@@ -311,10 +264,9 @@ async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) ->
         scan = Scan(mirror.tree, mirror.copier.jobs)
         await scan.everything()
         await mirror.settled()
-        assert scan.failed == 0
-        assert not scan.running
+        assert (scan.failed, scan.running) == (0, False)
         for name in wanted:
-            assert mirror.residency.state(await mirror.ino(name)) == "resident", name
+            assert await mirror.state(name) == "resident", name
         assert mirror.metrics.copies_completed == len(wanted)
 
 
@@ -335,29 +287,26 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
     area: Area, monkeypatch: pytest.MonkeyPatch, all_of_it: bool
 ) -> None:
     area.write("d/a", content(1000))
-    async with area.mount() as mirror:
+    async with area.mounted() as mirror:
         scan = Scan(mirror.tree, mirror.copier.jobs)
-
-        for calls in (("record_found_each",), ("begin_listing",)):
+        for call in ("record_found_each", "begin_listing"):
             with monkeypatch.context() as patch:
-                for call in calls:
-                    patch.setattr(mirror.index, call, disk_is_full)
+                patch.setattr(mirror.index, call, disk_is_full)
                 await (scan.everything() if all_of_it else scan.listed([b"d/a"]))
         assert scan.failed == (2 if all_of_it else 1)
-        await mirror.settled()
 
 
 async def test_a_list_is_wanted_in_its_order_as_far_as_it_exists(area: Area) -> None:
-    files(area, 5)
+    area.write_files(5)
     (area.source / "d").mkdir()
-    paths = [b"f3", b"nothing", b"f1", b"d", b"d/x", b"./f4", b"f3"]
+    paths = [b"f003", b"nothing", b"f001", b"d", b"d/x", b"./f004", b"f003"]
     async with area.mount(copies=False, copy_workers=1) as mirror:
         scan = Scan(mirror.tree, mirror.copier.jobs)
         await scan.listed(paths)
         assert scan.failed == 3
         mirror.start_copying()
         await mirror.settled()
-        assert await order(mirror) == ["f3", "f1", "f4"]
+        assert await order(mirror) == ["f003", "f001", "f004"]
         assert mirror.metrics.copies_completed == 3
 
 
@@ -366,7 +315,7 @@ async def test_the_scan_waits_while_the_queue_is_long(
 ) -> None:
     monkeypatch.setattr("monarchfs.prefetch.scan.QUEUE_LIMIT", 4)
     monkeypatch.setattr("monarchfs.prefetch.scan.BATCH", 3)
-    files(area, 20)
+    area.write_files(20)
     async with area.mount(copy_workers=1) as mirror:
         gate = mirror.posix.faults.gate("read")
         async with trio.open_nursery() as nursery:
@@ -380,33 +329,17 @@ async def test_the_scan_waits_while_the_queue_is_long(
         assert mirror.metrics.copies_completed == 20
 
 
-def test_the_queue_says_whose_turn_it_is() -> None:
-    queue = CopyQueue()
-    turns = [queue.first]
-    queue.push(1, Priority.SCANNED)
-    queue.push(2, Priority.LISTED)
-    queue.push(2, Priority.OPENED)
-    turns.append(queue.first)
-    assert queue.pop() == (2, Priority.OPENED)
-    turns.append(queue.first)
-    assert queue.pop() == (1, Priority.SCANNED)
-    turns.append(queue.first)
-    assert turns == [Priority.NOBODY, Priority.OPENED, Priority.SCANNED, Priority.NOBODY]
-    assert queue.pop() is None
-
-
 # What nobody has open keeps to a rate.
 
 
 async def test_scanned_files_keep_to_a_rate_and_opened_ones_do_not(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
-    names = files(area, 4, MIB)
+    names = area.write_files(4, MIB)
     area.write("opened", content(8 * MIB, 9))
-    async with area.mount(copy_workers=2, rate=MIB) as mirror:
+    async with area.mounted(copy_workers=2, rate=MIB) as mirror:
         handle = await mirror.open("opened")
-        for name in names:
-            await mirror.want(name)
+        await mirror.want_each(names)
         await until(lambda: mirror.residency.state(handle.ino) == "resident", "the opened file")
         handle.release()
         for copied in (1, 2, 3, 4):
@@ -414,7 +347,6 @@ async def test_scanned_files_keep_to_a_rate_and_opened_ones_do_not(
             await trio.testing.wait_all_tasks_blocked(0.01)
             assert mirror.metrics.copies_completed == 1 + copied
             clock.jump(1.0)
-        await mirror.settled()
 
 
 async def test_each_node_scans_in_an_order_of_its_own(

@@ -15,7 +15,7 @@ from monarchfs.prefetch.governor import TargetWindow
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import Lane
 from tests.support.layouts import RELEASED, plain
-from tests.support.mirror import MIB, Area, Mirror, content, until
+from tests.support.mirror import MIB, Area, Mirror, content
 
 
 def give_layouts(mirror: Mirror, layouts: dict[str, bytes]) -> None:
@@ -31,28 +31,39 @@ def give_layouts(mirror: Mirror, layouts: dict[str, bytes]) -> None:
     mirror.posix._layout_value = value  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("size", [1000, 3 * MIB])
+TAPED = plain([], pattern=RELEASED)
+both_sizes = pytest.mark.parametrize("size", [1000, 3 * MIB])
+
+
+@both_sizes
 @pytest.mark.parametrize("priority", [Priority.SCANNED, Priority.HINTED])
 async def test_what_is_on_tape_stays_there(area: Area, size: int, priority: Priority) -> None:
+    """Until somebody brings it back: then it is copied as any other."""
     area.write("taped", content(size))
     area.write("other", content(size, 2))
+    layouts = {"taped": TAPED}
     async with area.mount() as mirror:
-        give_layouts(mirror, {"taped": plain([], pattern=RELEASED)})
-        await mirror.want("taped", priority)
-        await mirror.want("other", priority)
+        give_layouts(mirror, layouts)
+        for name in ("taped", "other"):
+            await mirror.want(name, priority)
         await mirror.settled()
         assert mirror.bytes_read("taped") == 0
-        assert mirror.residency.state(await mirror.ino("taped")) == "remote"
-        assert mirror.residency.state(await mirror.ino("other")) == "resident"
+        assert await mirror.state("taped") == "remote"
+        assert await mirror.state("other") == "resident"
         assert "archive" in mirror.reason(await mirror.ino("taped"))
         assert mirror.metrics.copies_failed == 0
+        layouts["taped"] = plain([1])
+        await mirror.want("taped")
+        await mirror.settled()
+        assert await mirror.state("taped") == "resident"
+        assert await mirror.read_file("taped") == content(size)
 
 
-@pytest.mark.parametrize("size", [1000, 3 * MIB])
+@both_sizes
 async def test_a_reader_has_it_brought_back(area: Area, size: int) -> None:
     area.write("taped", content(size))
     async with area.mount() as mirror:
-        give_layouts(mirror, {"taped": plain([], pattern=RELEASED)})
+        give_layouts(mirror, {"taped": TAPED})
         handle = await mirror.open("taped")
         await mirror.idle()
         assert mirror.bytes_read("taped") == 0  # opened is not read
@@ -60,20 +71,6 @@ async def test_a_reader_has_it_brought_back(area: Area, size: int) -> None:
         handle.release()
         await mirror.settled()
         assert mirror.bytes_read("taped") == size
-
-
-async def test_what_came_back_is_copied_as_any_other(area: Area) -> None:
-    area.write("taped", content(3 * MIB))
-    layouts = {"taped": plain([], pattern=RELEASED)}
-    async with area.mount() as mirror:
-        give_layouts(mirror, layouts)
-        await mirror.want("taped")
-        await mirror.settled()
-        layouts["taped"] = plain([1])
-        await mirror.want("taped")
-        await mirror.settled()
-        assert mirror.residency.state(await mirror.ino("taped")) == "resident"
-        assert await mirror.read_file("taped") == content(3 * MIB)
 
 
 async def test_a_read_of_one_target_ends_where_its_stripe_does(area: Area) -> None:
@@ -93,23 +90,18 @@ async def test_a_read_of_one_target_ends_where_its_stripe_does(area: Area) -> No
 async def test_copies_are_spread_over_the_targets(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of six large files, on two targets, both are asked at any time."""
+    """Of six large files, three on each of two targets, both are asked at any time."""
     monkeypatch.setattr(copier, "MAX_UNIT_BYTES", MIB)
-    names = [f"f{number}" for number in range(6)]
-    targets = {name: [0 if number < 3 else 1] for number, name in enumerate(names)}
-    for name in names:
-        area.write(name, content(8 * MIB))
+    names = area.write_files(6, 8 * MIB)
     async with area.mount(copy_workers=2) as mirror:
-        give_layouts(mirror, {name: plain(targets[name]) for name in names})
+        give_layouts(mirror, {name: plain([int(name > names[2])]) for name in names})
         fills = []
         for name in names:
-            node = await mirror.node(name)
-            fill = await mirror.copier.files.open(node)
+            fill = await mirror.copier.files.open(await mirror.node(name))
             fill.remote.layout = mirror.posix.layout(await fill.remote.open(Lane.BACKGROUND))
             fills.append(fill)
         gate = mirror.posix.faults.gate("read")
-        for name in names:
-            await mirror.want(name)
+        await mirror.want_each(names)
         seen: Counter[tuple[int | None, ...]] = Counter()
         for number in range(20):
             await gate.arrived(2)
@@ -124,19 +116,10 @@ async def test_copies_are_spread_over_the_targets(
         assert seen[(0, 1)] > 15
 
 
-async def test_a_layout_that_cannot_be_had_is_no_layout(area: Area) -> None:
-    area.write("plain", content(3 * MIB))
-    async with area.mount() as mirror:
-        give_layouts(mirror, {})
-        await mirror.want("plain")
-        await until(lambda: mirror.metrics.copies_completed == 1, "the copy")
-        await mirror.settled()
-
-
 async def test_a_file_on_tape_is_not_touched(area: Area) -> None:
     area.write("taped", content(1000))
     async with area.mount() as mirror:
-        give_layouts(mirror, {"taped": plain([], pattern=RELEASED)})
+        give_layouts(mirror, {"taped": TAPED})
         place = mirror.tree.known.place(await mirror.ino("taped"))
         before = (area.source / "taped").stat().st_atime_ns
         with pytest.raises(OSError, match="archive"):
@@ -148,17 +131,14 @@ async def test_a_slow_target_alone_gives_way(area: Area, monkeypatch: pytest.Mon
     """With a window of one read for target 0, and of four for the other one."""
     monkeypatch.setattr(copier, "MAX_UNIT_BYTES", MIB)
     monkeypatch.setattr(TargetWindow, "record", lambda *_: None)
-    names = [f"f{number}" for number in range(6)]
+    names = area.write_files(6, 8 * MIB)
     layouts = {name: plain([number % 2]) for number, name in enumerate(names)}
-    for name in names:
-        area.write(name, content(8 * MIB))
     async with area.mount(copy_workers=4, floor=0.25) as mirror:
         give_layouts(mirror, layouts)
         for target, slots in ((None, 4), (0, 1), (1, 4)):
             mirror.copier.governor.window(target).size = slots
         gate = mirror.posix.faults.gate("read")
-        for name in names:
-            await mirror.want(name)
+        await mirror.want_each(names)
         most: Counter[int] = Counter()
         for number in range(40):
             await gate.arrived(1)
@@ -178,7 +158,7 @@ async def test_a_slow_target_alone_gives_way(area: Area, monkeypatch: pytest.Mon
 async def test_a_file_is_read_at_random_where_nothing_lies_before(area: Area) -> None:
     """Not where the reads between were answered without Python."""
     area.write("f", content(64 * MIB))
-    async with area.mount() as mirror:
+    async with area.mounted() as mirror:
         handle = await mirror.open("f")
         found = []
         for offset in (60 * MIB, 60 * MIB + (128 << 10), 0):
@@ -188,4 +168,3 @@ async def test_a_file_is_read_at_random_where_nothing_lies_before(area: Area) ->
             found.append(fill._at_random)
         assert found == [True, False, False]
         handle.release()
-        await mirror.settled()

@@ -1,54 +1,49 @@
-"""Opening a file that is not local, by Python: a small one is read whole by its first read."""
+"""Opening files that are not local, that have changed, and without a word to the mount."""
 
 from __future__ import annotations
 
 import errno
 import os
+import time
+from collections.abc import Callable
 
 import pytest
 import trio
 import trio.testing
 
-from tests.support.mirror import KIB, MIB, Area, Mirror, content
+from monarchfs.fuse.estale_retries import MOST_KEPT, SHARED_NS, EstaleRetries
+from monarchfs.types import ROOT_INO
+from tests.support.indexing import record_found
+from tests.support.lookups import OPEN, TTL, Hours, entry, stale
+from tests.support.mirror import KIB, Area, Mirror, content
+from tests.support.open_directories import close_directories
 
 SMALL = 100 * KIB
-
-
-def operations(mirror: Mirror) -> int:
-    return mirror.source.counters.operations
 
 
 async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
     data = area.write("small", content(SMALL))
     async with area.mount() as mirror:
         ino = await mirror.ino("small")
-        before = operations(mirror)
+        before = mirror.source.counters.operations
+        gate = mirror.tier.faults.gate("write_whole")
         handle = await mirror.open_ino(ino)
         assert await mirror.read(handle, 5, 1000) == data[5:1005]
         assert mirror.bytes_read("small") == SMALL
         assert await mirror.read(handle, 0, SMALL) == data
-        handle.release()
-        await mirror.settled()
-        assert operations(mirror) - before == 2
-        assert mirror.posix.faults.calls["open"] == 1
-        assert mirror.residency.state(ino) == "resident"
-
-
-async def test_it_is_read_before_it_is_written(area: Area) -> None:
-    """Who reads waits for the source, not for the tier."""
-    data = area.write("small", content(SMALL))
-    async with area.mount() as mirror:
-        gate = mirror.tier.faults.gate("write_whole")
-        handle = await mirror.open("small")
-        assert await mirror.read(handle, 5, 1000) == data[5:1005]
+        # Who reads waits for the source, not for the tier.
         await gate.arrived()
         gate.open()
         handle.release()
         await mirror.settled()
-        assert mirror.bytes_read("small") == SMALL
+        assert mirror.source.counters.operations - before == 2
+        assert mirror.posix.faults.calls["open"] == 1
+        assert mirror.residency.state(ino) == "resident"
 
 
-async def test_two_who_open_it_share_the_read(area: Area) -> None:
+@pytest.mark.parametrize("killed", [0, 2], ids=["who wait for it", "who are killed"])
+async def test_two_who_open_it_share_the_read(area: Area, killed: int) -> None:
+    """What was fetched is kept all the same."""
     data = area.write("small", content(SMALL))
     async with area.mount() as mirror:
         gate = mirror.posix.faults.gate("read")
@@ -63,59 +58,21 @@ async def test_two_who_open_it_share_the_read(area: Area) -> None:
             await gate.arrived()
             await trio.testing.wait_all_tasks_blocked()
             assert not found
-            gate.open()
-        assert found == [data, data]
-        await mirror.settled()
-        assert mirror.bytes_read("small") == SMALL
-
-
-async def test_who_is_killed_meanwhile_leaves_no_trace(area: Area) -> None:
-    area.write("small", content(SMALL))
-    async with area.mount() as mirror:
-        gate = mirror.posix.faults.gate("read")
-        ino = await mirror.ino("small")
-        with trio.CancelScope() as scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(mirror.read_file, "small")
-                await gate.arrived()
-                scope.cancel()
+            if killed:
+                nursery.cancel_scope.cancel()
+            else:
+                gate.open()
         gate.open()
+        assert found == [data] * (2 - killed)
         await mirror.settled()
-        # What was fetched for it is kept all the same.
-        assert mirror.residency.state(ino) == "resident"
+        assert await mirror.state("small") == "resident"
         assert mirror.bytes_read("small") == SMALL
-
-
-@pytest.mark.parametrize(("size", "tiers", "keeps"), [
-    (3 * MIB, [1 << 30], True),
-    (SMALL, [4 * KIB], True),
-    (SMALL, [1 << 30], False),
-    (0, [1 << 30], True),
-])  # fmt: skip
-async def test_others_are_opened_only(area: Area, size: int, tiers: list[int], keeps: bool) -> None:
-    """Large ones, and those that find no room or are not to be copied."""
-    data = area.write("other", content(size))
-    async with area.mount(tiers, keeps=keeps, copies=False) as mirror:
-        handle = await mirror.open("other")
-        assert mirror.bytes_read("other") == 0
-        assert await mirror.read(handle, 0, 1000) == data[:1000]
-        handle.release()
-
-
-async def test_a_file_that_may_not_be_read_says_so_when_opened(area: Area) -> None:
-    area.write("small", content(SMALL))
-    async with area.mount() as mirror:
-        mirror.posix.faults.fail("open", errno.EACCES)
-        with pytest.raises(PermissionError):
-            await mirror.open("small")
-        await mirror.settled()
-        assert mirror.bytes_read("small") == 0
 
 
 async def test_a_file_that_cannot_be_read_can_be_opened(area: Area) -> None:
     """As one of the source can; the error is the read's."""
     area.write("small", content(SMALL))
-    async with area.mount(copies=False) as mirror:
+    async with area.mounted(copies=False) as mirror:
         mirror.posix.faults.fail("read", errno.EIO)
         handle = await mirror.open("small")
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
@@ -123,27 +80,178 @@ async def test_a_file_that_cannot_be_read_can_be_opened(area: Area) -> None:
         mirror.posix.faults.end()
         assert await mirror.read(handle, 0, 1000) == content(1000)
         handle.release()
-        await mirror.settled()
 
 
-async def test_a_file_that_was_replaced_is_stale(area: Area) -> None:
-    area.write("small", content(SMALL))
-    async with area.mount() as mirror:
-        ino = await mirror.ino("small")
-        area.write("other", content(SMALL, 2)[::-1])
-        (area.source / "other").rename(area.source / "small")
-        with pytest.raises(OSError, match="another version") as raised:
-            await mirror.open_ino(ino)
-        assert raised.value.errno == errno.ESTALE
-        await mirror.settled()
+# What changes between the kernel's two tries.
 
 
-async def test_a_tier_that_cannot_be_written_is_not_the_readers_trouble(area: Area) -> None:
-    data = area.write("small", content(SMALL))
-    async with area.mount() as mirror:
-        mirror.tier.faults.fail("write_whole", errno.ENOSPC)
-        handle = await mirror.open("small")
-        assert await mirror.read(handle, 0, SMALL) == data
-        await mirror.idle()
-        assert await mirror.read(handle, 1000, 1000) == data[1000:2000]
+@pytest.mark.parametrize("change", [Area.write, Area.replace], ids=["in place", "replaced"])
+async def test_the_second_try_opens_what_is_there_now(
+    files: Area, change: Callable[[Area, str, bytes], bytes]
+) -> None:
+    """All of it, and fstat agrees; from then on it goes on as a plain file would."""
+    async with files.mount(mode=OPEN) as mirror:
+        ino = await mirror.ino("a")
+        new = change(files, "a", content(20, 5))
+        with stale():
+            await mirror.files.open(ino)
+        handle = await mirror.files.open(ino, again=True)
+        assert handle.direct
+        assert await mirror.read(handle, 0, 1 << 20) == new
+        assert (await mirror.files.attributes(ino)).node.stat.size == len(new)
+        assert mirror.kernel.attributes[-1] == ino
+        # The number still stands for the old version: its next look-up gives another.
+        assert await mirror.ino("a") != ino
+        assert await mirror.read_file("a") == new
+        files.write("a", b"second one")
+        assert await mirror.read(handle, 0, 100) == b"second one"
+        assert (await mirror.files.attributes(ino)).node.stat.size == 10
+        files.replace("a", b"of another file")
+        assert await mirror.read(handle, 0, 100) == b"second one"
         handle.release()
+        await mirror.settled()
+        assert mirror.record(ino) is None
+
+
+async def test_a_version_that_is_all_local_is_opened_by_the_second_try(files: Area) -> None:
+    """By a link in /proc/PID/fd, say: what is open there."""
+    await files.settled()
+    async with files.mounted(mode=OPEN) as mirror:
+        ino = await mirror.copied("a")
+        with_it = await mirror.open_ino(ino)
+        files.replace("a", b"new")
+        with stale():
+            await mirror.files.open(ino)
+        handle = await mirror.files.open(ino, again=True)
+        assert not handle.direct
+        assert await mirror.read(handle, 0, 100) == content(10)
+        handle.release()
+        with_it.release()
+
+
+async def test_who_shares_a_number_with_a_late_open_gets_no_other_version(files: Area) -> None:
+    """A number whose version comes back is not read from what was opened meanwhile."""
+    async with files.mounted(mode=OPEN, copies=False) as mirror:
+        ino = await mirror.ino("a")
+        files.replace("a", b"new")
+        handle = await mirror.files.open(ino, again=True)
+        old = mirror.index.node(ino)
+        assert old is not None
+        record_found(mirror.index, ROOT_INO, b"a", old.stat, b"", time.time_ns())
+        with stale():
+            await mirror.files.open(ino)
+        assert await mirror.read(handle, 0, 100) == b"new"
+        handle.release()
+
+
+async def test_what_is_gone_or_refused_is_said_as_the_source_says_it(files: Area) -> None:
+    async with files.mounted(mode=OPEN) as mirror:
+        ino = await mirror.ino("a")
+        (files.source / "a").unlink()
+        with pytest.raises(FileNotFoundError):
+            await mirror.files.open(ino, again=True)
+        with pytest.raises(FileNotFoundError):
+            await mirror.files.attributes(ino, again=True)
+
+
+async def test_attributes_for_the_second_try(files: Area, hours: Hours) -> None:
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        old = (await entry(mirror, ROOT_INO, b"a")).node
+        files.replace("a", b"another version")
+        hours.pass_by(61)
+        with stale():
+            await mirror.files.attributes(old.ino)
+        found = await mirror.files.attributes(old.ino, again=True)
+        assert (found.node.ino, found.node.stat.size, found.attr_timeout) == (old.ino, 15, 0.0)
+        (files.source / "a").unlink()
+        (files.source / "a").mkdir()
+        hours.pass_by(61)
+        # The kernel takes no other type for a number (fs/fuse/dir.c, fuse_do_getattr).
+        with stale("something else"):
+            await mirror.files.attributes(old.ino, again=True)
+
+
+async def test_whose_try_is_the_second(files: Area) -> None:
+    def refuse(ino: int, thread: int) -> None:
+        with stale("Stale"), refused.noting(ino, thread):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    async with files.mount(mode=OPEN) as mirror:
+        refused = EstaleRetries(mirror.tree.known.asked_ns)
+        node = await mirror.node("a")
+        assert not refused.again(node.ino, 7)
+        refuse(node.ino, 7)
+        assert [refused.again(node.ino, thread) for thread in (7, 8)] == [True, False]
+        # Another number: if it was asked for since, or by somebody a moment before.
+        other = await mirror.node("d/b")
+        assert refused.again(other.ino, 7)
+        long_ago_ns = node.fetched_ns - 2 * SHARED_NS
+        record_found(mirror.index, other.parent, other.name, other.stat, b"", long_ago_ns)
+        assert not refused.again(other.ino, 7)
+        # It is over with any other answer.
+        with refused.noting(node.ino, 7):
+            pass
+        assert not refused.again(node.ino, 7)
+        for thread in range(MOST_KEPT + 1):
+            refuse(node.ino, thread)
+        assert [refused.again(node.ino, thread) for thread in (0, 1)] == [False, True]
+
+
+# Where the kernel opens files without asking: a read that finds nothing at the end of a name has
+# the kernel forget it.
+
+
+async def read(mirror: Mirror, ino: int) -> bytes:
+    """What a READ without a handle gets."""
+    handle = mirror.files.first_read(ino)
+    try:
+        return bytes(await handle.read(0, 1000))
+    finally:
+        handle.release()
+
+
+@pytest.mark.parametrize("what", ["the file", "a directory above it"])
+async def test_a_name_that_stands_for_another_file(area: Area, what: str) -> None:
+    """All of the way is forgotten with its first name."""
+    path = "above/below/a"
+    area.write(path, content(20, 1))
+    async with area.mounted(keeps=False) as mirror:
+        mirror.opens.known = False
+        ino, parent = await mirror.ino(path), await mirror.ino("above/below")
+        if what == "the file":
+            area.replace(path, content(30, 2))
+        else:
+            (area.source / "above").rename(area.source / "away")
+            area.write(path, content(30, 2))
+            close_directories(mirror.posix)
+        with stale():
+            await read(mirror, ino)
+        if what == "the file":
+            assert mirror.kernel.entries == [(parent, b"a")]
+        else:
+            assert (ROOT_INO, b"above") in mirror.kernel.entries
+        assert await read(mirror, await mirror.ino(path)) == content(30, 2)
+
+
+async def test_numbers_of_an_index_that_is_lost(files: Area) -> None:
+    """Every name is forgotten, once."""
+    async with files.mounted(keeps=False) as mirror:
+        mirror.opens.known = False
+        for unknown in (10**6, 10**6 + 1):
+            with stale("unknown inode"):
+                await read(mirror, unknown)
+        assert sorted(mirror.kernel.entries) == [(ROOT_INO, b"a"), (ROOT_INO, b"d")]
+
+
+async def test_where_opens_are_known_they_say_so(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mounted(keeps=False) as mirror:
+        expired: list[int] = []
+        monkeypatch.setattr(mirror.cache.readers, "expire", expired.append)
+        ino = await mirror.ino("a")
+        files.replace("a", content(30, 2))
+        with stale():
+            await read(mirror, ino)
+        assert mirror.kernel.entries == []
+        assert set(expired) == {ino}, "threads would go on opening it"
