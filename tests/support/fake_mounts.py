@@ -115,7 +115,8 @@ class Area:
 
 @contextmanager
 def area(path: Path, user: str | None) -> Iterator[Area]:
-    """An `Area` in ``path``, which any user may enter; fails if a process or mount is left."""
+    """An `Area` in ``path``, which any user may enter. What is mounted at the end is unmounted;
+    fails if anything is left then."""
     path.chmod(0o755)
     owner = pwd.getpwnam(user).pw_uid if user is not None else os.geteuid()
     for name, mode in (("src", 0o755), ("mnt", 0o755), ("run", 0o700)):
@@ -125,6 +126,9 @@ def area(path: Path, user: str | None) -> Iterator[Area]:
     work = Area(path, user, interpreter_for(user))
     try:
         yield work
+        for point in fuse_mounts(str(path)):
+            done = work.run("umount", point)
+            assert done.returncode == 0, done.stderr
         work.assert_nothing_runs()
     finally:
         for pid in {*processes_about(str(path)), *work.workers()}:

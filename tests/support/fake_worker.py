@@ -5,7 +5,9 @@
 MODE is ``serve``; ``hang`` (ready, but answers no FUSE request but the first getattr); ``fail``
 (says so); ``crash`` (ends with a line on stderr); ``silent`` (never ready); ``silent-later`` (its
 successors); ``other`` (cannot take over); ``late`` (takes 2 seconds to end, and then leaves a file
-``synced``); ``mad`` (says what a control client has it say, see ``go_mad``).
+``synced``); ``segv before``, ``segv after`` (the first worker dies of SIGSEGV before, or after, it
+answers INIT; with ``always`` behind it all do); ``mad`` (says what a control client has it say, see
+``go_mad``).
 
 Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so; ``later`` is
 answered by the second worker only.
@@ -184,6 +186,11 @@ def main() -> int:
         if told.get("do") != "begin":
             return 0
         bootstrap["restarts"] = told["restarts"]
+    if mode.startswith("segv") and (not bootstrap["restarts"] or "always" in mode):
+        if "after" in mode:
+            init.send(init_reply(init.recv(1 << 18)))
+            channel.recv(1 << 16)
+        os.kill(os.getpid(), signal.SIGSEGV)
     if mode == "crash":
         print("this worker is broken", file=sys.stderr)
         return 3

@@ -13,12 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -39,6 +39,13 @@ WATCHDOG_SECONDS = 240.0
 requires_root = surroundings.requires_root
 requires_fuse = surroundings.requires_fuse
 requires_mounts = [requires_root, requires_fuse]
+Test = TypeVar("Test", bound=Callable[..., object])
+
+
+def needs_mounts(test: Test) -> Test:
+    """Marks a test of a module that has others, too."""
+    marked: Test = requires_root(requires_fuse(test))
+    return marked
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pwd
 import shlex
@@ -67,16 +68,13 @@ class Place:
     def run(
         self, *words: str, options: list[str] | None = None, **more: Any
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*words, options=options),
-            env={**self.environment, **more.pop("env", {})},
-            cwd=more.pop("cwd", self.path),
-            text=True,
-            capture_output=True,
-            timeout=60,
-            check=False,
-            **more,
-        )
+        return self.call(self.command(*words, options=options), **more)
+
+    def call(self, command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        """Any command, in this place; ``env`` is added to its environment."""
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": self.path, **more}
+        streams["env"] = {**self.environment, **more.get("env", {})}
+        return subprocess.run(command, text=True, timeout=60, check=False, **streams)
 
     def start(self, *words: str, job: int | None = None, **more: Any) -> subprocess.Popen[str]:
         """``job``: the number of a job of Slurm."""
@@ -97,17 +95,14 @@ class Place:
     def status(self, *words: str) -> subprocess.CompletedProcess[str]:
         """What ``monarchfs status`` says outside, to the same user."""
         ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups"]
-        return subprocess.run(
-            [
-                *(["setpriv", *ids] if self.user else []),
-                *(*mounting.MONARCHFS, "status", *words),
-            ],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        as_user = ["setpriv", *ids] if self.user else []
+        return self.call([*as_user, *mounting.MONARCHFS, "status", *words])
+
+    def told(self) -> dict[str, Any]:
+        """What that says of this source's mount as an object; {} where there is none."""
+        done = self.status(str(self.source), "--json")
+        report: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
+        return report
 
     def runtime_files(self) -> list[str]:
         """What is in the runtime directories about this place."""
