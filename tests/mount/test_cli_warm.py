@@ -1,4 +1,8 @@
-"""``monarchfs warm`` on real mounts: copying, waiting, looking, and bad input."""
+"""``monarchfs warm`` and ``why`` on real mounts, and what commands that take paths say of bad ones.
+
+What they print is in tests/golden/commands, what the daemon does in tests/layers/test_warm.py and
+tests/layers/test_reasons.py.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +13,24 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from monarchfs.cli import warm as warm_module
-from monarchfs.cli.warm import RateEstimate
 from tests.support import surroundings, trees
 from tests.support.mounting import (
     MONARCHFS,
     Bench,
     Mount,
-    requires_fuse,
-    requires_root,
+    assert_refused,
+    requires_mounts,
     run,
     wait_for,
 )
-from tests.support.timing import Stopwatch
 
+pytestmark = requires_mounts
+
+KIB = 1024
 SIZES = """
 import os, sys
 for directory, _, names in os.walk(sys.argv[1]):
@@ -35,13 +40,11 @@ for directory, _, names in os.walk(sys.argv[1]):
 
 FILES = 40
 BYTES = 30_000
+COMMANDS = ("warm", "evict", "pin", "unpin", "refresh")
 
 
 def fill(source: Path) -> Path:
     trees.write_files(source, {f"d{n % 4}/file {n}": os.urandom(BYTES) for n in range(FILES)})
-    (source / "link").symlink_to("d1")
-    (source / "away").symlink_to("/etc")
-    os.mkfifo(source / "fifo")
     return source
 
 
@@ -53,11 +56,8 @@ def warm(mount: Mount, *arguments: str) -> dict[str, object]:
     return result
 
 
-@requires_root
-@requires_fuse
-@pytest.mark.parametrize("prefetch", ["access", "none"])
-def test_all_is_copied(work: Bench, prefetch: str) -> None:
-    mount = work.mount(fill(work.path / "src"), "--prefetch", prefetch)
+def test_all_is_copied(work: Bench) -> None:
+    mount = work.mount(fill(work.path / "src"), "--prefetch", "none")
     checked = warm(mount, "--check")
     assert (checked["code"], checked["files"], checked["remote"]) == (1, FILES, FILES)
     assert mount.status()["source_io"]["read_bytes"] == 0
@@ -77,22 +77,6 @@ def test_all_is_copied(work: Bench, prefetch: str) -> None:
     assert mount.status()["source_io"]["operations"] == before
 
 
-@requires_root
-@requires_fuse
-def test_it_goes_on_without_who_asked(work: Bench) -> None:
-    mount = work.mount(fill(work.path / "src"))
-    done = run("warm", str(mount.path), "link", "d0/file 0")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "the mount goes on" in done.stdout
-    wait_for(lambda: warm(mount, "d1", "d0/file 0", "--check")["code"] == 0, "copying to end")
-    assert mount.status()["files"]["resident"] == FILES // 4 + 1
-    known = warm(mount, "d2", "--metadata", "--wait")
-    assert (known["code"], known["files"], known["resident"]) == (0, FILES // 4, 0)
-    assert mount.status()["files"]["resident"] == FILES // 4 + 1
-
-
-@requires_root
-@requires_fuse
 def test_an_interrupted_wait_ends_the_waiting_only(work: Bench) -> None:
     source = work.faulty_source(fill(work.path / "src"))
     mount = work.mount(source.path)
@@ -110,53 +94,6 @@ def test_an_interrupted_wait_ends_the_waiting_only(work: Bench) -> None:
     wait_for(lambda: warm(mount, "--check")["code"] == 0, "copying to end")
 
 
-@requires_root
-@requires_fuse
-def test_no_room_is_told_and_no_failure(work: Bench) -> None:
-    mount = work.mount(fill(work.path / "src"), tier="500K")
-    done = run("warm", str(mount.path), "--wait")
-    assert (done.returncode, done.stderr) == (0, "")
-    resident, refused = done.stdout.splitlines()
-    assert resident.startswith("resident: ")
-    assert refused.startswith("no room:  ")
-    assert "more in the tiers would do" in refused
-    result = warm(mount, "--wait")
-    assert result["refused"] == FILES - int(str(result["resident"]))
-    assert int(str(result["short_bytes"])) > 0
-
-
-@requires_root
-@requires_fuse
-def test_what_failed_is_an_error(work: Bench) -> None:
-    backing = fill(work.path / "src")
-    source = work.faulty_source(backing)
-    mount = work.mount(source.path)
-    source.faults(fail={"read d0/file 0": 13})
-    done = run("warm", str(mount.path), "--wait")
-    assert done.returncode == 1
-    assert done.stdout.startswith(f"resident: {FILES - 1} files")
-    assert done.stderr == (
-        "monarchfs: 1 failed, the first: d0/file 0: copying failed: Permission denied\n"
-    )
-    assert (warm(mount, "--wait")["failed"], warm(mount, "--wait")["code"]) == (1, 1)
-
-
-@requires_root
-@requires_fuse
-def test_a_source_that_hangs_holds_up_nobody_who_does_not_wait(work: Bench) -> None:
-    source = work.faulty_source(fill(work.path / "src"))
-    mount = work.mount(source.path)
-    source.faults(hang=["read d2/file 2"])
-    started = Stopwatch()
-    assert run("warm", str(mount.path)).returncode == 0
-    started.check(10)
-    wait_for(lambda: mount.status()["files"]["resident"] == FILES - 1, "all others")
-    source.faults()
-    wait_for(lambda: mount.status()["files"]["resident"] == FILES, "that one")
-
-
-@requires_root
-@requires_fuse
 def test_on_a_terminal_there_is_a_bar(work: Bench) -> None:
     source = work.faulty_source(fill(work.path / "src"))
     mount = work.mount(source.path)
@@ -186,32 +123,107 @@ def test_on_a_terminal_there_is_a_bar(work: Bench) -> None:
     assert b"\x1b[" in seen
 
 
-def test_the_pace() -> None:
-    pace = RateEstimate()
-    so_far = {"bytes": 400 << 20, "walked": True}
-    assert pace.text({**so_far, "copied_bytes": 0}, 0.0) == ""
-    half = {**so_far, "copied_bytes": 90 << 20, "resident_bytes": 90 << 20}
-    assert pace.text({**half, "moving_bytes": 10 << 20}, 10.0) == "10M/s, 30 s left"
-    assert pace.text({**half, "moving_bytes": 10 << 20, "walked": False}, 10.0) == "10M/s"
-    for second in range(11, 40):
-        text = pace.text({**half, "moving_bytes": 10 << 20}, float(second))
-    assert text == "", "nothing moves"
+# Why a file is where it is.
 
 
-def test_lines_for_a_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show = warm_module._lines()
-    so_far = {"files": 2000, "bytes": 4 << 20, "resident": 1000, "resident_bytes": 1 << 20}
-    show(so_far)
-    assert capsys.readouterr().err == "", "not that often"
-    monkeypatch.setattr(warm_module, "_LINE_SECONDS", 0.0)
-    show = warm_module._lines()
-    show(so_far)
-    show({**so_far, "walked": True, "failed": 2, "refused": 3})
-    show({**so_far, "what": "metadata"})
-    assert capsys.readouterr().err.splitlines() == [
-        "warm: 1,000 of 2,000 files, 1.0M of 4.0M found so far",
-        "warm: 1,000 of 2,000 files, 1.0M of 4.0M, no room 3, failed 2",
-        "warm: 2,000 files found so far",
-    ]
+def why(*paths: str | Path) -> list[dict[str, Any]]:
+    done = run("why", *map(str, paths), "--json")
+    assert done.stderr == ""
+    reports: list[dict[str, Any]] = json.loads(done.stdout)["paths"]
+    assert done.returncode == any("error" in report for report in reports)
+    return reports
+
+
+def attribute(path: Path, name: str) -> str:
+    done = subprocess.run(
+        ["getfattr", "--only-values", "-n", f"user.monarchfs.{name}", path],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout
+
+
+def files_to_explain(work: Bench) -> Path:
+    source = work.path / "src"
+    trees.write_files(source, {name: os.urandom(60 * KIB) for name in ("a", "d/b", "d/c")})
+    (source / "link").symlink_to("d/b")
+    (source / "away").symlink_to("/etc")
+    (source / "loop").symlink_to("loop")
+    os.mkfifo(source / "fifo")
+    return source
+
+
+def test_from_remote_to_resident_and_back(work: Bench) -> None:
+    mount = work.mount(files_to_explain(work), tier="100K")
+    a, b = mount.path / "a", mount.path / "d" / "b"
+    (report,) = why(a)
+    assert (report["state"], report["reason"]) == ("remote", "not opened yet")
+    assert run("warm", str(mount.path), "a", "--wait").returncode == 0
+    done = run("why", str(a))
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"{a}: resident in {work.path}/tier\n  copied: ")
+    assert run("warm", str(mount.path), "d/b", "--wait").returncode == 0
+    (report,) = why(b)
+    assert report["cause"] == "no room"
+    assert report["reason"].startswith("no room: it needs 64K, 24K short when it was wanted; ")
+    assert report["reason"] == attribute(b, "reason")
+    assert (attribute(a, "state"), attribute(a, "tier")) == ("resident", f"{work.path}/tier")
+    done = run("evict", str(mount.path), "a", "--json")
+    counts = {"files": 1, "bytes": 60 * KIB, "kept": 0, "not_listed": 0, "not_looked_at": 0}
+    assert json.loads(done.stdout) == counts
+    assert run("pin", str(mount.path), "link").returncode == 0
+    evicted, waiting = why(a, mount.path / "link")
+    assert evicted["reason"].startswith("evicted by hand")
+    assert "there is now" in waiting["reason"]
+    assert (evicted["pinned"], waiting["pinned"]) == (False, True)
+    done = run("why", str(mount.path))
+    assert done.stdout.startswith(f"{mount.path}: 0 of 2 files (0 bytes of 120K) resident\n")
+    assert "  1 evicted\n" in done.stdout
+    assert "not listed yet" in done.stdout
+
+
+def test_what_a_daemon_says_of_bad_paths(work: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line; and all is found before anything is done."""
+    mount = work.mount(files_to_explain(work), "--freshness", "immutable")
+    for words, refusal in (
+        (
+            "why {mnt}/nope {mnt}/neither",
+            "(and 1 more)",
+        ),
+        ("why {mnt}/d/nope/deeper", "no such file"),
+        ("why {mnt}/a/x", "a is not a directory"),
+        ("why {mnt}/away/passwd", "leads out of the mount"),
+        ("why {mnt}/loop", "too many symbolic links"),
+        ("why {mnt}/" + "x" * 300, "File name too long"),
+        ("why {mnt}/" + "x/" * 2000, "no such file"),
+        ("why {mnt}/\udcff", "\\udcff: no such file"),
+        ("warm {mnt} fifo", "fifo is no file or directory"),
+        ("warm {mnt} away", "away: a symbolic link leads out of the mount"),
+        *((f"{command} {{mnt}} d nope/deeper", "o such file or directory") for command in COMMANDS),
+        *((f"{command} {{mnt}} {'x' * 300}", "ile name too long") for command in COMMANDS),
+        *((f"{command} {{mnt}} -- -x", "o such file or directory") for command in COMMANDS),
+        ("pin {mnt} d/c nope", "no such file"),
+    ):
+        assert_refused(mount, capsys, words.split(), 1, refusal)
+    assert why(mount.path / "d" / "c")[0]["pinned"] is False
+    # By way of links.
+    link = work.path / "elsewhere"
+    link.symlink_to(mount.path)
+    file, odd, linked = why(link / "a", mount.path / "fifo", mount.path / "link")
+    assert (file["path"], file["type"]) == (str(mount.path / "a"), "file")
+    assert (odd["type"], linked["size_bytes"]) == ("other", 60 * KIB)
+
+
+def test_without_a_daemon(work: Bench) -> None:
+    mount = work.mount(files_to_explain(work))
+    worker = mount.worker_pid()
+    supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+    for pid in (supervisor, worker):
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: run("status", str(mount.path)).returncode, "the daemon to be gone")
+    for command in (["why", f"{mount.path}/a"], *([c, str(mount.path), "a"] for c in COMMANDS)):
+        done = run(*command)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+        assert "monarchfs umount" in done.stderr

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from monarchfs.fuse.mountinfo import (
 from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded, unmount_call
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError, UsageError
-from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
+from tests.support.mounting import fuse_mounts, needs_mounts
 from tests.support.surroundings import requires_namespaces
 from tests.support.timing import Stopwatch
 
@@ -65,28 +66,13 @@ def test_mountinfo_is_taken_apart() -> None:
     assert mounts[1].user_id is None
 
 
-def test_the_topmost_mount_is_found() -> None:
-    mounts = parse_mountinfo(SAMPLE)
-    found = find_mount("/mnt/a b\\c\t\udcff", mounts)
-    assert found is not None
-    assert found.fstype == "nfs4"
-    assert find_mount("/mnt", mounts) is None
-
-
-@pytest.mark.parametrize(
-    "fstype",
-    [
+def test_network_file_systems() -> None:
+    network = (
         *("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "ceph", "beegfs", "wekafs", "pvfs2"),
         *("orangefs", "afs", "9p", "glusterfs", "autofs", "fuse", "fuse.sshfs", "fuse.monarchfs"),
-    ],
-)
-def test_network_file_systems(fstype: str) -> None:
-    assert is_network_type(fstype)
-
-
-@pytest.mark.parametrize("fstype", ["ext4", "xfs", "tmpfs", "btrfs", "overlay", "fuseblk", "zfs"])
-def test_local_file_systems(fstype: str) -> None:
-    assert not is_network_type(fstype)
+    )
+    local = ("ext4", "xfs", "tmpfs", "btrfs", "overlay", "fuseblk", "zfs")
+    assert [fstype for fstype in (*network, *local) if is_network_type(fstype)] == [*network]
 
 
 def test_the_file_system_of_a_path() -> None:
@@ -132,26 +118,20 @@ def test_a_bounded_call_answers_with_descriptors(tmp_path: Path) -> None:
 
 
 def test_a_bounded_calls_errors_arrive() -> None:
-    def refuse() -> Answer:
-        raise UsageError("wrong")
+    def fails(error: Exception) -> Callable[[], Answer]:
+        def call() -> Answer:
+            raise error
 
-    def fail() -> Answer:
-        raise OperationError("broken")
+        return call
 
-    def surprise() -> Answer:
-        raise ZeroDivisionError("x")
-
-    def die() -> Answer:
-        os._exit(9)
-
-    with pytest.raises(UsageError, match=r"^wrong$"):
-        bounded_call(refuse, timeout=10, overdue="late")
-    with pytest.raises(OperationError, match=r"^broken$"):
-        bounded_call(fail, timeout=10, overdue="late")
-    with pytest.raises(OperationError, match="ZeroDivisionError"):
-        bounded_call(surprise, timeout=10, overdue="late")
-    with pytest.raises(OperationError, match="killed"):
-        bounded_call(die, timeout=10, overdue="late")
+    for call, kind, words in (
+        (fails(UsageError("wrong")), UsageError, r"^wrong$"),
+        (fails(OperationError("broken")), OperationError, r"^broken$"),
+        (fails(ZeroDivisionError("x")), OperationError, "ZeroDivisionError"),
+        (lambda: os._exit(9), OperationError, "killed"),
+    ):
+        with pytest.raises(kind, match=words):
+            bounded_call(call, timeout=10, overdue="late")
 
 
 def test_a_bounded_call_that_hangs_is_left() -> None:
@@ -173,8 +153,7 @@ def test_a_bounded_call_that_hangs_is_left() -> None:
     os.close(writing)
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_unmounting_where_no_process_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,8 +169,7 @@ def test_unmounting_where_no_process_can_be_started(
     os.close(device)
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_a_mount_whose_daemon_is_dead_is_unmounted(tmp_path: Path) -> None:
     source = "/data, with\\odd na\nme"
     device = mount(source=source, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
@@ -209,8 +187,7 @@ def test_a_mount_whose_daemon_is_dead_is_unmounted(tmp_path: Path) -> None:
     assert fuse_mounts(str(tmp_path)) == []
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_only_the_mount_that_is_meant_is_unmounted(tmp_path: Path) -> None:
     devices = [
         mount(source=name, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=True)
@@ -272,8 +249,7 @@ def reuse_a_number(tmp_path: Path) -> None:
     os.close(device)
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 @requires_namespaces
 def test_a_number_that_another_mount_has_by_now(tmp_path: Path) -> None:
     """The kernel gives it out again at once. The next mount must not suffer for the last."""

@@ -124,12 +124,6 @@ def test_a_line_of_fstab(place: Bench) -> None:
     assert (place.path / "a,b").is_dir()
 
 
-def test_all_of_fstab_and_user_lines_that_root_mounts(place: Bench) -> None:
-    write_fstab(place, f"{place.path}/source {place.path}/mnt monarchfs user,{options(place)} 0 0")
-    done = run_there(place, "mount -T $D/fstab -a; cat $D/mnt/file; umount $D/mnt")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "of the source", "")
-
-
 def test_a_user_mounts_and_unmounts_what_fstab_allows(place: Bench) -> None:
     if not os.stat("/usr/bin/mount").st_mode & 0o4000:
         pytest.skip("needs mount(8) setuid root: chmod u+s /usr/bin/mount")
@@ -163,26 +157,26 @@ def test_checking_only_changes_nothing(place: Bench) -> None:
     assert set(place.path.rglob("*")) == before
 
 
-def test_sloppy_leaves_out_what_is_not_known(place: Bench) -> None:
+def test_sloppy_leaves_out_what_is_not_known_and_sudo_makes_no_difference(place: Bench) -> None:
     done = run_there(
         place,
-        "mount -s -t monarchfs -o $O,colour=red,intr $D/source $D/mnt;"
-        " cat $D/mnt/file; umount $D/mnt",
+        "export SUDO_UID=65534; mount -s -t monarchfs -o $O,colour=red,intr $D/source $D/mnt;"
+        " findmnt -n -o FS-OPTIONS $D/mnt; cat $D/mnt/file; umount $D/mnt",
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "of the source", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    shown, content = done.stdout.splitlines()
+    assert "user_id=0" in shown
+    assert content == "of the source"
 
 
 FAILURES = [
-    pytest.param("-o $O,colour=red $D/source $D/mnt", 1, "colour=red", id="unknown option"),
-    pytest.param("-o $O,freshnes=open $D/source $D/mnt", 1, "mean freshness?", id="misspelt"),
-    pytest.param("-o $O,tier=/x $D/source $D/mnt", 1, "PATH=SIZE", id="tier without a size"),
-    pytest.param("-o 'tier=\"/x=1G' $D/source $D/mnt", 1, "quotation mark", id="open quotes"),
-    pytest.param("-o remount,$O $D/source $D/mnt", 1, "cannot be changed", id="remount"),
-    pytest.param("-f -o $O $D/nosuch $D/mnt", 32, "does not exist", id="check of no source"),
-    pytest.param("-o $O $D/nosuch $D/mnt", 32, "does not exist", id="no source"),
-    pytest.param("-o $O $D/source $D/sbin/mount.monarchfs", 32, "not a directory", id="no mount"),
-    pytest.param("-o $O,user=nosuch $D/source $D/mnt", 32, "no user 'nosuch'", id="no such user"),
-    pytest.param("-o $O,config=/x $D/source $D/mnt", 1, "config=/x", id="no option here"),
+    ("-o $O,colour=red $D/source $D/mnt", 1, "colour=red"),
+    ("-o remount,$O $D/source $D/mnt", 1, "cannot be changed"),
+    ("-f -o $O $D/nosuch $D/mnt", 32, "does not exist"),
+    ("-o $O $D/nosuch $D/mnt", 32, "does not exist"),
+    ("-o $O $D/source $D/sbin/mount.monarchfs", 32, "not a directory"),
+    ("-o $O,config=/x $D/source $D/mnt", 1, "config=/x"),
+    ("$D/source", 1, "required: DIR"),
 ]
 
 
@@ -202,10 +196,9 @@ def test_one_line_and_the_exit_code_of_mount(
 
 
 def test_mount_passes_the_exit_code_on(place: Bench) -> None:
-    done = run_there(place, "mount -t monarchfs -o $O,size=5 $D/source $D/mnt")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    done = run_there(place, "mount -t monarchfs -o $O $D/nosuch $D/mnt")
-    assert (done.returncode, done.stderr.count("\n")) == (32, 1)
+    for words, code in (("$O,size=5 $D/source", 1), ("$O $D/nosuch", 32)):
+        done = run_there(place, f"mount -t monarchfs -o {words} $D/mnt")
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1)
 
 
 def test_another_mount_namespace(place: Bench) -> None:
@@ -236,23 +229,8 @@ def test_a_namespace_that_is_none(place: Bench, capsys: pytest.CaptureFixture[st
     assert "cannot enter mount namespace" in capsys.readouterr().err
 
 
-def test_sudo_makes_no_difference(place: Bench) -> None:
-    done = run_there(
-        place,
-        "export SUDO_UID=65534; mount -t monarchfs -o $O $D/source $D/mnt;"
-        " findmnt -n -o FS-OPTIONS $D/mnt; umount $D/mnt",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "user_id=0" in done.stdout
-
-
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exited:
         mount_helper.main(["--help"])
     assert exited.value.code == 0
     assert "32 not mounted" in capsys.readouterr().out
-
-
-def test_a_call_without_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert mount_helper.main(["/somewhere"]) == mount_helper.USAGE
-    assert "required: DIR" in capsys.readouterr().err

@@ -107,16 +107,3 @@ def test_in_run_all_are_what_they_are(work: Bench, mount: Mount) -> None:
     for path in (mount.path, other):
         assert_not_stale(doctor, Mount(path, path))
     assert_served(mount)
-
-
-def test_a_directory_that_all_share_is_not_to_be_closed(work: Bench) -> None:
-    shared = work.path / "shared"
-    shared.mkdir()
-    shared.chmod(0o1777)
-    for with_index in (False, True):
-        if with_index:
-            (shared / "index").mkdir()
-        done = run("fsck", str(shared))
-        assert done.returncode in (1, 2)
-        assert done.stderr.count("\n") == 1
-        assert "chmod" not in done.stderr

@@ -14,21 +14,19 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cli.plan import combine, lines
-from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, blocks
+from monarchfs.plan.fitting import Amount, Fitted, PlannedTier
 from monarchfs.plan.fitting import fit as fit_files
 from monarchfs.plan.survey import Sizes, survey_and_fit
-from monarchfs.plan.times import RELAY_FILES_PER_SECOND, SourceSpeed, TierSpeed, Work, times
+from monarchfs.plan.times import SourceSpeed, TierSpeed, Work, times
 from monarchfs.plan.walk import WalkCounts, walk
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.system.bounded import Tell, bounded_talk
 from monarchfs.system.walk import BATCH
 from monarchfs.types import OperationError, SourceStat, Space
-from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
+from tests.support.mounting import Bench, Mount, needs_mounts, requires_root, run, wait_for
 from tests.support.trees import strange_tree
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-NONE = Amount()
 PLENTY = Space(GIB << 10, GIB << 10, 1 << 20, 1 << 20)
 
 
@@ -84,10 +82,6 @@ def test_the_file_systems_reserve_and_its_inodes() -> None:
     assert fit([KIB] * 9, [room(GIB, Space(100 * MIB, 50 * MIB, 0, 0))], 10).whole.files == 9
 
 
-def test_blocks() -> None:
-    assert [blocks(n) for n in (0, 1, 4096, 4097)] == [0, 4096, 4096, 8192]
-
-
 def test_sizes_in_classes() -> None:
     sizes = Sizes()
     for size in (0, 1, 4096, 4097, 5 * MIB):
@@ -103,41 +97,15 @@ def test_sizes_in_classes() -> None:
 # How long.
 
 
-def estimate(
-    *,
-    remote: Amount,
-    new: Amount,
-    cached: Amount = NONE,
-    rate: float = 100e6,
-) -> Any:
-    work = Work(new, cached, remote, [new], [cached])
-    return times(work, SourceSpeed(rate, 0.001, 4), [TierSpeed(1e9, 1e9)])
-
-
 def test_a_slow_source_pays_from_the_second_epoch() -> None:
-    found = estimate(new=Amount(1000, 10**9), remote=Amount())
+    files = Amount(1000, 10**9)
+    work = Work(files, Amount(), Amount(), [files], [Amount()])
+    found = times(work, SourceSpeed(100e6, 0.001, 4), [TierSpeed(1e9, 1e9)])
     assert found.plain_epoch == pytest.approx(10.25)
     assert found.fill == found.first_epoch == pytest.approx(10.25)
     assert found.later_epoch == pytest.approx(1.0)
     assert found.pays_from_epoch == 2
     assert found.plain_total(10) - found.total(10) == pytest.approx(9 * 9.25)
-
-
-def test_what_is_cached_already_pays_at_once() -> None:
-    found = estimate(new=Amount(), cached=Amount(1000, 10**9), remote=Amount())
-    assert found.fill == 0
-    assert found.pays_from_epoch == 1
-
-
-def test_a_fast_source_of_small_files_never_pays() -> None:
-    found = estimate(new=Amount(100_000, 10**8), remote=Amount(), rate=5e9)
-    assert found.later_epoch > 100_000 / RELAY_FILES_PER_SECOND - 1
-    found = times(
-        Work(Amount(10**5, 10**8), Amount(), Amount(), [Amount(10**5, 10**8)], [Amount()]),
-        SourceSpeed(5e9, 0.00001, 4),
-        [TierSpeed(1e9, 1e9)],
-    )
-    assert found.pays_from_epoch is None
 
 
 def test_later_when_little_is_won() -> None:
@@ -148,35 +116,6 @@ def test_later_when_little_is_won() -> None:
     assert found.pays_from_epoch == 10
     assert found.total(9) >= found.plain_total(9)
     assert found.total(10) < found.plain_total(10)
-
-
-def surveyed(cached: int = 0) -> dict[str, Any]:
-    """A dataset of one cached file of that size, or of none."""
-    none, held = {"files": 0, "bytes": 0}, {"files": int(cached > 0), "bytes": cached}
-    return {
-        **dict.fromkeys(("directories", "others", "unreadable"), 0),
-        **{"hard_links": 0, "complete": True, "sizes": [], **held, "cached": [held]},
-        **{"placed": [none], "whole": none, "partial": none, "remote": none},
-    }
-
-
-@pytest.mark.parametrize(
-    ("size", "cached", "usable", "words"),
-    [
-        (202, 0, 40, "0 bytes of 40G; of its 202G no more can be used: limited by its file system"),
-        (202, 5, 45, "5.0G of 45G, 1 of them already; of its 202G no more can be used"),
-        (40, 5, 40, "5.0G of 40G, 1 of them already\n"),
-    ],
-)
-def test_what_of_a_tier_can_be_used_is_said(
-    size: int, cached: int, usable: int, words: str
-) -> None:
-    one = PlannedTier("/t", size * GIB, PLENTY, size * GIB, 40 * GIB, "its file system")
-    result = combine("/s", surveyed(cached * GIB), [one], None, 10)
-    (found,) = result["tiers"]
-    assert (found["capacity_bytes"], found["usable_bytes"]) == (size * GIB, usable * GIB)
-    assert found["limited_by"] == ("its file system" if usable < size else None)
-    assert words in "\n".join(lines(result))
 
 
 # The walk.
@@ -260,8 +199,6 @@ def test_a_child_that_dies_is_an_error() -> None:
 def place(work: Bench) -> Path:
     (work.path / "src").mkdir()
     (work.path / "src" / "f").write_bytes(b"x" * 5000)
-    (work.path / "file").write_bytes(b"no TOML, no directory")
-    (work.path / "loop").symlink_to("loop")
     return work.path
 
 
@@ -273,8 +210,7 @@ def test_a_source_that_the_user_may_not_read(place: Path) -> None:
     assert "cannot be read by nobody" in done.stderr
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_a_source_that_hangs_does_not_hang_the_plan(work: Bench, place: Path) -> None:
     faulty = work.faulty_source(place / "src")
     faulty.faults(hang=["* *"])
@@ -353,23 +289,35 @@ def dealt_with(mount: Mount, files: int) -> dict[str, Any]:
     return result
 
 
-@requires_root
-@requires_fuse
+def planned_and_done(
+    work: Bench, source: Path, files: int, *tiers: str
+) -> tuple[dict[str, Any], Mount, dict[str, Any]]:
+    """What the plan says; a mount with these tiers, and its status when it is done."""
+    options = [option for tier in tiers for option in ("--tier", tier)]
+    planned = plan(str(source), "--quick", *options)
+    immutable = ("--prefetch", "all", "--freshness", "immutable")
+    mount = work.mount(source, *immutable, tiers=list(tiers))
+    return planned, mount, dealt_with(mount, files)
+
+
+def assert_known_to_the_next(mount: Mount, planned: dict[str, Any], *tiers: str) -> dict[str, Any]:
+    """The next plan knows what is there."""
+    assert mount.umount().returncode == 0
+    options = [option for tier in tiers for option in ("--tier", tier)]
+    again = plan(str(mount.source), "--quick", *options)
+    assert again["cached_before"] == again["resident"] == planned["resident"]
+    return again
+
+
+@needs_mounts
 @pytest.mark.parametrize("shares", [(0.56,), (0.2, 0.36), (1.2,)], ids=str)
 def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
     source = work.path / "source"
-    source.mkdir()
     size = stepped_tree(source)
     steps = [int(size * share) // STEP_BYTES + 0.5 for share in shares]
     tiers = [f"{work.path}/tier{n}={int(step * STEP_BYTES)}" for n, step in enumerate(steps)]
-    options = [option for tier in tiers for option in ("--tier", tier)]
-
-    planned = plan(str(source), "--quick", *options)
-    mount = work.mount(source, "--prefetch", "all", "--freshness", "immutable", tiers=tiers)
-    now = dealt_with(mount, STEPPED_FILES)
-
-    assert planned["files"] == STEPPED_FILES
-    assert planned["bytes"] == size
+    planned, mount, now = planned_and_done(work, source, STEPPED_FILES, *tiers)
+    assert (planned["files"], planned["bytes"]) == (STEPPED_FILES, size)
     assert now["files"]["resident"] == planned["resident"]["files"]
     assert now["source_io"]["read_bytes"] == planned["resident"]["bytes"]
     assert [tier["files"] for tier in now["tiers"]] == [tier["files"] for tier in planned["tiers"]]
@@ -382,26 +330,18 @@ def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
     read = after["source_io"]["read_bytes"] - now["source_io"]["read_bytes"]
     assert read == planned["source_bytes"]["later_epoch"]
     assert read + planned["resident"]["bytes"] == planned["source_bytes"]["first_epoch"]
-
-    # The next plan knows what is there.
-    again = _after_umount(mount, source, options)
-    assert again["cached_before"] == planned["resident"]
-    assert again["resident"] == planned["resident"]
+    again = assert_known_to_the_next(mount, planned, *tiers)
     assert again["source_bytes"]["first_epoch"] == planned["source_bytes"]["later_epoch"]
     shutil.rmtree(work.path / "copy")
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_small_files_fill_the_last_blocks(work: Bench) -> None:
     """Which of them do depends on what is under way just then: the plan is right but for 1 % of the
     bytes, and no more files than can be that."""
     source = work.path / "source"
-    source.mkdir()
     tier = f"{work.path}/tier={int(mixed_tree(source) * 0.56)}"
-    planned = plan(str(source), "--quick", "--tier", tier)
-    mount = work.mount(source, "--prefetch", "all", "--freshness", "immutable", tiers=[tier])
-    now = dealt_with(mount, 300)
+    planned, _mount, now = planned_and_done(work, source, 300, tier)
     planned_bytes = planned["resident"]["bytes"]
     assert now["source_io"]["read_bytes"] == pytest.approx(planned_bytes, rel=0.01)
     sizes = sorted(path.stat().st_size for path in source.rglob("f*"))
@@ -411,15 +351,11 @@ def test_small_files_fill_the_last_blocks(work: Bench) -> None:
     assert now["files"]["resident"] + now["prefetch"]["refused"] == 300
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_a_file_that_fits_in_part(work: Bench) -> None:
     source = work.path / "source"
-    source.mkdir()
-    (source / "large").write_bytes(random.Random(1).randbytes(80 * MIB))
-    tier = f"{work.path}/tier=40M"
-    planned = plan(str(source), "--quick", "--tier", tier)
-    mount = work.mount(source, "--prefetch", "all", "--freshness", "immutable", tiers=[tier])
+    make_files(source, [80 * MIB])
+    planned, mount, _now = planned_and_done(work, source, 0, f"{work.path}/tier=40M")
     wait_for(lambda: mount.status()["files"]["partial"], "a part")
     now = mount.wait_idle()
     assert planned["partial"]["files"] == now["files"]["partial"] == 1
@@ -429,8 +365,7 @@ def test_a_file_that_fits_in_part(work: Bench) -> None:
     assert 0 <= left < MAX_UNIT_BYTES
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_files_with_holes(work: Bench) -> None:
     """Of 100 MiB each, with 2 MiB of blocks: three of five fit into 7 MiB."""
     source = work.path / "source"
@@ -442,36 +377,25 @@ def test_files_with_holes(work: Bench) -> None:
                 opened.seek(place * MIB)
                 opened.write(random.Random(number).randbytes(MIB))
     tier = f"{work.path}/tier=7M"
-    planned = plan(str(source), "--quick", "--tier", tier)
-    mount = work.mount(source, "--prefetch", "all", "--freshness", "immutable", tiers=[tier])
-    now = dealt_with(mount, 5)
+    planned, mount, now = planned_and_done(work, source, 5, tier)
     assert planned["resident"] == {"files": 3, "bytes": 300 * MIB}
     assert planned["remote"] == {"files": 2, "bytes": 200 * MIB}
-    assert now["files"]["resident"] == 3
-    assert now["prefetch"]["refused"] == 2
+    assert (now["files"]["resident"], now["prefetch"]["refused"]) == (3, 2)
     (held,) = now["tiers"]
     assert 6 * MIB <= held["used_bytes"] <= 7 * MIB
     assert subprocess.run(["diff", "-r", source, mount.path], check=False).returncode == 0
-    again = _after_umount(mount, source, ["--tier", tier])
-    assert again["cached_before"] == planned["resident"]
-
-
-def _after_umount(mount: Mount, source: Path, options: list[str]) -> dict[str, Any]:
-    assert mount.umount().returncode == 0
-    return plan(str(source), "--quick", *options)
+    assert_known_to_the_next(mount, planned, tier)
 
 
 def test_measured_rates_make_times(place: Path) -> None:
+    (place / "empty").mkdir()
+    found = plan(str(place / "empty"), "--tier", f"{place}/t=1G")
+    assert (found["files"], found["bytes"], found["rates"]) == (0, 0, None)
+    (place / "empty").rmdir()
     found = plan(str(place / "src"), "--tier", f"{place}/t=1G", "--epochs", "3")
     assert found["rates"]["source_open_seconds"] > 0
     assert found["rates"]["tiers"][0]["write_bytes_per_second"] > 0
     seconds = found["seconds"]
     assert seconds["plain_total"] == pytest.approx(3 * seconds["plain_epoch"])
     assert seconds["saved"] == pytest.approx(seconds["plain_total"] - seconds["total"])
-    assert sorted(p.name for p in place.iterdir()) == ["file", "loop", "src"], "nothing is left"
-
-
-def test_an_empty_source(place: Path) -> None:
-    (place / "empty").mkdir()
-    found = plan(str(place / "empty"), "--tier", f"{place}/t=1G")
-    assert (found["files"], found["bytes"], found["rates"]) == (0, 0, None)
+    assert sorted(p.name for p in place.iterdir()) == ["src"], "nothing is left"

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,12 +56,24 @@ def place(work: Bench, request: pytest.FixtureRequest) -> Iterator[Place]:
 
 
 @pytest.fixture
+def roots(work: Bench) -> Iterator[Place]:
+    with left_clean(make_place(work, user=False)) as made:
+        yield made
+
+
+@pytest.fixture
 def users(work: Bench) -> Iterator[Place]:
     with left_clean(make_place(work, user=True)) as made:
         yield made
 
 
 # What the command sees
+
+
+def assert_view(place: Place, **more: Any) -> None:
+    """The command sees the files of a mount."""
+    done = place.run("stat", "-f", "-c", "%t", "source/file", **more)
+    assert (done.stdout, done.stderr, done.returncode) == ("65735546\n", "", 0)
 
 
 def test_the_command_sees_the_view_where_it_is_and_nobody_else_does(place: Place) -> None:
@@ -110,28 +123,24 @@ def test_the_command_has_no_privileges(users: Place) -> None:
     assert done.returncode != 0
 
 
-def test_root_runs_the_command_as_another_user(work: Bench) -> None:
-    place = make_place(work, user=False)
-    (place.source / "secret").write_text("secret")
-    (place.source / "secret").chmod(0o600)
+def test_root_runs_the_command_as_another_user(roots: Place) -> None:
+    (roots.source / "secret").write_text("secret")
+    (roots.source / "secret").chmod(0o600)
     options = ["--user", "nobody"]
-    done = place.run("sh", "-c", "id -u; cat source/file source/secret", options=options)
+    done = roots.run("sh", "-c", "id -u; cat source/file source/secret", options=options)
     assert done.stdout == f"{NOBODY.pw_uid}\ncontent"
     assert "Permission denied" in done.stderr
-    place.wait_nothing_left()
 
 
-def test_a_working_directory_that_only_root_may_enter(work: Bench) -> None:
-    place = make_place(work, user=False)
-    (place.path / "locked").mkdir(mode=0o700)
-    done = place.run(
-        *("sh", "-c", 'cd ..; cat source/file; cd "$0"', str(place.path / "locked")),
+def test_a_working_directory_that_only_root_may_enter(roots: Place) -> None:
+    (roots.path / "locked").mkdir(mode=0o700)
+    done = roots.run(
+        *("sh", "-c", 'cd ..; cat source/file; cd "$0"', str(roots.path / "locked")),
         options=["--user", "nobody"],
-        cwd=place.path / "locked",
+        cwd=roots.path / "locked",
     )
     assert done.stdout == "content"
     assert done.returncode == 2  # the shell's, of a cd that is not allowed
-    place.wait_nothing_left()
 
 
 def test_a_working_directory_that_is_gone(place: Place) -> None:
@@ -139,9 +148,7 @@ def test_a_working_directory_that_is_gone(place: Place) -> None:
     gone = place.path / "gone"
     gone.mkdir()
     command = [*words, str(gone), *place.command("cat", str(place.source / "file"))]
-    done = subprocess.run(
-        command, cwd=gone, env=place.environment, capture_output=True, text=True, check=False
-    )
+    done = place.call(command, cwd=gone)
     assert (done.returncode, done.stdout) == (0, "content")
 
 
@@ -159,51 +166,36 @@ def test_what_was_copied_is_there_the_next_time(place: Place) -> None:
     assert report.pop("seconds") > 0
     status = report.pop("status")
     assert (status["served"]["local_opens"], status["source_io"]["read_bytes"]) == (1, 0)
-    assert report == {
-        "source": str(place.source),
-        "view": "own",
-        "reason": None,
-        "exit_code": 0,
-    }
+    source = str(place.source)
+    assert report == {"source": source, "view": "own", "reason": None, "exit_code": 0}
 
 
 def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
     place = make_place(work, user=False)
     mount = work.mount(place.source)
     report = place.path / "report"
-    done = place.run("stat", "-f", "-c", "%t", "source/file", options=["--json", str(report)])
-    assert (done.stdout, done.stderr) == ("65735546\n", "")
+    assert_view(place, options=["--json", str(report)])
     told = json.loads(report.read_text())
     assert told["view"] == "existing"
     assert told["status"]["worker"]["pid"] == mount.worker_pid()
     # Also where that is the source itself.
     assert mount.umount().returncode == 0
     over = work.mount(place.source, point=place.source)
-    done = place.run("stat", "-f", "-c", "%t", "source/file", options=["--json", str(report)])
-    assert (done.stdout, done.stderr) == ("65735546\n", "")
+    assert_view(place, options=["--json", str(report)])
     assert json.loads(report.read_text())["status"]["worker"]["pid"] == over.worker_pid()
 
 
 def test_a_users_mount_that_is_there_is_shown(users: Place) -> None:
     (users.path / "mnt").mkdir()
     os.chown(users.path / "mnt", NOBODY.pw_uid, NOBODY.pw_gid)
-    program = [sys.executable, "-m", "monarchfs.cli.main"]
     storage = ["--tier", f"{users.path}/tier=1G", "--state-dir", f"{users.path}/state"]
-    mount = [*program, "mount", str(users.source), str(users.path / "mnt"), *storage]
+    mount = [*MONARCHFS, "mount", str(users.source), str(users.path / "mnt"), *storage]
     report = users.path / "run" / "report"
     words = ["sh", "-c", "stat -f -c %t source/file; cat source/file"]
-    inner = [*program, "run", str(users.source), "--json", str(report), "--", *words]
-    umount = [*program, "umount", str(users.path / "mnt")]
+    inner = [*MONARCHFS, "run", str(users.source), "--json", str(report), "--", *words]
+    umount = [*MONARCHFS, "umount", str(users.path / "mnt")]
     script = " && ".join(map(shlex.join, (mount, inner, umount)))
-    done = subprocess.run(
-        [*users.wrapper(), "sh", "-c", script],
-        env=users.environment,
-        cwd=users.path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = users.call([*users.wrapper(), "sh", "-c", script])
     assert (done.stdout, done.stderr) == ("65735546\ncontent", "")
     assert json.loads(report.read_text())["view"] == "existing"
     report.unlink()
@@ -233,31 +225,25 @@ def test_a_run_in_a_run_is_the_same_view(place: Place) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("65735546\n", "", 0)
 
 
-def test_root_in_a_chroot_stays_in_it(work: Bench) -> None:
-    place = make_place(work, user=False)
-    done = _in_chroot(place, [], "sh", "-c", "test ! -e outside && cat source/file")
+def test_root_in_a_chroot_stays_in_it(roots: Place) -> None:
+    done = _in_chroot(roots, [], "sh", "-c", "test ! -e outside && cat source/file")
     assert (done.stdout, done.stderr) == ("content", "")
-    place.wait_nothing_left()
 
 
 # How it ends
 
 
-@pytest.mark.parametrize(
-    ("script", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill $$", 143)]
-)
-def test_the_exit_code_is_the_commands(users: Place, script: str, code: int) -> None:
-    done = users.run("sh", "-c", script)
-    assert (done.returncode, done.stderr) == (code, "")
-
-
-def test_a_command_that_cannot_be_run_has_the_shells_exit_codes(place: Place) -> None:
-    done = place.run("no-such-command")
-    assert done.returncode == 127
-    assert done.stderr == "monarchfs: cannot run no-such-command: command not found\n"
-    done = place.run(str(place.source / "file"))
-    assert done.returncode == 126
-    assert done.stderr == f"monarchfs: cannot run {place.source}/file: Permission denied\n"
+def test_the_exit_code_is_the_commands_or_as_a_shells(place: Place) -> None:
+    for script, code in (("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137), ("kill $$", 143)):
+        done = place.run("sh", "-c", script)
+        assert (done.returncode, done.stderr) == (code, "")
+    for name, code, words in (
+        ("no-such-command", 127, "command not found"),
+        (f"{place.source}/file", 126, "Permission denied"),
+    ):
+        done = place.run(name)
+        assert done.returncode == code
+        assert done.stderr == f"monarchfs: cannot run {name}: {words}\n"
 
 
 def test_without_a_mount_the_command_runs_all_the_same(place: Place) -> None:
@@ -288,15 +274,7 @@ def test_a_mistyped_source_runs_nothing(place: Place) -> None:
     ):
         arguments = [str(typed) if word == str(place.source) else word for word in before]
         where = arguments.index("--")
-        done = subprocess.run(
-            [*arguments[:where], *more, *arguments[where:]],
-            env=place.environment,
-            cwd=place.path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = place.call([*arguments[:where], *more, *arguments[where:]])
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
         assert f"source {typed} does not exist: " in done.stderr or more
         assert words in done.stderr
@@ -308,9 +286,7 @@ def test_a_source_in_a_directory_that_may_not_be_entered_is_no_mistyped_one(user
     (hidden / "source").mkdir(parents=True)
     hidden.chmod(0o700)
     command = [str(hidden / "source") if w == str(users.source) else w for w in users.command("ls")]
-    done = subprocess.run(
-        command, env=users.environment, cwd=users.path, capture_output=True, text=True, check=False
-    )
+    done = users.call(command)
     assert done.returncode == 0, "the command decides what it can do without"
     assert "is read without a cache" in done.stderr
 
@@ -333,36 +309,11 @@ exec "$@"
 """
     inside = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, str(users.path)]
     for options, code, out in (([], 3, "ran\n"), (["--strict"], 2, "")):
-        done = subprocess.run(
-            [*inside, *users.command("sh", "-c", "echo ran; exit 3", options=options)],
-            env=users.environment,
-            cwd=users.path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        command = users.command("sh", "-c", "echo ran; exit 3", options=options)
+        done = users.call([*inside, *command])
         assert (done.returncode, done.stdout) == (code, out)
         assert "/etc/monarchfs.toml" in done.stderr
         assert done.stderr.count("\n") == 1
-
-
-def test_reports_that_cannot_be_written_change_nothing(place: Place) -> None:
-    command = place.command(
-        *("sh", "-c", "echo ran; exit 3"), options=["--report", "--json", "/dev/full"]
-    )
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command,
-            env=place.environment,
-            cwd=place.path,
-            stdout=subprocess.PIPE,
-            stderr=full,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert (done.returncode, done.stdout) == (3, "ran\n")
 
 
 def test_a_report_that_cannot_be_written_is_told_before(place: Place) -> None:
@@ -371,13 +322,11 @@ def test_a_report_that_cannot_be_written_is_told_before(place: Place) -> None:
     assert "cannot be written" in done.stderr
 
 
-def test_where_user_namespaces_are_forbidden_the_command_runs(work: Bench) -> None:
-    place = make_place(work, user=True)
-    done = _in_chroot(place, place.wrapper(), "cat", "source/file")
+def test_where_user_namespaces_are_forbidden_the_command_runs(users: Place) -> None:
+    done = _in_chroot(users, users.wrapper(), "cat", "source/file")
     assert done.stdout == "content"
     assert "is read without a cache: you may not make a user namespace here" in done.stderr
     assert done.stderr.count("\n") == 1
-    place.wait_nothing_left()
 
 
 def _in_chroot(place: Place, wrapper: list[str], *words: str) -> subprocess.CompletedProcess[str]:
@@ -390,14 +339,7 @@ cd / && exec chroot {place.path}/root "$@"
     inside = place.command(*words)[len(place.wrapper()) :]
     place_in = ["sh", "-c", 'cd "$0" && exec "$@"', str(place.path), *inside]
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
-    return subprocess.run(
-        [*command, *wrapper, *place_in],
-        env=place.environment,
-        text=True,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    return place.call([*command, *wrapper, *place_in])
 
 
 # Signals
@@ -424,14 +366,7 @@ def test_signals_that_are_ignored_stay_ignored(place: Place) -> None:
     script = "grep SigIgn /proc/self/status"
     plain = subprocess.run([*ignoring, "sh", "-c", script], capture_output=True, text=True)
     assert int(plain.stdout.split()[1], 16) & 0b1000000111 == 0b1000000111
-    seen = subprocess.run(
-        [*ignoring, *place.command("sh", "-c", script)],
-        env=place.environment,
-        cwd=place.path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    seen = place.call([*ignoring, *place.command("sh", "-c", script)])
     assert (seen.stdout, seen.stderr, seen.returncode) == (plain.stdout, "", 0)
 
 
@@ -501,21 +436,6 @@ def test_a_terminals_interrupt_reaches_the_command_once(place: Place) -> None:
 # Several, and what is left
 
 
-def test_eight_at_once_share_a_mount_and_the_last_one_unmounts(place: Place) -> None:
-    script = "readlink /proc/self/ns/mnt; read line; cat source/file"
-    tasks = [place.start("sh", "-c", script, stdin=subprocess.PIPE) for _ in range(8)]
-    spaces = [next(lines_of(task)).strip() for task in tasks]
-    assert len(set(spaces)) == 1
-    assert spaces[0] != os.readlink("/proc/self/ns/mnt")
-    for task in tasks[:-1]:
-        out, errors = task.communicate("\n", timeout=WAIT_SECONDS)
-        assert (out, errors, task.returncode) == ("content", "", 0)
-    again = place.run("readlink", "/proc/self/ns/mnt")
-    assert again.stdout.strip() == spaces[0]
-    assert tasks[-1].communicate("\n", timeout=WAIT_SECONDS)[0] == "content"
-    assert place.runtime_files() == []
-
-
 def test_other_options_and_other_jobs(users: Place) -> None:
     script = "readlink /proc/self/ns/mnt; read line"
     first = users.start("sh", "-c", script, stdin=subprocess.PIPE)
@@ -534,8 +454,7 @@ def test_other_options_and_other_jobs(users: Place) -> None:
 
 def test_one_after_the_other_never_meets_the_end_of_the_last(users: Place) -> None:
     for _ in range(5):
-        done = users.run("stat", "-f", "-c", "%t", "source/file")
-        assert (done.stdout, done.stderr) == ("65735546\n", "")
+        assert_view(users)
 
 
 def test_a_killed_run_takes_all_with_it(place: Place) -> None:
@@ -552,11 +471,11 @@ def test_a_killed_worker_is_replaced_in_the_namespace(place: Place) -> None:
     script = "cat source/file; echo; read line; cat source/below/other; stat -f -c %t source"
     running = place.start("sh", "-c", script, stdin=subprocess.PIPE)
     assert next(lines_of(running)) == "content\n"
-    told = json.loads(place.status(str(place.source), "--json").stdout)
+    told = place.told()
     os.kill(told["worker"]["pid"], signal.SIGKILL)
 
     def another_serves() -> bool:
-        now = json.loads(place.status(str(place.source), "--json").stdout)
+        now = place.told()
         return bool(now["state"] == "serving" and now["worker"]["restarts"] == 1)
 
     wait_for(another_serves, "another worker")
@@ -567,7 +486,7 @@ def test_a_killed_worker_is_replaced_in_the_namespace(place: Place) -> None:
 def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
     running = users.start("sh", "-c", "echo ready; read line; exit 5", stdin=subprocess.PIPE)
     assert next(lines_of(running)) == "ready\n"
-    worker = json.loads(users.status(str(users.source), "--json").stdout)["worker"]["pid"]
+    worker = users.told()["worker"]["pid"]
     daemon = next(
         pid
         for pid in users.processes()
@@ -579,14 +498,13 @@ def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
     running.communicate("\n", timeout=WAIT_SECONDS)
     assert running.returncode == 5
     # What a killed daemon leaves is in nobody's way, and goes with the next one.
-    done = users.run("stat", "-f", "-c", "%t", "source/file")
-    assert (done.stdout, done.stderr) == ("65735546\n", "")
+    assert_view(users)
 
 
 def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
     running = place.start("sh", "-c", "echo ready; exec sleep 60.625")
     assert next(lines_of(running)) == "ready\n"
-    worker = json.loads(place.status(str(place.source), "--json").stdout)["worker"]["pid"]
+    worker = place.told()["worker"]["pid"]
     killed = [*place.processes(), worker]
     for pid in killed:
         os.kill(pid, signal.SIGSTOP)  # none is to have time to clean up
@@ -595,8 +513,7 @@ def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
     running.communicate(timeout=WAIT_SECONDS)
     wait_for(lambda: not place.processes(), "all to be gone")
     assert place.runtime_files() != []
-    done = place.run("stat", "-f", "-c", "%t", "source/file", env={"SLURM_JOB_ID": "8"})
-    assert (done.stdout, done.stderr) == ("65735546\n", "")
+    assert_view(place, env={"SLURM_JOB_ID": "8"})
     assert place.runtime_files() == []
 
 
@@ -616,7 +533,7 @@ def test_what_outlives_the_command_does_not_keep_the_mount(place: Place) -> None
 def test_status_shows_private_mounts(place: Place) -> None:
     running = place.start("sh", "-c", "cat source/file; echo; read line", stdin=subprocess.PIPE)
     assert next(lines_of(running)) == "content\n"
-    told = json.loads(place.status(str(place.source), "--json").stdout)
+    told = place.told()
     assert (told["private"], told["state"], told["files"]["resident"]) == (True, "serving", 1)
     line = next(line for line in place.status().stdout.splitlines() if str(place.source) in line)
     assert "serving, private" in line

@@ -128,8 +128,7 @@ class Jobs:
         """Once a worker answers."""
 
         def told() -> dict[str, Any] | None:
-            done = self.place.status(str(self.place.source), "--json")
-            status = json.loads(done.stdout) if done.returncode == 0 else {}
+            status = self.place.told()
             return status if status.get("state") == "serving" else None
 
         result: dict[str, Any] = wait_for(told, "a mount that serves")

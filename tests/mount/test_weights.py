@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from monarchfs import hints
 from monarchfs.cli.main import main
 from monarchfs.hints import client
-from tests.support.mounting import MONARCHFS, Bench, Mount, assert_refused, requires_fuse, wait_for
+from tests.support.mounting import Bench, Mount, assert_refused, requires_fuse, run, wait_for
 
 pytestmark = requires_fuse
 
@@ -64,39 +63,14 @@ def local(mount: Mount) -> set[int]:
     """And the tier holds no more than it may."""
     tier = mount.status()["tiers"][0]
     assert tier["used_bytes"] <= tier["capacity_bytes"]
-    done = subprocess.run(
-        [*MONARCHFS, "why", *(str(mount.path / "dir" / str(n)) for n in range(FILES)), "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run("why", *(str(mount.path / "dir" / str(n)) for n in range(FILES)), "--json")
     found = json.loads(done.stdout)
     return {n for n, one in enumerate(found["paths"]) if one["state"] == "resident"}
 
 
-def test_the_heavy_files_stay_and_weights_may_change(
-    mount: Mount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_heavy_files_stay_also_with_the_next_worker(
+    mount: Mount, work: Bench, tmp_path: Path
 ) -> None:
-    weights = tmp_path / "weights"
-    weights.write_text("".join(f"{n}\tdir/{n}\n" for n in range(FILES)))
-    assert main(["weigh", str(mount.path), str(weights), "--json"]) == 0
-    answer = {"files": FILES, "unknown": 0, "first_unknown": ""}
-    assert json.loads(capsys.readouterr().out) == answer
-    read(mount, *range(FILES))
-    assert local(mount) == set(range(FILES - 4, FILES))
-    # The job says it by itself, with the paths that it opens; others keep their weight.
-    assert hints.weigh({mount.path / "dir" / str(n): 100.0 for n in range(2)})
-    read(mount, *range(FILES))
-    assert local(mount) == {0, 1, FILES - 2, FILES - 1}
-    # Equal weights: nothing goes any more.
-    assert hints.weigh([(mount.path / "dir" / "7", 1.0)], replace=True)
-    read(mount, 7)
-    stay = local(mount)
-    read(mount, *range(FILES))
-    assert (local(mount), 7 in stay) == (stay, True)
-
-
-def test_weights_go_on_with_the_next_worker(mount: Mount, work: Bench, tmp_path: Path) -> None:
     weights = tmp_path / "weights"
     weights.write_text("".join(f"{n}\tdir/{n}\n" for n in range(FILES)))
     assert main(["weigh", str(mount.path), str(weights)]) == 0
@@ -109,16 +83,14 @@ def test_weights_go_on_with_the_next_worker(mount: Mount, work: Bench, tmp_path:
     assert hints.weigh({mount.path / "dir" / "0": 0.5})
     assert main(["restart", str(mount.path)]) == 0
     read(mount, *range(FILES))
-    assert local(mount) == set(range(FILES - 4, FILES))
+    stay = local(mount)
+    assert stay == set(range(FILES - 4, FILES))
+    # Equal weights: nothing goes any more.
+    assert hints.weigh([(mount.path / "dir" / "7", 1.0)], replace=True)
+    read(mount, *range(FILES))
+    assert local(mount) == stay
     mount.umount()
     assert os.listdir(work.path / "state" / "said") == []
-
-
-def test_hot_files_stay_without_a_word(mount: Mount) -> None:
-    hot = [5, 7, 9]
-    for seed in range(3):
-        read(mount, *random.Random(seed).sample([*range(FILES), *hot * 3], FILES + 9))
-    assert set(hot) <= local(mount)
 
 
 def test_files_are_named_as_elsewhere(
@@ -139,27 +111,18 @@ def test_files_are_named_as_elsewhere(
     assert capsys.readouterr().out == "weighed 9,000 files\n"
 
 
-def test_what_is_no_weight_is_refused(
-    mount: Mount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_no_weight_is_refused_and_all_where_no_policy_wants_them(
+    work: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    mount = work.mount(dataset(work))
     weights = tmp_path / "weights"
     for text, words in (
-        ("1 dir/1\n", "line 1: a line is a weight, a tab and a path"),
         ("1\tdir/1\n-1\tdir/1\n", "line 2: a weight is a number of at least 0"),
-        ("nan\tdir/1\n", "line 1: a weight is"),
-        ("much\tdir/1\n", "line 1: a weight is a number, not much"),
         ("1\t../x\n", "line 1: ../x is not below"),
         ("1\t\n", "line 1: a path is empty"),
     ):
         weights.write_text(text)
         assert_refused(mount, capsys, ["weigh", "{mnt}", str(weights)], 2, words)
-
-
-def test_other_policies_want_no_weights(
-    work: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mount = work.mount(dataset(work))
-    weights = tmp_path / "weights"
     weights.write_text("1\tdir/1\n")
     assert_refused(mount, capsys, ["weigh", "{mnt}", str(weights)], 1, "--evict weighted")
     assert_refused(mount, capsys, ["weigh", "{mnt}", "/nosuch/file"], 1, "No such file")
