@@ -39,9 +39,8 @@ def tier(path: Path) -> Iterator[Tier]:
 def small(path: Path) -> Iterator[Path]:
     """A tmpfs of 1 MiB and 64 inodes."""
     options = "size=1M,nr_inodes=64,mode=700"
-    surroundings.mount_tmpfs(path, options)
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
+    with surroundings.mounted_tmpfs(path, options):
+        yield path
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.store import ReplicaLost, Tier, read_full, read_nowait
 from monarchfs.store.checksum import checksum
 from monarchfs.types import Replica, ReplicaState
-from tests.store.tools import NAME, needs_root, open_tier
+from tests.store.tools import NAME
 
 
 def test_reading_at_once_is_all_or_nothing(tier: Tier) -> None:
@@ -46,17 +46,6 @@ def test_what_is_only_partly_in_memory_is_not_read_at_once(
 
     monkeypatch.setattr(os, "preadv", preadv)
     assert read_nowait(0, 0, 10) is None
-
-
-@needs_root
-def test_tmpfs_does_not_answer_nowait(small: Path) -> None:
-    tier = open_tier(small)
-    tier.files.write_whole(NAME, b"good")
-    fd = tier.files.open(NAME, checksum(b"good"), 4)
-    assert read_nowait(fd, 0, 4) in (None, b"good")
-    assert read_nowait(fd, 0, 4, memory_backed=True) == b"good"
-    os.close(fd)
-    tier.close()
 
 
 def test_reading_in_full_never_returns_less(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:

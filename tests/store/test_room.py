@@ -13,16 +13,7 @@ from monarchfs.engine.units import Unit
 from monarchfs.store import ReplicaLost, read_nowait
 from monarchfs.store.checksum import BLOCK_BYTES, checksum
 from monarchfs.types import SourceStat
-from tests.store.tools import (
-    BLOCK,
-    KIB,
-    NAME,
-    files_below,
-    name_of,
-    needs_root,
-    open_tier,
-    whole,
-)
+from tests.store.tools import BLOCK, KIB, NAME, files_below, name_of, needs_root, open_tier, whole
 
 
 def test_a_unit_that_finds_no_room_says_so(tmp_path: Path) -> None:

@@ -1,32 +1,26 @@
-"""Tiers on real directories: layout, what a replica must be, parts, and vanishing."""
+"""Tiers on real directories: layout, parts, what is listed, verified and tried, and vanishing."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from monarchfs.store import ReplicaLost, Tier, read_full
 from monarchfs.store.checksum import checksum, combine, digests
-from monarchfs.types import SourceVersion
-from tests.store.tools import (
-    BLOCK,
-    KIB,
-    NAME,
-    PLANTED,
-    content,
-    files_below,
-    mode_of,
-    name_of,
-    open_tier,
-    plant,
-    whole,
-)
+from monarchfs.types import SourceVersion, TierFile
+from tests.store.tools import BLOCK, KIB, NAME, content, files_below, mode_of, name_of, whole
+from tests.support.on_disk import Place, cached_pages, spoil
 
 GOOD = checksum(b"good")
+MIB = 1024 * KIB
 
 
 def reopen(tier: Tier, path: Path) -> bool:
@@ -93,85 +87,6 @@ def test_writing_again_replaces(path: Path, tier: Tier) -> None:
     assert mode_of(place) == 0o600  # its data are not on the disk yet
     assert read_full(fd, 0, 4) == b"good"
     os.close(fd)
-
-
-def test_replicas_of_other_content_lie_beside_each_other(path: Path, tier: Tier) -> None:
-    tier.files.write_whole(NAME, b"good")
-    tier.files.write_whole(NAME, b"evil")
-    assert files_below(path) == {whole(b"good"), whole(b"evil")}
-    assert content(tier, b"good") == b"good"
-    assert content(tier, b"evil") == b"evil"
-
-
-@pytest.mark.parametrize("planted", [*PLANTED, "wrong size"])
-def test_what_is_not_the_replica_is_refused(
-    path: Path, tmp_path: Path, tier: Tier, planted: str
-) -> None:
-    tier.files.write_whole(NAME, b"good")
-    place = path / whole(b"good")
-    place.unlink()
-    (tmp_path / "elsewhere").write_bytes(b"good")
-    if planted == "wrong size":
-        place.write_bytes(b"longer")
-    else:
-        plant(place, planted, tmp_path / "elsewhere")
-    with pytest.raises(ReplicaLost) as error:
-        tier.files.open(NAME, GOOD, 4)
-    assert error.value.errno == errno.ESTALE
-    assert place.name in str(error.value)
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-def test_what_is_not_ours_stays(
-    path: Path, tmp_path: Path, tier: Tier, planted: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "elsewhere").write_bytes(b"good")
-    (path / "ab").mkdir()
-    for place in (path / whole(b"good"), path / "parts" / NAME.hex()):
-        plant(place, planted, tmp_path / "elsewhere")
-    before = {file: os.lstat(file) for file in path.rglob("*") if file.name != "ab"}
-    for _ in range(2):
-        tier.files.remove(NAME, GOOD)
-        tier.files.remove_part(NAME)
-        tier.files.discard(NAME)
-        tier.files.mark_synced([(NAME, GOOD)])
-    with pytest.raises(FileExistsError):
-        tier.files.create_part(NAME, 4)
-    with pytest.raises(FileExistsError):
-        tier.files.write_whole(NAME, b"good")
-    after = {file: os.lstat(file) for file in path.rglob("*") if file.name != "ab"}
-    assert {file: (st.st_ino, st.st_mode) for file, st in after.items()} == {
-        file: (st.st_ino, st.st_mode) for file, st in before.items()
-    }
-    assert (tmp_path / "elsewhere").read_bytes() == b"good"
-    assert mode_of(tmp_path / "elsewhere") != 0o400
-    assert sorted(record.getMessage() for record in caplog.records) == sorted(
-        f"{place} is not ours and stays as it is"
-        for place in (path / whole(b"good"), path / "parts" / NAME.hex())
-    )
-    assert tier.files.complete(0xAB) == tier.files.parts() == []
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-def test_a_replica_does_not_replace_what_is_not_ours(
-    path: Path, tmp_path: Path, tier: Tier, planted: str
-) -> None:
-    (tmp_path / "elsewhere").write_bytes(b"evil")
-    (path / "ab").mkdir()
-    place = path / whole(b"good")
-    plant(place, planted, tmp_path / "elsewhere")
-    before = os.lstat(place)
-    with pytest.raises(FileExistsError):
-        tier.files.write_whole(NAME, b"good")
-    assert os.lstat(place).st_ino == before.st_ino
-    assert list((path / "parts").iterdir()) == []
-
-    fd = tier.files.create_part(NAME, 4)
-    tier.files.write(fd, 0, b"good")
-    with pytest.raises(FileExistsError):
-        tier.files.finish_part(fd, NAME, GOOD)
-    os.close(fd)
-    assert os.lstat(place).st_ino == before.st_ino
 
 
 # Parts
@@ -277,60 +192,6 @@ def test_writes_go_on_after_short_ones(tier: Tier, monkeypatch: pytest.MonkeyPat
 # Directories that are not what they were
 
 
-def test_a_planted_fan_out_directory_is_not_followed(path: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    tier = open_tier(path)
-    tier.files.write_whole(NAME, b"good")
-    tier.close()
-    (path / "ab").rename(elsewhere)
-    (path / "ab").symlink_to(elsewhere)
-    tier = open_tier(path)
-    with pytest.raises(NotADirectoryError):
-        tier.files.write_whole(name_of(9), b"good")
-    with pytest.raises(ReplicaLost):
-        tier.files.open(NAME, GOOD, 4)
-    with pytest.raises(ReplicaLost):
-        tier.files.verify(NAME, GOOD, 4)
-    tier.files.mark_synced([(NAME, GOOD)])
-    tier.files.remove(NAME, GOOD)
-    tier.files.discard(NAME)
-    assert tier.files.complete(0xAB) == []
-    tier.close()
-    good = elsewhere / Path(whole(b"good")).name
-    assert list(elsewhere.iterdir()) == [good]
-    assert mode_of(good) == 0o600
-    assert (path / "ab").is_symlink()
-    assert list((path / "parts").iterdir()) == []
-
-
-def test_a_planted_directory_of_parts_is_not_followed(path: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    tier = open_tier(path)
-    os.close(tier.files.create_part(NAME, 4))
-    (path / "parts").rename(elsewhere)
-    (elsewhere / ".probe-0").touch()
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "parts").symlink_to(elsewhere)
-    with pytest.raises(NotADirectoryError):
-        open_tier(tmp_path / "other")
-    assert reopen(tier, tmp_path / "other")
-    for use in (
-        lambda: tier.files.write_whole(NAME, b"good"),
-        lambda: tier.files.create_part(name_of(9), 4),
-        tier.probe,
-    ):
-        with pytest.raises(NotADirectoryError):
-            use()
-    with pytest.raises(ReplicaLost):
-        tier.files.open_part(NAME, 4)
-    tier.files.remove_part(NAME)
-    tier.files.discard(NAME)
-    assert tier.files.parts() == []
-    tier.close()
-    assert files_below(elsewhere) == {NAME.hex(), ".probe-0"}
-    assert (tmp_path / "other" / "parts").is_symlink()
-
-
 def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tier) -> None:
     tier.files.write_whole(NAME, b"good")
     for directory in path.iterdir():
@@ -353,9 +214,12 @@ def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tie
 def test_a_tier_goes_on_in_another_directory(path: Path, tmp_path: Path, tier: Tier) -> None:
     tier.files.write_whole(NAME, b"good")
     fd = tier.files.open(NAME, GOOD, 4)
+    segments = tier.segments
+    segments.create(1)
     before = len(os.listdir("/proc/self/fd"))
     assert not reopen(tier, path)
     assert len(os.listdir("/proc/self/fd")) == before
+    assert tier.segments is segments
     assert content(tier, b"good") == b"good"
 
     path.rename(tmp_path / "before")
@@ -363,15 +227,18 @@ def test_a_tier_goes_on_in_another_directory(path: Path, tmp_path: Path, tier: T
     assert content(tier, b"good") == b"good"
     assert reopen(tier, path)
     assert not reopen(tier, path)
-    assert read_full(fd, 0, 4) == b"good"  # what is open stays so
+    # What is open stays so, and who had the earlier segments may still use them.
+    assert read_full(fd, 0, 4) == b"good"
     os.close(fd)
+    assert (segments.found(), tier.segments.found()) == ([1], [])
     with pytest.raises(ReplicaLost):
         tier.files.open(NAME, GOOD, 4)
     tier.probe()
     tier.files.write_whole(NAME, b"more")
+    tier.segments.create(2)
     tier.sync()
-    assert files_below(path) == {whole(b"more")}
-    assert files_below(tmp_path / "before") == {whole(b"good")}
+    assert files_below(path) == {whole(b"more"), f"segments/{2:016x}"}
+    assert files_below(tmp_path / "before") == {whole(b"good"), f"segments/{1:016x}"}
 
 
 def test_a_directory_that_cannot_be_opened_changes_nothing(path: Path, tier: Tier) -> None:
@@ -381,3 +248,275 @@ def test_a_directory_that_cannot_be_opened_changes_nothing(path: Path, tier: Tie
         tier.reopen(fd)
     os.close(fd)
     assert content(tier, b"good") == b"good"
+
+
+# Listing and marking
+
+
+def test_files_are_listed_in_order_with_what_they_are(path: Path, tier: Tier) -> None:
+    numbers = list(range(20))
+    random.Random(1).shuffle(numbers)
+    for number in numbers:
+        tier.files.write_whole(name_of(number), b"x" * number)
+    tier.files.write_whole(name_of(3), b"another")
+    tier.files.write_whole(b"\xac" * 16, b"not here")
+    tier.sync()
+    tier.files.mark_synced([(name_of(5), checksum(b"x" * 5)), (name_of(6), 0)])
+    expected = [
+        TierFile(name_of(n), checksum(data), len(data), 4 * KIB if data else 0, n == 5)
+        for n, data in [(3, b"another"), *((n, b"x" * n) for n in range(20))]
+    ]
+    found = tier.files.complete(0xAB)
+    assert [file._replace(made_ns=0) for file in found] == sorted(expected)
+    for file in found:
+        replica = path / "ab" / f"{file.name.hex()}.{file.checksum:016x}"
+        assert file.made_ns == replica.stat().st_mtime_ns
+    assert [file.name for file in tier.files.complete(0xAC)] == [b"\xac" * 16]
+    assert tier.files.complete(0xAD) == []
+    assert not (path / "ad").exists()
+
+
+def test_parts_are_listed_in_order(tier: Tier) -> None:
+    assert tier.files.parts() == []
+    for number in (3, 1, 2):
+        os.close(tier.files.create_part(name_of(number), number * BLOCK))
+    fd = tier.files.open_part(name_of(2), 2 * BLOCK)
+    tier.files.write(fd, 0, b"x" * BLOCK)
+    os.close(fd)
+    assert [part._replace(made_ns=0) for part in tier.files.parts()] == [
+        TierFile(name_of(1), 0, BLOCK, 0, False),
+        TierFile(name_of(2), 0, 2 * BLOCK, BLOCK, False),
+        TierFile(name_of(3), 0, 3 * BLOCK, 0, False),
+    ]
+
+
+def test_only_proper_names_are_listed(path: Path, tmp_path: Path, tier: Tier) -> None:
+    tier.files.write_whole(NAME, b"good")
+    os.close(tier.files.create_part(NAME, 4))
+    proper = "ab" + "0" * 30
+    foreign = [
+        *(f"ab/{proper}{end}" for end in ("", ".", ".0", "." + "0" * 17, "." + "A" * 16)),
+        *(f"ab/{proper}.{'0' * 16}{end}" for end in ("\n", "~", ".tmp")),
+        f"ab/{proper.upper()}.{'0' * 16}",
+        f"ab/ac{proper[2:]}.{'0' * 16}",  # of another directory
+        f"ab/.{proper}.{'0' * 16}",
+        *(f"parts/{name}" for name in ("notes.txt", proper + "0", proper[1:], proper.upper())),
+        f"parts/{proper}.{'0' * 16}",
+        f"AB{'/' + proper}.{'0' * 16}",
+        f"zz/{proper}.{'0' * 16}",
+    ]
+    for file in foreign:
+        (path / file).parent.mkdir(exist_ok=True)
+        (path / file).touch()
+    before = files_below(path)
+    assert [file.name for file in tier.files.complete(0xAB)] == [NAME]
+    assert [file.name for file in tier.files.parts()] == [NAME]
+    tier.files.discard(bytes.fromhex(proper))
+    tier.probe()
+    assert files_below(path) == before
+
+
+def test_synced_is_what_the_mode_says(path: Path, tier: Tier) -> None:
+    tier.files.write_whole(NAME, b"good")
+    assert not tier.files.complete(0xAB)[0].synced
+    tier.files.mark_synced([(NAME, GOOD), (name_of(1), GOOD), (b"\0" * 16, GOOD)])
+    assert mode_of(path / whole(b"good")) == 0o400
+    assert tier.files.complete(0xAB)[0].synced
+    assert tier.files.verify(NAME, GOOD, 4)
+    tier.files.mark_synced([(NAME, GOOD)])
+    (path / whole(b"good")).chmod(0o444)  # whoever did that, it was not us
+    assert not tier.files.complete(0xAB)[0].synced
+    tier.files.remove(NAME, GOOD)
+    assert tier.files.complete(0xAB) == []
+
+
+def test_discarding_takes_all_of_a_name_and_nothing_else(path: Path, tier: Tier) -> None:
+    kept = []
+    for data in (b"good", b"evil", b""):
+        tier.files.write_whole(NAME, data)
+        tier.files.write_whole(name_of(8), data)
+        kept.append(whole(data, name_of(8)))
+    tier.files.mark_synced([(NAME, GOOD)])
+    os.close(tier.files.create_part(NAME, 100))
+    os.close(tier.files.create_part(name_of(8), 100))
+    tier.files.discard(NAME)
+    assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
+    tier.files.discard(NAME)
+    tier.files.discard(b"\0" * 16)
+    assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
+    assert not (path / "00").exists()
+
+
+# Verifying
+
+SIZES = [0, 1, 4096, BLOCK, MIB - 1, MIB, MIB + 1, 3 * MIB + 12_345]
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """O_DIRECT is refused with EINVAL: when it is set, or by every read."""
+    real_fcntl, real_preadv = fcntl.fcntl, os.preadv
+
+    def checked_fcntl(fd: int, command: int, argument: int = 0) -> int:
+        if when == "set" and command == fcntl.F_SETFL and argument & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_fcntl(fd, command, argument)
+
+    def checked_preadv(fd: int, buffers: tuple[memoryview], offset: int) -> int:
+        if real_fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(fcntl, "fcntl", checked_fcntl)
+    monkeypatch.setattr(os, "preadv", checked_preadv)
+
+
+@pytest.mark.parametrize("direct", ["as it is", "set", "read"])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_byte_is_verified(
+    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, size: int, direct: str
+) -> None:
+    if direct != "as it is":
+        refuse_direct(monkeypatch, direct)
+    data = os.urandom(size)
+    _, total = tier.files.write_whole(NAME, data)
+    paced: list[int] = []
+    assert tier.files.verify(NAME, total, size, paced.append)
+    assert sum(paced) == size
+    assert all(0 < count <= MIB for count in paced)
+    for at in {0, size // 2, size - 1} if size else set():
+        spoil(Place(path / whole(data), 0), at)
+        assert not tier.files.verify(NAME, total, size)
+        spoil(Place(path / whole(data), 0), at)
+    assert tier.files.verify(NAME, total, size)
+
+
+def test_short_reads_are_gone_on_from(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(2 * MIB + 5)
+    _, total = tier.files.write_whole(NAME, data)
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, to, at: real(fd, (to[0][:300_000],), at))
+    paced: list[int] = []
+    assert tier.files.verify(NAME, total, len(data), paced.append)
+    assert paced[:4] == [MIB, MIB - 300_000, MIB - 600_000, MIB - 900_000]
+
+
+def test_what_is_not_there_cannot_be_verified(path: Path, tier: Tier) -> None:
+    with pytest.raises(ReplicaLost):
+        tier.files.verify(NAME, GOOD, 4)
+    tier.files.write_whole(NAME, b"good")
+    with pytest.raises(ReplicaLost, match="Has 4 bytes instead of 5"):
+        tier.files.verify(NAME, GOOD, 5)
+    with pytest.raises(ReplicaLost, match="Ends at 0 instead of 4"):
+        tier.files.verify(NAME, GOOD, 4, lambda _: os.truncate(path / whole(b"good"), 0))
+
+
+def test_a_disk_that_does_not_give_the_bytes_is_no_answer(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier.files.write_whole(NAME, b"good")
+
+    def preadv(fd: int, buffers: object, offset: int) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(OSError, match="Input/output") as error:
+        tier.files.verify(NAME, GOOD, 4)
+    assert not isinstance(error.value, ReplicaLost)
+
+
+def cached(path: Path) -> int:
+    with open(path, "rb") as file:
+        return len(cached_pages(file.fileno()))
+
+
+@pytest.mark.parametrize("direct", ["as it is", "set", "read"])
+def test_verifying_leaves_nothing_in_the_page_cache(
+    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, direct: str
+) -> None:
+    if tier.memory_backed:
+        pytest.skip("needs a TMPDIR on a disk: it is in memory")
+    if direct != "as it is":
+        refuse_direct(monkeypatch, direct)
+    data = os.urandom(4 * MIB)
+    _, total = tier.files.write_whole(NAME, data)
+    tier.sync()
+    with open(path / whole(data), "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert cached(path / whole(data)) == 0
+    assert tier.files.verify(NAME, total, len(data))
+    assert cached(path / whole(data)) == 0
+
+    whole_reads = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, to, at: whole_reads(fd, (to[0][:4096],), at))
+    turns = iter(("first", "second"))
+
+    def pace(_: int) -> None:
+        next(turns)
+
+    with pytest.raises(StopIteration):
+        tier.files.verify(NAME, total, len(data), pace)
+    assert cached(path / whole(data)) == 0
+
+
+def takes_direct(path: Path) -> bool:
+    (path / "notes").touch()
+    with contextlib.suppress(OSError):
+        os.close(os.open(path / "notes", os.O_RDONLY | os.O_DIRECT))
+        return True
+    return False
+
+
+def test_verifying_keeps_what_was_cached(path: Path, tier: Tier) -> None:
+    if tier.memory_backed or not takes_direct(path):
+        pytest.skip("needs O_DIRECT: TMPDIR on ext4 or xfs")
+    data = os.urandom(4 * MIB)
+    _, total = tier.files.write_whole(NAME, data)
+    tier.sync()
+    before = cached(path / whole(data))
+    assert before > 0
+    assert tier.files.verify(NAME, total, len(data))
+    assert cached(path / whole(data)) == before
+
+
+# Trying
+
+
+def test_a_probe_leaves_nothing_and_removes_what_a_crash_left(
+    path: Path, tmp_path: Path, tier: Tier
+) -> None:
+    tier.probe()
+    assert files_below(path) == set()
+    (tmp_path / "elsewhere").touch()
+    for name in (".probe-0123456789abcdef", ".probe-0"):
+        (path / "parts" / name).touch()
+    others = [".probe-", ".probe-xyz", ".probe-0.txt", "probe-0", ".probe-0A"]
+    for name in others:
+        (path / "parts" / name).touch()
+    (path / "parts" / ".probe-1").symlink_to(tmp_path / "elsewhere")
+    tier.probe()
+    assert files_below(path) == {f"parts/{name}" for name in [*others, ".probe-1"]}
+    assert (tmp_path / "elsewhere").exists()
+
+
+def failing(code: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def test_a_probe_reports_what_fails(
+    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("pwrite", "fsync", "pread"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing(errno.EIO))
+            with pytest.raises(OSError, match="Input/output"):
+                tier.probe()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", lambda *_: bytes(4096))
+        with pytest.raises(OSError, match="Other bytes than were written") as error:
+            tier.probe()
+        assert error.value.errno == errno.EIO
+    assert files_below(path) == set()
+    tier.probe()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from monarchfs.store import Tier
 from monarchfs.store.checksum import checksum
 from tests.support import surroundings
@@ -51,30 +49,9 @@ def files_below(path: Path) -> set[str]:
     return {str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir()}
 
 
+def code_of(result: int | OSError) -> int | None:
+    return result.errno if isinstance(result, OSError) else None
+
+
 def mode_of(path: Path) -> int:
     return os.lstat(path).st_mode & 0o777
-
-
-def plant(place: Path, kind: str, elsewhere: Path) -> None:
-    """Put something that is not a replica at ``place``; ``elsewhere`` is what a link leads to."""
-    if kind == "symlink":
-        place.symlink_to(elsewhere)
-    elif kind == "fifo":
-        os.mkfifo(place)
-    elif kind == "directory":
-        place.mkdir()
-    elif kind == "socket":
-        os.mknod(place, 0o140600)
-    else:
-        assert kind == "foreign"
-        place.write_bytes(b"good")
-        os.chown(place, 65534, 65534)
-
-
-PLANTED = [
-    "symlink",
-    "fifo",
-    "directory",
-    "socket",
-    pytest.param("foreign", marks=needs_root),
-]

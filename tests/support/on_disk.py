@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -65,6 +66,19 @@ def _records(segment: Path, data: bytes) -> list[int]:
                 found.append(offset)
             offset = text.find(data, offset + 1)
     return found
+
+
+def cached_pages(fd: int) -> list[int]:
+    """The pages of a file that the kernel has in memory (mincore(2): asking loads none)."""
+    size = os.fstat(fd).st_size
+    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    libc = ctypes.CDLL(None, use_errno=True)
+    with mmap.mmap(fd, size, mmap.MAP_PRIVATE) as mapped:
+        view = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.c_void_p(ctypes.addressof(view))
+        assert libc.mincore(address, ctypes.c_size_t(size), pages) == 0, ctypes.get_errno()
+        del view
+    return [number for number, page in enumerate(pages.raw) if page & 1]
 
 
 def spoil(place: Place, offset: int = 0, data: bytes | None = None) -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -173,6 +174,16 @@ def mount_tmpfs(path: Path, options: str = "mode=1777") -> None:
     if "CAP_SYS_ADMIN" not in capabilities():
         pytest.skip("needs leave to mount a tmpfs: for a container: --cap-add SYS_ADMIN")
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
+
+
+@contextmanager
+def mounted_tmpfs(path: Path, options: str = "mode=1777") -> Iterator[None]:
+    """``mount_tmpfs``, until the end. What is open there stays so."""
+    mount_tmpfs(path, options)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
 
 
 def mount_ext4(image: Path, point: Path, size: int, *make: str, options: str = "loop") -> None:
