@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trio
 
 from monarchfs.source import PosixSource
-from tests.source.tools import (
-    HangingPosix,
-    open_descriptors,
-)
+from tests.source.tools import HangingPosix, open_descriptors
 from tests.support.open_directories import close_directories
 from tests.support.timing import wait_for
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """An asynchronous test runs in trio. Its ``nursery`` is cancelled at its end."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+
+    async def main() -> None:
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                if "nursery" in arguments:
+                    arguments["nursery"] = nursery
+                await pyfuncitem.obj(**arguments)
+                nursery.cancel_scope.cancel()
+
+    trio.run(main)
+    return True
+
+
+@pytest.fixture
+def nursery() -> None:
+    """See above."""
 
 
 @pytest.fixture(autouse=True)

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from monarchfs.source import PosixSource
-from monarchfs.types import (
-    DirRef,
-    SourceChanged,
-)
-from tests.source.tools import (
-    everything,
-    open_descriptors,
-    ref,
-)
+from monarchfs.types import DirRef, SourceChanged
+from tests.source.tools import everything, open_descriptors, ref
 from tests.support.open_directories import close_directories
-from tests.support.surroundings import mount_tmpfs
+from tests.support.surroundings import mounted_tmpfs, requires_root
 
 
 def test_a_symlink_in_place_of_a_component_is_not_followed(
@@ -242,26 +236,16 @@ def test_many_threads_share_few_directory_handles(root: Path, root_fd: int) -> N
     posix = PosixSource(root_fd, max_directories=4)
     before = open_descriptors()
     refs = [ref(root, name + b"/x") for name in names]
-    failures: list[object] = []
 
     def look(start: int) -> None:
-        try:
-            for number in range(500):
-                wanted = refs[(start + number * 7) % len(refs)]
-                if posix.stat(wanted, b"").ino != wanted.ino:
-                    failures.append(wanted)
-                if number % 50 == 0:
-                    close_directories(posix, wanted.path[:1])
-        except BaseException as error:
-            failures.append(error)
-            raise
+        for number in range(500):
+            wanted = refs[(start + number * 7) % len(refs)]
+            assert posix.stat(wanted, b"").ino == wanted.ino
+            if number % 50 == 0:
+                close_directories(posix, wanted.path[:1])
 
-    threads = [threading.Thread(target=look, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(look, range(8)))
     assert open_descriptors() == before + 4
     close_directories(posix)
 
@@ -286,30 +270,24 @@ def test_a_stale_directory_is_opened_again(
     assert posix.stat(directory, b"f").is_regular
 
 
+@requires_root
 def test_another_file_system_with_the_same_number_is_another_directory(
     root: Path, posix: PosixSource
 ) -> None:
     """The roots of two tmpfs have the same st_ino, as those of subvolumes of btrfs."""
     point = root / "a"
     point.mkdir()
-    if os.geteuid() != 0:
-        pytest.skip("needs root: sudo make test")
-    mount_tmpfs(point)
-    try:
-        (point / "file").write_bytes(b"first")
-        first, _ = posix.found(ref(root), b"a")
-        directory = DirRef(b"a", first.ino, first.device)
-        mount_tmpfs(point)
-        try:
-            (point / "file").write_bytes(b"second one")
-            second, _ = posix.found(ref(root), b"a")
-            assert (second.ino, second.device) != (first.ino, first.device)
-            assert posix.stat(directory, b"file").size == 5
-            assert posix.stat(DirRef(b"a", second.ino, second.device), b"file").size == 10
-            close_directories(posix)
-            with pytest.raises(SourceChanged):
-                posix.stat(directory, b"file")
-        finally:
-            subprocess.run(["umount", "-l", str(point)], check=True)
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=True)
+    with ExitStack() as stack:
+        found = []
+        for data in (b"first", b"second one"):
+            stack.enter_context(mounted_tmpfs(point))
+            (point / "file").write_bytes(data)
+            stat, _ = posix.found(ref(root), b"a")
+            found.append(DirRef(b"a", stat.ino, stat.device))
+            assert posix.stat(found[-1], b"file").size == len(data)
+        first, second = found
+        assert first != second
+        assert posix.stat(first, b"file").size == 5
+        close_directories(posix)
+        with pytest.raises(SourceChanged):
+            posix.stat(first, b"file")

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from monarchfs.source import PosixSource
-from monarchfs.types import (
-    DirRef,
-    FileType,
-)
-from tests.source.tools import (
-    everything,
-    ref,
-)
+from monarchfs.types import DirRef, FileType
+from tests.source.tools import everything, ref
 from tests.support import surroundings
 from tests.support.open_directories import close_directories
 
@@ -112,8 +105,7 @@ def test_xattrs_of_files_directories_and_links(root: Path, posix: PosixSource) -
 def test_a_file_system_mounted_below_the_root_has_a_device(root: Path, posix: PosixSource) -> None:
     (root / "m").mkdir()
     covered = ref(root, b"m")
-    surroundings.mount_tmpfs(root / "m")
-    try:
+    with surroundings.mounted_tmpfs(root / "m"):
         (root / "m" / "f").touch()
         st = posix.stat(ref(root), b"m")
         assert st.device == os.stat(root / "m").st_dev
@@ -124,6 +116,4 @@ def test_a_file_system_mounted_below_the_root_has_a_device(root: Path, posix: Po
         assert posix.read(fd, 0, 1)[1] == opened.version
         posix.close(fd)
         assert posix.statvfs().f_files == os.statvfs(root).f_files
-    finally:
         close_directories(posix)
-        subprocess.run(["umount", "-l", root / "m"], check=True)

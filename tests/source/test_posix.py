@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -22,18 +21,10 @@ from monarchfs.source import PosixSource
 from monarchfs.source import posix as posix_module
 from monarchfs.source.posix import Found
 from monarchfs.system.file_system_type import FUSE
-from monarchfs.types import (
-    DirRef,
-    FileType,
-    SourceChanged,
-    SourceStat,
-)
-from tests.source.tools import (
-    everything,
-    open_descriptors,
-    ref,
-)
+from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat
+from tests.source.tools import everything, open_descriptors, ref
 from tests.support import surroundings
+from tests.support.on_disk import cached_pages
 
 
 def test_stat_says_what_lstat_says(root: Path, posix: PosixSource) -> None:
@@ -79,20 +70,6 @@ def test_found_brings_the_target_of_a_link(root: Path, posix: PosixSource) -> No
         posix.readlink(ref(root), b"f")
 
 
-def test_found_each_answers_for_each_name(root: Path, posix: PosixSource) -> None:
-    (root / "f").touch()
-    (root / "l").symlink_to("f")
-    here = ref(root)
-    file, missing, link = posix.found_each(here, [b"f", b"none", b"l"])
-    assert file == posix.found(here, b"f")
-    assert isinstance(missing, FileNotFoundError)
-    assert isinstance(link, tuple)
-    assert link[0].is_symlink
-    assert link[1] == b"f"
-    with pytest.raises(SourceChanged):
-        posix.found_each(DirRef(b"d", 1), [b"f"])
-
-
 def shown(answer: Found | OSError) -> object:
     """But for the time of access of links, which reading them changes."""
     if isinstance(answer, OSError):
@@ -127,6 +104,8 @@ def test_found_each_answers_as_found_does(root: Path, posix: PosixSource) -> Non
             alone = error
         assert shown(answer) == shown(alone), name
     assert posix.found_each(here, []) == []
+    with pytest.raises(SourceChanged):
+        posix.found_each(DirRef(b"d", 1), [b"f"])
 
 
 def test_found_each_ends_when_its_time_is_over(root: Path, posix: PosixSource) -> None:
@@ -230,19 +209,6 @@ def test_read_gives_data_and_the_version_after_it(root: Path, posix: PosixSource
     posix.close(fd)
 
 
-def cached(fd: int) -> list[int]:
-    """The pages of the file that the kernel has in memory (mincore(2): asking loads none)."""
-    size = os.fstat(fd).st_size
-    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-    libc = ctypes.CDLL(None, use_errno=True)
-    with mmap.mmap(fd, size, mmap.MAP_PRIVATE) as mapped:
-        view = ctypes.c_char.from_buffer(mapped)
-        address = ctypes.c_void_p(ctypes.addressof(view))
-        assert libc.mincore(address, ctypes.c_size_t(size), pages) == 0, ctypes.get_errno()
-        del view
-    return [number for number, page in enumerate(pages.raw) if page & 1]
-
-
 def test_what_was_read_is_not_kept_in_memory_too(root: Path, posix: PosixSource) -> None:
     mib = 1 << 20
     data = os.urandom(8 * mib)
@@ -251,16 +217,16 @@ def test_what_was_read_is_not_kept_in_memory_too(root: Path, posix: PosixSource)
     try:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if cached(fd):
+        if cached_pages(fd):
             pytest.skip("needs a TMPDIR on a disk: it is in memory")
         # In order, as a copy is read: nothing is read ahead, and nothing stays.
         for start in (0, mib, 2 * mib):
             found = posix.read_once(fd, start, mib)
             assert found == (data[start : start + mib], st.version)
-        assert cached(fd) == []
+        assert cached_pages(fd) == []
         # A reader's own reads may be read ahead of; what it got does not stay either.
         assert posix.read_for_reader(fd, 3 * mib, mib)[0] == data[3 * mib : 4 * mib]
-        assert not any(page < 4 * mib // mmap.PAGESIZE for page in cached(fd))
+        assert not any(page < 4 * mib // mmap.PAGESIZE for page in cached_pages(fd))
     finally:
         posix.close(fd)
 

@@ -4,62 +4,16 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from types import SimpleNamespace
 
 import outcome
 import pytest
 
 from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
-from tests.support.mounting import as_user, requires_root
 from tests.support.timing import wait_for
-
-NO_THREADS = """
-import os, resource, sys, time
-sys.path.insert(0, sys.argv[1])
-from monarchfs.source.releases import Releases
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "did not happen"
-        time.sleep(0.005)
-
-def is_open(fd):
-    try:
-        return bool(os.fstat(fd))
-    except OSError:
-        return False
-
-releases = Releases()
-descriptors = [os.open("/", os.O_RDONLY) for _ in range(100)]
-_soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))
-for fd in descriptors:
-    releases.soon(lambda fd=fd: os.close(fd))
-assert releases.pending == 100 and releases.threads == 0, (releases.pending, releases.threads)
-assert all(map(is_open, descriptors))
-resource.setrlimit(resource.RLIMIT_NPROC, (hard, hard))
-releases.go_on()
-until(lambda: not releases.pending)
-assert not any(map(is_open, descriptors))
-"""
-
-
-@requires_root
-def test_where_no_thread_can_be_started_nothing_is_lost() -> None:
-    """pthread_create(3) fails, by the limit of processes of a user who is not root."""
-    command = as_user("nobody", [sys.executable, "-c", NO_THREADS, str(Path(__file__).parents[2])])
-    probe = as_user("nobody", [sys.executable, "-c", "import trio"])
-    if subprocess.run(probe, capture_output=True, check=False).returncode:
-        pytest.skip("nobody can run no Python with trio here")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("wait for a thread: can't start new thread") == 1
 
 
 class Fake:
@@ -78,18 +32,9 @@ class Fake:
         threading.Thread(target=lambda: deliver(outcome.capture(run)), daemon=True).start()
 
 
-class Clock:
-    """Stands for the module ``time``: its second passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def monotonic(self) -> float:
-        return self.seconds
-
-
 def test_few_threads_do_it_and_more_where_those_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    hang, lock, clock = threading.Event(), threading.Lock(), Clock()
+    hang, lock = threading.Event(), threading.Lock()
+    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
     monkeypatch.setattr("monarchfs.source.releases.time", clock)
     done: list[int] = []
     releases = Releases(stuck_seconds=1.0, start_thread=Fake())
@@ -132,7 +77,8 @@ def test_what_fails_is_logged_and_the_rest_is_done(caplog: pytest.LogCaptureFixt
     releases.soon(lambda: os.close(ends[0]))
     releases.soon(lambda: os.close(-1))
     releases.soon(lambda: os.close(ends[1]))
-    assert releases.pending == 3
+    assert (releases.pending, releases.threads) == (3, 0)
+    assert caplog.text.count("wait for a thread: can't start new thread") == 1
     start.refuses = False
     releases.go_on()
     wait_for(lambda: not releases.pending, "all files to be closed")

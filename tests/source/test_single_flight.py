@@ -10,49 +10,39 @@ import trio
 import trio.testing
 
 from monarchfs.source import SingleFlight
-from monarchfs.types import (
-    MonarchError,
-    SourceChanged,
-)
-from tests.source.tools import (
-    run_in_nursery,
-    soon,
-)
+from monarchfs.types import MonarchError, SourceChanged
+from tests.source.tools import soon
 
 
-def test_callers_with_one_key_share_one_run() -> None:
+async def test_callers_with_one_key_share_one_run(nursery: trio.Nursery) -> None:
     runs = []
+    flights = SingleFlight(nursery)
+    gate = trio.Event()
 
-    async def body(nursery: trio.Nursery) -> None:
-        flights = SingleFlight(nursery)
-        gate = trio.Event()
+    async def fn() -> int:
+        runs.append(True)
+        await gate.wait()
+        return len(runs)
 
-        async def fn() -> int:
-            runs.append(True)
-            await gate.wait()
-            return len(runs)
+    results = []
 
-        results = []
+    async def caller(key: object) -> None:
+        results.append(await flights.run_once(key, fn))
 
-        async def caller(key: object) -> None:
-            results.append(await flights.run_once(key, fn))
-
-        async with trio.open_nursery() as callers:
-            with trio.CancelScope() as killed:
-                async with trio.open_nursery() as doomed:
-                    doomed.start_soon(caller, "a")
-                    await trio.testing.wait_all_tasks_blocked()
-                    killed.cancel()
-            for _ in range(3):
-                callers.start_soon(caller, "a")
-            await trio.testing.wait_all_tasks_blocked()
-            assert (len(runs), len(flights)) == (1, 1)
-            gate.set()
-        assert results == [1, 1, 1]
-        assert len(flights) == 0
-        assert await flights.run_once("a", fn) == 2
-
-    run_in_nursery(body)
+    async with trio.open_nursery() as callers:
+        with trio.CancelScope() as killed:
+            async with trio.open_nursery() as doomed:
+                doomed.start_soon(caller, "a")
+                await trio.testing.wait_all_tasks_blocked()
+                killed.cancel()
+        for _ in range(3):
+            callers.start_soon(caller, "a")
+        await trio.testing.wait_all_tasks_blocked()
+        assert (len(runs), len(flights)) == (1, 1)
+        gate.set()
+    assert results == [1, 1, 1]
+    assert len(flights) == 0
+    assert await flights.run_once("a", fn) == 2
 
 
 class Awkward(MonarchError):
@@ -63,29 +53,27 @@ class Awkward(MonarchError):
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "bad", "name"), SourceChanged("changed"), Awkward(1, 2)]
 )
-def test_every_caller_gets_the_error_in_its_own_raise(error: Exception) -> None:
+async def test_every_caller_gets_the_error_in_its_own_raise(
+    error: Exception, nursery: trio.Nursery
+) -> None:
+    flights = SingleFlight(nursery)
     depths = []
     seen = []
 
-    async def body(nursery: trio.Nursery) -> None:
-        flights = SingleFlight(nursery)
+    async def fail() -> None:
+        await trio.lowlevel.checkpoint()
+        raise error
 
-        async def fail() -> None:
-            await trio.lowlevel.checkpoint()
-            raise error
+    async def caller() -> None:
+        try:
+            await flights.run_once("key", fail)
+        except type(error) as caught:
+            depths.append(len(traceback.extract_tb(caught.__traceback__)))
+            seen.append(caught)
 
-        async def caller() -> None:
-            try:
-                await flights.run_once("key", fail)
-            except type(error) as caught:
-                depths.append(len(traceback.extract_tb(caught.__traceback__)))
-                seen.append(caught)
-
-        async with trio.open_nursery() as callers:
-            for _ in range(10):
-                callers.start_soon(caller)
-
-    run_in_nursery(body)
+    async with trio.open_nursery() as callers:
+        for _ in range(10):
+            callers.start_soon(caller)
     assert len(seen) == 10
     assert len(set(depths)) == 1
     assert {str(caught) for caught in seen} == {str(error)}
@@ -94,38 +82,32 @@ def test_every_caller_gets_the_error_in_its_own_raise(error: Exception) -> None:
         assert {getattr(caught, "errno", None) for caught in seen} == {errno.EIO}
 
 
-def test_a_run_whose_nursery_is_cancelled_lands_with_an_error() -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as callers, trio.open_nursery() as runs:
-            flights = SingleFlight(runs)
+async def test_a_run_whose_nursery_is_cancelled_lands_with_an_error() -> None:
+    async with trio.open_nursery() as callers, trio.open_nursery() as runs:
+        flights = SingleFlight(runs)
 
-            async def caller() -> None:
-                with pytest.raises(OSError, match="not connected") as caught:
-                    await flights.run_once("key", trio.sleep_forever)
-                assert caught.value.errno == errno.ENOTCONN
+        async def caller() -> None:
+            with pytest.raises(OSError, match="not connected") as caught:
+                await flights.run_once("key", trio.sleep_forever)
+            assert caught.value.errno == errno.ENOTCONN
 
-            callers.start_soon(caller)
-            await trio.testing.wait_all_tasks_blocked()
-            runs.cancel_scope.cancel()
-
-    trio.run(main)
+        callers.start_soon(caller)
+        await trio.testing.wait_all_tasks_blocked()
+        runs.cancel_scope.cancel()
 
 
-def test_a_bug_in_a_run_that_nobody_waits_for_is_logged(
-    caplog: pytest.LogCaptureFixture,
+async def test_a_bug_in_a_run_that_nobody_waits_for_is_logged(
+    caplog: pytest.LogCaptureFixture, nursery: trio.Nursery
 ) -> None:
-    async def body(nursery: trio.Nursery) -> None:
-        flights = SingleFlight(nursery)
-        gate = trio.Event()
+    flights = SingleFlight(nursery)
+    gate = trio.Event()
 
-        async def fn() -> None:
-            await gate.wait()
-            raise ZeroDivisionError
+    async def fn() -> None:
+        await gate.wait()
+        raise ZeroDivisionError
 
-        with trio.move_on_after(0.01):
-            await flights.run_once("key", fn)
-        gate.set()
-        await soon(lambda: len(flights) == 0)
-
-    run_in_nursery(body)
+    with trio.move_on_after(0.01):
+        await flights.run_once("key", fn)
+    gate.set()
+    await soon(lambda: len(flights) == 0)
     assert "'key' failed" in caplog.text

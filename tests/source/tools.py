@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import trio
 import trio.testing
 
 from monarchfs.source import PosixSource, SourceEntry
-from monarchfs.types import (
-    DirRef,
-    SourceStat,
-    SourceVersion,
-)
+from monarchfs.types import DirRef, SourceStat, SourceVersion
 
 
 def open_descriptors() -> int:
@@ -68,13 +64,3 @@ class HangingPosix(PosixSource):
         if offset == 1:
             self.hang()
         return super().read(fd, offset, size)
-
-
-def run_in_nursery(body: Callable[[trio.Nursery], Awaitable[None]]) -> None:
-    async def main() -> None:
-        with trio.fail_after(30):
-            async with trio.open_nursery() as nursery:
-                await body(nursery)
-                nursery.cancel_scope.cancel()
-
-    trio.run(main)
