@@ -58,10 +58,7 @@ def shared_memory() -> set[str]:
 def fill(disk: Path) -> None:
     """Take what is left of the disk, to the last block."""
     for size in (1 << 20, 4096):
-        with (
-            contextlib.suppress(OSError),
-            open(disk / f"filler-{size}", "wb", buffering=0) as file,
-        ):
+        with contextlib.suppress(OSError), open(disk / f"filler-{size}", "wb", buffering=0) as file:
             while file.write(bytes(size)) == size:
                 pass
 

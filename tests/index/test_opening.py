@@ -67,19 +67,6 @@ def test_a_data_file_changed_behind_a_clean_mark_is_suspicious(tmp_path: Path) -
     assert last_close(str(tmp_path)) is LastClose.CRASHED
 
 
-def test_the_directory_may_be_known_by_descriptor_only(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        by_descriptor = Path(f"/proc/self/fd/{descriptor}")
-        open_index(by_descriptor).close(clean=False)
-        # Checked in a child, which has another descriptor table.
-        index = open_index(by_descriptor)
-        index.close()
-        assert last_close(str(by_descriptor)) is LastClose.CLEAN
-    finally:
-        os.close(descriptor)
-
-
 def test_the_map_grows_by_itself(tmp_path: Path) -> None:
     index = open_index(tmp_path, map_bytes=1 << 18)
     for i in range(3000):
@@ -127,16 +114,6 @@ def test_sync_from_another_thread_while_writing(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     assert len(index.entries(ROOT_INO, 0, 3000)) == 2000
     index.close()
-
-
-def test_small_values_are_kept(index: Index) -> None:
-    assert index.meta_get(b"boot") is None
-    index.meta_put(b"boot", b"id")
-    index.meta_put(b"schema", b"mine")
-    assert (index.meta_get(b"boot"), index.meta_get(b"schema")) == (b"id", b"mine")
-    index.meta_put(b"tier:" + b"p" * 4096, b"1")
-    index.meta_put(b"tier:" + b"p" * 4095, b"2")
-    assert index.meta_get(b"tier:" + b"p" * 4096) == b"1"
 
 
 def test_a_suspect_index_is_checked_however_it_was_closed(
@@ -198,17 +175,17 @@ def test_room_is_kept_ahead_of_the_file(tmp_path: Path) -> None:
     assert ahead() < 1 << 20
 
 
-def test_boots_and_tiers_are_remembered(tmp_path: Path) -> None:
+def test_tiers_and_small_values_are_remembered(tmp_path: Path) -> None:
     index = open_index(tmp_path)
-    assert index.begin_boot(b"one") is False
-    assert index.tier_number("/b") == 1
-    assert index.tier_number("/a\udcff" + "x" * 4000) == 2
-    assert index.tier_number("/b") == 1
+    far = "/a\udcff" + "x" * 4000
+    assert [index.tier_number(path) for path in ("/b", far, "/b")] == [1, 2, 1]
+    assert index.meta_get(b"schema") is None
+    values = {b"schema": b"mine", b"tier:" + b"p" * 4096: b"1", b"tier:" + b"p" * 4095: b"2"}
+    for key, value in values.items():
+        index.meta_put(key, value)
     index.close()
     index = open_index(tmp_path)
-    assert index.begin_boot(b"one") is False
-    assert index.begin_boot(b"two") is True
-    assert index.begin_boot(b"one") is True
-    assert index.tier_paths() == {1: "/b", 2: "/a\udcff" + "x" * 4000}
+    assert index.tier_paths() == {1: "/b", 2: far}
     assert index.tier_number("/c") == 3
+    assert {key: index.meta_get(key) for key in values} == values
     index.close()

@@ -22,6 +22,7 @@ from monarchfs.types import (
 
 NOW = 1_700_000_000_000_000_000
 ROOT_SOURCE_INO = 2
+SEGMENT = 0x8000_0000_0000_0001
 FILE = stat.S_IFREG | 0o640
 DIRECTORY = stat.S_IFDIR | 0o755
 
@@ -46,6 +47,11 @@ def replica(
     return whole._replace(
         checksum=0, chunk_bytes=65536, present=b"\1\0\1" * 40, digests=bytes(range(8)) * 60
     )
+
+
+def shared(number: int, offset: int, segment: int = SEGMENT) -> Replica:
+    """One that shares its file with others."""
+    return replica(number)._replace(segment=segment, offset=offset)
 
 
 def tier_file(number: int, *, synced: bool = True, allocated: int = 4096) -> TierFile:
