@@ -606,12 +606,7 @@ class Model(RuleBasedStateMachine):
         self.source.edited()
 
     @precondition(may_edit)
-    @rule(
-        kind=st.sampled_from("ffffdlst"),
-        which=WHICH,
-        name=NAMES,
-        size=SIZES,
-    )
+    @rule(kind=st.sampled_from("ffffdlst"), which=WHICH, name=NAMES, size=SIZES)
     def create(self, kind: str, which: int, name: str, size: int) -> None:
         directories = ["", *(f"{path}/" for path in self.source.directory_paths())]
         path = directories[which % len(directories)] + name

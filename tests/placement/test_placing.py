@@ -77,10 +77,7 @@ STORIES: dict[str, tuple[list[int], Steps]] = {
     ),
     "a refusal says how many bytes are missing where there is most room": (
         [MIB, 2 * MIB],
-        [
-            (Wanted(20, 3 * MIB), no_room(20, MIB + BLOCK)),
-            (Wanted(21, KIB), placed(21, 0, KIB)),
-        ],
+        [(Wanted(20, 3 * MIB), no_room(20, MIB + BLOCK)), (Wanted(21, KIB), placed(21, 0, KIB))],
     ),
     "what was loaded counts also beyond a capacity that is smaller now": (
         [10 * MIB],

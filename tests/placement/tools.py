@@ -17,6 +17,7 @@ from monarchfs.placement.events import (
     Suspended,
     TierSeen,
     Wanted,
+    Weighed,
 )
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
@@ -152,6 +153,16 @@ class Node:
 
     def shrink(self, blocks: int, tier: int = 0, *, demote: bool = False) -> list[Action]:
         return self.run(TierSeen(tier, blocks * BLOCK, ROOMY, 0, demote))
+
+
+def full_node(eviction: EvictionPolicy, *more: int) -> Node:
+    """Ten replicas, 20 to 29, of ten blocks each fill the first tier; the others have so many
+    blocks. Later files weigh more."""
+    node = Node(100 * BLOCK, *(blocks * BLOCK for blocks in more), eviction=eviction)
+    node.run(Weighed([(ino, float(ino)) for ino in range(20, 60)]))
+    for ino in range(20, 30):
+        assert node.store(ino, 10) == [placed(ino, 0, 9 * BLOCK)]
+    return node
 
 
 def evicted(actions: list[Action]) -> list[int]:
