@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,17 +219,13 @@ def test_others_may_fill_the_disk_without_stopping_commits(disk: Path) -> None:
 def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     known = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Not even a copy in memory can be made.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
+    with surroundings.no_file_larger_than(4096):
         with pytest.raises(IndexWriteError):
             record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
         assert index.frozen is None
         assert index.dirent(ROOT_INO, b"b") is None
         assert index.node(known.ino) == known
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     after = record_found(index, ROOT_INO, b"after", source_stat(5000), b"", NOW)
     assert after.ino > known.ino
     index.close()

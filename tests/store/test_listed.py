@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from monarchfs.store import Tier, listed
 from monarchfs.types import TierFile
 from tests.store.tools import KIB, mode_of, name_of
+from tests.support.surroundings import no_file_larger_than
 
 SEGMENT = 0xABC
 FILE = f"segments/{SEGMENT:016x}"
@@ -139,13 +139,8 @@ def test_of_a_huge_list_little_is_read(path: Path, begun: Tier) -> None:
 def test_a_batch_without_room_tears_nothing(path: Path, begun: Tier) -> None:
     begun.segments.lists.append(SEGMENT, [row(1, 0)])
     size = os.stat(path / LIST).st_size
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large") as error:
-            begun.segments.lists.append(SEGMENT, [row(2, 4 * KIB)])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with no_file_larger_than(size + 10), pytest.raises(OSError, match="too large") as error:
+        begun.segments.lists.append(SEGMENT, [row(2, 4 * KIB)])
     assert error.value.errno == errno.EFBIG
     assert os.stat(path / LIST).st_size == size
     begun.segments.lists.append(SEGMENT, [row(3, 4 * KIB)])

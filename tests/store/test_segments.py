@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import resource
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +17,7 @@ from monarchfs.store.checksum import checksum
 from monarchfs.store.segments import Allocator, SegmentFiles, allocated
 from monarchfs.types import Data, TierFile
 from tests.store.tools import KIB, code_of, files_below, mode_of, name_of, needs_root
+from tests.support.surroundings import no_file_larger_than
 
 ONE, TWO = 0x1, 0xFEDC_BA98_7654_3210
 FILE = f"segments/{ONE:016x}"
@@ -254,14 +254,10 @@ def test_four_threads_write_at_once(own: SegmentFiles) -> None:
 
 def test_what_could_not_be_written_leaves_the_others_right(own: SegmentFiles) -> None:
     data = os.urandom(20_000)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, limits[1]))
-    try:
+    with no_file_larger_than(30_000):
         results = own.write_each(
             [(ONE, 0, data), (ONE, 20 * KIB, data), (TWO, 0, data), (TWO, 40 * KIB, data)]
         )
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert codes(results) == [None, errno.EFBIG, None, errno.EFBIG]
     assert own.data_ranges(ONE) == [(0, 20 * KIB)]
     assert own.data_ranges(TWO) == [(0, 20_000)]

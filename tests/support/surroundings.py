@@ -7,6 +7,7 @@ import os
 import pty
 import pwd
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -174,6 +175,17 @@ def mount_tmpfs(path: Path, options: str = "mode=1777") -> None:
     if "CAP_SYS_ADMIN" not in capabilities():
         pytest.skip("needs leave to mount a tmpfs: for a container: --cap-add SYS_ADMIN")
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], check=True)
+
+
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """Writes of this process past that fail (EFBIG)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager
