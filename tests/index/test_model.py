@@ -150,8 +150,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(parent=PARENTS, name=NAMES)
     def missing(self, parent: int, name: bytes) -> None:
-        ino, *_ = self.names.pop((parent, name), (None,))
-        assert self.index.record_missing(parent, [name]) == [ino]
+        before = self.names.pop((parent, name), None)
+        assert self.index.record_missing(parent, [name]) == [before and before[0]]
         self.cookies.pop((parent, name), None)
         self.listed_names.discard((parent, name))
 

@@ -34,7 +34,8 @@ class Fake:
 
 def test_few_threads_do_it_and_more_where_those_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     hang, lock = threading.Event(), threading.Lock()
-    clock = SimpleNamespace(seconds=0.0, monotonic=lambda: clock.seconds)
+    clock = SimpleNamespace(seconds=0.0)
+    clock.monotonic = lambda: clock.seconds
     monkeypatch.setattr("monarchfs.source.releases.time", clock)
     done: list[int] = []
     releases = Releases(stuck_seconds=1.0, start_thread=Fake())
