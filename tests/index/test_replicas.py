@@ -8,10 +8,11 @@ from unittest.mock import Mock
 import pytest
 
 from monarchfs.index import Index, problems
-from monarchfs.types import IndexWriteError
-from tests.index.tools import SEGMENT, name_of, open_index, replica, shared
+from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierTotals
+from tests.index.tools import SEGMENT, name_of, open_index, replica, shared, tier_file
 
 OTHER = 7
+PARTIAL = ReplicaState.PARTIAL
 
 
 def test_replicas_may_be_dropped_while_they_are_walked(index: Index) -> None:
@@ -142,3 +143,48 @@ def test_only_durable_replicas_outlive_a_reboot_and_the_lost_ones_are_told_to_th
     assert index.lost_in_reboot(10) == []
     index.close()
     assert problems(str(tmp_path)) == []
+
+
+def test_a_partial_replica_without_a_chunk_yet(index: Index) -> None:
+    empty = replica(1, state=PARTIAL)._replace(present=b"", digests=b"")
+    index.put_replica(20, empty)
+    assert index.replica(20) == empty
+
+
+def test_a_copy_is_journalled_from_its_begin_to_its_record(index: Index) -> None:
+    name = name_of(1)
+    index.begin_copy(20, 3, name)
+    assert (index.journal(), index.under_way()) == ([(3, name)], [20])
+    assert index.owner(3, name) is None
+    index.put_replica(20, replica(1, 3, state=PARTIAL), in_flight=True)
+    assert (index.journal(), index.owner(3, name)) == ([(3, name)], 20)
+    index.put_replica(20, replica(1, 3))
+    assert (index.journal(), index.owner(3, name)) == ([], 20)
+    assert index.owner(2, name) is None
+
+
+def claimed(number: int, tier: int, *, durable: bool) -> Replica:
+    return replica(number, tier)._replace(durable=durable, created_ns=0)
+
+
+def test_a_found_file_is_claimed_once(index: Index) -> None:
+    (found,) = index.record_found_files(2, [tier_file(1)])
+    assert index.claim(600, name_of(2), 100) is None
+    assert index.claim(600, name_of(1), 101) is None
+    assert index.claim(600, name_of(1), 100) == claimed(1, 2, durable=True)
+    assert index.replica(600) == claimed(1, 2, durable=True)
+    assert index.replica(found) is None
+    assert index.claim(601, name_of(1), 100) is None
+    assert index.tier_totals() == {2: TierTotals(1, 0, 0, 4096)}
+    assert (index.outdated_replicas(2, 10), index.journal()) == ([], [])
+    assert index.owner(2, name_of(1)) == 600
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_two_numbers_of_one_version_that_come_together(index: Index, shares: bool) -> None:
+    """The later one has the replica, as where they come one after the other."""
+    index.begin_segments(0, [SEGMENT])
+    several = [(20 + n, shared(1, 4096 * n) if shares else replica(1)) for n in range(2)]
+    index.put_replicas(several)
+    assert dict(index.replicas()) == dict(several[1:])
+    assert index.tier_totals() == {0: TierTotals(1, 0, 0, 4096)}

@@ -225,3 +225,29 @@ def test_a_name_seen_after_a_crash_is_removed_by_a_later_listing(tmp_path: Path)
     add_listing(index, ROOT_INO, (b"b", 11))
     assert names_in(index, ROOT_INO) == [b"b"]
     index.close()
+
+
+# Nodes.
+
+
+def test_the_same_version_keeps_its_number_and_gets_new_attributes(index: Index) -> None:
+    first = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    again = source_stat(10)._replace(atime_ns=NOW + 99, nlink=2)
+    second = record_found(index, ROOT_INO, b"a", again, b"", NOW + 1)
+    assert second == first._replace(stat=again, fetched_ns=NOW + 1)
+    assert index.node(first.ino) == second
+
+
+def test_a_missing_name_is_gone_and_its_cookie_never_used_again(index: Index) -> None:
+    record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    first = index.dirent(ROOT_INO, b"a")
+    assert first is not None
+    assert index.record_missing(ROOT_INO, [b"none", b"a"]) == [None, first.ino]
+    assert index.record_missing(ROOT_INO, [b"a"]) == [None]
+    assert index.dirent(ROOT_INO, b"a") is None
+    assert names_in(index, ROOT_INO) == []
+    node = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    again = index.dirent(ROOT_INO, b"a")
+    assert again is not None
+    assert (again.ino, node.ino) == (first.ino, first.ino)
+    assert again.cookie > first.cookie
