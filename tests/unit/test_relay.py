@@ -175,6 +175,22 @@ class Threads:
         self.ask(2, file.ino, offset, size)
         assert self.answer() == (2, 0, file.data[offset : offset + size])
 
+    def read_many(self, file: File, places: list[tuple[int, int]], at_once: int = 5) -> int:
+        """So many at once, in whatever order they come back. How many bytes."""
+        asked: dict[int, bytes] = {}
+        total = 0
+        for number in range(len(places) + at_once):
+            if number >= at_once and asked:
+                unique, error, got = self.answer()
+                assert (error, got) == (0, asked.pop(unique))
+                total += len(got)
+            if number < len(places):
+                offset, size = places[number]
+                self.ask(2 * number + 2, file.ino, offset, size)
+                asked[2 * number + 2] = file.data[offset : offset + size]
+        assert not asked
+        return total
+
     def open(self, ino: int, unique: int = 2, flags: int = os.O_RDONLY) -> tuple[int, int]:
         """Number and flags."""
         self.send(FUSE_OPEN, unique, ino, OPEN.pack(flags, 0))
@@ -196,8 +212,19 @@ class Threads:
     def read_by_python(self, ino: int, offset: int = 0, size: int = 10) -> None:
         self.left_to_python(lambda: self.ask(99, ino, offset, size))
 
+    def released_by_python(self, number: int, ino: int) -> None:
+        body = RELEASE.pack(number, 0, 0, 0)
+        self.left_to_python(lambda: self.send(FUSE_RELEASE, 4, ino, body))
+        assert self.hooks.table_end(number) == ino
+
     def opened_by_python(self, ino: int, flags: int = os.O_RDONLY) -> None:
         self.left_to_python(lambda: self.send(FUSE_OPEN, 99, ino, OPEN.pack(flags, 0)))
+
+    def retire(self, *files: File) -> None:
+        """All that there are."""
+        for file in files:
+            wait_for(partial(self.hooks.resident_retire, file.ino), "the last reader to leave")
+        assert not self.kept_open()
 
     def kept_open(self) -> list[str]:
         return [entry.path for entry in psutil.Process().open_files() if "/tier" in entry.path]
@@ -214,20 +241,9 @@ def reads(directory: Path) -> None:
     relayed = sum(len(file.data[offset : offset + size]) for offset, size in places)
 
     # Many at once, in whatever order they come back.
-    asked = {2 * n: (n * 7919 % len(file.data), 1 + n * 977 % 30_000) for n in range(1, 200)}
-    waiting = 0
-    for unique, (offset, size) in [*asked.items(), *[(0, (0, 0))] * 4]:
-        if unique:
-            threads.ask(unique, 7, offset, size)
-            waiting += 1
-        if waiting == 5 or not unique:
-            back, error, got = threads.answer()
-            waiting -= 1
-            offset, size = asked.pop(back)
-            relayed += len(got)
-            assert not error
-            assert got == file.data[offset : offset + size]
-    assert not asked
+    relayed += threads.read_many(
+        file, [(n * 7919 % len(file.data), 1 + n * 977 % 30_000) for n in range(1, 200)]
+    )
     # Counted after the answer.
     least = len(places) + 199
     wait_for(lambda: sum(threads.durations.read_local[1]) >= least, "all reads to be counted")
@@ -251,6 +267,13 @@ def reads(directory: Path) -> None:
     answered = struct.pack("=Q", len(places) + 200)
     wait_for(lambda: os.pread(threads.table, 8, ANSWERED) == answered, "all answers to be counted")
 
+    # Whether it is a terminal (Python asks at each open), its flags, its stripes.
+    queued = threads.numbers.queued
+    for command in (termios.TCGETS, 0x80086601, 0x4008669B):
+        threads.send(FUSE_IOCTL, 6, 7, IOCTL.pack(0, 0, command, 0, 0, 0))
+        assert threads.answer() == (6, errno.ENOTTY, b"")
+    assert threads.numbers.queued == queued
+
 
 def opens(directory: Path) -> None:
     threads = Threads(directory)
@@ -272,9 +295,7 @@ def opens(directory: Path) -> None:
     assert threads.hooks.resident_used(7)
     # One that Python has something for is ended there.
     assert threads.hooks.table_own(again)
-    body = RELEASE.pack(again, 0, 0, 0)
-    threads.left_to_python(lambda: threads.send(FUSE_RELEASE, 4, 7, body))
-    assert threads.hooks.table_end(again) == 7
+    threads.released_by_python(again, 7)
     assert threads.hooks.table_end(again) is None
     assert not threads.hooks.table_own(again)
     assert threads.hooks.table_length() == 0
@@ -333,8 +354,7 @@ def trouble(directory: Path) -> None:
         spoil(bad.path)
         threads.read_by_python(ino)
     linked = threads.added(30)
-    linked.path.parent.rename(linked.path.parent.with_suffix(".moved"))
-    linked.path.parent.symlink_to(linked.path.parent.with_suffix(".moved"))
+    to_link(linked.path.parent)
     threads.read_by_python(30)
 
     # Another replica of the same inode: the same version at another place.
@@ -360,28 +380,16 @@ def trouble(directory: Path) -> None:
 
     # No more descriptors than were allowed, whatever is read.
     files = [threads.added(ino, 50_000) for ino in range(100, 140)]
-    for _ in range(3):
-        for each in random.Random(1).sample(files, len(files)):
-            threads.read(each, 10_000, 40_000)
+    for each in random.Random(1).choices(files, k=120):
+        threads.read(each, 10_000, 40_000)
     assert len(threads.kept_open()) == MOST_FILES
-    for each in files:
-        wait_for(partial(threads.hooks.resident_retire, each.ino), "the last reader to leave")
-    assert not threads.kept_open()
+    threads.retire(*files)
 
     with pytest.raises(ValueError, match="16 bytes"):
         threads.hooks.resident_put(1, 3, b"name", 0, 0, 0, False, 0, 0)
     with pytest.raises(OSError, match="Invalid argument"):
         threads.hooks.resident_tier(64, -1)
     assert not threads.hooks.resident_put(1, 64, bytes(16), 0, 0, 0, False, 0, 0)
-
-
-def ioctls(directory: Path) -> None:
-    """Whether a file is a terminal (Python asks at each open), its flags, its stripes."""
-    threads = Threads(directory)
-    for command in (termios.TCGETS, 0x80086601, 0x4008669B):
-        threads.send(FUSE_IOCTL, 6, 7, IOCTL.pack(0, 0, command, 0, 0, 0))
-        assert threads.answer() == (6, errno.ENOTTY, b"")
-    assert not threads.numbers.queued
 
 
 def segments(directory: Path) -> None:
@@ -448,13 +456,10 @@ def segments(directory: Path) -> None:
     every = [file for segment in many for file in segment.values()]
     for file in every:
         threads.put(file)
-    for _ in range(5):
-        for file in random.Random(1).sample(every, len(every)):
-            threads.read(file)
+    for file in random.Random(1).choices(every, k=100):
+        threads.read(file)
     assert len(threads.kept_open()) == MOST_FILES
-    for file in [*every, *files.values()]:
-        wait_for(partial(hooks.resident_retire, file.ino), "the last reader to leave")
-    assert not threads.kept_open()
+    threads.retire(*every, *files.values())
 
 
 def holding(directory: Path) -> None:
@@ -560,37 +565,13 @@ def free(directory: Path) -> None:
     threads.read(other, 5, 10)
     assert threads.hooks.resident_opened() == []
     # Nobody hears of them: they are counted all the same.
-    for _ in range(65_536 + 10):
-        threads.read(other)
+    threads.read_many(other, [(0, 100)] * (65_536 + 10))
     assert threads.opened() == (65_536 + 12, 600_000 + 655_460, 10)
     told = 0
     while inos := threads.hooks.resident_opened():
         told += len(inos)
         assert set(inos) == {8}
     assert told == 65_536
-
-
-def many(directory: Path) -> None:
-    """Inode numbers that lie together, far apart, and in one another's way."""
-    threads = Threads(directory)
-    rng = random.Random(5)
-    known: dict[int, File] = {}
-    blocks = [rng.getrandbits(40) << 6 for _ in range(50)] + [0, 64, 1 << 40, 2 << 40]
-    shared = threads.make(1, 100)
-    for step in range(20_000):
-        ino = rng.choice(blocks) + rng.randrange(1, 200)
-        if rng.random() < 0.55:
-            threads.put(shared._replace(ino=ino))
-            known[ino] = shared._replace(ino=ino)
-        else:
-            assert threads.hooks.resident_retire(ino)
-            known.pop(ino, None)
-        if step % 500 == 0:
-            for block in blocks:
-                for ino in range(block + 1, block + 200):
-                    assert threads.hooks.resident_has(ino) == (ino in known)
-    for ino in rng.sample(sorted(known), 100):
-        threads.read(known[ino])
 
 
 def ahead(directory: Path) -> None:
@@ -671,9 +652,7 @@ def backed(directory: Path) -> None:
     threads.put(threads.make(70, 5000))
     assert (hooks.backed_cached(70), hooks.backed_cached(70)) == (1, 0)
     threads.opened_by_python(70)
-    body = RELEASE.pack(second[0], 0, 0, 0)
-    threads.left_to_python(partial(threads.send, FUSE_RELEASE, 4, 70, body))
-    assert hooks.table_end(second[0]) == 70
+    threads.released_by_python(second[0], 70)
     assert threads.numbers.backed_opens == 3
     assert hooks.resident_opened() == [70, 70]
 
@@ -684,9 +663,7 @@ def backed(directory: Path) -> None:
     threads.added(7)
     threads.opened_by_python(7)
     for number in (opened[0][0], opened[1][0], mine):
-        body = RELEASE.pack(number, 0, 0, 0)
-        threads.left_to_python(partial(threads.send, FUSE_RELEASE, 4, 7, body))
-        assert hooks.table_end(number) == 7
+        threads.released_by_python(number, 7)
     assert hooks.table_length() == 0
     assert hooks.backed_delegate(7, 44)
     number, _ = threads.open(7, unique=30)
@@ -716,14 +693,7 @@ def from_source(directory: Path) -> None:
         threads.read(file, offset, size)
     assert hooks.nonresident_used(7)
     # Many at once, more than there are threads.
-    for unique in range(2, 42, 2):
-        threads.ask(unique, 7, unique * 1000, 20_000)
-    answers = {}
-    for _ in range(20):
-        unique, error, got = threads.answer()
-        assert not error
-        answers[unique] = got
-    assert answers == {n: data[n * 1000 : n * 1000 + 20_000] for n in range(2, 42, 2)}
+    threads.read_many(file, [(n * 1000, 20_000) for n in range(2, 42, 2)], at_once=20)
     asked = sum(len(data[offset : offset + size]) for offset, size in places) + 20 * 20_000
     # Counted after the answer.
     least = len(places) + 20
@@ -910,19 +880,14 @@ def names(directory: Path) -> None:
     threads.send(FUSE_LOOKUP, 4, 1, b"a\0")
     unique, error, body = threads.answer()
     assert (unique, error) == (4, 0)
-    assert (
-        body[:16] + body[40:]
-        == (expected := fast_path._entry(Entry(node, 0, 0)))[:16] + expected[40:]
-    )
+    expected = fast_path._entry(Entry(node, 0, 0))
+    assert body[:16] + body[40:] == expected[:16] + expected[40:]
     assert struct.unpack_from("=QQ", body, 16) == (99, 99)
 
     # Anything else is Python's.
-    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 2, b"a\0"))
-    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"ab\0"))
     threads.hooks.names_put(1, b"over", 1e-9, node)
-    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"over\0"))
-    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a"))
-    threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b""))
+    for parent, name in ((2, b"a\0"), (1, b"ab\0"), (1, b"over\0"), (1, b"a"), (1, b"")):
+        threads.left_to_python(partial(threads.send, FUSE_LOOKUP, 6, parent, name))
     threads.hooks.names_forget_ino(77)
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a\0"))
     assert sum(threads.durations.lookup[1]) == 1
@@ -931,7 +896,7 @@ def names(directory: Path) -> None:
 @pytest.mark.parametrize(
     "what",
     [
-        *(reads, opens, trouble, ioctls, segments, holding, free, many, ahead, backed),
+        *(reads, opens, trouble, segments, holding, free, ahead, backed),
         *(from_source, filling, names),
     ],
 )

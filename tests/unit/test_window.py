@@ -154,6 +154,15 @@ def follow(test: Callable[[Following], Awaitable[None]]) -> None:
     trio.run(main, clock=clock)
 
 
+def in_a_window(test: Callable[[Following], Awaitable[None]]) -> Callable[[], None]:
+    """A test that takes a window."""
+
+    def run() -> None:
+        follow(test)
+
+    return run
+
+
 events = st.lists(
     st.one_of(
         st.just("open"),
@@ -205,85 +214,77 @@ async def _deserted(history: list[str | float], following: Following) -> None:
     assert not memory.held
 
 
-def test_a_deserted_order_does_not_share_the_distance() -> None:
-    async def test(following: Following) -> None:
-        memory, exited = following.memory, False
-        one, two = range(1, FILES + 1), range(101, 101 + FILES)
-        following.announce("one", one, lambda: exited)
-        following.announce("two", two, lambda: False)
+@in_a_window
+async def test_a_deserted_order_does_not_share_the_distance(following: Following) -> None:
+    memory, exited = following.memory, False
+    one, two = range(1, FILES + 1), range(101, 101 + FILES)
+    following.announce("one", one, lambda: exited)
+    following.announce("two", two, lambda: False)
+    await following.wait()
+    for place in range(20):
+        following.open(one[place])
+        following.open(two[place])
         await following.wait()
-        for place in range(20):
-            following.open(one[place])
-            following.open(two[place])
-            await following.wait()
-        each = FIRST_DISTANCE // SIZE // 2
-        assert len(memory.held.intersection(one)) == each
-        assert len(memory.held.intersection(two)) == each
-        exited = True
-        # Two goes on, one does not.
-        for place in range(20, 40):
-            following.open(two[place])
-            await following.wait(1.0)
-        assert not memory.held.intersection(one)
-        assert len(memory.held.intersection(two)) == 2 * each
-
-    follow(test)
+    each = FIRST_DISTANCE // SIZE // 2
+    assert len(memory.held.intersection(one)) == each
+    assert len(memory.held.intersection(two)) == each
+    exited = True
+    # Two goes on, one does not.
+    for place in range(20, 40):
+        following.open(two[place])
+        await following.wait(1.0)
+    assert not memory.held.intersection(one)
+    assert len(memory.held.intersection(two)) == 2 * each
 
 
-def test_an_order_without_opens_is_held_after_its_announcer() -> None:
+@in_a_window
+async def test_an_order_without_opens_is_held_after_its_announcer(following: Following) -> None:
     """The command ``monarchfs order`` exits before the job begins."""
-
-    async def test(following: Following) -> None:
-        following.announce("one", range(1, FILES + 1), lambda: True)
-        await following.wait()
-        before = set(following.memory.held)
-        await following.wait(IDLE_SECONDS / 2)
-        assert following.memory.held == before != set()
-        await following.wait(IDLE_SECONDS / 2)
-        assert not following.window.orders
-
-    follow(test)
+    following.announce("one", range(1, FILES + 1), lambda: True)
+    await following.wait()
+    before = set(following.memory.held)
+    await following.wait(IDLE_SECONDS / 2)
+    assert following.memory.held == before != set()
+    await following.wait(IDLE_SECONDS / 2)
+    assert not following.window.orders
 
 
-def test_what_nobody_reads_on_is_fetched_once_more_at_most() -> None:
+@in_a_window
+async def test_what_nobody_reads_on_is_fetched_once_more_at_most(following: Following) -> None:
     """Single opens that agree have little fetched again, however many they are."""
-
-    async def test(following: Following) -> None:
-        following.announce("one", range(1, FILES + 1), lambda: True)
-        for ino in range(1, 21):
-            following.open(ino)
-            await following.wait()
-        assert len(following.memory.held) * SIZE >= FIRST_DISTANCE
-        for ino in range(21, 31):
-            await following.wait(DESERTED_SECONDS + 1)
-            assert not following.memory.held
-            before = len(following.memory.asked)
-            following.open(ino)
-            await following.wait()
-            assert len(following.memory.asked) == before + 1
-
-    follow(test)
-
-
-def test_what_is_opened_while_its_name_is_looked_up_is_not_fetched() -> None:
-    async def test(following: Following) -> None:
-        following.look_up = trio.Event()
-        following.announce("one", range(1, 4), lambda: False)
+    following.announce("one", range(1, FILES + 1), lambda: True)
+    for ino in range(1, 21):
+        following.open(ino)
         await following.wait()
-        following.open(1)
-        following.look_up.set()
+    assert len(following.memory.held) * SIZE >= FIRST_DISTANCE
+    for ino in range(21, 31):
+        await following.wait(DESERTED_SECONDS + 1)
+        assert not following.memory.held
+        before = len(following.memory.asked)
+        following.open(ino)
         await following.wait()
-        assert following.memory.asked == [2, 3]
-        following.open(2)
-        following.open(3)
-        await following.wait()
-        assert not following.window.orders
-
-    follow(test)
+        assert len(following.memory.asked) == before + 1
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 0.01, 0.25, 0.3, 0.5, 1.0]), min_size=1, max_size=8))
+@in_a_window
+async def test_what_is_opened_during_its_look_up_is_not_fetched(
+    following: Following,
+) -> None:
+    following.look_up = trio.Event()
+    following.announce("one", range(1, 4), lambda: False)
+    await following.wait()
+    following.open(1)
+    following.look_up.set()
+    await following.wait()
+    assert following.memory.asked == [2, 3]
+    following.open(2)
+    following.open(3)
+    await following.wait()
+    assert not following.window.orders
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.sampled_from([0.0, 0.01, 0.25, 0.3, 0.5, 1.0]), min_size=1, max_size=5))
 def test_the_distance_is_what_the_governor_allows_and_never_below_the_first(
     shares: list[float],
 ) -> None:
@@ -332,40 +333,37 @@ def test_each_read_is_told_to_the_governor_once(steps: list[int]) -> None:
     follow(test)
 
 
-def test_a_slow_source_brings_the_readers_nearer() -> None:
+@in_a_window
+async def test_a_slow_source_brings_the_readers_nearer(following: Following) -> None:
     """With the governor itself: the window's reads alone make it hold back, and let go."""
+    memory, governor = following.memory, Governor(4, 0.25, lambda: (0, 0))
+    following.window.size._governor = governor
+    following.window.size.distance = WINDOW_BYTES
+    following.announce("one", range(1, 1000), lambda: False)
+    await following.wait()
+    most = WINDOW_BYTES // SIZE
+    opened = 0
 
-    async def test(following: Following) -> None:
-        memory, governor = following.memory, Governor(4, 0.25, lambda: (0, 0))
-        following.window.size._governor = governor
-        following.window.size.distance = WINDOW_BYTES
-        following.announce("one", range(1, 1000), lambda: False)
-        await following.wait()
-        most = WINDOW_BYTES // SIZE
-        opened = 0
+    async def read(seconds: float) -> None:
+        nonlocal opened
+        opened += 1
+        following.open(opened)
+        await following.wait(seconds)
 
-        async def read(seconds: float) -> None:
-            nonlocal opened
-            opened += 1
-            following.open(opened)
-            await following.wait(seconds)
-
-        for _ in range(100):
-            await read(0.2)
-        assert governor.share == 1.0
-        assert len(memory.held) == most
-        memory.each_ns *= 4
-        for _ in range(100):
-            await read(1.0)
-        assert governor.share == 0.25
-        assert len(memory.held) == most // 4
-        memory.each_ns //= 4
-        for _ in range(200):
-            await read(0.2)
-        assert governor.share == 1.0
-        assert len(memory.held) == most
-
-    follow(test)
+    for _ in range(100):
+        await read(0.2)
+    assert governor.share == 1.0
+    assert len(memory.held) == most
+    memory.each_ns *= 4
+    for _ in range(100):
+        await read(1.0)
+    assert governor.share == 0.25
+    assert len(memory.held) == most // 4
+    memory.each_ns //= 4
+    for _ in range(200):
+        await read(0.2)
+    assert governor.share == 1.0
+    assert len(memory.held) == most
 
 
 def test_the_copier_tells_of_no_read_of_the_window() -> None:
@@ -399,19 +397,17 @@ def test_the_copier_tells_of_no_read_of_the_window() -> None:
     trio.run(main)
 
 
-def test_orders_of_processes_that_exited_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    follow(partial(_many_orders, monkeypatch))
-
-
-async def _many_orders(monkeypatch: pytest.MonkeyPatch, following: Following) -> None:
+@in_a_window
+async def test_orders_of_processes_that_exited_go_first(following: Following) -> None:
     inos = list(range(1, FILES + 1))
     most = 3 * len(b"\0".join(b"%d" % ino for ino in inos)) + 16
-    monkeypatch.setattr(window, "MOST_NAME_BYTES", most)
-    for stream in ("first", "second", "third"):
-        following.announce(stream, inos, partial(stream.__ne__, "second"))
-    following.announce("fourth", inos, lambda: False)
-    assert list(following.window.orders) == ["second", "third", "fourth"]
-    following.announce("fifth", inos, lambda: False)
-    with pytest.raises(OperationError, match="too much memory"):
-        following.announce("sixth", inos, lambda: False)
-    assert list(following.window.orders) == ["second", "fourth", "fifth"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "MOST_NAME_BYTES", most)
+        for stream in ("first", "second", "third"):
+            following.announce(stream, inos, partial(stream.__ne__, "second"))
+        following.announce("fourth", inos, lambda: False)
+        assert list(following.window.orders) == ["second", "third", "fourth"]
+        following.announce("fifth", inos, lambda: False)
+        with pytest.raises(OperationError, match="too much memory"):
+            following.announce("sixth", inos, lambda: False)
+        assert list(following.window.orders) == ["second", "fourth", "fifth"]
