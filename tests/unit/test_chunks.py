@@ -1,4 +1,4 @@
-"""The chunk map against a plain model, and the copy queue."""
+"""The chunk map against a plain model, the copy queue, and the window that is fetched ahead."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.readahead import Readahead
 
 SIZE, CHUNK = 1000, 64
 
@@ -89,13 +90,10 @@ def test_a_saved_map_of_another_size_is_refused() -> None:
         ChunkMap(SIZE, CHUNK, b"\1" * 3)
 
 
-def test_an_empty_file_is_complete() -> None:
+def test_the_last_chunk_ends_with_the_file_and_an_empty_file_is_complete() -> None:
+    assert ChunkMap(SIZE, CHUNK).span(15, 16) == (960, 1000)
     assert ChunkMap(0, CHUNK).complete
     assert ChunkMap(0, CHUNK).next_missing(0, 4) is None
-
-
-def test_the_last_chunk_ends_with_the_file() -> None:
-    assert ChunkMap(SIZE, CHUNK).span(15, 16) == (960, 1000)
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Priority)))))
@@ -147,3 +145,37 @@ def test_within_a_priority_it_is_first_come_first_served() -> None:
         (5, Priority.SCANNED),
         (3, Priority.SCANNED),
     ]
+
+
+def test_a_sequential_reader_gets_a_growing_window() -> None:
+    ahead = Readahead(32)
+    stops = [ahead.advance(chunk, chunk + 1) for chunk in range(40)]
+    windows = [stop - chunk for chunk, stop in enumerate(stops)]
+    assert max(windows) > 16
+    assert max(stops) >= 40
+    assert sum(stop > chunk + 1 for chunk, stop in enumerate(stops)) < 12, "not in portions"
+
+
+def test_a_random_reader_gets_none() -> None:
+    ahead = Readahead(32)
+    for first in (100, 7, 55, 300, 12, 80):
+        assert ahead.advance(first, first + 2) == first + 2
+
+
+def test_a_reader_that_jumps_starts_anew() -> None:
+    ahead = Readahead(32)
+    for chunk in range(20):
+        ahead.advance(chunk, chunk + 1)
+    assert ahead.advance(500, 501) == 501
+    assert 502 < ahead.advance(501, 502) <= 502 + 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 8)), max_size=60))
+def test_it_never_asks_for_less_than_the_read_or_more_than_the_window(
+    reads: list[tuple[int, int]],
+) -> None:
+    ahead = Readahead(16)
+    furthest = 0
+    for first, count in reads:
+        furthest = max(furthest, first + count)
+        assert first + count <= ahead.advance(first, first + count) <= furthest + 16

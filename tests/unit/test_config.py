@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pwd
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,12 +16,12 @@ from monarchfs.cli.mount import settings_from
 from monarchfs.cli.parser import build_parser
 from monarchfs.config import (
     Config,
-    DataPath,
     FreshnessMode,
     FreshnessSetting,
     PrefetchMode,
     TierSpec,
     User,
+    values,
 )
 from monarchfs.config import places as places_module
 from monarchfs.config.files import from_file, from_system_file
@@ -41,126 +41,103 @@ from monarchfs.config.settings import (
     merge,
     split_options,
 )
-from monarchfs.config.values import (
-    parse_freshness,
-    parse_percent,
-    parse_rate,
-    parse_seconds,
-    parse_size,
-    parse_tier,
-)
-from monarchfs.types import EvictionPolicy, TierSize, UsageError
+from monarchfs.types import TierSize, UsageError
 
-ALICE = User("alice", 1000, 1000, (1000, 27))
+GIB = 1 << 30
+DAY = 86400
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("1", 1),
-        ("4096", 4096),
-        ("500M", 500 << 20),
-        ("16G", 16 << 30),
-        ("16GiB", 16 << 30),
-        ("16gb", 16 << 30),
-        ("1.5T", 3 << 39),
-        ("0.5K", 512),
-        ("2P", 2 << 50),
-        (" 1M ", 1 << 20),
-        (1 << 30, 1 << 30),
-    ],
-)
-def test_sizes_are_powers_of_1024(text: object, size: int) -> None:
-    assert parse_size(text) == TierSize(bytes=size)
+def size(number: int) -> TierSize:
+    return TierSize(bytes=number)
 
 
-@pytest.mark.parametrize(("text", "percent"), [("80%", 80.0), ("0.5%", 0.5), ("100%", 100.0)])
-def test_sizes_can_be_a_share(text: str, percent: float) -> None:
-    assert parse_size(text) == TierSize(percent=percent)
+UNDERSTOOD: list[tuple[Callable[[object], object], object, list[object]]] = [
+    (values.parse_size, size(4096), ["4096"]),
+    (values.parse_size, size(512), ["0.5K"]),
+    (values.parse_size, size(1 << 20), [" 1M "]),
+    (values.parse_size, size(GIB), [GIB, "1G", "1GiB", "1gb"]),
+    (values.parse_size, size(3 << 39), ["1.5T"]),
+    (values.parse_size, size(2 << 50), ["2P"]),
+    (values.parse_size, TierSize(percent=0.5), ["0.5%"]),
+    (values.parse_size, TierSize(percent=100.0), ["100%"]),
+    (values.parse_tier, TierSpec("/a=b/c", size(64 << 10)), ["/a=b/c=64K"]),
+    (values.parse_tier, TierSpec("/a", size(1 << 20)), ["/a=1048576"]),
+    (values.parse_rate, 3 << 29, ["1.5G/s"]),
+    (values.parse_rate, 4096, [4096]),
+    (values.parse_rate, 0, ["0", 0, "off"]),
+    (values.parse_seconds, 60, ["60", 60, "1m", "60s"]),
+    (values.parse_seconds, 0.5, ["0.5"]),
+    (values.parse_seconds, 0, ["0"]),
+    (values.parse_seconds, 5400, ["1.5H"]),
+    (values.parse_freshness, FreshnessSetting(FreshnessMode.TTL, 3600), ["ttl=1h"]),
+    (values.parse_port, 1, ["1"]),
+    (values.parse_port, 65535, ["65535"]),
+    (values.parse_port, None, ["off"]),
+    (values.parse_interval, 90, ["90s", "90", "1.5m"]),
+    (values.parse_interval, 6 * 3600, ["6h"]),
+    (values.parse_interval, 14 * DAY, ["2w", " 14D "]),
+    (values.parse_interval, 0, ["off", "0"]),
+]
 
-
-NONSENSE_SIZES = [
-    *("", "0", "0G", "0%", "-5G", "101%", "1000%", "G", "%", "12X", "1,5G", "1e3", "nan", "inf"),
-    *("1 G", "0x10", "5%G", "99999P", "\u0661G", True, None, [1]),
+# What the one line of each says, and what is refused with it.
+REFUSED: list[tuple[Callable[[object], object], str, list[object]]] = [
+    (
+        values.parse_size,
+        "write it like|must be|use text",
+        [
+            *("", "0", "0G", "0%", "-5G", "101%", "G", "%", "12X", "1,5G", "1e3", "nan", "1 G"),
+            *("0x10", "5%G", "99999P", "\u0661G", True, None, [1]),
+        ],
+    ),
+    (values.parse_tier, "^tier ", ["", "/scratch", "=1G", "/scratch=", "/scratch=lots"]),
+    # Sizes and rates that nobody can mean.
+    (
+        values.parse_tier,
+        r"^tier /dev/shm: .*\b\d+G$",
+        [f"/dev/shm={text}" for text in ("16", "500", "1048575", "1B", "16B", "0.5K", "63K")],
+    ),
+    (values.parse_rate, r"means bytes per second: .* as in \d+M$", ["20", "200", "1000"]),
+    (
+        values.parse_rate,
+        "write it like 20M|use text",
+        ["", "fast", "5%", "-1", "0M", "0.1", "99999P", "nan", None, True],
+    ),
+    (
+        values.parse_seconds,
+        "as in 60, or 10m or 1h",
+        ["", "soon", "-1", "1x", "h", "1 h", "nan", "inf", "9" * 400 + "h"],
+    ),
+    (values.parse_percent, "use a number from 0 to 99", ["100", "-1", "many", "nan"]),
+    (
+        values.parse_interval,
+        "is not an interval",
+        ["", "often", "+1h", "1y", "0.5s", "2000d", "6 h", "1h30m", "nan", "1e3", "h"],
+    ),
 ]
 
 
-@pytest.mark.parametrize("text", NONSENSE_SIZES)
-def test_nonsense_sizes_are_refused_in_one_line(text: object) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_size(text)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert "write it like" in message or "must be" in message or "use text" in message
+@pytest.mark.parametrize(("parse", "value", "texts"), UNDERSTOOD)
+def test_values_that_are_understood(
+    parse: Callable[[object], object], value: object, texts: list[object]
+) -> None:
+    for text in texts:
+        assert parse(text) == value, text
 
 
-@pytest.mark.parametrize("size", ["16", "500", "1048575", "1B", "16B", "0.5K", "63K"])
-def test_sizes_nobody_can_mean_are_refused_in_one_line(size: str) -> None:
-    with pytest.raises(UsageError, match=r"^tier /dev/shm: .*\b\d+G$"):
-        parse_tier(f"/dev/shm={size}")
-    assert parse_tier("/dev/shm=64K").size.bytes == 64 << 10
-    assert parse_tier("/dev/shm=1048576").size.bytes == 1 << 20
+@pytest.mark.parametrize(("parse", "words", "texts"), REFUSED)
+def test_values_that_are_refused_in_one_line(
+    parse: Callable[[object], object], words: str, texts: list[object]
+) -> None:
+    for text in texts:
+        with pytest.raises(UsageError, match=words) as caught:
+            parse(text)
+        assert "\n" not in str(caught.value), text
 
 
-@pytest.mark.parametrize("rate", ["20", "200", "1000"])
-def test_rates_nobody_can_mean_are_refused_in_one_line(rate: str) -> None:
-    with pytest.raises(UsageError, match=rf"as in {rate}M$"):
-        parse_rate(rate)
+# Layers
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("60", 60), (60, 60), ("0", 0), ("0.5", 0.5), ("90s", 90), ("10m", 600), ("1.5H", 5400)],
-)
-def test_times_may_have_a_unit(text: object, seconds: float) -> None:
-    assert parse_seconds(text) == seconds
-    assert parse_freshness(f"ttl={text}").ttl_seconds == seconds
-    assert parse_freshness("ttl=1h").ttl_seconds == 3600
-
-
-@pytest.mark.parametrize(
-    "text", ["", "soon", "-1", "1x", "h", "1 h", "nan", "inf", "9" * 400 + "h"]
-)
-def test_nonsense_times_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="as in 60, or 10m or 1h"):
-        parse_seconds(text)
-
-
-def test_a_tiers_path_may_hold_equals_signs() -> None:
-    assert parse_tier("/a=b/c=1M") == TierSpec("/a=b/c", TierSize(bytes=1 << 20))
-
-
-@pytest.mark.parametrize("text", ["", "/scratch", "=1G", "/scratch=", "/scratch=lots"])
-def test_a_tier_needs_path_and_size(text: str) -> None:
-    with pytest.raises(UsageError, match="tier"):
-        parse_tier(text)
-
-
-@pytest.mark.parametrize("text", ["100", "-1", "many", "nan"])
-def test_the_reserve_is_below_100_percent(text: str) -> None:
-    with pytest.raises(UsageError):
-        parse_percent(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [("20M", 20 << 20), ("1.5G/s", 3 << 29), (4096, 4096), ("0", 0), (0, 0), ("off", 0)],
-)
-def test_rates_are_bytes_per_second(text: object, rate: int) -> None:
-    assert parse_rate(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "fast", "5%", "-1", "0M", "0.1", "99999P", "nan", None, True])
-def test_nonsense_rates_are_refused(text: object) -> None:
-    with pytest.raises(UsageError):
-        parse_rate(text)
-
-
-def test_options_are_divided_at_commas_that_are_not_escaped() -> None:
-    assert split_options(r"ro,tier=/a\,b\\c=1G,,x-y") == ["ro", r"tier=/a,b\c=1G", "x-y"]
-
-
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(["mount", "/src", "/mnt", *arguments])
 
 
@@ -170,19 +147,12 @@ def test_later_layers_win(tmp_path: Path) -> None:
         'tier = ["/one=1G", "/two=2G"]\nfreshness = "open"\ncopy-workers = 2\n'
         'log_level = "debug"\nlocal_threads = 3\n'
     )
-    settings = settings_from(
-        parse(
-            [
-                *("--config", str(file), "-o", "tier=/opt=5G,freshness=ttl=5,copy_workers=9"),
-                *("-o", "tier=/opt2=6G,allow_other", "--freshness", "immutable"),
-            ]
-        )
+    given = parse(
+        *("--config", str(file), "-o", "tier=/opt=5G,freshness=ttl=5,copy_workers=9"),
+        *("-o", "tier=/opt2=6G,allow_other", "--freshness", "immutable"),
     )
-    assert settings == Settings(
-        tier=(
-            TierSpec("/opt", TierSize(bytes=5 << 30)),
-            TierSpec("/opt2", TierSize(bytes=6 << 30)),
-        ),
+    assert settings_from(given) == Settings(
+        tier=(TierSpec("/opt", size(5 * GIB)), TierSpec("/opt2", size(6 * GIB))),
         freshness=FreshnessSetting(FreshnessMode.IMMUTABLE),
         copy_workers=9,
         log_level="debug",
@@ -191,73 +161,55 @@ def test_later_layers_win(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("policy", EvictionPolicy)
-def test_eviction_and_scrubbing_from_everywhere(tmp_path: Path, policy: EvictionPolicy) -> None:
-    file = tmp_path / "monarchfs.toml"
-    file.write_text(f'evict = "{policy.value}"\nscrub = "20M"\n')
-    wanted = Settings(evict=policy, scrub=20 << 20)
-    assert settings_from(parse(["--config", str(file)])) == wanted
-    assert settings_from(parse(["-o", f"evict={policy.value},scrub=20M"])) == wanted
-    assert settings_from(parse(["--evict", policy.value, "--scrub", "20M"])) == wanted
-    config = build_config(
-        wanted, source="/s", mountpoint="/m", user=ALICE, places=DefaultPlaces("/cache", "/run/x")
-    )
-    assert (config.evict, config.scrub_bytes_per_second) == (policy, 20 << 20)
+TEXTS = {
+    "tier": "/dev/shm=16G",
+    "state_dir": "/state",
+    "prefetch": "all",
+    "freshness": "ttl=1h",
+    "evict": "sieve",
+    "data_path": "relay",
+    "log_file": "/log",
+    "log_level": "debug",
+    "index": "/index",
+    "metrics_port": "9464",
+    "touch_source": "1d",
+    "scrub": "20M",
+    "share": "partition",
+    "prefetch_rate": "20M",
+    "prefetch_floor": "10",
+    "prefetch_jitter": "30s",
+    "kernel_resend": "false",
+}
+TAKE_ANY_TEXT = {
+    *("state_dir", "log_file", "index", "prefetch", "peer_key", "peers", "peer_name", "user")
+}
 
 
-@pytest.mark.parametrize("data_path", DataPath)
-def test_the_data_path_from_everywhere(tmp_path: Path, data_path: DataPath) -> None:
-    file = tmp_path / "monarchfs.toml"
-    file.write_text(f'data_path = "{data_path.value}"\n')
-    wanted = Settings(data_path=data_path)
-    assert settings_from(parse(["--config", str(file)])) == wanted
-    assert settings_from(parse(["-o", f"data_path={data_path.value}"])) == wanted
-    assert settings_from(parse(["-o", f"data-path={data_path.value}"])) == wanted
-    assert settings_from(parse(["--data-path", data_path.value])) == wanted
-    config = build_config(
-        wanted, source="/s", mountpoint="/m", user=ALICE, places=DefaultPlaces("/cache", "/run/x")
-    )
-    assert config.data_path is data_path
-
-
-@pytest.mark.parametrize(
-    ("text", "port"), [("9464", 9464), ("1", 1), ("65535", 65535), ("off", None)]
-)
-def test_a_metrics_port_from_everywhere(tmp_path: Path, text: str, port: int | None) -> None:
-    file = tmp_path / "monarchfs.toml"
-    file.write_text(f"metrics_port = {port or repr(text)}\n")
-    wanted = Settings(metrics_port=port)
-    assert settings_from(parse(["--config", str(file)])) == wanted
-    assert settings_from(parse(["-o", f"metrics_port={text}"])) == wanted
-    assert settings_from(parse(["--metrics-port", text])) == wanted
-    config = build_config(
-        wanted, source="/s", mountpoint="/m", user=ALICE, places=DefaultPlaces("/cache", "/run/x")
-    )
-    assert config.metrics_port == port
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        *(("90s", 90), ("30m", 1800), ("6h", 21600), ("1d", 86400), ("2w", 1209600)),
-        *(("1.5h", 5400), ("off", 0), ("0", 0), ("45", 45), (" 1D ", 86400), ("1s", 1)),
-    ],
-)
-def test_intervals(text: str, seconds: float) -> None:
-    assert settings_from(parse(["--touch-source", text])).touch_source == seconds
-    assert settings_from(parse(["-o", f"touch_source={text}"])).touch_source == seconds
-
-
-@pytest.mark.parametrize(
-    "text", ["", "often", "+1h", "1y", "0.5s", "2000d", "6 h", "1h30m", "nan", "1e3", "h"]
-)
-def test_what_is_no_interval(text: str) -> None:
-    with pytest.raises(UsageError, match="interval"):
-        settings_from(parse(["--touch-source", text]))
+@pytest.mark.parametrize("key", sorted(OPTIONS))
+def test_every_option_from_everywhere(tmp_path: Path, key: str) -> None:
+    """A file, mount options, the command line, the environment."""
+    text, option, variable = TEXTS.get(key, "1"), OPTIONS[key], f"MONARCHFS_{key.upper()}"
+    value, default = option.parse(text), getattr(Settings(), key)
+    assert value != default
+    (tmp_path / "monarchfs.toml").write_text(f'{key} = "{text}"\n')
+    assert_survives_json(config_of(merge({key: value})))
+    ways = [["--config", str(tmp_path / "monarchfs.toml")], ["-o", f"{key}={text}"]]
+    ways.append(["-o", f"{key.replace('_', '-')}={text}"])
+    if option.help:
+        flag = f"--{key.replace('_', '-')}"
+        ways.append([flag] if option.is_switch else [flag, text])
+    for way in ways:
+        assert settings_from(parse(*way)) == merge({key: value}), way
+    if key not in ("user", "foreground"):
+        assert settings_from(parse(), environ={variable: text}) == merge({key: value})
+        assert settings_from(parse(), environ={variable: ""}) == Settings()
+    if key not in TAKE_ANY_TEXT | {"foreground"}:
+        with pytest.raises(UsageError, match=f"environment variable {variable}: "):
+            settings_from(parse(), environ={variable: "no sense"})
 
 
 def test_without_options_all_is_default() -> None:
-    assert settings_from(parse([])) == Settings()
+    assert settings_from(parse()) == Settings()
     assert Settings().freshness == FreshnessSetting(FreshnessMode.TTL, 60.0)
     assert Settings().prefetch == (PrefetchMode.AUTO, None)
 
@@ -269,24 +221,26 @@ def test_every_key_is_a_setting_and_the_other_way_round() -> None:
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = settings_from(
-        parse(["--tier", "t=1G", "--state-dir", "s", "--prefetch", "list", "--log-file", "../log"])
+        parse("--tier", "t=1G", "--state-dir", "s", "--prefetch", "list", "--log-file", "../log")
     )
-    assert settings.tier == (TierSpec(f"{tmp_path}/t", TierSize(bytes=1 << 30)),)
+    assert settings.tier == (TierSpec(f"{tmp_path}/t", size(GIB)),)
     assert settings.state_dir == f"{tmp_path}/s"
     assert settings.prefetch == (PrefetchMode.FILE, f"{tmp_path}/list")
     assert settings.log_file == f"{tmp_path.parent}/log"
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        *("ro", "nosuid", "nodev", "noatime", "nodiratime", "relatime", "sync", "exec", "auto"),
-        *("noauto", "nofail", "_netdev", "user", "users", "comment=me", "x-systemd.automount"),
-        "defaults",
-    ],
-)
-def test_generic_mount_options_change_nothing(option: str) -> None:
-    assert merge(from_mount_options([option])) == Settings()
+# Mount options
+
+GENERIC = [
+    *("ro", "nosuid", "nodev", "noatime", "nodiratime", "relatime", "sync", "exec", "auto"),
+    *("noauto", "nofail", "_netdev", "user", "users", "comment=me", "x-systemd.automount"),
+    "defaults",
+]
+
+
+def test_generic_mount_options_change_nothing() -> None:
+    for option in GENERIC:
+        assert merge(from_mount_options([option])) == Settings(), option
 
 
 @pytest.mark.parametrize(
@@ -298,20 +252,22 @@ def test_impossible_mount_options_are_refused(option: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("option", "noexec"), [("noexec", True), ("noexec,exec", False)])
-def test_noexec_counts_as_said_last(option: str, noexec: bool) -> None:
-    assert merge(from_mount_options([option])).noexec is noexec
+def test_what_a_mount_option_says_last_counts_and_user_with_a_value_is_ours() -> None:
+    assert merge(from_mount_options(["noexec"])).noexec
+    assert not merge(from_mount_options(["noexec,exec"])).noexec
+    assert merge(from_mount_options(["user=alice"])).user == "alice"
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (r"ro,tier=/a\,b\\c=1G,,x-y", ["ro", r"tier=/a,b\c=1G", "x-y"]),
         ('tier="/a,b=1G",ro', ["tier=/a,b=1G", "ro"]),
         (r"user=a\"b", ['user=a"b']),
         ('a"",b', ["a", "b"]),
     ],
 )
-def test_quotation_marks_in_mount_options(text: str, words: list[str]) -> None:
+def test_options_are_divided_at_commas_that_are_not_escaped(text: str, words: list[str]) -> None:
     assert split_options(text) == words
 
 
@@ -325,42 +281,7 @@ def test_escaped_options_are_split_as_they_were(words: list[str]) -> None:
     assert split_options(",".join(map(escape_option, words))) == words
 
 
-def test_user_with_a_value_is_ours_not_fstabs() -> None:
-    assert merge(from_mount_options(["user=alice"])).user == "alice"
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "tier = 5G",
-        'colour = "red"',
-        'tier = "/scratch"',
-        "tier = []",
-        "tier = [5]",
-        "allow_other = 3",
-        "copy_workers = 0",
-        "copy_workers = true",
-        "source_deadline_seconds = -1",
-        "start_timeout_seconds = 0",
-        'prefetch = ""',
-        'log_level = "loud"',
-        'evict = "mru"',
-        'scrub = "fast"',
-        "scrub = true",
-        "metrics_port = 0",
-        "metrics_port = 65536",
-        "metrics_port = 9464.5",
-        "metrics_port = true",
-        'tier = ["/a=1G", "/a=2G"]',
-        "[table]\nx = 1",
-    ],
-)
-def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str) -> None:
-    file = tmp_path / "bad.toml"
-    file.write_text(content)
-    with pytest.raises(UsageError, match=r"configuration .*bad\.toml") as caught:
-        from_file(str(file))
-    assert "\n" not in str(caught.value)
+# Files
 
 
 @pytest.mark.parametrize(
@@ -377,6 +298,16 @@ def test_a_bad_file_is_named_in_one_line(tmp_path: Path, content: str) -> None:
         ('user = "alice', ["line 1: user: not TOML", "correct it"]),
         ("x = 1\nx = 2", ["line 2: x: not TOML"]),
         ("a = " + "[" * 100_000, ["not TOML", "nested too deeply"]),
+        *(
+            (content, ["line 1: "])
+            for content in (
+                *('tier = "/scratch"', "tier = []", "tier = [5]", 'tier = ["/a=1G", "/a=2G"]'),
+                *("allow_other = 3", "copy_workers = true", "source_deadline_seconds = -1"),
+                *("start_timeout_seconds = 0", 'prefetch = ""', 'log_level = "loud"'),
+                *('evict = "mru"', 'scrub = "fast"', "scrub = true", "metrics_port = 0"),
+                *("metrics_port = 65536", "metrics_port = 9464.5", "metrics_port = true"),
+            )
+        ),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_with_line_and_key(
@@ -391,27 +322,16 @@ def test_what_is_wrong_in_a_file_is_told_with_line_and_key(
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_no_text_and_one_without_end(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bytes.toml").write_bytes(b"# one\nuser = '\xff'\n")
-    with pytest.raises(UsageError, match="line 2: not TOML: no UTF-8"):
-        from_file(str(tmp_path / "bytes.toml"))
-    with pytest.raises(UsageError, match="larger than 1 MiB"):
-        from_file("/dev/zero")
-    with pytest.raises(UsageError, match="Is a directory"):
-        from_file(str(tmp_path))
-
-
-def test_the_machines_file_is_the_lowest_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    system, own = tmp_path / "system.toml", tmp_path / "own.toml"
-    system.write_text('evict = "lru"\ncopy_workers = 9\nlog_level = "debug"')
-    own.write_text("source_threads = 3")
-    # Whose file it has to be is another matter.
-    monkeypatch.setattr("monarchfs.cli.mount.from_system_file", lambda: from_file(str(system)))
-    settings = settings_from(parse(["-o", "copy_workers=8", "--log-level", "error"]))
-    assert settings == Settings(evict=EvictionPolicy.LRU, copy_workers=8, log_level="error")
-    assert settings_from(parse(["--config", str(own)])) == Settings(source_threads=3)
+    for path, words in (
+        (tmp_path / "bytes.toml", "line 2: not TOML: no UTF-8"),
+        (Path("/dev/zero"), "larger than 1 MiB"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no.toml", r"no\.toml.*No such file"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            from_file(str(path))
 
 
 def test_a_machine_without_a_file(tmp_path: Path) -> None:
@@ -433,60 +353,44 @@ def test_the_machines_file_is_roots_alone(tmp_path: Path, mode: int, word: str) 
         from_system_file("/dev/null")
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no\.toml.*No such file"):
-        from_file(str(tmp_path / "no.toml"))
+# What the worker is told
 
 
-paths = st.binary(min_size=1, max_size=40).map(
-    lambda raw: "/" + os.fsdecode(raw.replace(b"\0", b"x"))
+def config_of(settings: Settings, source: str = "/lustre/data") -> Config:
+    return build_config(
+        settings,
+        source=source,
+        mountpoint="/mnt",
+        user=User("alice", 1000, 1000, (1000, 27)),
+        places=DefaultPlaces("/cache", "/run/x"),
+    )
+
+
+def assert_survives_json(config: Config) -> None:
+    assert Config.from_json(config.to_json().encode("ascii").decode()) == config
+
+
+@given(
+    st.binary(min_size=1, max_size=40),
+    st.floats(0.1, 100),
+    st.floats(0, 1e7),
+    st.integers(1, 1 << 60),
 )
-sizes = st.one_of(
-    st.builds(TierSize, bytes=st.integers(1, 1 << 60)),
-    st.builds(TierSize, percent=st.floats(0.1, 100)),
-)
-configs = st.builds(
-    Config,
-    source=paths,
-    mountpoint=paths,
-    tiers=st.lists(st.builds(TierSpec, paths, sizes), min_size=1, max_size=3).map(tuple),
-    state_dir=paths,
-    runtime_dir=paths,
-    dataset_id=st.just("0123456789abcdef"),
-    user=st.builds(
-        User,
-        st.text(max_size=8),
-        st.integers(0, 2**32 - 2),
-        st.integers(0, 2**32 - 2),
-        st.lists(st.integers(0, 2**32 - 2)).map(tuple),
-    ),
-    prefetch=st.sampled_from(PrefetchMode),
-    prefetch_list=st.none() | paths,
-    freshness=st.builds(FreshnessSetting, st.sampled_from(FreshnessMode), st.floats(0, 1e6)),
-    evict=st.sampled_from(EvictionPolicy),
-    data_path=st.sampled_from(DataPath),
-    scrub_bytes_per_second=st.integers(0, 1 << 60),
-    metrics_port=st.none() | st.integers(1, 65535),
-    touch_source_seconds=st.floats(0, 1e7),
-    allow_other=st.booleans(),
-    log_file=st.none() | paths,
-)
-
-
-@given(configs)
-def test_a_config_survives_json(config: Config) -> None:
-    text = config.to_json()
-    assert Config.from_json(text.encode("ascii").decode()) == config
+def test_a_config_survives_json(raw: bytes, percent: float, seconds: float, count: int) -> None:
+    path = "/" + os.fsdecode(raw.replace(b"\0", b"x"))
+    settings = Settings(
+        tier=(TierSpec(path, TierSize(percent=percent)), TierSpec("/t", size(count))),
+        freshness=FreshnessSetting(FreshnessMode.TTL, seconds),
+        touch_source=seconds,
+        scrub=count,
+    )
+    config = config_of(settings, source=path)
+    assert (config.scrub_bytes_per_second, config.touch_source_seconds) == (count, seconds)
+    assert_survives_json(config)
 
 
 def test_the_default_tier_and_state_follow_the_places() -> None:
-    config = build_config(
-        Settings(),
-        source="/lustre/data",
-        mountpoint="/mnt",
-        user=ALICE,
-        places=DefaultPlaces("/cache", "/run/x"),
-    )
+    config = config_of(Settings())
     identity = dataset_id("/lustre/data", 1000)
     assert config.tiers == (TierSpec("/cache", TierSize(percent=50.0)),)
     assert config.state_dir == f"/cache/state/{identity}"
@@ -508,12 +412,9 @@ def test_a_users_cache_is_local(tmp_path: Path) -> None:
     assert remote.cache_dir == f"/var/tmp/monarchfs-{user}"
     bare = default_places(4242, {"HOME": "/nonexistent/home"}, is_network=lambda path: True)
     assert bare == DefaultPlaces("/tmp/monarchfs-4242", "/tmp/monarchfs-4242/run")
-
-
-def test_xdg_cache_home_comes_before_home(tmp_path: Path) -> None:
-    environ = {"HOME": "/somewhere", "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    assert default_places(1000, environ, lambda path: False).cache_dir == (
-        f"{tmp_path}/cache/monarchfs"
+    environ["XDG_CACHE_HOME"] = f"{tmp_path}/xdg"
+    assert (
+        default_places(1000, environ, lambda path: False).cache_dir == f"{tmp_path}/xdg/monarchfs"
     )
 
 

@@ -1,22 +1,28 @@
-"""The documents say what the program can do, no less and no more."""
+"""The documents and man pages say what the program can do, no less and no more."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import bench.run
+from monarchfs.cli.man import helper_page, monarchfs_page
 from monarchfs.cli.mount_helper import build_helper_parser
 from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.config.files import SYSTEM_FILE, from_file
 from monarchfs.config.options import OPTIONS
 from monarchfs.config.settings import Settings, is_known_option
-from tests.support.mounting import REPOSITORY
+from tests.support import surroundings
+from tests.support.fake_daemon import healthy
+from tests.support.mounting import REPOSITORY, Bench, requires_fuse, requires_root
 
 USAGE = (REPOSITORY / "docs" / "USAGE.md").read_text()
 CONFIGURATION = (REPOSITORY / "docs" / "CONFIGURATION.md").read_text()
@@ -176,3 +182,68 @@ def test_pip_is_not_given_our_name() -> None:
     for path in (*documents, *(REPOSITORY / "monarchfs").rglob("*.py")):
         named = re.search(r"pip install [^\n]*(?<![\w./-])monarchfs(?![\w/-])", path.read_text())
         assert named is None, f"{path.name}: {named}"
+
+
+def keys_of(report: dict[str, Any]) -> set[str]:
+    found = set(report)
+    for value in report.values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, dict):
+                found |= set(part)
+    return found
+
+
+@requires_root
+@requires_fuse
+def test_every_key_is_documented_and_in_the_report_of_the_fake_daemon(work: Bench) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    report = work.mount(source).status()
+    section = USAGE[USAGE.index("## Looking") :]
+    section = section[: section.index("\n## ", 1)].replace("[]`", "`")
+    assert [key for key in sorted(keys_of(report)) if f"`{key}`" not in section] == []
+    assert {"age_seconds", "uptime_seconds", "left_bytes", "operation_seconds"} <= keys_of(report)
+    assert keys_of(healthy()) == keys_of(report) - {"private"}, "tests/support/status.json"
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> list[Path]:
+    subprocess.run(
+        [sys.executable, "-m", "monarchfs.cli.man", str(tmp_path / "man")],
+        cwd=REPOSITORY,
+        check=True,
+        capture_output=True,
+        timeout=30,
+    )
+    return sorted((tmp_path / "man").iterdir())
+
+
+def test_the_man_pages_have_every_command_and_option(pages: list[Path]) -> None:
+    assert [page.name for page in pages] == ["monarchfs.1", "mount.monarchfs.8"]
+    page = monarchfs_page(build_parser()).replace("\\-", "-")
+    for name, command in COMMANDS.items():
+        begins = page.index(f'.SS "monarchfs {name}"')
+        section = page[begins : page.find(".S", begins + 3)]
+        for action in command._actions:
+            for option in action.option_strings:
+                assert option in section, f"{name} {option}"
+            assert (action.help or "").partition("%")[0] in section
+    helper = helper_page(build_helper_parser()).replace("\\-", "-")
+    for action in build_helper_parser()._actions:
+        assert all(option in helper for option in action.option_strings)
+
+
+@surroundings.program("groff", "groff-base")
+def test_groff_has_nothing_to_complain_about(pages: list[Path]) -> None:
+    for page in pages:
+        done = subprocess.run(
+            ["groff", "-man", "-ww", "-Tascii", "-P-cbou", str(page)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        assert done.stderr == ""
+        assert "monarchfs mount" in done.stdout or page.name == "mount.monarchfs.8"
+        assert "/lustre/imagenet" in done.stdout
+        assert "tier=/scratch=80%,allow_other" in done.stdout or page.name == "monarchfs.1"

@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,65 +19,33 @@ ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
 log = logging.getLogger("monarchfs.of_this_test")
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def few(clock: Clock) -> Iterator[tuple[FewOfEach, Lines]]:
-    lines, few = Lines(), FewOfEach(clock)
-    lines.addFilter(few)
-    root = logging.getLogger()
-    root.addHandler(lines)
-    yield few, lines
-    root.removeHandler(lines)
-
-
 def many(count: int) -> None:
     for number in range(count):
         log.warning("replica %d is gone", number)
 
 
-def test_what_is_told_of_each_file_is_told_of_a_few(
-    few: tuple[FewOfEach, Lines], clock: Clock
-) -> None:
-    said, lines = few[0], few[1].lines
-    many(10_000)
-    log.warning("something else")
-    assert lines == [f"replica {n} is gone" for n in range(MOST_LINES)] + ["something else"]
-    said.report()
-    assert len(lines) == MOST_LINES + 1
-    clock.now += INTERVAL_SECONDS
-    said.report()
-    assert lines[MOST_LINES + 1 :] == [
-        f"and {10_000 - MOST_LINES} more like this in 60 s, the last one: replica 9999 is gone"
-    ]
-    # A new interval: told again.
-    many(1)
-    assert lines[-1] == "replica 0 is gone"
-
-
-def test_nothing_is_left_untold_at_the_end(few: tuple[FewOfEach, Lines]) -> None:
-    many(MOST_LINES + 2)
-    few[0].report(all_of_them=True)
-    assert few[1].lines[-1].startswith("and 2 more like this in 0 s")
+def test_what_is_told_of_each_file_is_told_of_a_few(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    said = FewOfEach(lambda: now)
+    with caplog.filtering(said):
+        many(10_000)
+        log.warning("something else")
+        first = [f"replica {n} is gone" for n in range(MOST_LINES)] + ["something else"]
+        said.report()
+        assert caplog.messages == first
+        now += INTERVAL_SECONDS
+        said.report()
+        rest = (
+            f"and {10_000 - MOST_LINES} more like this in 60 s, the last one: replica 9999 is gone"
+        )
+        assert caplog.messages[MOST_LINES + 1 :] == [rest]
+        # A new interval: told again.
+        many(1)
+        assert caplog.messages[-1] == "replica 0 is gone"
+        # Nothing is left untold at the end.
+        many(MOST_LINES + 1)
+        said.report(all_of_them=True)
+        assert caplog.messages[-1].startswith("and 2 more like this in 0 s")
 
 
 WRITES = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -21,8 +20,6 @@ from monarchfs.system.memory import (
     machine_memory,
     parse_groups,
     parse_mountinfo,
-    parse_number,
-    parse_stat,
 )
 
 MIB = 1024 * 1024
@@ -58,6 +55,11 @@ class Tree:
 
     def groups(self, *lines: str) -> None:
         self.write("proc/self/cgroup", "\n".join(lines))
+
+    def in_v2(self, group: str, root: str = "/") -> None:
+        """This process is in that group."""
+        self.mounts(V2_MOUNT.format(root=root))
+        self.groups(f"0::{group}")
 
     def v2(self, group: str, limit: str, current: int = 0, **stat: int) -> None:
         directory = f"sys/fs/cgroup{group}"
@@ -96,32 +98,28 @@ def test_a_machine_that_does_not_tell(tree: Tree, error: Exception) -> None:
     probe = MemoryProbe(str(tree.root), fails)
     assert probe.read() == (UNLIMITED, UNLIMITED, "nothing known")
     assert MemoryProbe(str(tree.root / "nothing"), fails).read().available_bytes == UNLIMITED
+    # No limit in version 1 is none.
+    tree.mounts(V1_MOUNT.format(root="/"))
+    tree.groups("4:memory:/job")
+    tree.v1("/job", V1_UNLIMITED, 900 * MIB)
+    assert probe.read().limited_by == "nothing known"
 
 
 # Version 2
 
 
 def test_a_limit_less_what_cannot_be_reclaimed(tree: Tree) -> None:
-    tree.mounts(V2_MOUNT.format(root="/"))
-    tree.groups("0::/job/step")
-    tree.v2(
-        "/job/step",
-        str(1000 * MIB),
-        900 * MIB,
-        anon=500 * MIB,
-        file=400 * MIB,
-        shmem=150 * MIB,
-        inactive_anon=640 * MIB,
-        active_file=50 * MIB,
-        inactive_file=200 * MIB,
-    )
+    tree.in_v2("/job/step")
+    stat = {"anon": 500, "file": 400, "shmem": 150, "inactive_anon": 640}
+    stat |= {"active_file": 50, "inactive_file": 200}
+    in_bytes = {name: count * MIB for name, count in stat.items()}
+    tree.v2("/job/step", str(1000 * MIB), 900 * MIB, **in_bytes)
     # 250 of 900 are pages of files; those of a tmpfs are not, whatever "file" says.
     assert tree.read() == (350 * MIB, 1000 * MIB, "cgroup /job/step")
 
 
 def test_the_tightest_of_nested_limits_wins(tree: Tree) -> None:
-    tree.mounts(V2_MOUNT.format(root="/"))
-    tree.groups("0::/a/b/c")
+    tree.in_v2("/a/b/c")
     tree.v2("/a/b/c", "max", 100 * MIB)
     tree.v2("/a/b", str(1000 * MIB), 100 * MIB)
     tree.v2("/a", str(2000 * MIB), 1500 * MIB, inactive_file=100 * MIB)
@@ -137,9 +135,9 @@ def test_the_tightest_of_nested_limits_wins(tree: Tree) -> None:
 
 
 def test_the_group_is_asked_for_each_time(tree: Tree) -> None:
-    tree.mounts(V2_MOUNT.format(root="/"))
     tree.v2("/a", str(10 * MIB))
     tree.v2("/b", str(20 * MIB))
+    tree.in_v2("/")
     probe = MemoryProbe(str(tree.root), lambda: (8000 * MIB, 16000 * MIB))
     for group, limit in (("/a", 10), ("/b", 20), ("/c", None), ("/b (deleted)", None)):
         tree.groups(f"0::{group}")
@@ -147,8 +145,7 @@ def test_the_group_is_asked_for_each_time(tree: Tree) -> None:
 
 
 def test_there_is_never_less_than_nothing(tree: Tree) -> None:
-    tree.mounts(V2_MOUNT.format(root="/"))
-    tree.groups("0::/a")
+    tree.in_v2("/a")
     tree.v2("/a", str(10 * MIB), 30 * MIB)
     assert tree.read() == (0, 10 * MIB, "cgroup /a")
     # The files are not read at one moment.
@@ -158,19 +155,15 @@ def test_there_is_never_less_than_nothing(tree: Tree) -> None:
     assert tree.read() == (0, 0, "cgroup /a")
 
 
-def test_a_container_sees_its_group_as_the_root(tree: Tree) -> None:
-    tree.mounts(V2_MOUNT.format(root="/"))
-    tree.groups("0::/")
-    tree.v2("", str(100 * MIB), 40 * MIB)
-    assert tree.read() == (60 * MIB, 100 * MIB, "cgroup /")
-
-
-@pytest.mark.parametrize("group", ["/docker/1234", "/docker/1234/inner", "/", "/../other", "/x"])
-def test_a_container_that_sees_its_group_by_its_full_path(tree: Tree, group: str) -> None:
-    tree.mounts(V2_MOUNT.format(root="/docker/1234"))
-    tree.groups(f"0::{group}")
+@pytest.mark.parametrize(
+    "group", ["/docker/1234", "/docker/1234/inner", "/docker/12345", "/", "/../other", "/x"]
+)
+def test_a_container_sees_its_group_as_the_root_or_by_its_full_path(tree: Tree, group: str) -> None:
     tree.v2("", str(100 * MIB), 40 * MIB)
     tree.v2("/inner", str(90 * MIB), 40 * MIB)
+    tree.in_v2("/")
+    assert tree.read() == (60 * MIB, 100 * MIB, "cgroup /")
+    tree.in_v2(group, root="/docker/1234")
     if group.endswith("/inner"):
         assert tree.read() == (50 * MIB, 90 * MIB, "cgroup /docker/1234/inner")
     else:
@@ -184,38 +177,21 @@ def test_version_1_counts_the_groups_below(tree: Tree) -> None:
     tree.mounts(V1_MOUNT.format(root="/"), HYBRID_MOUNT)
     tree.groups("9:name=systemd:/", "4:memory:/job/step", "3:cpu,cpuacct:/elsewhere", "0::/user")
     tree.v1("/job/step", V1_UNLIMITED, 900 * MIB)
-    tree.v1(
-        "/job",
-        1000 * MIB,
-        900 * MIB,
-        inactive_file=1 * MIB,
-        active_file=1 * MIB,
-        shmem=300 * MIB,
-        total_inactive_file=100 * MIB,
-        total_active_file=50 * MIB,
-        total_shmem=300 * MIB,
-    )
+    stat = {"inactive_file": 1, "active_file": 1, "shmem": 300, "total_shmem": 300}
+    stat |= {"total_inactive_file": 100, "total_active_file": 50}
+    in_bytes = {name: count * MIB for name, count in stat.items()}
+    tree.v1("/job", 1000 * MIB, 900 * MIB, **in_bytes)
     tree.v1("", V1_UNLIMITED, 5000 * MIB)
     assert tree.read() == (250 * MIB, 1000 * MIB, "cgroup /job")
-
-
-def test_no_limit_in_version_1_is_none(tree: Tree) -> None:
-    def fails() -> tuple[int, int]:
-        raise OSError
-
-    tree.mounts(V1_MOUNT.format(root="/"))
-    tree.groups("4:memory:/job")
-    tree.v1("/job", V1_UNLIMITED, 900 * MIB)
-    assert MemoryProbe(str(tree.root), fails).read().limited_by == "nothing known"
 
 
 def test_a_controller_mounted_with_others(tree: Tree) -> None:
     mount = "35 31 0:32 / /cg/both\\040of rw - cgroup cgroup rw,cpu,memory"
     tree.mounts(mount)
-    tree.groups("4:cpu,memory:/job")
-    tree.write("cg/both of/job/memory.limit_in_bytes", str(10 * MIB))
-    tree.write("cg/both of/job/memory.usage_in_bytes", str(4 * MIB))
-    assert tree.read() == (6 * MIB, 10 * MIB, "cgroup /job")
+    tree.groups("4:cpu,memory:/job:1")
+    tree.write("cg/both of/job:1/memory.limit_in_bytes", str(10 * MIB))
+    tree.write("cg/both of/job:1/memory.usage_in_bytes", str(4 * MIB))
+    assert tree.read() == (6 * MIB, 10 * MIB, "cgroup /job:1")
 
 
 def test_both_versions_limit_where_both_have_limits(tree: Tree) -> None:
@@ -233,8 +209,7 @@ def test_both_versions_limit_where_both_have_limits(tree: Tree) -> None:
 
 @pytest.mark.parametrize("text", ["", "garbage", "-5", "1e9", "12 MiB", "9" * 30, "\u0663"])
 def test_what_is_no_limit(tree: Tree, text: str) -> None:
-    tree.mounts(V2_MOUNT.format(root="/"))
-    tree.groups("0::/a")
+    tree.in_v2("/a")
     tree.v2("/a", text, 5 * MIB)
     assert tree.read() == MACHINE
     tree.v2("/a", str(10 * MIB), 5 * MIB)
@@ -243,8 +218,7 @@ def test_what_is_no_limit(tree: Tree, text: str) -> None:
 
 
 def test_a_missing_account_reclaims_nothing(tree: Tree) -> None:
-    tree.mounts(V2_MOUNT.format(root="/"))
-    tree.groups("0::/a")
+    tree.in_v2("/a")
     tree.v2("/a", str(10 * MIB), 6 * MIB, inactive_file=5 * MIB)
     (tree.root / "sys/fs/cgroup/a/memory.stat").write_bytes(b"\xff\0\ninactive_file\nactive_file x")
     assert tree.read().available_bytes == 4 * MIB
@@ -264,21 +238,6 @@ def test_groups_that_make_no_sense(tree: Tree, line: str) -> None:
 
 
 # The parts
-
-
-def test_parsing() -> None:
-    mounts = [OTHER_MOUNTS, V1_MOUNT.format(root="/a\\134b"), V2_MOUNT.format(root="/")]
-    assert parse_mountinfo("\n".join(mounts).encode()) == [
-        Hierarchy(1, b"/a\\b", b"/sys/fs/cgroup/memory"),
-        Hierarchy(2, b"/", b"/sys/fs/cgroup"),
-    ]
-    assert parse_groups(b"4:memory:/a:b\n1:cpu:/c\n0::/d\n") == {1: b"/a:b", 2: b"/d"}
-    assert parse_number(b" 12\n") == 12
-    assert parse_stat(b"a 1\nb 2\nab 4\na_b 8\n", frozenset({b"a", b"b"})) == 3
-    assert list(levels(b"/a/b", b"/")) == [b"/a/b", b"/a", b""]
-    assert list(levels(b"/a/b", b"/a")) == [b"/b", b""]
-    assert list(levels(b"/ab", b"/a")) == [b""]
-    assert list(levels(b"/", b"/")) == [b""]
 
 
 def test_the_mount_that_shows_most_is_taken() -> None:
@@ -320,31 +279,23 @@ def own_v2_parent() -> Path:
     return parent
 
 
-@pytest.fixture
-def limited() -> Iterator[Callable[[], str]]:
-    """Runs a program that prints its own room, in a group of 256 MiB."""
+IN_GROUP = """
+import os, sys
+open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))
+from monarchfs.system.memory import MemoryProbe
+print(*MemoryProbe().read())
+"""
+
+
+def test_a_real_group() -> None:
     group = own_v2_parent() / f"monarchfs-test-{os.getpid()}"
     group.mkdir()
-    program = (
-        "import os, sys\n"
-        "open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-        "from monarchfs.system.memory import MemoryProbe\n"
-        "print(*MemoryProbe().read())\n"
-    )
-
-    def run() -> str:
-        (group / "memory.max").write_text(str(256 * MIB))
-        command = [sys.executable, "-c", program, str(group)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
     try:
-        yield run
+        (group / "memory.max").write_text(str(256 * MIB))
+        shown = subprocess.check_output([sys.executable, "-c", IN_GROUP, str(group)], text=True)
     finally:
         group.rmdir()
-
-
-def test_a_real_group(limited: Callable[[], str]) -> None:
-    available, limit, by, name = limited().split()
+    available, limit, by, name = shown.split()
     assert by == "cgroup"
     assert "monarchfs-test-" in name
     assert int(limit) == 256 * MIB

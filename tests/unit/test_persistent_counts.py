@@ -6,9 +6,8 @@ import errno
 import json
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.source.lanes import SourceCounters
 from monarchfs.types import Lane
-from tests.support.mounting import Bench, Mount, requires_fuse, run, wait_for
+from tests.support.mounting import Bench, requires_fuse, run, wait_for
 
 SIZE = 64 << 10
 
@@ -44,6 +43,18 @@ def counted() -> dict[str, object]:
     return {"mount": metrics, "source": source}
 
 
+def metrics_of(parts: dict[str, object]) -> Metrics:
+    metrics = parts["mount"]
+    assert isinstance(metrics, Metrics)
+    return metrics
+
+
+def restored(memory: int) -> dict[str, object]:
+    parts = fresh()
+    PersistentCounts(memory, parts).restore()
+    return parts
+
+
 def fresh() -> dict[str, object]:
     metrics = Metrics()
     metrics.errors_of_tier("/tier")
@@ -53,17 +64,14 @@ def fresh() -> dict[str, object]:
 def test_the_next_one_goes_on_from_what_was_saved(memory: int) -> None:
     before = counted()
     PersistentCounts(memory, before).save()
-    after = fresh()
-    PersistentCounts(memory, after).restore()
+    after = restored(memory)
     source = before["source"]
     assert isinstance(source, SourceCounters)
     source.stuck = 0  # what is so now, not what was counted
     assert repr(plain(after)) == repr(plain(before))
-    second = PersistentCounts(memory, after)
-    second.save()
-    twice = fresh()
-    PersistentCounts(memory, twice).restore()
-    assert repr(plain(twice)) == repr(plain(before)), "counted once, however many go on from it"
+    PersistentCounts(memory, after).save()
+    # Counted once, however many go on from it.
+    assert repr(plain(restored(memory))) == repr(plain(before))
 
 
 def plain(parts: dict[str, object]) -> object:
@@ -91,30 +99,15 @@ def test_one_killed_while_it_saves_leaves_what_was_saved_before(memory: int) -> 
     parts = counted()
     kept = PersistentCounts(memory, parts)
     kept.save()
-    metrics = parts["mount"]
-    assert isinstance(metrics, Metrics)
     saved = os.pread(memory, SIZE, 0)
-    metrics.local_opens = 4
+    metrics_of(parts).local_opens = 4
     kept.save()
     # All of the second one but its last store.
     os.pwrite(memory, saved[:8], 0)
-    after = fresh()
-    PersistentCounts(memory, after).restore()
-    assert isinstance(after["mount"], Metrics)
-    assert after["mount"].local_opens == 3
+    assert metrics_of(restored(memory)).local_opens == 3
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        b"nonsense",
-        b"[1]",
-        b"null",
-        b"[" * 5000,
-        b"\xff\xfe",
-        b"",
-    ],
-)
+@pytest.mark.parametrize("document", [b"nonsense", b"[1]", b"null", b"[" * 5000, b"\xff\xfe", b""])
 def test_what_makes_no_sense_is_refused(memory: int, document: bytes) -> None:
     put(memory, document)
     parts = fresh()
@@ -149,70 +142,48 @@ def test_what_another_release_has_otherwise_is_passed_over(memory: int) -> None:
         "source": 5,
     }
     put(memory, json.dumps(other).encode())
-    parts = fresh()
-    PersistentCounts(memory, parts).restore()
     expected = fresh()
-    metrics = expected["mount"]
-    assert isinstance(metrics, Metrics)
-    metrics.local_opens = 2
-    metrics.copy_errors.by_name["EIO"] = 1
-    assert repr(plain(parts)) == repr(plain(expected))
+    metrics_of(expected).local_opens = 2
+    metrics_of(expected).copy_errors.by_name["EIO"] = 1
+    assert repr(plain(restored(memory))) == repr(plain(expected))
 
 
 def test_more_than_fits_is_said(memory: int) -> None:
     parts = counted()
-    metrics = parts["mount"]
-    assert isinstance(metrics, Metrics)
     for number in range(2000):
-        metrics.tier_failed(f"/tiers/{number}", errno.EIO)
+        metrics_of(parts).tier_failed(f"/tiers/{number}", errno.EIO)
     with pytest.raises(ValueError, match="too many"):
         PersistentCounts(memory, parts).save()
 
 
-# With real workers
-
 FILES, FILE_BYTES = 40, 30_000
 
 
-def shown(mount: Mount) -> dict[str, int]:
-    """What only ever grows in a status."""
-    status = mount.status()
-    parts = ("served", "source_io", "evictions", "replicas")
-    counts = {f"{p}.{k}": v for p in parts for k, v in status[p].items() if type(v) is int}
-    del counts["source_io.stuck"]
-    return {**counts, "completed": status["prefetch"]["completed"]}
-
-
 @requires_fuse
-def test_no_count_becomes_less_when_workers_are_killed_and_replaced(work: Bench) -> None:
+def test_counts_go_on_when_workers_are_killed_and_replaced(work: Bench) -> None:
+    """tests/scenarios/killed_worker.txt has all counts; here are times, and a worker that is
+    replaced on purpose."""
     source = work.path / "src"
     source.mkdir()
     for number in range(FILES):
         (source / f"f{number:02}").write_bytes(os.urandom(FILE_BYTES))
     mount = work.mount(source)
-    read(mount.path, 0, 20)
-    mount.wait_idle()
-    first = shown(mount)
-    idle = mount.status()["prefetch"]["idle_since_uptime_seconds"]
-    assert first["served.source_opens"] == 20
-    assert first["completed"] == 20
-    assert idle is not None
-    os.kill(mount.status()["worker"]["pid"], signal.SIGKILL)
+
+    def read(first: int, last: int) -> dict[str, Any]:
+        for number in range(first, last):
+            (mount.path / f"f{number:02}").read_bytes()
+        return mount.wait_idle()
+
+    first = read(0, 20)
+    os.kill(first["worker"]["pid"], signal.SIGKILL)
     wait_for(lambda: mount.status()["worker"]["restarts"] == 1, "another worker")
     wait_for(lambda: mount.status()["state"] == "serving", "it to serve")
-    second = shown(mount)
-    assert all(second[name] >= value for name, value in first.items()), (first, second)
-    assert mount.status()["prefetch"]["idle_since_uptime_seconds"] == idle
-    read(mount.path, 20, FILES)
-    mount.wait_idle()
+    second = mount.status()
+    assert second["served"] == first["served"]
+    for key in ("completed", "idle_since_uptime_seconds"):
+        assert second["prefetch"][key] == first["prefetch"][key] is not None
+    read(20, FILES)
     assert run("restart", str(mount.path)).returncode == 0
-    third = shown(mount)
-    assert all(third[name] >= value for name, value in second.items()), (second, third)
-    assert third["served.source_opens"] == FILES
-    assert third["completed"] == FILES
-    assert third["source_io.read_bytes"] == FILES * FILE_BYTES
-
-
-def read(directory: Path, first: int, last: int) -> None:
-    paths = [str(directory / f"f{number:02}") for number in range(first, last)]
-    subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, timeout=30, check=True)
+    last = mount.status()
+    assert last["served"]["source_opens"] == last["prefetch"]["completed"] == FILES
+    assert last["source_io"]["read_bytes"] == FILES * FILE_BYTES

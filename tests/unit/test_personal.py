@@ -9,7 +9,9 @@ import pwd
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -17,7 +19,6 @@ from monarchfs.cli.mount import settings_from
 from monarchfs.cli.parser import build_parser
 from monarchfs.config import FreshnessMode, FreshnessSetting, TierSpec
 from monarchfs.config.files import from_file
-from monarchfs.config.options import OPTIONS
 from monarchfs.config.personal import read_personal
 from monarchfs.config.settings import Settings
 from monarchfs.slurm import daemon
@@ -55,37 +56,27 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_the_nearer_to_the_command_the_stronger(home: Path) -> None:
-    write(
-        home.parent / "system.toml",
-        "copy_workers = 1\nsource_threads = 1\nlocal_threads = 1\nscrub = '1M'\nevict = 'lru'\n",
-    )
-    write(
-        home / "monarchfs.toml",
-        "copy_workers = 2\nsource_threads = 2\nlocal_threads = 2\nscrub = '2M'\n",
-    )
-    other = write(home / "other.toml", "copy_workers = 3\nsource_threads = 3\nlocal_threads = 3\n")
+    threads = "copy_workers = {0}\nsource_threads = {0}\nlocal_threads = {0}\n"
+    write(home.parent / "system.toml", threads.format(1) + "scrub = '1M'\nevict = 'lru'\n")
+    write(home / "monarchfs.toml", threads.format(2) + "scrub = '2M'\n")
+    other = write(home / "other.toml", threads.format(3))
     environ = {"HOME": str(home.parent), "MONARCHFS_COPY_WORKERS": "4"}
     environ["MONARCHFS_SOURCE_THREADS"] = "4"
-    typed = parse(["--freshness", "open", "-o", "copy_workers=5"])
-    wanted = Settings(
-        copy_workers=5,
-        source_threads=4,
-        local_threads=2,
-        scrub=2 << 20,
-        evict=EvictionPolicy.LRU,
-        freshness=FreshnessSetting(FreshnessMode.OPEN),
-    )
-    assert settings_from(typed, environ=environ) == wanted
-    named = parse(["--freshness", "open", "-o", "copy_workers=5", "--config", str(other)])
+    words = ["--freshness", "open", "-o", "copy_workers=5"]
     without_the_standard_files = Settings(
         copy_workers=5,
         source_threads=4,
         local_threads=3,
         freshness=FreshnessSetting(FreshnessMode.OPEN),
     )
+    wanted = replace(
+        without_the_standard_files, local_threads=2, scrub=2 << 20, evict=EvictionPolicy.LRU
+    )
+    assert settings_from(parse(words), environ=environ) == wanted
+    named = parse([*words, "--config", str(other)])
     assert settings_from(named, environ=environ) == without_the_standard_files
     environ["MONARCHFS_CONFIG"] = str(other)
-    assert settings_from(typed, environ=environ) == without_the_standard_files
+    assert settings_from(parse(words), environ=environ) == without_the_standard_files
     null = parse(["--config", "/dev/null"])
     assert settings_from(null, environ=environ).local_threads == Settings().local_threads
 
@@ -110,41 +101,11 @@ def test_the_users_file(home: Path, name: str) -> None:
         settings_from(parse(), environ=environ)
 
 
-VALUES = {
-    "state_dir": "/state",
-    "prefetch": "all",
-    "freshness": "ttl=1h",
-    "evict": "sieve",
-    "data_path": "relay",
-    "log_file": "/log",
-    "log_level": "debug",
-    "index": "/index",
-    "metrics_port": "9464",
-    "touch_source": "1d",
-    "scrub": "20M",
-    "share": "partition",
-    "prefetch_rate": "20M",
-    "prefetch_floor": "10",
-    "prefetch_jitter": "30s",
-}
-
-
-@pytest.mark.parametrize("key", sorted(set(OPTIONS) - {"user", "foreground"}))
-def test_every_option_has_a_variable(key: str) -> None:
-    text = VALUES.get(key, "1")
-    if key == "tier":
-        text = r"/dev/shm=16G,/scr\,atch=80%"
-    variable = f"MONARCHFS_{key.upper()}"
-    settings = settings_from(parse(), environ={variable: str(text)})
-    value = ["/dev/shm=16G", "/scr,atch=80%"] if key == "tier" else text
-    assert getattr(settings, key) == OPTIONS[key].parse(value) != getattr(
-        Settings(), key
-    ) or key in ("kernel_resend",)
-    assert getattr(settings_from(parse(), environ={variable: ""}), key) == getattr(Settings(), key)
-    paths = ("state_dir", "log_file", "index", "prefetch", "peer_key")
-    if key not in (*paths, "peers", "peer_name"):
-        with pytest.raises(UsageError, match=f"environment variable {variable}: "):
-            settings_from(parse(), environ={variable: "no sense"})
+def test_the_variable_of_tiers_takes_several() -> None:
+    environ = {"MONARCHFS_TIER": r"/dev/shm=16G,/scr\,atch=80%"}
+    assert [tier.path for tier in settings_from(parse(), environ=environ).tier or ()] == [
+        *("/dev/shm", "/scr,atch")
+    ]
 
 
 def test_what_slurms_jobs_are_told_is_no_setting() -> None:
@@ -198,16 +159,13 @@ def test_a_prolog_and_mount8_hand_nothing_on(
 
 
 @pytest.fixture
-def users_area(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Area]:
-    import shutil
-    import tempfile
-
-    place = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    try:
-        with device_mode(0o666), area(place, NOBODY) as opened:
-            yield opened
-    finally:
-        shutil.rmtree(place)
+def users_area() -> Iterator[Area]:
+    with (
+        TemporaryDirectory(prefix="monarchfs-test-") as place,
+        device_mode(0o666),
+        area(Path(place), NOBODY) as opened,
+    ):
+        yield opened
 
 
 @requires_root
@@ -218,11 +176,8 @@ def test_an_ordinary_users_own_count(users_area: Area) -> None:
     (work.path / "conf").mkdir()
     file = write(work.path / "conf" / "monarchfs.toml", f'state_dir = "{work.path}/state"\n')
     os.chown(file, pwd.getpwnam(NOBODY).pw_uid, -1)
-    environment = {
-        **work.environment,
-        "XDG_CONFIG_HOME": str(work.path / "conf"),
-        "MONARCHFS_TIER": f"{work.path}/tier=10M",
-    }
+    environment = {**work.environment, "XDG_CONFIG_HOME": str(work.path / "conf")}
+    environment["MONARCHFS_TIER"] = f"{work.path}/tier=10M"
 
     def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

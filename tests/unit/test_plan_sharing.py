@@ -14,30 +14,19 @@ def plan(dataset: int, room: int, nodes: int, share: str) -> SharedPlan:
     )
 
 
-def test_a_dataset_that_fits_each_node_is_everywhere_after_the_first_epoch() -> None:
-    for share in ("auto", "replicate"):
-        assert plan(900, 1000, 3, share) == SharedPlan(
-            Fits.EACH_NODE, 300, 600, Reads(900, 600), Reads(0, 0)
-        )
-    assert plan(900, 1000, 3, "partition") == SharedPlan(
-        Fits.EACH_NODE, 300, 0, Reads(900, 600), Reads(0, 600)
-    )
-
-
-def test_one_that_fits_all_together_leaves_the_source_once() -> None:
-    assert plan(2200, 1000, 4, "auto") == SharedPlan(
-        Fits.ALL_TOGETHER, 550, 450, Reads(2200, 1650), Reads(0, 1200)
-    )
+def test_what_nodes_keep_and_read() -> None:
+    everywhere = SharedPlan(Fits.EACH_NODE, 300, 600, Reads(900, 600), Reads(0, 0))
+    assert plan(900, 1000, 3, "auto") == plan(900, 1000, 3, "replicate") == everywhere
+    apart = SharedPlan(Fits.EACH_NODE, 300, 0, Reads(900, 600), Reads(0, 600))
+    assert plan(900, 1000, 3, "partition") == apart
+    together = SharedPlan(Fits.ALL_TOGETHER, 550, 450, Reads(2200, 1650), Reads(0, 1200))
+    assert plan(2200, 1000, 4, "auto") == together, "it leaves the source once"
     # What comes first stays: of 16 files that a node lacks, 6 are at no owner's either.
     replicated = plan(2200, 1000, 4, "replicate")
     assert (replicated.own_bytes, replicated.foreign_bytes) == (250, 750)
     assert replicated.later_epoch.source_bytes > 1000
-
-
-def test_one_that_fits_nowhere_is_read_from_the_source_by_each_node() -> None:
-    assert plan(4000, 1000, 2, "auto") == SharedPlan(
-        Fits.NOWHERE, 1000, 0, Reads(2000 + 2 * 2000, 1000), Reads(2 * 2000, 1000)
-    )
+    nowhere = SharedPlan(Fits.NOWHERE, 1000, 0, Reads(2000 + 2 * 2000, 1000), Reads(4000, 1000))
+    assert plan(4000, 1000, 2, "auto") == nowhere
 
 
 @given(

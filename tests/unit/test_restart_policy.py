@@ -40,8 +40,8 @@ SAFE = Verdict(Follows.START_SAFE)
 END = Verdict(Follows.END)
 
 
-def after(*lives: WorkerLife) -> list[Verdict]:
-    deaths = RestartPolicy()
+def after(*lives: WorkerLife, policy: RestartPolicy | None = None) -> list[Verdict]:
+    deaths = policy or RestartPolicy()
     return [deaths.died(life) for life in lives]
 
 
@@ -92,10 +92,9 @@ def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> No
 
 def test_a_try_that_lives_long_is_none_any_more() -> None:
     deaths = RestartPolicy()
-    for life in [USELESS] * 4:
-        deaths.died(life)
+    after(*[USELESS] * 4, policy=deaths)
     deaths.tried()
-    assert [deaths.died(life) for life in (LONG, USELESS)] == [AT_ONCE] * 2
+    assert after(LONG, USELESS, policy=deaths) == [AT_ONCE] * 2
     assert deaths.retry_seconds == RETRY_SECONDS[0]
 
 
@@ -106,8 +105,7 @@ def test_a_long_life_in_safe_mode_ends_its_count() -> None:
 
 def test_a_worker_that_is_replaced_on_purpose_leaves_safe_mode() -> None:
     deaths = RestartPolicy()
-    for life in [USELESS] * 5:
-        deaths.died(life)
+    after(*[USELESS] * 5, policy=deaths)
     assert deaths.safe
     deaths.replaced()
     assert deaths.died(USELESS) == AT_ONCE
@@ -185,35 +183,41 @@ def looks(*steps: tuple[float, Signs]) -> list[float]:
     return found
 
 
+def first_look(*signs: Signs) -> float:
+    """When it is taken to hang, half a second between looks, from the first one on."""
+    return looks(*[(0.5, one) for one in signs])[0] - 0.5
+
+
 def test_one_that_beats_does_not_hang() -> None:
     assert looks(*[(0.5, Signs(n, 100)) for n in range(100)]) == []
-
-
-def test_one_that_is_silent_while_requests_wait() -> None:
-    assert looks((0.5, Signs(7, 3)), *[(0.5, Signs(7, 3))] * 8)[0] == 0.5 + SILENT_SECONDS
-    assert looks((0.5, Signs(7, 0)), *[(0.5, Signs(7, 0))] * 18) == []
-    for waiting in (0, None):
-        found = looks((0.5, Signs(7, waiting)), *[(0.5, Signs(7, waiting))] * 30)
-        assert found[0] == 0.5 + DEAD_SILENT_SECONDS
 
 
 ASLEEP = Activity(runs=False, cpu_seconds=1.0, rests=True)
 AT_THE_DISK = Activity(runs=False, cpu_seconds=1.0, rests=False)
 
 
-def test_one_whose_threads_all_sleep_is_not_given_long_where_nobody_can_see_who_waits() -> None:
-    for waiting in (None, 2):
-        signs = Signs(7, waiting, activity=ASLEEP)
-        assert looks((0.5, signs), *[(0.5, signs)] * 30)[0] == 0.5 + ASLEEP_SECONDS
-    idle = Signs(7, 0, activity=ASLEEP)
-    assert looks((0.5, idle), *[(0.5, idle)] * 30)[0] == 0.5 + DEAD_SILENT_SECONDS
+@pytest.mark.parametrize(
+    ("waiting", "activity", "seconds"),
+    [
+        pytest.param(3, None, SILENT_SECONDS, id="requests wait"),
+        pytest.param(0, None, DEAD_SILENT_SECONDS, id="none waits"),
+        pytest.param(None, None, DEAD_SILENT_SECONDS, id="nobody can see who waits"),
+        pytest.param(None, ASLEEP, ASLEEP_SECONDS, id="nobody can see, and all threads sleep"),
+        pytest.param(2, ASLEEP, ASLEEP_SECONDS, id="requests wait, and all threads sleep"),
+        pytest.param(0, ASLEEP, DEAD_SILENT_SECONDS, id="none waits, and all threads sleep"),
+        pytest.param(None, AT_THE_DISK, DEAD_SILENT_SECONDS, id="at the disk"),
+    ],
+)
+def test_one_that_is_silent(waiting: int | None, activity: Activity | None, seconds: float) -> None:
+    assert first_look(*[Signs(7, waiting, activity=activity)] * 32) == seconds
+
+
+def test_sleep_counts_from_the_last_look_that_found_it_at_something() -> None:
     disk = Signs(7, None, activity=AT_THE_DISK)
-    assert looks((0.5, disk), *[(0.5, disk)] * 30)[0] == 0.5 + DEAD_SILENT_SECONDS
-    # From the last look on that found it at something.
-    mixed = [disk if n == 3 else disk._replace(activity=ASLEEP) for n in range(30)]
-    assert looks(*[(0.5, signs) for signs in mixed])[0] == 4 * 0.5 + ASLEEP_SECONDS
-    busy = [disk if n % 4 == 3 else disk._replace(activity=ASLEEP) for n in range(30)]
-    assert looks(*[(0.5, signs) for signs in busy])[0] == 0.5 + DEAD_SILENT_SECONDS
+    asleep = disk._replace(activity=ASLEEP)
+    assert first_look(*[disk if n == 3 else asleep for n in range(30)]) == 1.5 + ASLEEP_SECONDS
+    often = [disk if n % 4 == 3 else asleep for n in range(30)]
+    assert first_look(*often) == DEAD_SILENT_SECONDS
 
 
 def silent(share: float, waiting: int | None) -> list[tuple[float, Signs]]:

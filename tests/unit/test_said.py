@@ -1,16 +1,28 @@
-"""What jobs have said, for the worker that comes next."""
+"""What jobs have said, for the worker that comes next; who announces an order, and whether that
+process has exited."""
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.system.process_stat import start_ticks
 from monarchfs.worker import said as module
+from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.said import DIRECTORY, KeptOrder, Said
+from tests.support.surroundings import requires_root
+from tests.support.timing import wait_for
 
 WEIGHTS = st.dictionaries(st.integers(1, 20), st.floats(0, 1e9), max_size=5)
 
@@ -90,3 +102,116 @@ def test_what_cannot_be_kept_costs_nobody_anything(
     said.clear()
     assert (said.orders(), said.weights()) == ([], None)
     assert "not kept" in caplog.text
+
+
+# Who announces
+
+
+CLIENT = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as client:
+    client.connect(sys.argv[1])
+    client.sendall(sys.argv[2].encode())
+    client.shutdown(socket.SHUT_WR)
+    while client.recv(100):
+        pass
+    sys.stdin.read()
+"""
+
+SERVER = """
+import socket, sys
+from monarchfs.control.peers import peer_pid
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("ready", flush=True)
+connection, _ = listener.accept()
+print(peer_pid(connection), flush=True)
+"""
+
+
+class Orders:
+    """In place of the window. ``exited`` tells of those who announced, oldest first; ``begun`` has
+    the names of orders that had begun."""
+
+    def __init__(self) -> None:
+        self.exited: list[Callable[[], bool]] = []
+        self.orders: dict[str, bytes] = {}
+        self.begun: set[str] = set()
+        self.dropped: Callable[[str], None] = lambda name: None
+
+    def announce(
+        self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool = False
+    ) -> None:
+        self.dropped(name)
+        self.exited.append(exited)
+        self.orders[name] = names
+        if begun:
+            self.begun.add(name)
+
+
+def test_the_exit_of_an_announcer_is_seen(tmp_path: Path) -> None:
+    path, orders = str(tmp_path / "socket"), Orders()
+    announcing = Announcing(cast(Any, orders), Said(str(tmp_path), 1))
+
+    async def answer(listener: socket.socket) -> None:
+        with trio.socket.from_stdlib_socket(listener) as accepting:
+            for _ in range(2):
+                connection, _ = await accepting.accept()
+                async with trio.SocketStream(connection) as stream:
+                    await announcing.answer({}, stream)
+
+    def exits() -> list[bool]:
+        return sorted(exited() for exited in orders.exited)
+
+    with ExitStack() as stack:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen()
+        clients = []
+        for name in ("a", "b"):
+            words = [sys.executable, "-c", CLIENT, path, name]
+            client = stack.enter_context(subprocess.Popen(words, stdin=subprocess.PIPE))
+            stack.callback(client.kill)
+            clients.append(client)
+        trio.run(answer, listener)
+        assert exits() == [False, False]
+        clients[0].kill()
+        wait_for(lambda: any(exits()), "one to have exited")
+        assert exits() == [False, True]
+        clients[1].kill()  # nobody waits for it (wait(2)) yet
+        wait_for(lambda: all(exits()), "both to have exited")
+
+
+def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:
+    said, orders, lives = Said(str(tmp_path), 1), Orders(), start_ticks(os.getpid())
+    assert lives is not None
+    said.keep_order(KeptOrder("dead", b"a", 2**22 + 1, 5))
+    said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))
+    said.keep_order(KeptOrder("living", b"c\0d", os.getpid(), lives))
+    said.keep_order(KeptOrder("unknown", b"e", 0, None))  # of another pid namespace
+    trio.run(Announcing(cast(Any, orders), said).resume)
+    assert orders.orders == {"dead": b"a", "other": b"b", "living": b"c\0d", "unknown": b"e"}
+    assert [exited() for exited in orders.exited] == [True, True, False, False]
+    assert orders.begun == set(orders.orders)
+    assert [order.stream for order in said.orders()] == list(orders.orders)
+
+
+@requires_root
+def test_a_process_outside_of_the_pid_namespace_has_no_number(tmp_path: Path) -> None:
+    unshare = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode != 0:
+        pytest.skip("needs pid namespaces: CAP_SYS_ADMIN")
+    path = str(tmp_path / "socket")
+    asked = subprocess.Popen(
+        [*unshare, sys.executable, "-c", SERVER, path], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert asked.stdout is not None
+        assert asked.stdout.readline() == "ready\n"
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            assert asked.stdout.readline() == "0\n"
+    finally:
+        asked.kill()
+        asked.communicate(timeout=10)

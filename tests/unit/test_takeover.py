@@ -61,14 +61,10 @@ def handover(tmp_path: Path) -> Iterator[Handover]:
 
 
 class Served:
-    """A supervisor's side behind a socket, for one client."""
+    """A supervisor's side behind a socket, for one client at a time."""
 
-    def __init__(self, handover: Handover, path: Path) -> None:
-        self.standbys = Standbys(handover)
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.listener.bind(str(path))
-        self.listener.listen()
-        self.path = str(path)
+    def __init__(self, handover: Handover, listener: socket.socket) -> None:
+        self.standbys, self.listener = Standbys(handover), listener
 
     def stand_by(self) -> StandbyConnection:
         def take() -> None:
@@ -79,17 +75,17 @@ class Served:
         thread = threading.Thread(target=take)
         thread.start()
         try:
-            return StandbyConnection(self.path)
+            return StandbyConnection(self.listener.getsockname())
         finally:
             thread.join()
-
-    def close(self) -> None:
-        self.listener.close()
 
 
 @pytest.fixture
 def served(handover: Handover, tmp_path: Path) -> Iterator[Served]:
-    with closing(Served(handover, tmp_path / "sock")) as made:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "sock"))
+        listener.listen()
+        made = Served(handover, listener)
         yield made
         made.standbys.end()
 

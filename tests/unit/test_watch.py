@@ -1,4 +1,5 @@
-"""``status --watch``: rates from reports, the screen at any width, the terminal left as it was."""
+"""``status``: rates from reports, words for people, the screen at any width, a terminal left as it
+was; the worst that it and ``umount`` can be asked."""
 
 from __future__ import annotations
 
@@ -18,19 +19,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
+from monarchfs.cli import status as cli_status
+from monarchfs.cli.main import main
 from monarchfs.cli.rates import HISTORY, History, number, rates_between
 from monarchfs.cli.screen import draw
 from monarchfs.cli.status_text import format_report
-from monarchfs.cli.text import (
-    ASCII_SPARKS,
-    format_share,
-    sparkline,
-)
+from monarchfs.cli.text import ASCII_SPARKS, format_share, sparkline
 from monarchfs.cli.watch import Moment, lines
-from monarchfs.text.sizes import format_seconds
+from monarchfs.control.registration import Registered, Registration
+from monarchfs.fuse.mountinfo import read_mountinfo
+from monarchfs.supervisor.recover import FoundMount
+from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.types import OperationError
 from tests.support import surroundings
 from tests.support.fake_daemon import changed, healthy
 from tests.support.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
@@ -80,9 +84,15 @@ def test_of_nothing_there_is_no_share() -> None:
     assert (rates.local_share, rates.local_bytes_share, rates.latency_seconds) == (None, None, None)
 
 
-def test_another_worker_counts_anew() -> None:
+def history_of(*reports: tuple[float, dict[str, Any]]) -> History:
     history = History()
-    history.add(0.0, REPORT)
+    for at, report in reports:
+        history.add(at, report)
+    return history
+
+
+def test_another_worker_counts_anew() -> None:
+    history = history_of((0.0, REPORT))
     fresh = later(1, served={"local_opens": -10})
     fresh["worker"]["pid"] = 8
     assert history.add(1.0, fresh).rates is None
@@ -97,15 +107,11 @@ def test_another_worker_counts_anew() -> None:
     "sections", [{"source_io": {"operations": -1}}, {"uptime_seconds": 1.0}], ids=["counts", "up"]
 )
 def test_a_new_mount_with_the_same_worker_number_counts_anew(sections: dict[str, Any]) -> None:
-    history = History()
-    history.add(0.0, REPORT)
-    assert history.add(1.0, later(1, **sections)).rates is None
+    assert history_of((0.0, REPORT)).add(1.0, later(1, **sections)).rates is None
 
 
 def test_an_old_report_gives_no_rates_and_stays_visible() -> None:
-    history = History()
-    history.add(0.0, REPORT)
-    history.add(1.0, later(1, served={"local_opens": 2}))
+    history = history_of((0.0, REPORT), (1.0, later(1, served={"local_opens": 2})))
     stale = later(1, state="worker not answering", age_seconds=2.0, served={"local_opens": 2})
     view = history.add(3.0, stale)
     assert view.rates is None
@@ -130,39 +136,28 @@ def test_history_has_an_end() -> None:
     assert view.source_bytes[-1] == 1
 
 
-def test_time_left_goes_by_the_files_that_wait() -> None:
-    history = History()
-    history.add(0.0, REPORT)
-    view = history.add(10.0, later(10, prefetch={"completed": 20, "failed": 4, "refused": 1}))
-    assert view.left_seconds == pytest.approx(50 / 2.5)
-    assert history.add(20.0, later(20, prefetch={"completed": 20})).left_seconds is not None
-
-
-def test_time_left_goes_by_bytes_when_none_waits() -> None:
-    history = History()
-    for at, read in ((0.0, 0), (10.0, 10 << 20)):
-        report = later(at, source_io={"read_bytes": read}, prefetch={"queued": -40})
-        view = history.add(at, report)
-    assert view.left_seconds == pytest.approx(5)
-
-
 @pytest.mark.parametrize(
-    "prefetch",
-    [{"queued": -40, "active": -10}, {"scanning": True, "completed": 5}, {}],
-    ids=["nothing waits", "a scan finds more", "nothing moves"],
+    ("prefetch", "read_bytes", "seconds"),
+    [
+        pytest.param({"completed": 20, "failed": 4, "refused": 1}, 0, 20, id="by files that wait"),
+        pytest.param({"queued": -40}, 10 << 20, 5, id="by bytes when none waits"),
+        pytest.param({"queued": -40, "active": -10}, 0, None, id="nothing waits"),
+        pytest.param({"scanning": True, "completed": 5}, 0, None, id="a scan finds more"),
+        pytest.param({}, 0, None, id="nothing moves"),
+    ],
 )
-def test_time_left_is_not_made_up(prefetch: dict[str, Any]) -> None:
-    history = History()
-    history.add(0.0, later(0, prefetch=prefetch))
-    assert history.add(1.0, later(1, prefetch=prefetch)).left_seconds is None
+def test_time_left(prefetch: dict[str, Any], read_bytes: int, seconds: float | None) -> None:
+    begun = {key: value for key, value in prefetch.items() if key in ("queued", "active")}
+    now = later(10, prefetch=prefetch, source_io={"read_bytes": read_bytes})
+    left = history_of((0.0, later(0, prefetch=begun))).add(10.0, now).left_seconds
+    assert left is None if seconds is None else left == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize(
     "report", [{}, {"files": None}, {"files": {}, "served": 5, "tiers": "x", "worker": []}]
 )
 def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
-    history = History()
-    history.add(0.0, report)
+    history = history_of((0.0, report))
     Console(file=io.StringIO(), width=80).print(draw(history.add(1.0, report)))
     assert list(lines(Moment(2.0, report), history))
     assert format_report({**report, "files": None, "tiers": []}).startswith("? on ?\n")
@@ -173,36 +168,63 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("shown", "text"),
     [
-        (0.0012, "1.2 ms"),
-        (0.5, "500 ms"),
-        (1.5, "1.5 s"),
-        (60, "1 min"),
-        (65, "1 min 5 s"),
-        (3661, "1 h 1 min"),
-        (3600, "1 h"),
-        (90000, "1 d 1 h"),
-        (86400 * 400, "400 d"),
+        *((format_seconds(0.0012), "1.2 ms"), (format_seconds(0.5), "500 ms")),
+        *((format_seconds(1.5), "1.5 s"), (format_seconds(60), "1 min")),
+        *((format_seconds(65), "1 min 5 s"), (format_seconds(3661), "1 h 1 min")),
+        *((format_seconds(3600), "1 h"), (format_seconds(90000), "1 d 1 h")),
+        *((format_seconds(86400 * 400), "400 d"), (format_bytes(0), "0 bytes")),
+        *((format_bytes(1023), "1023 bytes"), (format_bytes(1024), "1.0K")),
+        *((format_bytes(10 << 20), "10M"), (format_bytes(3 << 39), "1.5T")),
+        *((format_bytes(2 << 50), "2.0P"), (format_share(0, 0), "-"), (format_share(0, 5), "0%")),
+        *((format_share(5, 5), "100%"), (format_share(1, 3), "33.3%")),
+        (format_share(10**6 - 1, 10**6), "99.9%"),  # not all
+        (sparkline([0, 1, None, 3, 2]), "▁▃ █▆"),
+        (sparkline([0.5, 1.0], 1.0, ASCII_SPARKS), "=#"),
+        *((sparkline([]), ""), (sparkline([0, None]), "▁ ")),
     ],
 )
-def test_durations(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
+def test_words(shown: str, text: str) -> None:
+    assert shown == text
 
 
-@pytest.mark.parametrize(
-    ("part", "whole", "text"),
-    [(0, 0, "-"), (0, 5, "0%"), (5, 5, "100%"), (1, 3, "33.3%"), (10**6 - 1, 10**6, "99.9%")],
-)
-def test_shares_do_not_round_to_all(part: int, whole: int, text: str) -> None:
-    assert format_share(part, whole) == text
+# The worst that can be asked
 
 
-def test_sparks() -> None:
-    assert sparkline([0, 1, None, 3, 2]) == "▁▃ █▆"
-    assert sparkline([0.5, 1.0], 1.0, ASCII_SPARKS) == "=#"
-    assert sparkline([]) == ""
-    assert sparkline([0, None]) == "▁ "
+def found(number: int) -> FoundMount:
+    registration = Registration(f"/mnt{number}", 0, "/src", 0, os.getpid(), 0, "/state", 0)
+    return FoundMount(f"/mnt{number}", "/src", None, Registered("/nowhere", 0, registration))
+
+
+def test_many_that_say_nothing_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def request(registered: Registered, message: object, seconds: float) -> dict[str, Any]:
+        given.append(seconds)
+        raise OperationError(f"no answer within {seconds:g} s")
+
+    monkeypatch.setattr(cli_status, "request", request)
+    monkeypatch.setattr(FoundMount, "supervisor_alive", True)
+    monkeypatch.setattr(cli_status, "_ANSWER_SECONDS", 0.0)  # the time for all of them is over
+    monkeypatch.setattr(cli_status, "_LEAST_ANSWER_SECONDS", 0.01)
+    reports = cli_status.reports_of([found(number) for number in range(40)])
+    assert [report["mountpoint"] for report in reports] == [f"/mnt{n}" for n in range(40)]
+    assert {report["state"] for report in reports} == {"silent"}
+    assert max(given) <= 0.01
+
+
+# In a chroot it is none.
+ROOT_IS_A_MOUNT = any(mount.mountpoint == "/" for mount in read_mountinfo())
+
+
+def test_umount_of_the_root(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["umount", "/"])
+    captured = capsys.readouterr()
+    if ROOT_IS_A_MOUNT:
+        assert (code, captured.out, "use umount" in captured.err) == (2, "", True)
+    else:
+        assert (code, captured.out, captured.err) == (0, "/ is not mounted\n", "")
 
 
 # Live
@@ -304,7 +326,7 @@ def mounted(work: Bench) -> Any:
 @requires_root
 @requires_fuse
 def test_the_terminal_is_left_as_it_was(mounted: Any) -> None:
-    for end in ("q", "ctrl-c", "SIGTERM"):
+    for end in ("ctrl-c", "SIGTERM"):
         with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
             screen.wait_for("5 resident")
             screen.wait_for("0 bytes/s prefetched")
@@ -312,7 +334,7 @@ def test_the_terminal_is_left_as_it_was(mounted: Any) -> None:
             if end == "SIGTERM":
                 screen.process.terminate()
             else:
-                screen.type(b"q" if end == "q" else b"\x03")
+                screen.type(b"\x03")
             screen.assert_left_alone()
             expected = -signal.SIGTERM if end == "SIGTERM" else 0
             assert screen.process.returncode == expected
@@ -320,8 +342,8 @@ def test_the_terminal_is_left_as_it_was(mounted: Any) -> None:
 
 @requires_root
 @requires_fuse
-def test_another_size_of_the_terminal(mounted: Any) -> None:
-    with terminal("status", "--watch", "60", str(mounted.path)) as screen:
+def test_another_size_of_the_terminal_and_no_colours(mounted: Any) -> None:
+    with terminal("status", "--watch", "60", str(mounted.path), NO_COLOR="1") as screen:
         screen.wait_for("5 resident")
         screen.forget()
         screen.resize(30, 60)
@@ -331,15 +353,7 @@ def test_another_size_of_the_terminal(mounted: Any) -> None:
         assert all(len(line.rstrip("\r")) <= 61 for line in frames[-1].splitlines())
         screen.type(b"q")
         screen.assert_left_alone()
-
-
-@requires_root
-@requires_fuse
-def test_without_colours(mounted: Any) -> None:
-    with terminal("status", str(mounted.path), "--watch", NO_COLOR="1") as screen:
-        screen.wait_for("5 resident")
-        screen.type(b"q")
-        screen.assert_left_alone()
+        assert screen.process.returncode == 0
         assert not re.search(rb"\x1b\[[0-9;]*3[1-7]m", screen.output)
     with terminal("status", str(mounted.path), NO_COLOR="1") as screen:
         screen.process.wait(20)
@@ -379,7 +393,7 @@ def test_a_worker_that_hangs_and_a_mount_that_goes_and_comes_back(
 def test_keys_are_heard_while_nothing_answers(mounted: Any) -> None:
     with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
         screen.wait_for("5 resident")
-        supervisor = int(supervisor_of(mounted.worker_pid()))
+        supervisor = psutil.Process(mounted.worker_pid()).ppid()
         os.kill(supervisor, signal.SIGSTOP)
         try:
             wait_for(screen.is_still, "a question that is not answered")
@@ -389,11 +403,6 @@ def test_keys_are_heard_while_nothing_answers(mounted: Any) -> None:
             started.check(3)
         finally:
             os.kill(supervisor, signal.SIGCONT)
-
-
-def supervisor_of(worker: int) -> str:
-    with open(f"/proc/{worker}/stat") as file:
-        return file.read().rpartition(") ")[2].split()[1]
 
 
 @requires_root
