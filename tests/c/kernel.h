@@ -1,5 +1,5 @@
 /* A kernel that asks for files at random, and looks at every byte of the answers: a file is full of its
- * number. The program says how many requests there are, and what is asked (`ask`). */
+ * number. The program says how many requests there are, and where reads begin. */
 #ifndef MONARCHFS_TESTS_KERNEL_H
 #define MONARCHFS_TESTS_KERNEL_H
 
@@ -9,23 +9,20 @@
 #include "../../monarchfs/fuse/_table.h"
 #include "check.h"
 
-#include <linux/fuse.h>
-
-#include <pthread.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <time.h>
-#include <unistd.h>
-
 #define FILES 40
 #define READ_BYTES 1000
 #define MOST_ASKED 8 /* at once */
 
 static int kernel, device; /* the ends of a socket */
 static unsigned requests;
-static bool over;
+static bool no_opens, over;
+static uint64_t first_place; /* where a read begins, or a multiple of READ_BYTES behind it */
+static unsigned places = 1;
 static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER;
+
+/* What the program does with what comes to Python, and when nothing comes; may be NULL. */
+static void (*look_at_request)(const struct fuse_in_header *in);
+static void (*when_idle)(void);
 
 /* There is no Python. */
 bool handoff_answered(const void *request, size_t length)
@@ -43,11 +40,6 @@ static bool is_over(void)
 	return done;
 }
 
-static int64_t ns_of(struct timespec time)
-{
-	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 static void send_request(uint32_t opcode, uint64_t unique, uint64_t ino, const void *body, size_t size)
 {
 	char message[256];
@@ -59,7 +51,26 @@ static void send_request(uint32_t opcode, uint64_t unique, uint64_t ino, const v
 }
 
 /* One request: `unique` with the inode number in its lowest byte, 0 there where nothing is read. */
-static void ask(unsigned *seed, uint64_t unique, uint64_t *handles);
+static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
+{
+	uint64_t ino = 1 + (uint64_t)rand_r(seed) % FILES;
+	struct fuse_read_in read_in = {.fh = handles[ino],
+				       .offset = first_place + (uint64_t)rand_r(seed) % places * READ_BYTES,
+				       .size = READ_BYTES};
+	struct fuse_open_in open_in = {.flags = O_RDONLY};
+	struct fuse_release_in release_in = {.fh = handles[ino]};
+	switch (no_opens ? 3 : rand_r(seed) % 4) {
+	case 0:
+		send_request(FUSE_OPEN, unique << 8 | ino, ino, &open_in, sizeof(open_in));
+		break;
+	case 1:
+		send_request(FUSE_RELEASE, unique << 8, ino, &release_in, sizeof(release_in));
+		handles[ino] = 0;
+		break;
+	default:
+		send_request(FUSE_READ, unique << 8 | ino, ino, &read_in, sizeof(read_in));
+	}
+}
 
 /* The kernel: `requests` of them, and every byte of the answers. */
 static void *be_kernel(void *unused)
@@ -92,38 +103,56 @@ static void *be_kernel(void *unused)
 				CHECK(message[sizeof(out) + i] == (char)ino);
 		}
 	}
-	(void)unused;
 	pthread_mutex_lock(&queue);
 	over = true;
 	pthread_mutex_unlock(&queue);
-	return NULL;
+	return unused;
 }
 
-/* The table of open files, and the threads that answer, each `parts` in a thread beside them until all
- * have ended. */
-static void attach_table(void)
+/* What comes to Python is answered with nothing. */
+static void *be_python(void *unused)
 {
-	int table = memfd_create("table", 0);
-	uint64_t head[2] = {0x3173666863726e6dULL, 1000};
-	CHECK(ftruncate(table, 4096 + 1000 * 32) == 0);
-	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
-	CHECK(table_attach(table) == 0);
+	char *buffer = malloc(REQUEST_BYTES);
+	while (!is_over()) {
+		int ended_by;
+		enum relay_past past;
+		long got = relay_next(buffer, &ended_by, &past);
+		if (got > 0 && !relay_answered(buffer, (size_t)got, past)) {
+			const struct fuse_in_header *in = (const void *)buffer;
+			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};
+			if (look_at_request)
+				look_at_request(in);
+			CHECK(send(device, &out, sizeof(out), 0) == sizeof(out));
+		} else if (got <= 0) {
+			if (when_idle)
+				when_idle();
+			usleep(200);
+		}
+	}
+	free(buffer);
+	return unused;
 }
 
-static void run_threads(bool no_opens, void *(*parts[4])(void *), struct counts *counts)
+static void connect_kernel(void)
 {
-	uint64_t bounds[] = {1000, 1000000};
 	int ends[2];
-	pthread_t threads[4];
 	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
 	kernel = ends[0];
 	device = ends[1];
+}
+
+/* The threads that answer, beside the kernel, Python and twice `others`, until all of these have ended. */
+static void run_threads(void *(*others)(void *), struct counts *counts)
+{
+	uint64_t bounds[] = {1000, 1000000};
+	void *(*const parts[])(void *) = {be_kernel, be_python, others, others};
+	pthread_t threads[4];
+	connect_kernel();
 	counts_start(bounds, 2);
 	CHECK(relay_start(device, 4, 6, no_opens) >= 0);
 	for (int i = 0; i < 4; i++)
 		CHECK(pthread_create(&threads[i], NULL, parts[i], NULL) == 0);
-	for (int i = 0; i < 4; i++)
-		CHECK(pthread_join(threads[i], NULL) == 0);
+	join_threads(threads, 4);
 	counts_read(counts);
 }
 

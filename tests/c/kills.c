@@ -1,23 +1,14 @@
 /* A worker that is killed at any instruction of what it does to memory that outlives it, and what the
  * next one finds. It is stepped through, and after each step its memory is copied and taken over.
  * Arguments: `table` or `journal`. */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_journal.h"
 #include "../../monarchfs/fuse/_table.h"
 
 #include "check.h"
 
-#include <linux/fuse.h>
 #include <linux/futex.h>
 
-#include <pthread.h>
-#include <signal.h>
-#include <string.h>
-#include <sys/mman.h>
 #include <sys/ptrace.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #define MOST_BYTES (32 * 1024)
 #define MOST_STEPS 200000
@@ -121,11 +112,6 @@ static void look_at_table(void)
 #define JOURNAL_BYTES (ENTRIES_AT + ENTRIES * 512)
 #define LOCKS_AT (HEADER_BYTES - BUFFERS * (8 + sizeof(pthread_mutex_t)))
 
-struct request {
-	struct fuse_in_header in;
-	struct fuse_read_in read;
-};
-
 static struct {
 	bool answered[REQUESTS], done[REQUESTS];
 	unsigned given[REQUESTS];
@@ -221,26 +207,19 @@ static void *shared(size_t size)
 	return memory;
 }
 
-static void make_memory(size_t size, uint64_t magic, uint32_t first, uint32_t second)
-{
-	uint32_t counts[2] = {first, second};
-	original = memfd_create("original", 0);
-	copy = memfd_create("copy", 0);
-	CHECK(ftruncate(original, (off_t)size) == 0 && ftruncate(copy, (off_t)size) == 0);
-	CHECK(pwrite(original, &magic, 8, 0) == 8 && pwrite(original, counts, 8, 8) == 8);
-}
-
 int main(int count, char **arguments)
 {
 	unsigned steps;
 	CHECK(count == 2);
 	if (!strcmp(arguments[1], "table")) {
-		make_memory(TABLE_BYTES, 0x3173666863726e6dULL, SLOTS, 0);
+		original = make_table(SLOTS);
+		copy = make_table(SLOTS);
 		handles = shared(HANDLES * sizeof(*handles));
 		steps = step_through(prepare_table, use_table, look_at_table);
 	} else {
 		int ends[2];
-		make_memory(JOURNAL_BYTES, 0x3171726863726e6dULL, BUFFERS, ENTRIES);
+		original = make_memory(JOURNAL_BYTES, JOURNAL_MAGIC, BUFFERS, ENTRIES);
+		copy = make_memory(JOURNAL_BYTES, JOURNAL_MAGIC, BUFFERS, ENTRIES);
 		seen = shared(sizeof(*seen));
 		CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
 		kernel = ends[0];

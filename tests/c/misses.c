@@ -1,32 +1,17 @@
 /* Files that are not cached, opened and read by the source threads while others put, forget and hold
  * them, and replace them in the source: for a sanitizer. A socket is the kernel. Arguments: a directory
  * for the source, how many requests, and whether there are no opens. */
-#define _GNU_SOURCE
 #include "../../monarchfs/engine/_misses.h"
 #include "../../monarchfs/engine/_waiting.h"
-#include "../../monarchfs/fuse/_relay.h"
 #include "../../monarchfs/fuse/_resident.h"
-#include "../../monarchfs/fuse/_table.h"
 
 #include "kernel.h"
-
-#include <linux/fuse.h>
-
-#include <fcntl.h>
-#include <pthread.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/time.h>
-#include <unistd.h>
 
 #define SIZE 5000
 #define DIRECTORY 3
 #define IN_PART 16 /* files in the window of which only a part was read */
 
 static int source_fd;
-static bool no_opens;
 static uint64_t told_opens, told_bytes;
 static pthread_mutex_t replacing = PTHREAD_MUTEX_INITIALIZER;
 
@@ -48,27 +33,6 @@ static void replace(uint64_t ino, bool right)
 	CHECK(fstatat(source_fd, name, &st, 0) == 0);
 	const struct miss_version version = {st.st_ino, SIZE, ns_of(st.st_mtim), ns_of(st.st_ctim)};
 	misses_put(ino, DIRECTORY, name, strlen(name), &version, NULL);
-}
-
-static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
-{
-	uint64_t ino = 1 + (uint64_t)rand_r(seed) % FILES;
-	struct fuse_read_in read_in = {.fh = handles[ino],
-				       .offset = (uint64_t)rand_r(seed) % 5 * READ_BYTES,
-				       .size = READ_BYTES};
-	struct fuse_open_in open_in = {.flags = O_RDONLY};
-	struct fuse_release_in release_in = {.fh = handles[ino]};
-	switch (no_opens ? 3 : rand_r(seed) % 4) {
-	case 0:
-		send_request(FUSE_OPEN, unique << 8 | ino, ino, &open_in, sizeof(open_in));
-		break;
-	case 1:
-		send_request(FUSE_RELEASE, unique << 8, ino, &release_in, sizeof(release_in));
-		handles[ino] = 0;
-		break;
-	default:
-		send_request(FUSE_READ, unique << 8 | ino, ino, &read_in, sizeof(read_in));
-	}
 }
 
 /* Whether an event is to tell of it. Who fetches knows of that, as Python does. */
@@ -126,31 +90,6 @@ static void check_not_open(const struct fuse_in_header *in)
 {
 	const struct fuse_read_in *arg = (const void *)(in + 1);
 	CHECK(in->opcode != FUSE_READ || !arg->fh || table_ino(arg->fh) != in->nodeid);
-}
-
-/* What comes to Python is answered with nothing. */
-static void *be_python(void *unused)
-{
-	char *buffer = malloc(REQUEST_BYTES);
-	while (!is_over()) {
-		int ended_by;
-		enum relay_past past;
-		long got = relay_next(buffer, &ended_by, &past);
-		if (got > 0) {
-			const struct fuse_in_header *in = (const void *)buffer;
-			if (relay_answered(buffer, (size_t)got, past))
-				continue;
-			check_not_open(in);
-			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};
-			CHECK(send(device, &out, sizeof(out), 0) == sizeof(out));
-		} else {
-			take_events();
-			usleep(200);
-		}
-	}
-	free(buffer);
-	(void)unused;
-	return NULL;
 }
 
 /* The linker's --wrap: others come in between where an open is to be answered. */
@@ -214,8 +153,7 @@ static void *be_others(void *unused)
 		case 2:
 			hold(ino);
 			break;
-		case 3:
-		case 4:
+		case 3 ... 4:
 			misses_exclude(ino, false);
 			misses_has(ino);
 			break;
@@ -234,23 +172,16 @@ static void *be_others(void *unused)
 			counts_read(&counts);
 			break;
 		}
-		case 9:
-		case 10:
-		case 11:
-		case 12:
-		case 13:
+		case 9 ... 13:
 			fetch(ino, 1 + rand_r(&seed) % 3);
 			break;
 		case 14:
 			misses_hurry((uint64_t[]){ino, 1 + ino % FILES}, 2);
 			break;
-		case 15:
-		case 16:
-		case 17:
+		case 15 ... 17:
 			into_window(ino, rand_r(&seed));
 			break;
-		case 18:
-		case 19:
+		case 18 ... 19:
 			misses_window_drop((uint64_t[]){ino, 1 + ino % FILES}, 2);
 			break;
 		case 20:
@@ -263,22 +194,51 @@ static void *be_others(void *unused)
 			usleep(50);
 		}
 	}
-	(void)unused;
-	return NULL;
+	return unused;
 }
 
-/* Of each that was fetched an event tells. */
-static void check_all_are_told(void)
+static bool all_are_told(void)
 {
-	bool any = true;
-	for (unsigned tries = 0; any && tries < 5000; tries++) {
-		usleep(1000);
-		take_events();
-		any = false;
-		for (uint64_t ino = 1; ino <= FILES; ino++)
-			any |= fetched[ino];
+	bool any = false;
+	take_events();
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		any |= fetched[ino];
+	return !any;
+}
+
+static struct miss_window window(void)
+{
+	struct miss_window state;
+	misses_window_state(&state);
+	return state;
+}
+
+/* All files are right, and known. */
+static void replace_all(void)
+{
+	for (uint64_t ino = 1; ino <= FILES; ino++) {
+		misses_exclude(ino, false);
+		replace(ino, true);
 	}
-	CHECK(!any);
+}
+
+static void all_into_window(void)
+{
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		into_window(ino, 2);
+}
+
+/* What the window has when it was emptied. */
+static uint64_t left_in_window(void)
+{
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		misses_window_drop(&ino, 1);
+	return window().bytes;
+}
+
+static void be_patient(struct timeval patience)
+{
+	CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) == 0);
 }
 
 /* Ask, and wait for the answer; 0: there is none, Python had to give it. */
@@ -314,18 +274,18 @@ static void ask_for_file(uint64_t ino)
 	}
 }
 
+static bool window_is_idle(void)
+{
+	pthread_mutex_lock(&source_lock);
+	bool idle = !window_threads.first && !window_threads.busy;
+	pthread_mutex_unlock(&source_lock);
+	return idle;
+}
+
 static void wait_for_window(uint64_t files)
 {
-	struct miss_window state = {0};
-	bool idle = false;
-	for (unsigned tries = 0; tries < 30000 && !(idle && state.read >= files); tries++) {
-		usleep(1000);
-		misses_window_state(&state);
-		pthread_mutex_lock(&source_lock);
-		idle = !window_threads.first && !window_threads.busy;
-		pthread_mutex_unlock(&source_lock);
-	}
-	CHECK(idle && state.read == files);
+	WAIT_UNTIL(window_is_idle() && window().read >= files);
+	CHECK(window().read == files);
 }
 
 /* What is in memory, but no longer fresh, is opened in the source: there lies another file by now. */
@@ -333,14 +293,13 @@ static void open_what_is_not_fresh(void)
 {
 	const struct fuse_open_in open_in = {.flags = O_RDONLY};
 	struct fuse_open_out opened;
-	struct miss_window state;
 	misses_forget_all();
 	take_events();
 	misses_exclude(1, false);
 	replace(1, true);
-	misses_window_state(&state);
+	const uint64_t read = window().read;
 	misses_window(&(uint64_t){1}, &(int64_t){0}, 1, 1, &(bool){false});
-	wait_for_window(state.read + 1);
+	wait_for_window(read + 1);
 	replace(1, false);
 	CHECK(!answer_to(FUSE_OPEN, 1, &open_in, sizeof(open_in), &opened));
 }
@@ -349,42 +308,32 @@ static void open_what_is_not_fresh(void)
  * files that are open: they keep their bytes. */
 static void use_the_window(void)
 {
-	struct miss_window state;
-	misses_window_state(&state);
-	const size_t held = state.bytes; /* `be_kernel` has left some open */
+	const size_t held = window().bytes; /* `be_kernel` has left some open */
 	misses_window_limit(FILES / 4 * SIZE);
-	for (uint64_t ino = 1; ino <= FILES; ino++) {
-		misses_exclude(ino, false);
-		replace(ino, true);
-		into_window(ino, 2);
-	}
-	for (unsigned tries = 0; tries < 30000; tries++) {
-		usleep(1000);
-		misses_window_state(&state);
-		CHECK(state.bytes <= FILES / 4 * SIZE);
-		if (state.bytes == FILES / 4 * SIZE)
-			break;
+	replace_all();
+	all_into_window();
+	WAIT_UNTIL(window().bytes == FILES / 4 * SIZE) {
+		CHECK(window().bytes <= FILES / 4 * SIZE);
 		take_events(); /* whose bytes keep files out of the window; others may be asked for late */
-		for (uint64_t ino = 1; ino <= FILES; ino++)
-			into_window(ino, 2);
+		all_into_window();
 	}
-	CHECK(state.bytes == FILES / 4 * SIZE && state.read > state.hits + state.wasted);
-	const struct miss_window full = state;
-	for (uint64_t ino = 1; ino <= FILES && state.hits == full.hits; ino++) {
+	const struct miss_window full = window();
+	CHECK(full.read > full.hits + full.wasted);
+	for (uint64_t ino = 1; ino <= FILES && window().hits == full.hits; ino++)
 		ask_for_file(ino);
-		misses_window_state(&state);
-	}
-	CHECK(state.hits > full.hits);
-	for (uint64_t ino = 1; ino <= FILES; ino++)
-		misses_window_drop(&ino, 1);
-	for (unsigned tries = 0; tries < 5000 && state.bytes > held; tries++) {
-		usleep(1000);
-		for (uint64_t ino = 1; ino <= FILES; ino++)
-			misses_window_drop(&ino, 1);
-		misses_window_state(&state);
-	}
-	CHECK(state.bytes == held && state.read == state.hits + state.wasted);
-	CHECK(state.wasted > full.wasted);
+	CHECK(window().hits > full.hits);
+	WAIT_UNTIL(left_in_window() <= held);
+	const struct miss_window left = window();
+	CHECK(left.bytes == held && left.read == left.hits + left.wasted && left.wasted > full.wasted);
+}
+
+static bool window_threads_ended(void)
+{
+	pthread_mutex_lock(&source_lock);
+	bool ended = !window_threads.threads;
+	CHECK(!ended || !window_threads.idle);
+	pthread_mutex_unlock(&source_lock);
+	return ended;
 }
 
 /* A file whose open is in an event is read into the window only after Python took that event. */
@@ -407,56 +356,36 @@ static void make_room_for_one(void)
 	bool begun[FILES];
 	int64_t fresh[FILES] = {0};
 	uint64_t inos[FILES];
-	struct miss_window state;
 	const struct fuse_read_in read_in = {.size = READ_BYTES};
-	const struct timeval patience = {.tv_sec = 30};
-	CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) == 0);
+	be_patient((struct timeval){.tv_sec = 30});
 	misses_forget_all();
 	take_events();
 	misses_window_limit(IN_PART * SIZE);
-	for (uint64_t n = 0; n < FILES; n++) {
+	replace_all();
+	for (uint64_t n = 0; n < FILES; n++)
 		inos[n] = n + 1;
-		misses_exclude(n + 1, false);
-		replace(n + 1, true);
-	}
-	misses_window_state(&state);
-	for (unsigned tries = 0; tries < 30000 && state.bytes; tries++) { /* answers may be under way */
-		usleep(1000);
-		misses_window_state(&state);
-	}
-	CHECK(!state.bytes);
+	WAIT_UNTIL(!window().bytes); /* answers may be under way */
+	const uint64_t read = window().read;
 	misses_window(inos, fresh, IN_PART, IN_PART / 2, begun);
-	wait_for_window(state.read + IN_PART);
+	wait_for_window(read + IN_PART);
 	for (unsigned n = 0; n < IN_PART; n++)
 		CHECK(answer_to(FUSE_READ, inos[n], &read_in, sizeof(read_in), answer) == READ_BYTES);
 	misses_window(inos + IN_PART, fresh, 1, IN_PART / 2, begun);
-	wait_for_window(state.read + IN_PART + 1);
-	unsigned threads = 1;
-	for (unsigned tries = 0; tries < 30000 && threads; tries++) {
-		usleep(1000);
-		pthread_mutex_lock(&source_lock);
-		threads = window_threads.threads;
-		CHECK(threads || !window_threads.idle);
-		pthread_mutex_unlock(&source_lock);
-	}
-	CHECK(!threads);
+	wait_for_window(read + IN_PART + 1);
+	WAIT_UNTIL(window_threads_ended());
 	misses_window(inos + IN_PART + 1, fresh, IN_PART / 2, IN_PART / 2, begun);
-	wait_for_window(state.read + IN_PART + 1 + IN_PART / 2);
+	wait_for_window(read + IN_PART + 1 + IN_PART / 2);
 	come_before_python(inos);
 }
 
 /* Twice as much is read as there is memory, and Python takes nothing up meanwhile. */
 static void be_short_of_memory(void)
 {
-	const struct timeval patience = {.tv_usec = 100000};
-	CHECK(setsockopt(kernel, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)) == 0);
+	be_patient((struct timeval){.tv_usec = 100000});
 	misses_forget_all();
 	take_events();
 	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
-	for (uint64_t ino = 1; ino <= FILES; ino++) {
-		misses_exclude(ino, false);
-		replace(ino, true);
-	}
+	replace_all();
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		ask_for_file(ino);
 	take_events();
@@ -470,7 +399,7 @@ int main(int count, char **arguments)
 	source_fd = open(arguments[1], O_RDONLY | O_DIRECTORY);
 	CHECK(source_fd >= 0);
 	struct stat st;
-	attach_table();
+	CHECK(table_attach(make_table(1000)) == 0);
 	CHECK(resident_start(8, geteuid(), 1, no_opens, false) == 0);
 	CHECK(fstat(source_fd, &st) == 0);
 	const struct miss_options options = {
@@ -478,18 +407,19 @@ int main(int count, char **arguments)
 	CHECK(misses_start(&options) >= 0);
 	misses_window_limit(10 * SIZE);
 	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
-	for (uint64_t ino = 1; ino <= FILES; ino++)
-		replace(ino, true);
-	void *(*parts[])(void *) = {be_kernel, be_python, be_others, be_others};
+	replace_all();
+	places = SIZE / READ_BYTES;
+	look_at_request = check_not_open;
+	when_idle = take_events;
 	struct counts counts;
-	run_threads(no_opens, parts, &counts);
+	run_threads(be_others, &counts);
 	take_events();
 	CHECK(counts.numbers[COUNT_BYTES] && counts.numbers[COUNT_SOURCE_BYTES] && told_opens && told_bytes);
-	check_all_are_told();
+	WAIT_UNTIL(all_are_told());
 	be_short_of_memory();
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		fetch(ino, 2);
-	check_all_are_told();
+	WAIT_UNTIL(all_are_told());
 	counts_read(&counts);
 	CHECK(counts.numbers[COUNT_AHEAD_BYTES]);
 	use_the_window();

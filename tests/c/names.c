@@ -1,16 +1,11 @@
 /* Names that are looked up while others put, replace and forget them: for a sanitizer. Whoever looks one
  * up sees what it stands for until he is done, and never what had been forgotten before. The argument:
  * how many look-ups. NAMES_BYTES is the room for names. */
-#define _GNU_SOURCE
 #include "../../monarchfs/engine/_names.h"
 
 #include "check.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #define NAMES 50
 #define MORE (NAMES_BYTES / 36) /* than there is room for */
@@ -43,23 +38,20 @@ static size_t name_of(unsigned number, char *name)
 static void put(unsigned number, uint64_t ino)
 {
 	char name[16];
-	size_t length = name_of(number, name);
 	const struct fuse_attr attr = {.ino = ino, .size = ino * 3};
-	names_put(DIRECTORY, name, length, &attr, HOUR_NS);
+	names_put(DIRECTORY, name, name_of(number, name), &attr, HOUR_NS);
 }
 
 static bool enter(uint64_t parent, unsigned number, struct fuse_entry_out *out)
 {
 	char name[16];
-	size_t length = name_of(number, name);
-	return names_enter(parent, name, length, out);
+	return names_enter(parent, name, name_of(number, name), out);
 }
 
 static void forget(unsigned number)
 {
 	char name[16];
-	size_t length = name_of(number, name);
-	names_forget(DIRECTORY, name, length);
+	names_forget(DIRECTORY, name, name_of(number, name));
 }
 
 static void *look_up(void *seed_of)
@@ -104,8 +96,7 @@ static void *change(void *unused)
 			put(other, ino);
 		}
 	}
-	(void)unused;
-	return NULL;
+	return unused;
 }
 
 /* The oldest go. */
@@ -243,10 +234,8 @@ int main(int count, char **arguments)
 	compare();
 	pthread_t lookers[LOOKERS], changer;
 	CHECK(pthread_create(&changer, NULL, change, NULL) == 0);
-	for (uintptr_t i = 0; i < LOOKERS; i++)
-		CHECK(pthread_create(&lookers[i], NULL, look_up, (void *)(i + 1)) == 0);
-	for (int i = 0; i < LOOKERS; i++)
-		CHECK(pthread_join(lookers[i], NULL) == 0);
+	start_threads(lookers, LOOKERS, look_up);
+	join_threads(lookers, LOOKERS);
 	over = true;
 	CHECK(pthread_join(changer, NULL) == 0);
 	CHECK(found);

@@ -1,24 +1,9 @@
 /* An open that the kernel hands out again, under another name, while a thread is at it: what it took of
  * the two answers lasts. The answers are looked at by a function in the place of writev(2). */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_backed.h"
-#include "../../monarchfs/fuse/_handoff.h"
-#include "../../monarchfs/fuse/_relay.h"
 #include "../../monarchfs/fuse/_resident.h"
-#include "../../monarchfs/fuse/_table.h"
 
-#include "check.h"
-
-#include <linux/fuse.h>
-
-#include <fcntl.h>
-#include <pthread.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <sys/uio.h>
-#include <unistd.h>
+#include "kernel.h"
 
 #define INO 1
 #define SIZE 4096
@@ -29,16 +14,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static uint64_t held_back, handle; /* the answer that waits; of the last one that was accepted */
 static bool arrived, let_go, refuse_all;
 static unsigned answers;
-static int kernel;
 static const uint64_t *busy_since;
-
-/* There is no Python. */
-bool handoff_answered(const void *request, size_t length)
-{
-	(void)request;
-	(void)length;
-	return false;
-}
 
 ssize_t take_answer(int fd, const struct iovec *parts, int count);
 
@@ -66,20 +42,10 @@ ssize_t take_answer(int fd, const struct iovec *parts, int count)
 	return accepted ? (ssize_t)out.len : -1;
 }
 
-static void ask(uint32_t opcode, uint64_t unique, const void *body, size_t size)
-{
-	char message[256];
-	struct fuse_in_header in = {.len = (uint32_t)(sizeof(in) + size), .opcode = opcode,
-				    .unique = unique, .nodeid = INO};
-	memcpy(message, &in, sizeof(in));
-	memcpy(message + sizeof(in), body, size);
-	CHECK(send(kernel, message, in.len, 0) == (ssize_t)in.len);
-}
-
 static void ask_open(uint64_t unique)
 {
 	struct fuse_open_in open_in = {.flags = O_RDONLY};
-	ask(FUSE_OPEN, unique, &open_in, sizeof(open_in));
+	send_request(FUSE_OPEN, unique, INO, &open_in, sizeof(open_in));
 }
 
 static void wait_for_answers(unsigned count)
@@ -138,21 +104,17 @@ static long next_of_python(void)
 int main(int count, char **arguments)
 {
 	CHECK(count == 2);
-	int tier_fd = open(arguments[1], O_RDONLY | O_DIRECTORY), ends[2];
-	int table = memfd_create("table", 0);
-	uint64_t head[2] = {0x3173666863726e6dULL, 100}, bounds[] = {1000}, number;
+	int tier_fd = open(arguments[1], O_RDONLY | O_DIRECTORY), table = make_table(100);
+	uint64_t number;
 	struct replica replica;
 	make_replica(tier_fd, &replica);
-	CHECK(ftruncate(table, 4096 + 100 * 32) == 0);
-	CHECK(pwrite(table, head, sizeof(head), 0) == sizeof(head));
 	char *memory = mmap(NULL, 4096, PROT_READ, MAP_SHARED, table, 0);
 	CHECK(memory != MAP_FAILED && table_attach(table) == 0);
 	busy_since = (const uint64_t *)(memory + 1024);
 	CHECK(resident_start(8, geteuid(), 1, false, false) == 0);
 	CHECK(resident_tier(0, tier_fd) == 0 && resident_put(INO, &replica, true));
-	CHECK(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) == 0);
-	kernel = ends[0];
-	CHECK(relay_start(ends[1], THREADS, 0, false) >= 0);
+	connect_kernel();
+	CHECK(relay_start(device, THREADS, 0, false) >= 0);
 
 	/* The second answer is accepted, and the first then refused. */
 	begin(2, false);
@@ -161,7 +123,7 @@ int main(int count, char **arguments)
 	let_it_go();
 	CHECK(handle && table_ino(handle) == INO && resident_used(INO));
 	struct fuse_release_in release = {.fh = handle};
-	ask(FUSE_RELEASE, 4, &release, sizeof(release));
+	send_request(FUSE_RELEASE, 4, INO, &release, sizeof(release));
 	wait_for_answers(3);
 	CHECK(!table_length() && !resident_used(INO));
 
@@ -170,7 +132,7 @@ int main(int count, char **arguments)
 	ask_open(6 | RESENT);
 	wait_for_answers(1);
 	release.fh = handle;
-	ask(FUSE_RELEASE, 8, &release, sizeof(release));
+	send_request(FUSE_RELEASE, 8, INO, &release, sizeof(release));
 	wait_for_answers(2);
 	ask_open(10);
 	wait_for_answers(3);

@@ -1,12 +1,8 @@
 /* Threads of a pool, whose tasks are queued and withdrawn by others while some of them hang, for a
  * sanitizer. Argument: how many tasks each of those queues. */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_pool.h"
 
 #include "check.h"
-
-#include <sched.h>
-#include <unistd.h>
 
 #define QUEUERS 6
 #define MOST 4
@@ -179,8 +175,7 @@ int main(int count, char **arguments)
 	rounds = (unsigned)atoi(arguments[1]);
 	pool = (struct pool){.lock = &lock, .most = MOST, .most_stuck = MOST_STUCK};
 	pthread_t threads[QUEUERS];
-	for (uintptr_t i = 0; i < QUEUERS; i++)
-		CHECK(pthread_create(&threads[i], NULL, be_queuer, (void *)(i + 1)) == 0);
+	start_threads(threads, QUEUERS, be_queuer);
 	while (__atomic_load_n(&ended, __ATOMIC_RELAXED) < QUEUERS) {
 		pthread_mutex_lock(&lock);
 		pool_expire(&pool, monotonic_ns() - 1000000);
@@ -189,8 +184,7 @@ int main(int count, char **arguments)
 		pthread_mutex_unlock(&lock);
 		usleep(500);
 	}
-	for (int i = 0; i < QUEUERS; i++)
-		CHECK(pthread_join(threads[i], NULL) == 0);
+	join_threads(threads, QUEUERS);
 	pthread_mutex_lock(&lock);
 	CHECK(done + withdrawn == QUEUERS * rounds && done && stuck);
 	CHECK(!pool_any(&pool) && !pool.stuck && pool.threads <= MOST + MOST_STUCK);

@@ -1,16 +1,9 @@
 /* Events of requests that some threads take and others answer, while they are drained and recordings begin and end,
  * for a sanitizer. Argument: how many requests each thread takes in a recording. */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_counts.h"
 #include "../../monarchfs/fuse/_record.h"
 
 #include "check.h"
-
-#include <linux/fuse.h>
-
-#include <pthread.h>
-#include <sched.h>
-#include <string.h>
 
 #define THREADS 4
 #define RECORDINGS 5
@@ -47,7 +40,7 @@ static void answer(uint64_t unique)
 
 static void *be_thread(void *number)
 {
-	unsigned thread = (unsigned)(uintptr_t)number;
+	unsigned thread = (unsigned)(uintptr_t)number - 1;
 	for (uint64_t n = 0; n < requests; n++) {
 		uint64_t unique = 2 * (n * THREADS + thread + 1);
 		take(unique, thread);
@@ -89,8 +82,7 @@ int main(int count, char **arguments)
 		memset(seen, 0, requests * THREADS + 1);
 		finished = 0;
 		CHECK(record_begin(monotonic_ns(), 1) == 0);
-		for (uintptr_t n = 0; n < THREADS; n++)
-			CHECK(!pthread_create(&threads[n], NULL, be_thread, (void *)n));
+		start_threads(threads, THREADS, be_thread);
 		if (recording % 2) { /* it ends in the middle; what it has is whole */
 			while (events < requests)
 				events += drain(seen);
@@ -100,10 +92,9 @@ int main(int count, char **arguments)
 			events += drain(seen);
 			sched_yield();
 		}
-		for (unsigned n = 0; n < THREADS; n++) {
-			pthread_join(threads[n], NULL);
+		join_threads(threads, THREADS);
+		for (unsigned n = 0; n < THREADS; n++)
 			answer(__atomic_exchange_n(&left_over[n], 0, __ATOMIC_ACQ_REL));
-		}
 		for (size_t more; (more = drain(seen));)
 			events += more;
 		struct record_event none;

@@ -2,22 +2,12 @@
  * them: no answer has a byte of that. A socket is the kernel; a function in the place of splice(2) has
  * it take what is in a pipe at once, as the kernel does. Arguments: a directory for a tier, and how many
  * answers each thread gives. */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_reply.h"
 #include "../../monarchfs/fuse/_resident.h"
 
 #include "check.h"
 
-#include <linux/fuse.h>
-
-#include <fcntl.h>
-#include <pthread.h>
-#include <sched.h>
-#include <string.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 
 #define RECORDS 6
 #define SIZE 110000
@@ -90,7 +80,7 @@ static void rewrite(unsigned record, unsigned way)
 
 static void *be_cache(void *number)
 {
-	unsigned seed = 100 + (unsigned)(uintptr_t)number;
+	unsigned seed = (unsigned)(uintptr_t)number;
 	while (__atomic_load_n(&reading, __ATOMIC_RELAXED)) {
 		unsigned record = 1 + (unsigned)rand_r(&seed) % RECORDS;
 		pthread_mutex_lock(&locks[record]);
@@ -116,7 +106,7 @@ static void check_answer(void)
 /* Half of them through a pipe. */
 static void *be_reader(void *number)
 {
-	unsigned seed = 1 + (unsigned)(uintptr_t)number, given = 0;
+	unsigned seed = 100 + (unsigned)(uintptr_t)number, given = 0;
 	struct scratch scratch = {.buffer = malloc(MOST_READ_BYTES), .pipe = {-1, -1}};
 	while (given < answers) {
 		unsigned record = 1 + (unsigned)rand_r(&seed) % RECORDS;
@@ -160,12 +150,11 @@ int main(int count, char **arguments)
 		write_over(record, (int)record);
 		put(record);
 	}
-	pthread_t threads[READERS + REWRITERS];
-	for (uintptr_t i = 0; i < READERS + REWRITERS; i++)
-		CHECK(pthread_create(&threads[i], NULL, i < READERS ? be_reader : be_cache,
-				     (void *)i) == 0);
-	for (int i = 0; i < READERS + REWRITERS; i++)
-		CHECK(pthread_join(threads[i], NULL) == 0);
+	pthread_t readers[READERS], rewriters[REWRITERS];
+	start_threads(readers, READERS, be_reader);
+	start_threads(rewriters, REWRITERS, be_cache);
+	join_threads(readers, READERS);
+	join_threads(rewriters, REWRITERS);
 	for (unsigned record = 1; record <= RECORDS; record++)
 		CHECK(!resident_reading(record) && resident_retire(record));
 	puts("done");

@@ -1,14 +1,8 @@
 /* The table of resident files beside a plain one, with numbers that follow each other and numbers that do not; then
  * as many files as it takes, twice; then more, one after the other. Arguments: a directory, and how many steps. */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_resident.h"
 
 #include "check.h"
-
-#include <fcntl.h>
-#include <string.h>
-#include <time.h>
-#include <unistd.h>
 
 #define KNOWN 400
 #define MINUTE_NS 60000000000LL
@@ -30,7 +24,7 @@ static int64_t until(unsigned how)
 {
 	struct timespec now;
 	clock_gettime(CLOCK_REALTIME, &now);
-	int64_t now_ns = (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+	int64_t now_ns = ns_of(now);
 	const int64_t times[] = {ALWAYS, now_ns + MINUTE_NS / 2, 0, now_ns, now_ns + 2 * MINUTE_NS};
 	return times[how];
 }

@@ -1,13 +1,7 @@
 /* A small file of the source that changes between the parts in which it is read. Argument: a directory. */
-#define _GNU_SOURCE
 #include "../../monarchfs/engine/_small_file.h"
 
 #include "check.h"
-
-#include <fcntl.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #define SIZE 5000
 
@@ -37,11 +31,6 @@ ssize_t __wrap_pread(int fd, void *to, size_t size, off_t offset)
 	ssize_t got = __real_pread(fd, to, offset ? size : size / 2, offset);
 	carry_out();
 	return got;
-}
-
-static int64_t ns_of(struct timespec time)
-{
-	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
 static int read_while(int directory, const char *what)

@@ -1,27 +1,12 @@
 /* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
  * while they are opened and read. Every other one lies in a segment, and when it was taken away, other
  * bytes are written over it: nobody may see those. Arguments: a directory for a tier, and how many requests. */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_backed.h"
-#include "../../monarchfs/fuse/_relay.h"
 #include "../../monarchfs/fuse/_resident.h"
-#include "../../monarchfs/fuse/_table.h"
 #include "../../monarchfs/fuse/_nonresident.h"
-
 #include "../../monarchfs/engine/_waiting.h"
 
 #include "kernel.h"
-
-#include <linux/fuse.h>
-
-#include <fcntl.h>
-#include <pthread.h>
-#include <sched.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/socket.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #define SIZE 5000
 #define SEGMENTS 3
@@ -147,54 +132,10 @@ static void arrive(uint64_t ino, uint64_t start, size_t size)
 		release(&in_use);
 }
 
-static void ask(unsigned *seed, uint64_t unique, uint64_t *handles)
-{
-	uint64_t ino = 1 + (uint64_t)rand_r(seed) % FILES;
-	struct fuse_read_in read_in = {.offset = 100, .size = READ_BYTES};
-	struct fuse_open_in open_in = {.flags = O_RDONLY};
-	struct fuse_release_in release_in = {.fh = handles[ino]};
-	switch (rand_r(seed) % 4) {
-	case 0:
-		send_request(FUSE_OPEN, unique << 8 | ino, ino, &open_in, sizeof(open_in));
-		break;
-	case 1:
-		send_request(FUSE_RELEASE, unique << 8, ino, &release_in, sizeof(release_in));
-		handles[ino] = 0;
-		break;
-	default:
-		send_request(FUSE_READ, unique << 8 | ino, ino, &read_in, sizeof(read_in));
-	}
-}
-
-/* What comes to Python is answered with nothing. */
-static void *be_python(void *unused)
-{
-	char *buffer = malloc(REQUEST_BYTES);
-	for (;;) {
-		int ended_by;
-		enum relay_past past;
-		long got = relay_next(buffer, &ended_by, &past);
-		if (is_over())
-			break;
-		if (got > 0) {
-			const struct fuse_in_header *in = (const void *)buffer;
-			if (relay_answered(buffer, (size_t)got, past))
-				continue;
-			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};
-			CHECK(send(device, &out, sizeof(out), 0) == sizeof(out));
-		} else {
-			usleep(200);
-		}
-	}
-	free(buffer);
-	(void)unused;
-	return NULL;
-}
-
 static void *be_cache(void *unused)
 {
 	unsigned seed = 2;
-	for (;;) {
+	while (!is_over()) {
 		uint64_t ino = 1 + (uint64_t)rand_r(&seed) % FILES, told[64];
 		const struct stat *source = &source_stats[ino];
 		uint64_t first = (uint64_t)rand_r(&seed) % 5;
@@ -238,8 +179,7 @@ static void *be_cache(void *unused)
 			waiting_leave(rand_r(&seed) % requests << 8 | ino);
 			nonresident_used(ino);
 			break;
-		case 10:
-		case 11:
+		case 10 ... 11:
 			/* Sometimes of a version that it does not have. */
 			nonresident_source(ino, source_fds[ino],
 					  SIZE - (uint64_t)(rand_r(&seed) % 4 == 0),
@@ -258,8 +198,7 @@ static void *be_cache(void *unused)
 		case 12:
 			nonresident_no_source(ino);
 			break;
-		case 13:
-		case 14:
+		case 13 ... 14:
 			for (int i = 0; i < 5; i++)
 				states[i] = (char)(rand_r(&seed) % 3);
 			nonresident_fill(ino, SIZE, 1000, states, 5);
@@ -267,19 +206,16 @@ static void *be_cache(void *unused)
 		case 15:
 			nonresident_part(ino, source_fds[ino]);
 			break;
-		case 16:
-		case 17:
+		case 16 ... 17:
 			nonresident_chunks(ino, first, 5, rand_r(&seed) % 3);
 			break;
 		case 18:
 			nonresident_ahead(ino, first);
 			break;
-		case 19:
-		case 20:
+		case 19 ... 20:
 			arrive(ino, first * 1000, rand_r(&seed) % 2 ? SIZE - first * 1000 : 1000);
 			break;
-		case 24:
-		case 25:
+		case 24 ... 25:
 			pthread_mutex_lock(&records[ino].lock);
 			if (in_segment(ino))
 				rewrite_record(ino, rand_r(&seed) % 2);
@@ -288,11 +224,8 @@ static void *be_cache(void *unused)
 		default:
 			put(ino);
 		}
-		if (is_over())
-			break;
 	}
-	(void)unused;
-	return NULL;
+	return unused;
 }
 
 int main(int count, char **arguments)
@@ -307,12 +240,12 @@ int main(int count, char **arguments)
 		CHECK(pthread_mutex_init(&records[ino].lock, NULL) == 0);
 		append_record(ino);
 	}
-	attach_table();
+	first_place = 100; /* a read needs two pieces */
+	CHECK(table_attach(make_table(1000)) == 0);
 	CHECK(resident_start(8, geteuid(), 1, false, true) == 0);
 	CHECK(resident_tier(0, tier_fd) == 0);
-	void *(*parts[])(void *) = {be_kernel, be_python, be_cache, be_cache};
 	struct counts counts;
-	run_threads(false, parts, &counts);
+	run_threads(be_cache, &counts);
 	CHECK(counts.numbers[COUNT_BYTES] && counts.numbers[COUNT_QUEUED] &&
 	      counts.numbers[COUNT_RESIDENT_OPENS]);
 	for (enum duration of = TIME_OPEN_LOCAL; of <= TIME_READ_SOURCE; of++)

@@ -1,19 +1,10 @@
 /* Units: a thread that reads and one that writes for each, while others look at them, show them and stop
  * them, and the source changes now and then. Every byte that is shown, copied or written is of the version
  * that was asked for, and has its digest; all memory is given back. Arguments: a directory, how many units. */
-#define _GNU_SOURCE
 #include "../../monarchfs/engine/_unit.h"
 
 #include "check.h"
 
-#include <errno.h>
-#include <fcntl.h>
-#include <pthread.h>
-#include <string.h>
-#include <sys/stat.h>
-#include <sys/uio.h>
-#include <time.h>
-#include <unistd.h>
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
@@ -257,7 +248,7 @@ static void look_at(const struct work *work, int filling, char *data)
 
 static void *be_one(void *given)
 {
-	uint64_t ino = *(uint64_t *)given;
+	uint64_t ino = (uintptr_t)given;
 	unsigned seed = (unsigned)ino;
 	unsigned found_holes = 0;
 	char path[256], *data = malloc(SIZE);
@@ -350,7 +341,7 @@ static void *let_go_of_some(void *unused)
 		pthread_mutex_lock(&shown.lock);
 		let_go(n++ % HELD);
 		pthread_mutex_unlock(&shown.lock);
-		nanosleep(&(struct timespec){0, 100000}, NULL);
+		usleep(100);
 	}
 	return unused;
 }
@@ -363,14 +354,9 @@ int main(int count, char **arguments)
 	empty_while_blocks_arrive(false);
 	empty_while_blocks_arrive(true);
 	pthread_t people[PEOPLE], other;
-	uint64_t numbers[PEOPLE];
 	CHECK(!pthread_create(&other, NULL, let_go_of_some, NULL));
-	for (unsigned n = 0; n < PEOPLE; n++) {
-		numbers[n] = n + 1;
-		CHECK(!pthread_create(&people[n], NULL, be_one, &numbers[n]));
-	}
-	for (unsigned n = 0; n < PEOPLE; n++)
-		pthread_join(people[n], NULL);
+	start_threads(people, PEOPLE, be_one);
+	join_threads(people, PEOPLE);
 	__atomic_store_n(&over, true, __ATOMIC_RELAXED);
 	pthread_join(other, NULL);
 	for (unsigned n = 0; n < HELD; n++)

@@ -1,27 +1,12 @@
 /* The journal, and threads of workers that were killed and live on: nobody acts on half of a request, and
  * each is taken up once. */
-#define _GNU_SOURCE
 #include "../../monarchfs/fuse/_journal.h"
 
 #include "check.h"
 
-#include <linux/fuse.h>
-
-#include <pthread.h>
-#include <signal.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
-
 #define SIZE (4096 + 64 * JOURNAL_BUFFER_BYTES + 16 * 512)
 #define OLD_OFFSET 111
 #define OFFSET 222
-
-struct request {
-	struct fuse_in_header in;
-	struct fuse_read_in read;
-};
 
 static int journal;
 static unsigned taken;
@@ -117,12 +102,8 @@ static void *take_request(void *unused)
 
 int main(void)
 {
-	uint64_t magic = 0x3171726863726e6dULL;
-	uint32_t counts[2] = {64, 16};
 	pthread_t thread;
-	journal = memfd_create("journal", 0);
-	CHECK(ftruncate(journal, SIZE) == 0 && pwrite(journal, &magic, 8, 0) == 8);
-	CHECK(pwrite(journal, counts, 8, 8) == 8);
+	journal = make_memory(SIZE, JOURNAL_MAGIC, 64, 16);
 	struct worker reading = begin(true), waiting = begin(false);
 	CHECK(journal_start(journal) == 0);
 

@@ -1,16 +1,11 @@
 /* Threads that want files of peers, while catalogues come and go: each file is asked for once in a request, each
  * thread hears of its own, and never of more than the owner said. The functions below are the peers. Argument:
  * how many files each thread wants. */
-#define _GNU_SOURCE
 #include "../../monarchfs/peers/_want.h"
 
 #include "check.h"
 
 #include <endian.h>
-#include <pthread.h>
-#include <sched.h>
-#include <string.h>
-#include <unistd.h>
 
 #define THREADS 8
 #define PEERS 4
@@ -88,19 +83,35 @@ int fetch_answer(unsigned peer, const char *path, const char *body, size_t size,
 	return 200;
 }
 
+static bool wants_from(unsigned number, uint64_t source_ns)
+{
+	unsigned char name[REPLICA_NAME_BYTES];
+	char path[32];
+	name_of(number, name);
+	snprintf(path, sizeof(path), "d/%u", number);
+	return want_replica(name, number + 1, path, source_ns);
+}
+
+static bool wants(unsigned number)
+{
+	return wants_from(number, 0);
+}
+
+static bool is_known(unsigned number, struct place *place)
+{
+	unsigned char name[REPLICA_NAME_BYTES];
+	name_of(number, name);
+	return places_get(name, place);
+}
+
 static void *want(void *seed)
 {
 	unsigned random = (unsigned)(size_t)seed;
 	for (unsigned long n = 0; n < each; n++) {
-		unsigned char name[REPLICA_NAME_BYTES];
 		unsigned number = (unsigned)rand_r(&random) % NAMES;
-		char path[32];
 		struct place place;
-		name_of(number, name);
-		snprintf(path, sizeof(path), "d/%u", number);
-		bool has = want_replica(name, number + 1, path, 0);
-		CHECK(!has || (number % PEERS != OWN && number % 7));
-		if (places_get(name, &place))
+		CHECK(!wants(number) || (number % PEERS != OWN && number % 7));
+		if (is_known(number, &place))
 			CHECK(place.segment == number + 1 && place.size == number + 1 && place.peer == number % PEERS);
 	}
 	return NULL;
@@ -109,53 +120,41 @@ static void *want(void *seed)
 /* How many of 160 their owner is asked for, where the source takes so long. */
 static unsigned asked_of_160(uint64_t source_ns)
 {
-	unsigned char name[REPLICA_NAME_BYTES];
 	unsigned before = rows;
-	for (unsigned n = 0; n < 160; n++) {
-		name_of(1, name);
-		want_replica(name, 2, "d/1", source_ns);
-	}
+	for (unsigned n = 0; n < 160; n++)
+		wants_from(1, source_ns);
 	return rows - before;
+}
+
+static void took_at_once(unsigned number)
+{
+	unsigned char name[REPLICA_NAME_BYTES];
+	name_of(number, name);
+	for (unsigned n = 0; n < 500; n++)
+		want_took(name, 1);
 }
 
 static void bypass(void)
 {
-	unsigned char name[REPLICA_NAME_BYTES], failing[REPLICA_NAME_BYTES], other[REPLICA_NAME_BYTES];
-	name_of(1, name);
-	name_of(33, failing); /* the same owner's */
-	name_of(2, other);
 	CHECK(asked_of_160(0) == 160 && !want_bypassed());
 	CHECK(asked_of_160(1000000000) == 160 && !want_bypassed()); /* slower than the peers */
 	CHECK(asked_of_160(1) == 10 && want_bypassed() == 150);
-	for (unsigned n = 0; n < 500; n++)
-		want_took(name, 1); /* it has nearly all by now */
+	took_at_once(1); /* it has nearly all by now */
 	for (unsigned n = 0; n < 30; n++)
-		want_replica(failing, 34, "d/33", 10); /* says nothing about the time it takes */
+		wants_from(33, 10); /* the same owner's, who fails: says nothing about the time it takes */
 	CHECK(want_bypassed() == 150);
 	CHECK(asked_of_160(100000000) == 160 && want_bypassed() == 150);
 	CHECK(asked_of_160(1) == 10 && want_bypassed() == 300);
-	want_replica(other, 3, "d/2", 0);
-	for (unsigned n = 0; n < 500; n++)
-		want_took(other, 1);
-	want_replica(other, 3, "d/2", 10); /* another owner takes no longer for that */
+	wants(2);
+	took_at_once(2);
+	wants_from(2, 10); /* another owner takes no longer for that */
 	CHECK(want_bypassed() == 300);
-}
-
-static bool wants(unsigned number)
-{
-	unsigned char name[REPLICA_NAME_BYTES];
-	char path[32];
-	name_of(number, name);
-	snprintf(path, sizeof(path), "d/%u", number);
-	return want_replica(name, number + 1, path, 0);
 }
 
 static unsigned peer_of(unsigned number)
 {
-	unsigned char name[REPLICA_NAME_BYTES];
 	struct place place;
-	name_of(number, name);
-	CHECK(places_get(name, &place));
+	CHECK(is_known(number, &place));
 	return place.peer;
 }
 
@@ -208,10 +207,8 @@ int main(int count, char **arguments)
 	}
 	CHECK(want_owners(owners, OWN) == 0);
 	CHECK(pthread_create(&forgetting, NULL, forget, &ended) == 0);
-	for (size_t n = 0; n < THREADS; n++)
-		CHECK(pthread_create(&threads[n], NULL, want, (void *)(n + 1)) == 0);
-	for (size_t n = 0; n < THREADS; n++)
-		CHECK(pthread_join(threads[n], NULL) == 0);
+	start_threads(threads, THREADS, want);
+	join_threads(threads, THREADS);
 	__atomic_store_n(&ended, true, __ATOMIC_RELAXED);
 	CHECK(pthread_join(forgetting, NULL) == 0);
 	CHECK(requests && rows > requests && in_one > 1); /* several asked together */
