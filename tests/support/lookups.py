@@ -55,6 +55,14 @@ def stale(match: str = "another version") -> Iterator[None]:
     assert raised.value.errno == errno.ESTALE
 
 
+@contextmanager
+def fails(code: int) -> Iterator[None]:
+    """Raises an OSError with this number."""
+    with pytest.raises(OSError, match=r".") as raised:
+        yield
+    assert raised.value.errno == code
+
+
 async def entry(mirror: Mirror, parent: int, name: bytes) -> Entry:
     found = await mirror.tree.names.lookup(parent, name)
     assert isinstance(found, Entry)
