@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ class Registry:
             os.close(descriptor)
 
 
+@dataclass(eq=False)
 class Open:
     """One open file of a process: its own descriptor of the backing file, as the kernel has."""
 
-    def __init__(self, ino: int, number: int, backing_id: int, descriptor: int) -> None:
-        self.ino = ino
-        self.number = number
-        self.backing_id = backing_id
-        self.descriptor = descriptor
+    ino: int
+    number: int
+    backing_id: int
+    descriptor: int = -1
 
 
 class Threads(NoReaders):
@@ -101,16 +102,10 @@ class Threads(NoReaders):
 
     def reclaim(self, ino: int) -> int:
         del self.lent[ino]
-        numbers = [number for number, opened in self.own.items() if opened == ino]
-        for number in numbers:
-            del self.own[number]
-        return len(numbers)
+        return _forget(self.own, ino)
 
     def cached(self, ino: int) -> int:
-        numbers = [number for number in self.missed if self.missed[number] == ino]
-        for number in numbers:
-            del self.missed[number]
-        return len(numbers)
+        return _forget(self.missed, ino)
 
     def open(self, ino: int, unique: int) -> tuple[int, int] | None:
         """Number and backing id; None where the open is Python's."""
@@ -141,6 +136,13 @@ class Threads(NoReaders):
 
     def try_remove(self, ino: int) -> bool:
         return not self.used(ino)
+
+
+def _forget(opens: dict[int, int], ino: int) -> int:
+    numbers = [number for number, opened in opens.items() if opened == ino]
+    for number in numbers:
+        del opens[number]
+    return len(numbers)
 
 
 class Passing:
@@ -251,6 +253,11 @@ class Passing:
                 reply["number"], reply["ids"], reply.get("error", 0), reply.get("reason", "")
             )
 
+    def answer_at_last(self) -> None:
+        """What was asked first, before ``answers`` was set again."""
+        self.answers = True
+        self.passthrough.answered(2, [1], 0, "")
+
     # -- what processes do, by way of the kernel
 
     def _answer_with(self, number: int, backing_id: int) -> None:
@@ -278,7 +285,7 @@ class Passing:
                 number, backing_id = info.fh, 0
             keep_cache = info.keep_cache
         # Between the answer and the opener's turn others have theirs, but no RELEASE can come.
-        one = Open(ino, number, backing_id, -1)
+        one = Open(ino, number, backing_id)
         mode = next((o.backing_id for o in self.opens if o.ino == ino), None)
         if mode is not None and mode != backing_id:
             self.eio.append(f"inode {ino}: {backing_id} while {mode}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -18,41 +19,59 @@ from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
 from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles, allocated
-from monarchfs.types import EvictionPolicy, Node, Replica, TierFile
+from monarchfs.types import Node, Replica, TierFile
 from tests.support.faults import FaultySegments, FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+from tests.support.on_disk import own_files
 
 SIZE = 10_000
 TAKEN = allocated(SIZE)
+FAST = TAKEN + 4096
+"""The room of a tier that holds one file."""
 
 
 async def copy(mirror: Mirror, names: list[str]) -> list[int]:
     """Have them copied together."""
     mirror.copier.together.value = 64
     inos = [await mirror.ino(name) for name in names]
-    for name in names:
-        await mirror.want(name)
+    await mirror.want_each(names)
     if not mirror._copying:
         mirror.start_copying()
     await mirror.idle()
     return inos
 
 
-async def read_all(mirror: Mirror, names: list[str]) -> None:
-    for name in names:
-        assert await mirror.read_file(name) == (mirror.area.source / name).read_bytes()
+@asynccontextmanager
+async def copied(
+    area: Area, count: int, size: int = SIZE, *, of: int = 0, room: int = ALL_ROOM, **options: Any
+) -> AsyncIterator[tuple[Mirror, list[str], list[int]]]:
+    """A mount that has copied so many files together, and their numbers; the names of all, of which
+    there may be more."""
+    names = area.write_files(of or count, size)
+    async with area.mounted([room], copies=False, **options) as mirror:
+        yield mirror, names, await copy(mirror, names[:count])
 
 
 async def read_locally(mirror: Mirror, names: list[str]) -> None:
     mirror.posix.reads.clear()
-    await read_all(mirror, names)
+    await mirror.read_each(names)
     assert mirror.posix.reads == []
 
 
-def record(mirror: Mirror, ino: int) -> Replica:
-    found = mirror.record(ino)
-    assert found is not None
-    return found
+async def evict(mirror: Mirror, *inos: int) -> None:
+    for ino in inos:
+        assert mirror.cache.evict(ino)
+    await mirror.idle()
+
+
+async def is_left(area: Area, names: list[str], **options: Any) -> None:
+    """The next mount serves these files itself, and has given everything else back."""
+    async with area.mounted(copies=False, **options) as mirror:
+        await until(lambda: blocks(mirror.tier) == len(names) * TAKEN, "the rest to be given back")
+        await until(lambda: len(mirror.index.segments(mirror.tier.id)) == 1, "so for segments")
+        await mirror.idle()
+        mirror.check_books()
+        await read_locally(mirror, names)
 
 
 def lies_in(tier: FaultyTier, segment: int) -> Path:
@@ -63,8 +82,11 @@ def blocks(tier: FaultyTier) -> int:
     return sum(tier.segments.blocks(segment) for segment in tier.segments.found())
 
 
-def own_files(tier: FaultyTier) -> list[Path]:
-    return sorted(Path(tier.path).glob("??/*"))
+def occupied(mirror: Mirror) -> int:
+    """What the first tier holds, on the disk and by the books."""
+    found = blocks(mirror.tier)
+    assert found == mirror.used()
+    return found
 
 
 def segment_bytes(tier: FaultyTier, replica: Replica) -> bytes:
@@ -73,8 +95,7 @@ def segment_bytes(tier: FaultyTier, replica: Replica) -> bytes:
 
 
 def scribble(tier: FaultyTier, replica: Replica, data: bytes = b"\0\0\0", at: int = 100) -> None:
-    path = lies_in(tier, replica.segment)
-    with path.open("r+b") as file:
+    with lies_in(tier, replica.segment).open("r+b") as file:
         os.pwrite(file.fileno(), data, replica.offset + at)
 
 
@@ -88,68 +109,47 @@ def unsynced(mirror: Mirror) -> None:
 
 
 def together(mirror: Mirror, nodes: list[Node]) -> list[tuple[Reservation, bytes]]:
-    """What ``files`` made, and room for it."""
+    """Room for these files, and their bytes."""
     places = mirror.cache.reserve_each(nodes, evicts=False)
     return [(place, content(SIZE, n)) for n, place in enumerate(places) if place is not None]
 
 
+async def written(mirror: Mirror, places: list[tuple[Reservation, bytes]]) -> None:
+    """Write them; what fails is given up, as the copier does."""
+    results = await mirror.cache.write_each(places)
+    for (place, _), result in zip(places, results, strict=True):
+        if isinstance(result, OSError):
+            mirror.cache.tier_failed(place, result)
+            await mirror.cache.abandon(place, Cause.FAILED, "for the test")
+
+
 async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
-    names = area.write_files(150)
     area.write("empty", b"")
     area.write("large", content(3 * MIB))
-    names += ["empty", "large"]
-    async with area.mount(copies=False) as mirror:
-        inos = await copy(mirror, names)
+    others = ["empty", "large"]
+    async with copied(area, 150) as (mirror, names, inos):
+        inos += await copy(mirror, others)
         assert set(mirror.states(inos)) == {"resident"}
         (segment,) = mirror.tier.segments.found()
-        lying = [record(mirror, ino) for ino in inos[:150]]
+        lying = [mirror.replica(ino) for ino in inos[:150]]
         assert {replica.segment for replica in lying} == {segment}
         assert sorted(replica.offset for replica in lying) == [n * TAKEN for n in range(150)]
-        assert [record(mirror, ino).segment for ino in inos[150:]] == [0, 0]
-        assert len(own_files(mirror.tier)) == 2
-        await read_locally(mirror, names)
-        await mirror.settled()
+        assert [mirror.replica(ino).segment for ino in inos[150:]] == [0, 0]
+        assert len(own_files(area.tier(1))) == 2
+        await read_locally(mirror, names + others)
     for boot_id in (b"first boot", b"second boot"):
-        async with area.mount(boot_id=boot_id) as mirror:
-            await read_locally(mirror, names)
-            await mirror.settled()
+        async with area.mounted(boot_id=boot_id) as mirror:
+            await read_locally(mirror, names + others)
             assert mirror.tier.segments.found() == [segment]
-
-
-async def test_no_mount_writes_to_what_another_one_made(area: Area) -> None:
-    names = area.write_files(9)
-    for number in range(3):
-        async with area.mount(copies=False) as mirror:
-            await copy(mirror, names[: 3 * number + 3])
-            assert len(mirror.tier.segments.found()) == number + 1
-            await mirror.settled()
-    async with area.mount() as mirror:
-        await read_locally(mirror, names)
-
-
-async def test_a_full_one_is_followed_by_another(area: Area) -> None:
-    """A tier of 64 MiB has segments of 4 MiB."""
-    names = area.write_files(9, 900 * KIB)
-    async with area.mount([64 * MIB], copies=False) as mirror:
-        await copy(mirror, names)
-        sizes = [lies_in(mirror.tier, s).stat().st_size for s in mirror.tier.segments.found()]
-        assert len(sizes) == 3
-        assert max(sizes) <= 4 * MIB
-        await read_locally(mirror, names)
-        await mirror.settled()
 
 
 async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> None:
     names = area.write_files(6)
-    async with area.mount(copies=False) as mirror:
+    async with area.mounted(copies=False) as mirror:
         mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
-        cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
+        nodes = [await mirror.node(name) for name in names]
         inos = [node.ino for node in nodes]
-        places = together(mirror, nodes)
-        for (place, _), result in zip(places, await cache.write_each(places), strict=True):
-            if isinstance(result, OSError):
-                cache.tier_failed(place, result)
-                await cache.abandon(place, Cause.FAILED, "for the test")
+        await written(mirror, together(mirror, nodes))
         assert mirror.states(inos).count("remote") == 1
         assert mirror.metrics.copies_completed == 5
         await mirror.settled()
@@ -158,15 +158,13 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
         await copy(mirror, names)
         assert set(mirror.states(inos)) == {"resident"}
         assert len(mirror.tier.segments.found()) == 2, "one that failed is not written to again"
-        assert {record(mirror, ino).segment for ino in inos} >= {first}
-        await mirror.settled()
+        assert {mirror.replica(ino).segment for ino in inos} >= {first}
 
 
 async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None:
     names = area.write_files(4)
-    async with area.mount(copies=False) as mirror:
+    async with area.mounted(copies=False) as mirror:
         cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
-        inos = [node.ino for node in nodes]
         gate = mirror.tier.faults.gate("write_whole")
         places = together(mirror, nodes)
         async with trio.open_nursery() as nursery:
@@ -176,82 +174,78 @@ async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None
             await trio.testing.wait_all_tasks_blocked()
             gate.open()
         await mirror.settled()
-        assert mirror.states(inos) == ["resident", "remote", "resident", "resident"]
-        assert blocks(mirror.tier) == 3 * TAKEN
+        states = mirror.states([node.ino for node in nodes])
+        assert states == ["resident", "remote", "resident", "resident"]
+        assert occupied(mirror) == 3 * TAKEN
 
 
-async def test_what_the_index_does_not_take_is_given_back(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = area.write_files(6)
-    async with area.mount(copies=False) as mirror:
-        with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "put_replicas", disk_is_full)
-            inos = await copy(mirror, names)
-        assert set(mirror.states(inos)) == {"remote"}
-        assert mirror.tier.faults.calls["write_whole"] == 6
-        assert blocks(mirror.tier) == mirror.placement.ledger(mirror.tier.id).usage[0] == 0
-        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None, "it is not to blame"
-        await mirror.settled()
-
-
+@pytest.mark.parametrize("trial", ["finds it", "fails"])
 async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
-    area: Area, monkeypatch: pytest.MonkeyPatch
+    area: Area, monkeypatch: pytest.MonkeyPatch, trial: str
 ) -> None:
-    names = area.write_files(4)
-    async with area.mount(copies=False) as mirror:
-        await copy(mirror, names[:2])
-    monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
-    async with area.mount() as mirror:
+    async with copied(area, 2, of=4) as (_, names, _inos):
+        pass
+
+    def frees_punched(_: object) -> bool:
+        if trial == "fails":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return False
+
+    monkeypatch.setattr(SegmentFiles, "frees_punched", frees_punched)
+    async with area.mounted(copies=False) as mirror:
+        await mirror.mend()
         await read_locally(mirror, names[:2])
         await copy(mirror, names)
-        assert len(own_files(mirror.tier)) == 2
+        assert len(own_files(area.tier(1))) == 2
         await read_locally(mirror, names)
-        await mirror.settled()
 
 
-async def test_a_tier_that_fails_the_trial_has_files_of_their_own(
+async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = area.write_files(4)
-    with monkeypatch.context() as patch:
-        patch.setattr(SegmentFiles, "frees_punched", lambda _: os.stat("/there is no such file"))
-        async with area.mount(copies=False) as mirror:
-            await mirror.mend()
-            inos = await copy(mirror, names)
-            assert set(mirror.states(inos)) == {"resident"}
-            assert len(own_files(mirror.tier)) == 4
-            await mirror.settled()
+    """Its directory became another one after there was room for them."""
+    names = area.write_files(2)
+    async with area.mounted(copies=False) as mirror:
+        places = together(mirror, [await mirror.node(name) for name in names])
+        assert [place.shares for place, _ in places] == [True, True]
+        monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
+        mirror.cache._segments.replaced(mirror.tier)
+        for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
+            if result is not True:
+                assert isinstance(result, OSError)
+                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
+        await copy(mirror, names)
+        await read_locally(mirror, names)
 
 
 # Going.
 
 
 async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
-    names = area.write_files(9, 900 * KIB)
+    """A tier of 64 MiB has segments of 4 MiB."""
     taken = allocated(900 * KIB)
-    async with area.mount([64 * MIB], copies=False) as mirror:
-        inos = await copy(mirror, names)
+    async with copied(area, 9, 900 * KIB, room=64 * MIB) as (mirror, names, inos):
         await mirror.cache.sync()
+        await read_locally(mirror, names)
         by_segment: dict[int, list[int]] = {}
         for ino in inos:
-            by_segment.setdefault(record(mirror, ino).segment, []).append(ino)
+            by_segment.setdefault(mirror.replica(ino).segment, []).append(ino)
+        assert len(by_segment) == 3
         left = 9
         for segment, lying in by_segment.items():
+            path = lies_in(mirror.tier, segment)
+            assert path.stat().st_size <= 4 * MIB
             for number, ino in enumerate(lying, 1):
-                path = lies_in(mirror.tier, segment)
                 assert path.exists()
-                assert mirror.cache.evict(ino)
-                await mirror.idle()
+                await evict(mirror, ino)
                 left -= 1
-                assert blocks(mirror.tier) == left * taken
+                assert occupied(mirror) == left * taken
                 last = number == len(lying) and segment != list(by_segment)[-1]
                 assert path.exists() != last
                 assert path.with_suffix(".list").exists() != last
                 mirror.check_books()
         (empty,) = mirror.index.segments(mirror.tier.id)
-        await mirror.settled()
-    async with area.mount([64 * MIB], copies=False) as mirror:
+    async with area.mounted([64 * MIB], copies=False) as mirror:
         await until(lambda: not mirror.index.segments(mirror.tier.id), "it to be removed")
         assert empty not in mirror.tier.segments.found()
         assert not lies_in(mirror.tier, empty).with_suffix(".list").exists()
@@ -259,10 +253,8 @@ async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
 
 async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is written to while the last replica goes."""
-    names = area.write_files(9, 900 * KIB)
-    async with area.mount([64 * MIB], copies=False) as mirror:
-        inos = await copy(mirror, names)
-        first = record(mirror, inos[0]).segment
+    async with copied(area, 9, 900 * KIB, room=64 * MIB) as (mirror, _, inos):
+        first = mirror.replica(inos[0]).segment
         gate, real = mirror.tier.faults.gate(), SegmentLists.append
 
         def append(lists: SegmentLists, segment: int, rows: list[TierFile]) -> None:
@@ -274,27 +266,11 @@ async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.Monk
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mirror.cache.sync)
             await gate.arrived()
-            for ino in inos:
-                if record(mirror, ino).segment == first:
-                    assert mirror.cache.evict(ino)
-            await mirror.idle()
+            await evict(mirror, *(ino for ino in inos if mirror.replica(ino).segment == first))
             assert not lies_in(mirror.tier, first).exists()
             gate.open()
         there = {path.stem for path in lies_in(mirror.tier, first).parent.iterdir()}
         assert f"{first:016x}" not in there
-        await mirror.settled()
-
-
-async def test_a_full_tier_takes_what_is_read_in_place_of_others(area: Area) -> None:
-    names = area.write_files(30, 100_000)
-    room = 8 * allocated(100_000)
-    async with area.mount([room], eviction=EvictionPolicy.LRU) as mirror:
-        for name in names * 2:
-            assert await mirror.read_file(name) == (area.source / name).read_bytes()
-            await mirror.idle()
-            assert blocks(mirror.tier) <= room
-        assert mirror.metrics.evictions_policy > 40
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -304,14 +280,14 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
         inos = [await mirror.copied(name) for name in names]
         if durable:
             await mirror.cache.sync()
-        old = record(mirror, inos[1])
+        old = mirror.replica(inos[1])
         first, second = await mirror.open(names[1]), await mirror.open(names[1])
         assert mirror.cache.drop(inos[1], "for the test")
         await mirror.cache.maintain()
         await mirror.idle()
         assert mirror.residency.state(inos[1]) == "remote"
         assert segment_bytes(mirror.tier, old) == content(SIZE, 1)
-        assert blocks(mirror.tier) == mirror.placement.ledger(mirror.tier.id).usage[0] == 3 * TAKEN
+        assert occupied(mirror) == 3 * TAKEN
         first.release()
         await mirror.idle()
         mirror.posix.reads.clear()
@@ -319,11 +295,11 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
         assert mirror.posix.reads == []
         # Others get a new one meanwhile.
         await mirror.copied(names[1])
-        assert record(mirror, inos[1])[-2:] != old[-2:]
+        assert mirror.replica(inos[1])[-2:] != old[-2:]
         assert await mirror.read(second, 5, 5000) == content(SIZE, 1)[5:5005]
         second.release()
         await mirror.settled()
-        assert blocks(mirror.tier) == 3 * TAKEN
+        assert occupied(mirror) == 3 * TAKEN
         assert segment_bytes(mirror.tier, old) == bytes(SIZE)
         await read_locally(mirror, names)
 
@@ -331,17 +307,14 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
 async def test_what_threads_are_reading_stays_until_they_have_read_it(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = area.write_files(2)
-    async with area.mount() as mirror:
-        ino = await mirror.copied(names[0])
-        await mirror.copied(names[1])
+    async with copied(area, 2) as (mirror, _, (ino, _other)):
         busy = {ino}
         monkeypatch.setattr(mirror.cache.readers, "reading", busy.__contains__)
-        old = record(mirror, ino)
+        old = mirror.replica(ino)
         assert mirror.cache.drop(ino, "for the test")
         await trio.sleep(0.02)
         assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
-        assert mirror.placement.ledger(mirror.tier.id).usage[0] == 2 * TAKEN
+        assert mirror.used() == 2 * TAKEN
         busy.clear()
         await mirror.settled()
         assert segment_bytes(mirror.tier, old) == bytes(SIZE)
@@ -350,20 +323,18 @@ async def test_what_threads_are_reading_stays_until_they_have_read_it(
 def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
     """The calls on which the order of a removal depends, in their order."""
     calls: list[str] = []
-    real = mirror.index.sync
+    real, drop = mirror.index.sync, mirror.index.drop_replicas
 
     def sync() -> None:
         calls.append("begin sync")
         real()
         calls.append("end sync")
 
-    patch.setattr(mirror.index, "sync", sync)
-    drop = mirror.index.drop_replicas
-
     def dropping(inos: Sequence[int]) -> None:
         drop(inos)
         calls.append("commit")
 
+    patch.setattr(mirror.index, "sync", sync)
     patch.setattr(mirror.index, "drop_replicas", dropping)
     mirror.tier.faults.before("remove", lambda: calls.append("punch"))
     return calls
@@ -372,95 +343,70 @@ def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
 async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = area.write_files(4)
-    async with area.mount(copies=False) as mirror:
-        inos = await copy(mirror, names[:2])
+    async with copied(area, 2, of=4) as (mirror, names, inos):
         await mirror.cache.sync()
         inos += await copy(mirror, names[2:])
         calls = listen(mirror, monkeypatch)
-        assert mirror.cache.evict(inos[3])
-        await mirror.idle()
+        await evict(mirror, inos[3])
         assert calls == ["commit", "punch"], "a reboot takes it anyway"
         calls.clear()
-        assert mirror.cache.evict(inos[1])
-        await mirror.idle()
+        await evict(mirror, inos[1])
         assert calls == ["commit", "begin sync", "end sync", "punch"]
         assert mirror.states(inos) == ["resident", "remote", "resident", "remote"]
-        await mirror.settled()
 
 
 async def test_one_that_a_power_cut_could_bring_back_is_enough(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = area.write_files(4)
-    async with area.mount(copies=False) as mirror:
-        inos = await copy(mirror, names[:1])
+    async with copied(area, 1, of=4) as (mirror, names, inos):
         await mirror.cache.sync()
         inos += await copy(mirror, names[1:])
         calls = listen(mirror, monkeypatch)
-        for ino in (inos[1], inos[0], inos[2]):
-            assert mirror.cache.evict(ino)
-        await mirror.idle()
+        await evict(mirror, inos[1], inos[0], inos[2])
         # The first goes alone, and the others together when that has gone. Which is first is trio's
         # to say; what is durable is, at times.
         synced = ["begin sync", "end sync", "punch"]
         assert calls[:3] == 3 * ["commit"]
         assert calls[3:] in (["punch", *synced], [*synced, "punch"])
-        await mirror.settled()
 
 
-async def test_those_that_go_together_cost_one_sync(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = area.write_files(20)
-    async with area.mount(copies=False, sound=False) as mirror:
-        inos = await copy(mirror, names)
+async def test_going_together_costs_one_sync(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with copied(area, 20, sound=False) as (mirror, _, inos):
         await mirror.cache.sync()
         calls = listen(mirror, monkeypatch)
-        for ino in inos[1:]:
-            assert mirror.cache.evict(ino)
-        await mirror.idle()
+        await evict(mirror, *inos[1:])
         assert calls.count("commit") == 19
         assert calls.count("begin sync") <= 2
         assert calls.count("punch") <= 2
         # ext4 keeps a block for the map of so many holes: what has data is looked at.
         (segment,) = mirror.tier.segments.found()
         assert mirror.tier.segments.data_ranges(segment) == [(0, TAKEN)]
-        assert mirror.placement.ledger(mirror.tier.id).usage[0] == TAKEN
+        assert mirror.used() == TAKEN
 
 
-async def test_without_the_sync_it_stays_and_is_tried_again(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = area.write_files(3)
-    async with area.mount(copies=False) as mirror:
-        inos = await copy(mirror, names)
+async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with copied(area, 3) as (mirror, _, inos):
         await mirror.cache.sync()
-        old = record(mirror, inos[0])
+        old = mirror.replica(inos[0])
         with monkeypatch.context() as patch:
             patch.setattr(mirror.index, "sync", disk_is_full)
-            assert mirror.cache.evict(inos[0])
-            await mirror.idle()
+            await evict(mirror, inos[0])
             for _ in range(2):
                 await mirror.cache.maintain()
                 await mirror.idle()
             assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
-            assert (
-                mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 3 * TAKEN
-            )
+            assert occupied(mirror) == 3 * TAKEN
             assert mirror.cache.usage.out_of_service(mirror.tier.id) is None, "it is not to blame"
         await mirror.cache.maintain()
         await mirror.settled()
-        assert blocks(mirror.tier) == 2 * TAKEN
+        assert occupied(mirror) == 2 * TAKEN
 
 
 async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -> None:
-    names = area.write_files(3)
-    async with area.mount(copies=False, sound=False) as mirror:
-        inos = await copy(mirror, names[:2])
+    async with copied(area, 2, of=3, sound=False) as (mirror, names, inos):
         await mirror.cache.sync()
         inos += await copy(mirror, names[2:])
-        lying = [record(mirror, ino) for ino in inos]
+        lying = [mirror.replica(ino) for ino in inos]
         for ino in (inos[0], inos[2]):
             assert mirror.cache.evict(ino)
         mirror.index._frozen = "for the test"
@@ -470,31 +416,13 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
         await mirror.idle()
         assert segment_bytes(mirror.tier, lying[0]) == content(SIZE, 0)
         assert segment_bytes(mirror.tier, lying[1]) == content(SIZE, 1)
-    async with area.mount(copies=False) as mirror:
-        await until(lambda: blocks(mirror.tier) == TAKEN, "it to be given back")
-        await read_locally(mirror, [names[1]])
-        await mirror.settled()
-
-
-async def test_what_cannot_be_punched_counts_until_it_is(area: Area) -> None:
-    names = area.write_files(3)
-    async with area.mount(copies=False) as mirror:
-        inos = await copy(mirror, names)
-        mirror.tier.faults.fail("remove", errno.EIO)
-        assert mirror.cache.evict(inos[0])
-        await mirror.idle()
-        assert mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 3 * TAKEN
-        await mirror.mend()
-        assert mirror.placement.ledger(mirror.tier.id).usage[0] == blocks(mirror.tier) == 2 * TAKEN
-        await mirror.settled()
+    await is_left(area, [names[1]])
 
 
 # Crashes and reboots.
 
 
-async def test_a_crash_before_the_commit_leaves_a_gap(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_crash_before_the_commit(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     names = area.write_files(8)
 
     class Killed(BaseException):
@@ -512,136 +440,93 @@ async def test_a_crash_before_the_commit_leaves_a_gap(
 
     with pytest.RaisesGroup(Killed, flatten_subgroups=True):
         await until_killed()
-    async with area.mount() as mirror:
+    async with area.mounted() as mirror:
         (segment,) = mirror.tier.segments.found()
         assert lies_in(mirror.tier, segment).stat().st_size > 7 * TAKEN
         await until(lambda: blocks(mirror.tier) == 4 * TAKEN, "the gap to be given back")
         mirror.check_books()
-        marks = partial(mirror.index.segments, mirror.tier.id)
-        await until(lambda: not marks()[segment], "that to be noted")
+        await until(lambda: not mirror.index.segments(mirror.tier.id)[segment], "it to be noted")
         await read_locally(mirror, names[:4])
         await copy(mirror, names)
         assert len(mirror.tier.segments.found()) == 2
         await read_locally(mirror, names)
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("size", [SIZE, 3 * TAKEN, 1])
-async def test_bytes_behind_the_last_record_are_given_back(area: Area, size: int) -> None:
-    """To the last block, also where the file ends amid one."""
-    names = area.write_files(2)
-    async with area.mount(copies=False, sound=False) as mirror:
-        inos = await copy(mirror, names)
-        scribble(mirror.tier, record(mirror, inos[1]), content(size), TAKEN)
-    async with area.mount() as mirror:
-        await until(
-            lambda: not any(mirror.index.segments(mirror.tier.id).values()), "it to be looked at"
-        )
-        await mirror.idle()
-        assert blocks(mirror.tier) == 2 * TAKEN
-        await read_locally(mirror, names)
-        await mirror.settled()
-
-
-async def test_gaps_between_records_and_before_the_first_are_given_back(area: Area) -> None:
-    names = area.write_files(7)
-    async with area.mount(copies=False, sound=False) as mirror:
-        inos = await copy(mirror, names)
-        for number in (0, 2, 3, 6):
+async def test_what_no_record_has_is_given_back(area: Area, size: int) -> None:
+    """Gaps before the first record and between others; bytes behind the last, to the last block
+    also where the file ends amid one; and a segment that was begun and never made."""
+    async with copied(area, 7, sound=False) as (mirror, names, inos):
+        last = max((mirror.replica(ino) for ino in inos), key=lambda replica: replica.offset)
+        scribble(mirror.tier, last, content(size), TAKEN)
+        gone = [n for n in range(7) if mirror.replica(inos[n]).offset // TAKEN in (0, 2, 3)]
+        for number in gone:
             mirror.index.drop_replica(inos[number])
-    async with area.mount() as mirror:
-        await until(lambda: blocks(mirror.tier) == 3 * TAKEN, "the gaps to be given back")
-        mirror.check_books()
-        await read_locally(mirror, [names[n] for n in (1, 4, 5)])
-        await mirror.settled()
-
-
-async def test_one_that_was_begun_and_never_made(area: Area) -> None:
-    names = area.write_files(2)
-    async with area.mount(copies=False) as mirror:
-        await copy(mirror, names)
         mirror.index.begin_segments(mirror.tier.id, [77])
-    async with area.mount() as mirror:
-        await until(lambda: 77 not in mirror.index.segments(mirror.tier.id), "it to be forgotten")
-        await read_locally(mirror, names)
-        await mirror.settled()
+    await is_left(area, [name for n, name in enumerate(names) if n not in gone])
 
 
 async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) -> None:
-    names = area.write_files(6)
-    async with area.mount(copies=False) as mirror:
-        await copy(mirror, names[:3])
+    async with copied(area, 3, of=6) as (mirror, names, _):
         await mirror.cache.sync()
-        lost = [record(mirror, ino) for ino in await copy(mirror, names[3:])]
+        lost = [mirror.replica(ino) for ino in await copy(mirror, names[3:])]
         unsynced(mirror)
         for replica in lost:
             scribble(mirror.tier, replica, bytes(SIZE), 0)
-    async with area.mount(boot_id=b"second boot") as mirror:
-        await read_all(mirror, names)
+    async with area.mounted(boot_id=b"second boot") as mirror:
+        await mirror.read_each(names)
         await mirror.idle()
         # More than once, perhaps: the tier takes nothing before it was looked at.
         assert [bool(mirror.bytes_read(name)) for name in names] == [False] * 3 + [True] * 3
         await copy(mirror, names)
         await mirror.settled()
-        assert blocks(mirror.tier) == 6 * TAKEN
-    async with area.mount(boot_id=b"third boot") as mirror:
+        assert occupied(mirror) == 6 * TAKEN
+    async with area.mounted(boot_id=b"third boot") as mirror:
         await read_locally(mirror, names)
-        await mirror.settled()
 
 
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
-    names = area.write_files(5)
-    async with area.mount(copies=False, sound=False) as mirror:
-        await copy(mirror, names[:3])
+    async with copied(area, 3, of=5, sound=False) as (mirror, names, _):
         await mirror.cache.sync()
         before = shutil.copytree(area.state, area.path / "before")
         await copy(mirror, names[3:])
         unsynced(mirror)
     shutil.rmtree(area.state)
     before.rename(area.state)
-    async with area.mount(boot_id=b"second boot", copies=False) as mirror:
-        await mirror.idle()
-        mirror.check_books()
-        assert blocks(mirror.tier) == 3 * TAKEN
-        await read_locally(mirror, names[:3])
-        await mirror.settled()
+    await is_left(area, names[:3], boot_id=b"second boot")
 
 
 # A new index.
 
 
 async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -> None:
-    names = area.write_files(6)
-    async with area.mount(copies=False, sound=False) as mirror:
-        inos = await copy(mirror, names[:5])
+    async with copied(area, 5, of=6, sound=False) as (mirror, names, inos):
         await mirror.cache.sync()
         await copy(mirror, names[5:])  # not in a list
         unsynced(mirror)
-        scribble(mirror.tier, record(mirror, inos[2]))
+        scribble(mirror.tier, mirror.replica(inos[2]))
     set_aside(str(area.state))
-    async with area.mount(copies=False) as mirror:
+    async with area.mounted(copies=False) as mirror:
         await mirror.idle()
         assert mirror.index.tier_totals()[mirror.tier.id].found == 4
-        assert blocks(mirror.tier) == 4 * TAKEN
+        assert occupied(mirror) == 4 * TAKEN
         mirror.check_books()
-        await read_all(mirror, names)
+        await mirror.read_each(names)
         assert [mirror.bytes_read(name) for name in names] == [0, 0, SIZE, 0, 0, SIZE]
         assert mirror.metrics.replicas_adopted == 4
         await mirror.idle()
         mirror.check_books()
         # They go as all others do.
-        assert blocks(mirror.tier) == 6 * TAKEN
-        assert mirror.cache.evict(await mirror.ino(names[0]))
-        await mirror.settled()
-        assert blocks(mirror.tier) == 5 * TAKEN
+        assert occupied(mirror) == 6 * TAKEN
+        await evict(mirror, await mirror.ino(names[0]))
+        assert occupied(mirror) == 5 * TAKEN
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn", "of another"])
 async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) -> None:
-    names = area.write_files(3)
-    async with area.mount(copies=False) as mirror:
-        await copy(mirror, names)
+    async with copied(area, 3) as (_, names, _inos):
+        pass
     (path,) = (area.tier(1) / "segments").glob("*.list")
     match damage:
         case "missing":
@@ -652,40 +537,30 @@ async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) ->
             path.with_suffix("").rename(path.with_name("0" * 15 + "1"))
             path.rename(path.with_name("0" * 15 + "1.list"))
     set_aside(str(area.state))
-    async with area.mount(copies=False) as mirror:
+    async with area.mounted(copies=False) as mirror:
         await mirror.idle()
         assert mirror.tier.segments.found() == []
-        assert mirror.placement.ledger(mirror.tier.id).usage[0] == 0
+        assert mirror.used() == 0
         await copy(mirror, names)
         await read_locally(mirror, names)
-        await mirror.settled()
 
 
 async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None:
     """One was dropped, and a crash came before its room was given back."""
-    names = area.write_files(3)
-    async with area.mount(copies=False, sound=False) as mirror:
-        inos = await copy(mirror, names)
+    async with copied(area, 3, sound=False) as (mirror, names, inos):
         await mirror.cache.sync()
         mirror.index.drop_replica(inos[1])
         await copy(mirror, names[1:2])
         await mirror.cache.sync()
     set_aside(str(area.state))
-    async with area.mount(copies=False) as mirror:
-        await mirror.idle()
-        assert mirror.index.tier_totals()[mirror.tier.id].found == 3
-        assert blocks(mirror.tier) == 3 * TAKEN
-        mirror.check_books()
-        await read_locally(mirror, names)
-        await mirror.settled()
+    await is_left(area, names)
 
 
 async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = area.write_files(4)
-    async with area.mount(copies=False, sound=False) as mirror:
-        bad = record(mirror, (await copy(mirror, names))[2])
+    async with copied(area, 4, sound=False) as (mirror, names, inos):
+        bad = mirror.replica(inos[2])
     set_aside(str(area.state))
     real = FaultySegments.verify
 
@@ -695,32 +570,29 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
         return real(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(FaultySegments, "verify", verify)
-    async with area.mount(copies=False) as mirror:
+    async with area.mounted(copies=False) as mirror:
         await mirror.idle()
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         assert mirror.index.tier_totals()[mirror.tier.id].found == 3
-        await read_all(mirror, names)
-        await mirror.settled()
+        await mirror.read_each(names)
 
 
 @pytest.mark.parametrize("known", [True, False])
 async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: bool) -> None:
-    names = area.write_files(3)
-    async with area.mount(copies=False, sound=False) as mirror:
-        (segment,) = {record(mirror, ino).segment for ino in await copy(mirror, names)}
-    path = area.tier(1) / "segments" / f"{segment:016x}"
+    async with copied(area, 3, sound=False) as (mirror, names, inos):
+        (segment,) = {mirror.replica(ino).segment for ino in inos}
+    path = lies_in(mirror.tier, segment)
     outside = path.rename(area.path / "outside")
     path.symlink_to(outside)
     data = outside.read_bytes()
     if not known:
         set_aside(str(area.state))
-    async with area.mount(boot_id=b"second boot", copies=False) as mirror:
+    async with area.mounted(boot_id=b"second boot", copies=False) as mirror:
         await mirror.idle()
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
-        assert mirror.placement.ledger(mirror.tier.id).usage[0] == 0
+        assert mirror.used() == 0
         await copy(mirror, names)
         await read_locally(mirror, names)
-        await mirror.settled()
     assert path.is_symlink()
     assert outside.read_bytes() == data
 
@@ -728,60 +600,58 @@ async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: 
 # Moves, and tiers that are not what they were.
 
 
-async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
-    names = area.write_files(3)
-    async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
+@asynccontextmanager
+async def room_above(area: Area, count: int) -> AsyncIterator[tuple[Mirror, list[str], list[int]]]:
+    """Of these files the fast tier had the first; its replica goes, and the others lie below."""
+    names = area.write_files(count)
+    async with area.mounted([FAST, ALL_ROOM]) as mirror:
         inos = [await mirror.copied(name) for name in names]
         fast, slow = mirror.tiers
-        assert [record(mirror, ino).tier for ino in inos] == [fast.id, slow.id, slow.id]
+        assert [mirror.replica(ino).tier for ino in inos] == [fast.id] + [slow.id] * (count - 1)
         assert mirror.cache.drop(inos[0], "for the test")
         await mirror.idle()
-        await mirror.read_file(names[1])
-        await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
-        await mirror.idle()
-        moved = record(mirror, inos[1])
-        assert (moved.tier, moved.segment != 0, moved.durable) == (fast.id, True, False)
+        yield mirror, names, inos
+
+
+async def moved(mirror: Mirror, name: str) -> Replica:
+    """The replica of a file that is opened, in its new place."""
+    await mirror.read_file(name)
+    await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
+    await mirror.idle()
+    return mirror.replica(await mirror.ino(name))
+
+
+async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
+    async with room_above(area, 3) as (mirror, names, _):
+        replica = await moved(mirror, names[1])
+        fast, slow = mirror.tiers
+        assert (replica.tier, replica.segment != 0, replica.durable) == (fast.id, True, False)
         assert [blocks(fast), blocks(slow)] == [TAKEN, TAKEN]
-        assert own_files(fast) == []
+        assert own_files(area.tier(1)) == []
         await read_locally(mirror, names[1:])
-        await mirror.settled()
-    async with area.mount([TAKEN + 4096, ALL_ROOM], boot_id=b"second boot") as mirror:
+    async with area.mounted([FAST, ALL_ROOM], boot_id=b"second boot") as mirror:
         await read_locally(mirror, names[1:])
-        await mirror.settled()
 
 
-async def test_one_moves_to_where_nothing_is_shared(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_gets_a_file_of_its_own(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     real = SegmentFiles.frees_punched
     monkeypatch.setattr(
         SegmentFiles, "frees_punched", lambda self: not self.path.endswith("tier1") and real(self)
     )
-    names = area.write_files(2)
-    async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
-        inos = [await mirror.copied(name) for name in names]
-        assert [bool(record(mirror, ino).segment) for ino in inos] == [False, True]
-        assert mirror.cache.drop(inos[0], "for the test")
-        await mirror.idle()
-        await mirror.read_file(names[1])
-        await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
-        await mirror.idle()
-        assert record(mirror, inos[1]).segment == record(mirror, inos[1]).offset == 0
+    async with room_above(area, 2) as (mirror, names, inos):
+        assert mirror.replica(inos[1]).segment
+        replica = await moved(mirror, names[1])
+        assert replica.segment == replica.offset == 0
         assert blocks(mirror.tiers[1]) == 0
         await read_locally(mirror, names[1:])
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("call", ["put_replica", "begin_segments"])
 async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    names = area.write_files(2)
-    async with area.mount([TAKEN + 4096, ALL_ROOM]) as mirror:
-        inos = [await mirror.copied(name) for name in names]
+    async with room_above(area, 2) as (mirror, names, inos):
         mirror.cache._segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
-        assert mirror.cache.drop(inos[0], "for the test")
-        await mirror.idle()
         tried = trio.Event()
 
         def fail(*_: object, **options: object) -> None:
@@ -795,15 +665,10 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
                 await tried.wait()
             await until(lambda: not mirror.cache._busy, "its end")
             await mirror.idle()
-        assert record(mirror, inos[1]).tier == mirror.tiers[1].id
+        assert mirror.replica(inos[1]).tier == mirror.tiers[1].id
         assert blocks(mirror.tier) == 0
         await read_locally(mirror, names[1:])
         await until(lambda: not mirror.cache._busy, "the move")
-        await mirror.settled()
-
-
-def removed(path: Path) -> None:
-    shutil.rmtree(path)
 
 
 def emptied(path: Path) -> None:
@@ -821,18 +686,14 @@ def without_segments(path: Path) -> None:
     shutil.rmtree(path / "segments")
 
 
-@pytest.mark.parametrize("how", [removed, emptied, replaced, without_segments])
-async def test_a_tier_that_is_another_one_while_it_is_mounted(
-    area: Area, how: Callable[[Path], None]
-) -> None:
+@pytest.mark.parametrize("how", [shutil.rmtree, emptied, replaced, without_segments])
+async def test_a_tier_that_becomes_another_one(area: Area, how: Callable[[Path], None]) -> None:
     """What it had is read from the source; once it is there again it takes files as before."""
-    names = area.write_files(6)
-    async with area.mount(copies=False, sound=False) as mirror:
-        await copy(mirror, names[:3])
+    async with copied(area, 3, of=6, sound=False) as (mirror, names, _):
         held = await mirror.open(names[0])
         how(area.path / "tier1")
         assert await mirror.read(held, 0, SIZE) == content(SIZE, 0), "it is still open"
-        await read_all(mirror, names)
+        await mirror.read_each(names)
         await copy(mirror, names)
         area.tier(1)
         held.release()
@@ -840,36 +701,13 @@ async def test_a_tier_that_is_another_one_while_it_is_mounted(
             await mirror.cache.maintain()
             await mirror.idle()
             await copy(mirror, names)
-            await read_all(mirror, names)
+            await mirror.read_each(names)
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         inos = [await mirror.ino(name) for name in names]
         assert mirror.states(inos) == ["resident"] * 6
         await read_locally(mirror, names)
         for ino in inos:
-            assert lies_in(mirror.tier, record(mirror, ino).segment).exists()
+            assert lies_in(mirror.tier, mirror.replica(ino).segment).exists()
         await mirror.settled()
-    async with area.mount() as mirror:
+    async with area.mounted() as mirror:
         await read_locally(mirror, names)
-        await mirror.settled()
-
-
-async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its directory became another one after there was room for them."""
-    names = area.write_files(2)
-    async with area.mount(copies=False) as mirror:
-        nodes = [await mirror.node(name) for name in names]
-        places = [place for place in mirror.cache.reserve_each(nodes, evicts=False) if place]
-        assert [place.shares for place in places] == [True, True]
-        monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
-        mirror.cache._segments.replaced(mirror.tier)
-        data = [content(SIZE, number) for number in range(2)]
-        results = await mirror.cache.write_each([*zip(places, data, strict=True)])
-        for place, result in zip(places, results, strict=True):
-            if result is not True:
-                assert isinstance(result, OSError)
-                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
-        await copy(mirror, names)
-        await read_locally(mirror, names)
-        await mirror.settled()

@@ -25,9 +25,18 @@ from monarchfs.peers.names import (
     encode_listing,
     encode_question,
 )
-from monarchfs.types import ROOT_INO, DirRef, FileType, FreshnessMode, Lane, PeerListing, PeerNames
+from monarchfs.types import (
+    ROOT_INO,
+    DirRef,
+    FileType,
+    FreshnessMode,
+    Lane,
+    Node,
+    PeerListing,
+    PeerNames,
+)
 from tests.layers.test_statahead import Operations, stat_each
-from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names, stale
 from tests.support.mirror import Area, Mirror
 
 FILES = 300
@@ -50,7 +59,6 @@ class Owner:
         self.questions = 0
         self.silent = False
         self.lies: PeerNames | None = None
-        self.lists_nothing = False
         self.listing: PeerListing | None = None
         tree = a.tree
 
@@ -92,7 +100,7 @@ class Owner:
     async def list(
         self, _owner: int, directory: DirRef, most_age_ns: int, lane: Lane
     ) -> PeerListing | None:
-        if self.silent or self.lies is not None or self.lists_nothing:
+        if self.silent or self.lies is not None or self.listing is not None:
             await trio.lowlevel.checkpoint()
             return self.listing
         question = self._question(directory, [], most_age_ns, lane)
@@ -119,16 +127,6 @@ class Alone:
         raise AssertionError("nobody asks")
 
 
-class Pair:
-    """``a`` owns all names, ``b`` asks it."""
-
-    def __init__(self, a: Mirror, b: Mirror) -> None:
-        self.a, self.b = a, b
-        self.owner = Owner(a)
-        a.tree.shared.bind(Alone())
-        b.tree.shared.bind(self.owner)
-
-
 def beside(area: Area) -> Area:
     """Another node's directories, with the same source."""
     path = Path(f"{area.path}-b")
@@ -141,21 +139,22 @@ def beside(area: Area) -> Area:
 
 @asynccontextmanager
 async def pair(
-    area: Area,
-    mode: FreshnessMode = IMMUTABLE,
-    ttl: float = 60.0,
-    owner_mode: FreshnessMode | None = None,
-) -> AsyncIterator[Pair]:
+    area: Area, mode: FreshnessMode = IMMUTABLE, owner_mode: FreshnessMode | None = None
+) -> AsyncIterator[tuple[Mirror, Mirror, Owner]]:
+    """Two nodes, the first of which owns all names, and how the other asks it."""
     other = beside(area)
     async with (
-        area.mount(mode=owner_mode or mode, ttl=ttl, copies=False) as a,
-        other.mount(mode=mode, ttl=ttl, copies=False) as b,
+        area.mount(mode=owner_mode or mode, ttl=60, copies=False) as a,
+        other.mount(mode=mode, ttl=60, copies=False) as b,
     ):
-        yield Pair(a, b)
+        owner = Owner(a)
+        a.tree.shared.bind(Alone())
+        b.tree.shared.bind(owner)
+        yield a, b, owner
 
 
 @pytest.fixture
-def many(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
+def many(area: Area, hours: Hours, monkeypatch: pytest.MonkeyPatch) -> Area:
     monkeypatch.setattr(shared_names, "FACTOR", 1e6)  # this source takes no time
     monkeypatch.setattr(peer_names, "DEMAND_SECONDS", 60)  # on a busy machine
     monkeypatch.setattr(shared_names, "JOIN_SECONDS", 60)
@@ -164,13 +163,23 @@ def many(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
         area.write(f"d/{number:04}", b"x" * number)
     os.symlink("0001", area.source / "d/link")
     (area.source / "d/sub").mkdir()
+    hours.pass_by(1)  # else the last ones are in the tick of their making
     return area
+
+
+async def listing(mirror: Mirror) -> Names:
+    return list(await names(mirror, await mirror.ino("d")))
+
+
+async def told(mirror: Mirror, name: bytes, lane: Lane = Lane.BACKGROUND) -> Node:
+    (node,) = await mirror.tree.names.find_each(await mirror.ino("d"), [name], lane)
+    assert node is not None
+    return node
 
 
 async def go_through(mirror: Mirror) -> dict[bytes, int]:
     """List the directory and look each name up; the sizes."""
-    d = await mirror.ino("d")
-    found = await stat_each(mirror, d, list(await names(mirror, d)))
+    found = await stat_each(mirror, await mirror.ino("d"), await listing(mirror))
     return {name: size for name, size in found.items() if name not in (b"link", b"sub")}
 
 
@@ -178,180 +187,153 @@ SIZES = {b"%04d" % number: number for number in range(FILES)}
 
 
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
-async def test_the_source_is_asked_once_for_both(
-    many: Area, hours: Hours, mode: FreshnessMode
-) -> None:
-    hours.pass_by(1)  # else the last ones are in the tick of their making
-    async with pair(many, mode) as nodes:
-        a, b = Operations(nodes.a), Operations(nodes.b)
+async def test_the_source_is_asked_once_for_both(many: Area, mode: FreshnessMode) -> None:
+    async with pair(many, mode) as (a, b, _):
+        of_a, of_b = Operations(a), Operations(b)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(go_through, nodes.a)
-            nursery.start_soon(go_through, nodes.b)
-        asked = a().get("stat", 0) + b().get("stat", 0)
+            nursery.start_soon(go_through, a)
+            nursery.start_soon(go_through, b)
+        asked = of_a().get("stat", 0) + of_b().get("stat", 0)
         assert FILES <= asked <= FILES + 12, "twice for directories alone"
-        assert await go_through(nodes.b) == SIZES
+        assert await go_through(b) == SIZES
         for name in (b"link", b"sub", b"0007"):
-            one, other = [m.tree.known.lookup(await m.ino("d"), name) for m in (nodes.a, nodes.b)]
+            one, other = [m.tree.known.lookup(await m.ino("d"), name) for m in (a, b)]
             assert isinstance(one, Entry)
             assert isinstance(other, Entry)
             assert one.node.stat == other.node.stat
             assert one.node.target == other.node.target
 
 
-async def test_who_comes_later_asks_the_source_for_nothing_that_a_peer_knows(
-    many: Area, hours: Hours
-) -> None:
-    hours.pass_by(1)
-    async with pair(many) as nodes:
-        await go_through(nodes.a)
+async def test_who_comes_later_asks_for_nothing_that_a_peer_knows(many: Area, hours: Hours) -> None:
+    async with pair(many) as (a, b, _):
+        await go_through(a)
         hours.pass_by(7200)
-        b, a = Operations(nodes.b), Operations(nodes.a)
-        assert await go_through(nodes.b) == SIZES
-        assert b().get("stat", 0) <= FEW
-        assert a() == {}
-        assert nodes.b.metrics.peer_names >= FILES
+        of_a, of_b = Operations(a), Operations(b)
+        assert await go_through(b) == SIZES
+        assert of_b().get("stat", 0) <= FEW
+        assert of_a() == {}
+        assert b.metrics.peer_names >= FILES
 
 
 async def test_the_ttl_counts_from_when_the_peer_asked(many: Area, hours: Hours) -> None:
-    hours.pass_by(1)
-    async with pair(many, TTL, ttl=60) as nodes:
+    async with pair(many, TTL) as (a, b, _):
         hours.pass_by(100)
-        assert await go_through(nodes.a) == SIZES
+        assert await go_through(a) == SIZES
         hours.pass_by(20)
-        b = Operations(nodes.b)
-        assert await go_through(nodes.b) == SIZES
-        assert b().get("stat", 0) <= FEW
+        of_b = Operations(b)
+        assert await go_through(b) == SIZES
+        assert of_b().get("stat", 0) <= FEW
         many.write("d/0007", b"changed")
         many.write("d/0008", b"also changed")
         hours.pass_by(20)  # 40 seconds since the peer asked, and those of a busy machine
-        assert await go_through(nodes.b) == SIZES
+        assert await go_through(b) == SIZES
         hours.pass_by(21)
         changed = SIZES | {b"0007": 7, b"0008": 12}
-        assert await go_through(nodes.b) == changed
-        assert await nodes.b.read_file("d/0007") == b"changed"
+        assert await go_through(b) == changed
+        assert await b.read_file("d/0007") == b"changed"
 
 
 async def test_what_is_old_at_the_peer_is_asked_for_again_by_it(many: Area, hours: Hours) -> None:
-    hours.pass_by(1)
-    async with pair(many, TTL, ttl=60) as nodes:
+    async with pair(many, TTL) as (a, b, _):
         hours.pass_by(100)
-        await go_through(nodes.a)
+        await go_through(a)
         many.write("d/0007", b"another")
         hours.pass_by(40)  # more than half of the ttl
-        a, b = Operations(nodes.a), Operations(nodes.b)
-        assert (await go_through(nodes.b))[b"0007"] == len(b"another")
-        assert b().get("stat", 0) <= FEW
-        assert a()["stat"] >= FILES
+        of_a, of_b = Operations(a), Operations(b)
+        assert (await go_through(b))[b"0007"] == len(b"another")
+        assert of_b().get("stat", 0) <= FEW
+        assert of_a()["stat"] >= FILES
 
 
-async def test_what_has_no_known_age_is_for_immutable_alone(many: Area, hours: Hours) -> None:
-    hours.pass_by(1)
-    async with pair(many, TTL, owner_mode=IMMUTABLE) as nodes:
-        assert await go_through(nodes.a) == SIZES
-        d, mount_ns = await nodes.a.ino("d"), nodes.a.tree.freshness.mount_ns
+async def test_what_has_no_known_age_is_for_immutable_alone(many: Area) -> None:
+    async with pair(many, TTL, owner_mode=IMMUTABLE) as (a, b, _):
+        assert await go_through(a) == SIZES
+        d, mount_ns = await a.ino("d"), a.tree.freshness.mount_ns
         # As if an earlier mount, a peer or an index file had told them.
-        rows = nodes.a.index.entries(d, 0, 2 * FILES)
+        rows = a.index.entries(d, 0, 2 * FILES)
         told = [(dirent.name, node.stat, node.target) for dirent, node in rows if node is not None]
-        nodes.a.index.record_found_each(d, told, mount_ns)
+        a.index.record_found_each(d, told, mount_ns)
         many.write("d/0007", b"changed")
-        assert await go_through(nodes.b) == SIZES | {b"0007": 7}
+        assert await go_through(b) == SIZES | {b"0007": 7}
 
 
 async def test_with_open_no_peer_is_asked(many: Area) -> None:
-    async with pair(many, OPEN) as nodes:
-        assert await go_through(nodes.b) == SIZES
-        assert nodes.owner.questions == 0
+    async with pair(many, OPEN) as (_, b, owner):
+        assert await go_through(b) == SIZES
+        assert owner.questions == 0
 
 
-async def test_a_version_that_the_source_has_no_more_is_not_believed_again(
-    many: Area, hours: Hours
-) -> None:
-    hours.pass_by(1)
-    async with pair(many) as nodes:
-        await go_through(nodes.a)
+async def test_a_version_that_the_source_has_no_more_is_not_believed_again(many: Area) -> None:
+    async with pair(many) as (a, b, _):
+        await go_through(a)
         many.write("d/0007", b"against the promise")
-        d = await nodes.b.ino("d")
-        (told,) = await nodes.b.tree.names.find_each(d, [b"0007"], Lane.BACKGROUND)
-        assert told is not None
-        old = told.ino
-        with pytest.raises(OSError, match="another version"):
-            await nodes.b.files.open(old)
-        assert await nodes.b.read_file("d/0007") == b"against the promise"
-        assert nodes.b.index.node(old) is None or await nodes.b.ino("d/0007") != old
-        assert d == await nodes.b.ino("d")
+        d, old = await b.ino("d"), await told(b, b"0007")
+        with stale():
+            await b.files.open(old.ino)
+        assert await b.read_file("d/0007") == b"against the promise"
+        assert await b.ino("d/0007") != old.ino
+        assert await b.ino("d") == d
 
 
 async def test_a_refresh_asks_the_source_whatever_peers_say(many: Area, hours: Hours) -> None:
-    hours.pass_by(1)
-    async with pair(many) as nodes:
-        await go_through(nodes.a)
-        await names(nodes.b, await nodes.b.ino("d"))
+    async with pair(many) as (a, b, _):
+        await go_through(a)
+        await listing(b)
         many.write("d/0007", b"changed")
         hours.pass_by(1)
-        await Refresh(nodes.b.tree, nodes.b.kernel).run()
-        assert (await go_through(nodes.b))[b"0007"] == len(b"changed")
+        await Refresh(b.tree, b.kernel).run()
+        assert (await go_through(b))[b"0007"] == len(b"changed")
 
 
 @pytest.mark.parametrize("what", ["silent", "too old", "not asked for", "of other files"])
-async def test_a_peer_that_is_no_use(many: Area, hours: Hours, what: str) -> None:
-    hours.pass_by(1)
-    async with pair(many, TTL) as nodes:
-        d = await nodes.a.ino("d")
-        node = await nodes.a.tree.names.find(d, b"0005", Lane.DEMAND)
-        assert node is not None
-        owner = nodes.owner
-        if what == "silent":
-            owner.silent = True
-        elif what == "too old":
-            rows = [(name, node.stat, b"") for name in SIZES]
-            owner.lies = PeerNames(31 * 10**9, rows)
-        elif what == "not asked for":
-            owner.lies = PeerNames(0, [(b"made up", node.stat, b"")])
-        else:
-            # The inode number of one file for all names.
-            owner.lies = PeerNames(0, [(name, node.stat, b"") for name in SIZES])
+async def test_a_peer_that_is_no_use(many: Area, what: str) -> None:
+    async with pair(many, TTL) as (a, b, owner):
+        node = await a.node("d/0005")
+        # The inode number of one file for all names.
+        rows = [(name, node.stat, b"") for name in SIZES]
+        match what:
+            case "silent":
+                owner.silent = True
+            case "too old":
+                owner.lies = PeerNames(31 * 10**9, rows)
+            case "not asked for":
+                owner.lies = PeerNames(0, [(b"made up", node.stat, b"")])
+            case "of other files":
+                owner.lies = PeerNames(0, rows)
         if what != "of other files":
-            assert await go_through(nodes.b) == SIZES
-            assert nodes.b.index.dirent(await nodes.b.ino("d"), b"made up") is None
+            assert await go_through(b) == SIZES
+            assert b.index.dirent(await b.ino("d"), b"made up") is None
             return
         with suppress(OSError):  # as when the source changes
-            assert await nodes.b.read_file("d/0007") in (b"x" * 5, b"x" * 7)
+            assert await b.read_file("d/0007") in (b"x" * 5, b"x" * 7)
         owner.lies = None
-        await Refresh(nodes.b.tree, nodes.b.kernel).run()
-        assert await go_through(nodes.b) == SIZES
-        assert await nodes.b.read_file("d/0007") == b"x" * 7
+        await Refresh(b.tree, b.kernel).run()
+        assert await go_through(b) == SIZES
+        assert await b.read_file("d/0007") == b"x" * 7
 
 
-async def test_a_peer_that_says_other_attributes_is_found_out_at_the_open(
-    many: Area, hours: Hours
-) -> None:
-    hours.pass_by(1)
-    async with pair(many) as nodes:
-        d = await nodes.a.ino("d")
-        node = await nodes.a.tree.names.find(d, b"0005", Lane.DEMAND)
-        assert node is not None
-        nodes.owner.lies = PeerNames(0, [(b"0005", node.stat._replace(size=1 << 40), b"")])
-        await names(nodes.b, await nodes.b.ino("d"))
-        b = nodes.b.tree.names
-        (told,) = await b.find_each(await nodes.b.ino("d"), [b"0005"], Lane.BACKGROUND)
-        assert told is not None
-        assert told.stat.size == 1 << 40
-        with pytest.raises(OSError, match="another version"):
-            await nodes.b.open("d/0005")
-        assert await nodes.b.read_file("d/0005") == b"x" * 5
+async def test_a_peer_that_says_other_attributes_is_found_out_at_the_open(many: Area) -> None:
+    async with pair(many) as (a, b, owner):
+        stat = (await a.node("d/0005")).stat
+        owner.lies = PeerNames(0, [(b"0005", stat._replace(size=1 << 40), b"")])
+        await listing(b)
+        assert (await told(b, b"0005")).stat.size == 1 << 40
+        with stale():
+            await b.open("d/0005")
+        assert await b.read_file("d/0005") == b"x" * 5
 
 
 async def test_listings_are_shared_and_cost_no_attributes(many: Area, hours: Hours) -> None:
     for number in range(20):
         many.write(f"small/{number}/file", b"x")
     hours.pass_by(1)
-    async with pair(many) as nodes:
-        a, b = Operations(nodes.a), Operations(nodes.b)
-        for name in await names(nodes.b, await nodes.b.ino("small")):
-            listed = await names(nodes.b, await nodes.b.ino(f"small/{name.decode()}"))
+    async with pair(many) as (a, b, _):
+        of_a, of_b = Operations(a), Operations(b)
+        for name in await names(b, await b.ino("small")):
+            listed = await names(b, await b.ino(f"small/{name.decode()}"))
             assert set(listed) == {b"file"}
-        assert b().get("stat", 0) <= FEW
-        asked = a()
+        assert of_b().get("stat", 0) <= FEW
+        asked = of_a()
         assert asked["list"] <= 2 * 21
         # Of directories, and of a name in each, in the other case: not where the kind of the file
         # system says that listings have all names.
@@ -359,46 +341,40 @@ async def test_listings_are_shared_and_cost_no_attributes(many: Area, hours: Hou
 
 
 async def test_a_name_that_a_listing_lacks_shows_after_the_ttl(many: Area, hours: Hours) -> None:
-    hours.pass_by(1)
-    async with pair(many, TTL, ttl=60) as nodes:
+    async with pair(many, TTL) as (a, b, _):
         hours.pass_by(100)
-        before = set(await names(nodes.a, await nodes.a.ino("d")))
+        before = set(await listing(a))
         hours.pass_by(20)
-        b = Operations(nodes.b)
-        assert set(await names(nodes.b, await nodes.b.ino("d"))) == before
-        assert b().get("stat", 0) <= FEW
+        of_b = Operations(b)
+        assert set(await listing(b)) == before
+        assert of_b().get("stat", 0) <= FEW
         many.write("d/new", b"x")
         hours.pass_by(39)
-        assert set(await names(nodes.b, await nodes.b.ino("d"))) == before
+        assert set(await listing(b)) == before
         hours.pass_by(2)
-        assert set(await names(nodes.b, await nodes.b.ino("d"))) == before | {b"new"}
+        assert set(await listing(b)) == before | {b"new"}
 
 
 async def test_what_this_node_has_found_is_in_its_listings(many: Area, hours: Hours) -> None:
-    hours.pass_by(1)
-    async with pair(many, TTL, ttl=60) as nodes:
+    async with pair(many, TTL) as (a, b, owner):
         hours.pass_by(100)
-        before = set(await names(nodes.a, await nodes.a.ino("d")))
+        before = set(await listing(a))
         hours.pass_by(10)
         many.write("d/new", b"x")
-        d = await nodes.b.ino("d")
-        nodes.owner.silent = True
-        assert await nodes.b.tree.names.find(d, b"new", Lane.DEMAND) is not None
-        nodes.owner.silent = False
-        assert set(await names(nodes.b, d)) == before | {b"new"}
+        owner.silent = True
+        await told(b, b"new", Lane.DEMAND)
+        owner.silent = False
+        assert set(await listing(b)) == before | {b"new"}
 
 
-async def test_a_listing_that_is_made_up_leads_to_nothing(many: Area, hours: Hours) -> None:
-    hours.pass_by(1)
-    async with pair(many) as nodes:
-        other = (await nodes.a.node("d/0005")).stat.ino
+async def test_a_listing_that_is_made_up_leads_to_nothing(many: Area) -> None:
+    async with pair(many) as (a, b, owner):
+        other = (await a.node("d/0005")).stat.ino
         entries = [(b"0007", FileType.DIRECTORY, other), (b"none", FileType.REGULAR, 1 << 40)]
-        nodes.owner.lists_nothing = True
-        nodes.owner.listing = PeerListing(0, 1, 1, True, entries)
-        d = await nodes.b.ino("d")
-        assert set(await names(nodes.b, d)) == {b"0007", b"none"}
-        nodes.owner.silent = True
-        assert await nodes.b.tree.names.find(d, b"none", Lane.DEMAND) is None
-        assert await nodes.b.read_file("d/0007") == b"x" * 7
-        await Refresh(nodes.b.tree, nodes.b.kernel).run()
-        assert await go_through(nodes.b) == SIZES
+        owner.listing = PeerListing(0, 1, 1, True, entries)
+        assert set(await listing(b)) == {b"0007", b"none"}
+        owner.silent = True
+        assert await b.tree.names.find(await b.ino("d"), b"none", Lane.DEMAND) is None
+        assert await b.read_file("d/0007") == b"x" * 7
+        await Refresh(b.tree, b.kernel).run()
+        assert await go_through(b) == SIZES

@@ -6,6 +6,9 @@ import errno
 import os
 import random
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
@@ -14,14 +17,19 @@ import trio.testing
 from monarchfs.fs import cached_listings, directories, sibling_names, statahead, unlisted
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry, Missing
-from monarchfs.source import _stats, posix
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names
 from tests.support.mirror import Area, Mirror, until
 
 FILES = 600
+ORDER = [b"%04d" % number for number in range(FILES)]
+SIZES = {name: number for number, name in enumerate(ORDER)}
 SELINUX, ACL = b"security.selinux", b"system.posix_acl_access"
+
+
+def in_no_order(count: int = FILES) -> list[bytes]:
+    return random.Random(1).sample(ORDER, count)
 
 
 @pytest.fixture
@@ -78,212 +86,175 @@ async def attribute(mirror: Mirror, ino: int, name: bytes) -> bytes | int:
         return exc.errno or 0
 
 
-@pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
+class Directory:
+    """``d`` of a mount; its names in the order in which it lists them. ``operations`` counts what
+    the source is asked from then on."""
+
+    def __init__(self, mirror: Mirror, ino: int, order: list[bytes]) -> None:
+        self.mirror = mirror
+        self.ino = ino
+        self.order = order
+        self.operations = Operations(mirror)
+
+    async def stat(self, order: list[bytes]) -> dict[bytes, int]:
+        return await stat_each(self.mirror, self.ino, order)
+
+    async def lacks(self, name: bytes) -> bool:
+        return isinstance(await self.mirror.tree.names.lookup(self.ino, name), Missing)
+
+    async def attribute(self, name: bytes, attribute_name: bytes) -> bytes | int:
+        return await attribute(self.mirror, self.number(name), attribute_name)
+
+    def number(self, name: bytes) -> int:
+        dirent = self.mirror.index.dirent(self.ino, name)
+        assert dirent is not None
+        return dirent.ino
+
+    async def is_listed(self) -> None:
+        await until(lambda: self.mirror.index.listing(self.ino) is not None, "the listing")
+
+    async def listing_ends(self) -> None:
+        """Or is broken off."""
+        await until(lambda: not self.mirror.tree.directories._unlisted._running, "its end")
+
+
+@asynccontextmanager
+async def looked_up(area: Area, **options: Any) -> AsyncIterator[Directory]:
+    """Its number alone is known."""
+    async with area.mount(**options) as mirror:
+        yield Directory(mirror, await mirror.ino("d"), [])
+
+
+@asynccontextmanager
+async def listed(area: Area, **options: Any) -> AsyncIterator[Directory]:
+    async with area.mount(**options) as mirror:
+        ino = await mirror.ino("d")
+        yield Directory(mirror, ino, list(await names(mirror, ino)))
+
+
+@pytest.mark.parametrize(
+    ("mode", "shuffled"), [(IMMUTABLE, False), (IMMUTABLE, True), (TTL, False)]
+)
 async def test_each_name_is_asked_for_once_and_in_few_batches(
-    many: Area, hours: Hours, mode: FreshnessMode
+    many: Area, hours: Hours, mode: FreshnessMode, shuffled: bool
 ) -> None:
+    """Each of which is one transaction."""
     hours.pass_by(1)  # else the last ones are in the tick of their making
-    async with many.mount(mode=mode) as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        operations = Operations(mirror)
+    async with listed(many, mode=mode) as d:
+        order = in_no_order() if shuffled else d.order
+        commits = d.mirror.index._commits
         for _ in range(2):
-            sizes = await stat_each(mirror, d, order)
-            assert sizes == {b"%04d" % number: number for number in range(FILES)}
-        assert operations() == {"stat": FILES}
-        assert operations.batches < FILES / 10
+            assert await d.stat(order) == SIZES
+        assert d.operations() == {"stat": FILES}
+        assert d.operations.batches < FILES / 10
+        assert d.mirror.index._commits - commits <= d.operations.batches + 1
         if mode is TTL:
             hours.pass_by(61)
-            assert await stat_each(mirror, d, order) == sizes
-            assert operations() == {"stat": FILES}
-            assert operations.batches < FILES / 10
+            assert await d.stat(order) == SIZES
+            assert d.operations() == {"stat": FILES}
+            assert d.operations.batches < FILES / 10
 
 
 async def test_what_is_used_near_its_expiry_is_asked_for_ahead(many: Area, hours: Hours) -> None:
     hours.pass_by(1)  # else the last ones are in the tick of their making
-    async with many.mount(mode=TTL, ttl=60) as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        await stat_each(mirror, d, order)
+    async with listed(many, mode=TTL, ttl=60) as d:
+        mirror = d.mirror
+        await d.stat(d.order)
         hours.pass_by(30)
-        assert mirror.tree.directories.known_open(d) is not None
-        operations = Operations(mirror)
-        await mirror.tree.directories.open(d)
+        assert mirror.tree.directories.known_open(d.ino) is not None
+        d.operations()
+        await mirror.tree.directories.open(d.ino)
         await mirror.idle()
-        assert operations() == {}
+        assert d.operations() == {}
         hours.pass_by(20)
         many.write("d/0200", b"another")
-        assert mirror.tree.directories.known_open(d) is None, "it is to be asked for"
-        await mirror.tree.directories.open(d)
-        assert mirror.tree.directories.known_open(d) is not None, "once"
+        assert mirror.tree.directories.known_open(d.ino) is None, "it is to be asked for"
+        await mirror.tree.directories.open(d.ino)
+        assert mirror.tree.directories.known_open(d.ino) is not None, "once"
         young_ns = time.time_ns() - 10 * 10**9
 
         def renewed() -> bool:
-            rows = mirror.index.entries(d, 0, FILES)
+            rows = mirror.index.entries(d.ino, 0, FILES)
             return all(node is not None and node.fetched_ns > young_ns for _entry, node in rows)
 
         await until(renewed, "all to be asked for")
-        assert FILES <= operations()["stat"] <= FILES + 1
-        assert operations.batches < FILES / 10
+        assert FILES <= d.operations()["stat"] <= FILES + 1
+        assert d.operations.batches < FILES / 10
         hours.pass_by(30)  # more than the ttl since it was asked for first
-        sizes = await stat_each(mirror, d, order)
-        assert sizes[b"0200"] == len(b"another")
-        assert operations() == {}
-
-
-async def test_listing_alone_asks_for_no_attributes(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        operations = Operations(mirror)
-        assert len(await names(mirror, d)) == FILES
-        asked = operations().get("stat", 0)
-        assert asked <= 2, "the directory's own, and whether it finds names in any case"
+        assert (await d.stat(d.order))[b"0200"] == len(b"another")
+        assert d.operations() == {}
 
 
 async def test_a_few_names_in_no_order_bring_few_others(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        few = random.Random(1).sample(order[1:], 8)
-        operations = Operations(mirror)
-        await stat_each(mirror, d, few)
-        assert operations()["stat"] <= 3 * len(few)
+    async with listed(many) as d:
+        await d.stat(random.Random(1).sample(d.order[1:], 8))
+        assert d.operations()["stat"] <= 3 * 8
 
 
-async def test_all_names_in_no_order(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        random.Random(1).shuffle(order)
-        operations = Operations(mirror)
-        await stat_each(mirror, d, order)
-        assert operations() == {"stat": FILES}
-        assert operations.batches < FILES / 10
+@pytest.mark.parametrize("failing", [b"13579", b"0123456789"], ids=["half of them", "all of them"])
+async def test_names_that_fail_are_asked_for_at_most_twice(many: Area, failing: bytes) -> None:
+    """Where half of them do, the others are known soon."""
+    async with listed(many) as d:
+        posix, found = d.mirror.posix, d.mirror.posix.found
 
+        def find(directory: DirRef, name: bytes) -> Found:
+            if name[-1] in failing:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return found(directory, name)
 
-async def test_names_that_fail_are_not_asked_for_with_each_that_follows(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Half of them, say; the others are known soon."""
-    real, real_each = os.stat, _stats.stat_each
-    failing = (b"1", b"3", b"5", b"7", b"9")
-
-    def stat(path: bytes, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> object:
-        if isinstance(path, bytes) and path.endswith(failing):
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        return real(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
-
-    def each(directory: int, device: int, names: list[bytes], until: float) -> list[object]:
-        answers = real_each(directory, device, names, until)
-        return [
-            errno.EACCES if name.endswith(failing) else answer
-            for name, answer in zip(names, answers, strict=False)
-        ]
-
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        random.Random(1).shuffle(order)
-        monkeypatch.setattr(posix, "stat_each", each)
-        monkeypatch.setattr(os, "stat", stat)
-        operations = Operations(mirror)
+        posix.found = find  # type: ignore[method-assign]
+        posix.faults.before("found", lambda: None)  # one by one, so by the above
         failed = 0
-        for name in order:
+        for name in in_no_order():
             try:
-                await stat_each(mirror, d, [name])
+                await d.stat([name])
             except PermissionError:
                 failed += 1
-        assert failed == FILES / 2
-        assert operations()["stat"] <= 2 * FILES
+        assert failed == FILES * len(failing) / 10
+        assert d.operations()["stat"] <= 2 * FILES
 
 
-async def test_what_changed_meanwhile_is_seen(many: Area, hours: Hours) -> None:
-    async with many.mount(mode=TTL) as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        await stat_each(mirror, d, order)
-        hours.pass_by(61)
-        (many.source / "d/0100").unlink()
-        many.write("d/0200", b"another")
-        left = [name for name in order if name != b"0100"]
-        assert (await stat_each(mirror, d, left))[b"0200"] == len(b"another")
-        assert isinstance(await mirror.tree.names.lookup(d, b"0100"), Missing)
-
-
-async def test_a_file_that_hangs_does_not_hold_up_the_others(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_hangs(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 0.05)
     for number in range(FILES):
         many.write(f"e/{number:04}", b"x" * number)
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        gate = mirror.posix.faults.gate("found_each")
-        assert len(await stat_each(mirror, d, order)) == FILES
+    async with listed(many) as d:
+        faults = d.mirror.posix.faults
+        gate = faults.gate("found_each")
+        assert len(await d.stat(d.order)) == FILES
         assert gate.waiting
         # Nor those in other directories: none of them waits for a batch.
-        e = await mirror.ino("e")
-        order, batches = list(await names(mirror, e)), mirror.posix.faults.calls["found_each"]
-        assert len(await stat_each(mirror, e, order)) == FILES
-        assert mirror.posix.faults.calls["found_each"] == batches
+        e = await d.mirror.ino("e")
+        order, batches = list(await names(d.mirror, e)), faults.calls["found_each"]
+        assert len(await stat_each(d.mirror, e, order)) == FILES
+        assert faults.calls["found_each"] == batches
         gate.open()
-        await mirror.idle()
+        await d.mirror.idle()
 
 
 async def test_a_batch_that_fails_is_not_the_readers(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        mirror.posix.faults.fail("found_each", errno.EIO)
-        operations = Operations(mirror)
-        assert len(await stat_each(mirror, d, order)) == FILES
-        assert operations()["stat"] <= 2 * FILES
-
-
-async def test_names_that_all_fail_are_not_asked_for_again_and_again(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        mirror.posix.faults.fail("found", errno.EACCES)
-        operations = Operations(mirror)
-        for name in order:
-            with pytest.raises(PermissionError):
-                await mirror.tree.names.lookup(d, name)
-        assert operations()["stat"] <= 2 * FILES
+    async with listed(many) as d:
+        d.mirror.posix.faults.fail("found_each", errno.EIO)
+        assert len(await d.stat(d.order)) == FILES
+        assert d.operations()["stat"] <= 2 * FILES
 
 
 async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        await stat_each(mirror, d, order[:1])
-        gate = mirror.posix.faults.gate("found_each")
+    async with listed(many) as d:
+        await d.stat(d.order[:1])
+        gate = d.mirror.posix.faults.gate("found_each")
         async with trio.open_nursery() as nursery:
-            victim = trio.CancelScope()
-
-            async def wait() -> None:
-                with victim:
-                    await mirror.tree.names.lookup(d, order[1])
-
-            nursery.start_soon(wait)
+            nursery.start_soon(d.mirror.tree.names.lookup, d.ino, d.order[1])
             await gate.arrived()
-            victim.cancel()
+            nursery.cancel_scope.cancel()
         gate.open()
-        operations = Operations(mirror)
-        await stat_each(mirror, d, order[1:4])
-        assert operations().get("stat", 0) <= FILES
-        await mirror.idle()
+        d.operations()
+        await d.stat(d.order[1:4])
+        assert d.operations().get("stat", 0) <= FILES
+        await d.mirror.idle()
 
 
 # -- directories that nobody has listed
-
-
-ORDER = [b"%04d" % number for number in range(FILES)]
-
-
-def in_no_order(count: int = FILES) -> list[bytes]:
-    return random.Random(1).sample(ORDER, count)
 
 
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
@@ -295,38 +266,34 @@ async def test_names_that_nobody_has_listed_come_in_few_batches(
     for name in order:
         area.write(f"d/{name.decode()}", b"x" * int(name))
     hours.pass_by(1)  # else the last ones are in the tick of their making
-    async with area.mount(mode=mode) as mirror:
-        d = await mirror.ino("d")
+    async with looked_up(area, mode=mode) as d:
         singles = []
-        found = mirror.source.found
+        found = d.mirror.source.found
 
         async def single(directory: DirRef, name: bytes, lane: Lane) -> Found:
             singles.append(name)
             return await found(directory, name, lane)
 
-        monkeypatch.setattr(mirror.source, "found", single)
-        operations = Operations(mirror)
-        assert await stat_each(mirror, d, order) == {name: int(name) for name in order}
-        asked = operations()
+        monkeypatch.setattr(d.mirror.source, "found", single)
+        assert await d.stat(order) == {name: int(name) for name in order}
+        asked = d.operations()
         assert asked["stat"] <= len(order) + len(singles) + 1, "the directory's own"
         assert asked["list"] <= 2
         # How long the listing takes is not ours to say.
-        assert operations.batches - len(singles) < 30
+        assert d.operations.batches - len(singles) < 30
         assert singles[:3] == order[:3]
-        assert mirror.index.listing(d) is not None
-        assert isinstance(await mirror.tree.names.lookup(d, b"no such name"), Missing)
-        assert operations() == {}
+        assert d.mirror.index.listing(d.ino) is not None
+        assert await d.lacks(b"no such name")
+        assert d.operations() == {}
 
 
 async def test_after_a_few_of_them_few_others_are_asked_for(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        operations = Operations(mirror)
-        for name in in_no_order(8):
-            await stat_each(mirror, d, [name])
-            if name == in_no_order(3)[-1]:
-                await until(lambda: mirror.index.listing(d) is not None, "the listing")
-        assert operations()["stat"] <= 3 * 8 + 1
+    async with looked_up(many) as d:
+        few = in_no_order(8)
+        await d.stat(few[:3])
+        await d.is_listed()
+        await d.stat(few[3:])
+        assert d.operations()["stat"] <= 3 * 8 + 1
 
 
 async def test_a_tree_of_small_directories_is_not_listed(area: Area) -> None:
@@ -334,218 +301,147 @@ async def test_a_tree_of_small_directories_is_not_listed(area: Area) -> None:
     for number in range(20):
         for name in "abcd":
             area.write(f"{number}/{name}", b"x")
-    many = [f"{number}" for number in range(40)]
+    many = [b"%d" % number for number in range(40)]
     for name in many:
-        area.write(f"many/{name}", b"x")
-    async with area.mount() as mirror:
+        area.write(f"d/{name.decode()}", b"x")
+    async with looked_up(area) as d:
         for number in range(20):
-            await stat_each(mirror, await mirror.ino(f"{number}"), [b"a", b"b", b"c", b"d"])
-            await until(lambda: not mirror.tree.directories._unlisted._running, "its end")
+            ino = await d.mirror.ino(f"{number}")
+            await stat_each(d.mirror, ino, [b"a", b"b", b"c", b"d"])
+            await d.listing_ends()
         # The root has twenty.
-        assert mirror.posix.faults.calls["list"] <= 4
-        d = await mirror.ino("many")
-        await stat_each(mirror, d, [name.encode() for name in many[:20]])
-        await until(lambda: mirror.index.listing(d) is not None, "the listing")
-        assert mirror.tree.directories._unlisted._few == unlisted.FEW
+        assert d.mirror.posix.faults.calls["list"] <= 4
+        await d.stat(many[:20])
+        await d.is_listed()
+        assert d.mirror.tree.directories._unlisted._few == unlisted.FEW
 
 
-async def test_a_batch_is_one_transaction(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        commits, operations = mirror.index._commits, Operations(mirror)
-        await stat_each(mirror, d, order)
-        operations()
-        assert mirror.index._commits - commits <= operations.batches + 1
-
-
-async def test_two_names_list_no_directory(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        operations = Operations(mirror)
-        for _ in range(3):
-            await stat_each(mirror, d, in_no_order(2))
-        await mirror.idle()
-        assert operations() == {"stat": 2}
-
-
-async def test_with_open_nothing_is_listed_ahead(many: Area) -> None:
-    async with many.mount(mode=OPEN) as mirror:
-        d = await mirror.ino("d")
-        operations = Operations(mirror)
-        await stat_each(mirror, d, in_no_order(50))
-        await mirror.idle()
-        assert operations() == {"stat": 50}
-
-
-async def test_a_large_directory_is_listed_after_more(
-    many: Area, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("mode", "count", "takes_over"),
+    [(IMMUTABLE, 2, False), (OPEN, 50, False), (IMMUTABLE, 10, True)],
+    ids=["two names", "open", "who took over does not know what was missing"],
+)
+async def test_nothing_is_listed_ahead(
+    many: Area, mode: FreshnessMode, count: int, takes_over: bool
 ) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        node = mirror.index.node(d)
-        assert node is not None
-        monkeypatch.setattr(unlisted, "DIRECTORY_BYTES", max(1, node.stat.size // 40))
-        operations = Operations(mirror)
-        await stat_each(mirror, d, in_no_order(35))
-        await mirror.idle()
-        assert operations() == {"stat": 35}
-        await stat_each(mirror, d, in_no_order(60))
-        await until(lambda: "list" in operations(), "the listing")
+    async with looked_up(many, mode=mode) as d:
+        if takes_over:
+            d.mirror.tree.recorder.take_over(0)
+        await d.stat(in_no_order(count))
+        if mode is IMMUTABLE:
+            await d.stat(in_no_order(count))
+        await d.mirror.idle()
+        assert d.operations() == {"stat": count}
 
 
-async def test_one_that_turns_out_to_be_large_is_listed_after_more(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_took_over_lists_what_is_asked_for_again(many: Area) -> None:
+    async with looked_up(many, mode=TTL) as d:
+        d.mirror.tree.recorder.take_over(0)
+        await d.stat(in_no_order(10))
+        await d.is_listed()
+
+
+async def test_large_ones_are_listed_later(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with looked_up(many) as d:
+        size = (await d.mirror.node("d")).stat.size
+        monkeypatch.setattr(unlisted, "DIRECTORY_BYTES", max(1, size // 40))
+        d.operations()
+        await d.stat(in_no_order(35))
+        await d.mirror.idle()
+        assert d.operations() == {"stat": 35}
+        await d.stat(in_no_order(60))
+        await until(lambda: "list" in d.operations(), "the listing")
+
+
+async def test_one_that_turns_out_to_be_large(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size need not tell."""
     monkeypatch.setattr(unlisted, "MOST_NAMES", 50)
     monkeypatch.setattr(directories, "LISTING_BATCH", 20)
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        await stat_each(mirror, d, in_no_order(4))
-        await until(lambda: not mirror.tree.directories._unlisted._running, "its end")
-        assert 100 < len(mirror.index.entries(d, 0, FILES)) <= 160
-        assert mirror.index.listing(d) is None
-        await stat_each(mirror, d, in_no_order())
-        await until(lambda: mirror.index.listing(d) is not None, "the listing")
-        assert mirror.posix.faults.calls["list"] == 2
-        assert list(await names(mirror, d))
+    async with looked_up(many) as d:
+        await d.stat(in_no_order(4))
+        await d.listing_ends()
+        assert 100 < len(d.mirror.index.entries(d.ino, 0, FILES)) <= 160
+        assert d.mirror.index.listing(d.ino) is None
+        await d.stat(in_no_order())
+        await d.is_listed()
+        assert d.mirror.posix.faults.calls["list"] == 2
+        assert list(await names(d.mirror, d.ino))
 
 
-async def test_a_directory_that_cannot_be_listed_is_not_listed_again_and_again(
-    many: Area,
-) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        mirror.posix.faults.fail("list", errno.EACCES)
-        operations = Operations(mirror)
-        await stat_each(mirror, d, in_no_order())
-        await until(lambda: not mirror.tree.directories._unlisted._running, "its end")
-        assert operations()["stat"] == FILES + 3, "and the directory, each time"
-        assert mirror.posix.faults.calls["list"] == 3, "after 3, 24 and 192 names"
+async def test_a_directory_that_cannot_be_listed_is_not_listed_again_and_again(many: Area) -> None:
+    async with looked_up(many) as d:
+        d.mirror.posix.faults.fail("list", errno.EACCES)
+        await d.stat(in_no_order())
+        await d.listing_ends()
+        assert d.operations()["stat"] == FILES + 3, "and the directory, each time"
+        assert d.mirror.posix.faults.calls["list"] == 3, "after 3, 24 and 192 names"
         with pytest.raises(PermissionError):
-            await mirror.tree.directories.open(d)
+            await d.mirror.tree.directories.open(d.ino)
 
 
-async def test_a_listing_that_hangs_holds_up_nobody(
+async def test_a_hanging_listing_holds_up_nobody(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unlisted, "SILENCE_SECONDS", 0.1)
-    async with many.mount(deadline=0.1) as mirror:
-        d = await mirror.ino("d")
+    async with looked_up(many, deadline=0.1) as d:
+        mirror = d.mirror
         gate = mirror.posix.faults.gate("list")
-        await stat_each(mirror, d, in_no_order(20))
+        await d.stat(in_no_order(20))
         await gate.arrived(1)
         await trio.sleep(0.5)
         assert mirror.source.responding
-        await stat_each(mirror, d, in_no_order(100))
+        await d.stat(in_no_order(100))
         await gate.arrived(2)
         # Who lists it himself need not wait for it, either.
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.tree.directories.open, d)
+            nursery.start_soon(mirror.tree.directories.open, d.ino)
             await gate.arrived(3)
             gate.release(2)
-        assert set(await names(mirror, d)) == set(ORDER)
+        assert set(await names(mirror, d.ino)) == set(ORDER)
         gate.open()
         await mirror.idle()
 
 
-async def test_who_lists_it_himself_meanwhile_has_all_names(many: Area) -> None:
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        gate = mirror.posix.faults.gate("list")
-        await stat_each(mirror, d, in_no_order(3))
-        await gate.arrived()
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.tree.directories.open, d)
-            await gate.arrived(2)
-            gate.open()
-        assert set(await names(mirror, d)) == set(ORDER)
-        await stat_each(mirror, d, in_no_order())
-
-
-async def test_a_name_that_was_missing_before_is_seen(many: Area, hours: Hours) -> None:
-    """The kernel was told for good that there is none."""
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        for name in (b"late", b"never"):
-            assert isinstance(await mirror.tree.names.lookup(d, name), Missing)
-        many.write("d/late", b"by now")
-        assert mirror.kernel.entries == []
-        await stat_each(mirror, d, in_no_order(10))
-        await until(lambda: mirror.index.listing(d) is not None, "the listing")
-        assert mirror.kernel.entries == [(d, b"late")]
-        assert (await stat_each(mirror, d, [b"late"]))[b"late"] == len(b"by now")
-        assert isinstance(await mirror.tree.names.lookup(d, b"never"), Missing)
-
-
-async def test_where_many_were_missing_refresh_is_left_to_notice(
-    many: Area, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kept", [cached_listings.MISSING_NAMES_KEPT, 1])
+async def test_a_name_that_was_missing_before_is_seen(
+    many: Area, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    monkeypatch.setattr(cached_listings, "MISSING_NAMES_KEPT", 1)
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        for name in (b"late", b"never"):
-            assert isinstance(await mirror.tree.names.lookup(d, name), Missing)
+    """The kernel was told for good that there is none. If there are too many of these, nothing is
+    listed ahead, and refresh is left to notice."""
+    monkeypatch.setattr(cached_listings, "MISSING_NAMES_KEPT", kept)
+    async with looked_up(many) as d:
+        assert await d.lacks(b"late")
+        assert await d.lacks(b"never")
         many.write("d/late", b"by now")
-        await stat_each(mirror, d, in_no_order(10))
-        await mirror.idle()
-        assert "list" not in mirror.posix.faults.calls
-        await Refresh(mirror.tree, mirror.kernel).run()
-        assert (d, b"late") in mirror.kernel.entries
-
-
-@pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
-async def test_who_took_over_does_not_know_what_was_missing(
-    many: Area, mode: FreshnessMode
-) -> None:
-    async with many.mount(mode=mode) as mirror:
-        mirror.tree.recorder.take_over(0)
-        d = await mirror.ino("d")
-        operations = Operations(mirror)
-        await stat_each(mirror, d, in_no_order(10))
-        if mode is TTL:
-            await until(lambda: mirror.index.listing(d) is not None, "the listing")
+        assert d.mirror.kernel.entries == []
+        await d.stat(in_no_order(10))
+        if kept == 1:
+            await d.mirror.idle()
+            assert "list" not in d.mirror.posix.faults.calls
+            await Refresh(d.mirror.tree, d.mirror.kernel).run()
+            assert (d.ino, b"late") in d.mirror.kernel.entries
         else:
-            assert operations() == {"stat": 10}
+            await d.is_listed()
+            assert d.mirror.kernel.entries == [(d.ino, b"late")]
+        assert await d.stat([b"late"]) == {b"late": len(b"by now")}
+        assert await d.lacks(b"never")
 
 
-async def test_what_changed_before_it_was_listed_is_seen(many: Area, hours: Hours) -> None:
-    async with many.mount(mode=TTL) as mirror:
-        d = await mirror.ino("d")
-        few = in_no_order(2)
-        await stat_each(mirror, d, few)
+@pytest.mark.parametrize("listed_first", [True, False])
+async def test_what_changed_meanwhile_is_seen(many: Area, hours: Hours, listed_first: bool) -> None:
+    known_in = listed if listed_first else looked_up
+    async with known_in(many, mode=TTL) as d:
+        gone, changed = in_no_order(2)
+        await d.stat(d.order or [gone, changed])
         hours.pass_by(61)
-        (many.source / "d" / few[0].decode()).unlink()
-        many.write(f"d/{few[1].decode()}", b"another")
-        rest = [name for name in ORDER if name not in few]
-        await stat_each(mirror, d, rest)
-        assert isinstance(await mirror.tree.names.lookup(d, few[0]), Missing)
-        assert (await stat_each(mirror, d, [few[1]]))[few[1]] == len(b"another")
+        (many.source / "d" / gone.decode()).unlink()
+        many.write(f"d/{changed.decode()}", b"another")
+        await d.stat([name for name in ORDER if name not in (gone, changed)])
+        assert await d.lacks(gone)
+        assert await d.stat([changed]) == {changed: len(b"another")}
 
 
 # -- extended attributes
-
-
-async def test_what_hardly_any_file_has_is_asked_for_once_for_all(many: Area) -> None:
-    """No more than ``ls -l`` asks of the source: a stat and two attributes a name."""
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        operations = Operations(mirror)
-        for again in range(2):
-            for name in order:
-                await stat_each(mirror, d, [name])
-                dirent = mirror.index.dirent(d, name)
-                assert dirent is not None
-                label = await attribute(mirror, dirent.ino, SELINUX)
-                assert label in (errno.ENODATA, errno.EOPNOTSUPP)
-                path = many.source / "d" / os.fsdecode(name)
-                assert await attribute(mirror, dirent.ino, ACL) == source_attribute(path, ACL)
-            asked = operations()
-            assert asked.get("stat", 0) == (0 if again else FILES)
-            assert asked.get("xattr", 0) <= (0 if again else 2 * FILES + 4)
-        assert operations.batches < FILES / 4
 
 
 def source_attribute(path: os.PathLike[str], name: bytes) -> bytes | int:
@@ -553,6 +449,24 @@ def source_attribute(path: os.PathLike[str], name: bytes) -> bytes | int:
         return os.getxattr(path, name)
     except OSError as exc:
         return exc.errno or 0
+
+
+async def test_what_hardly_any_file_has_is_asked_for_once_for_all(many: Area) -> None:
+    """No more than ``ls -l`` asks of the source: a stat and two attributes a name."""
+    async with listed(many) as d:
+        for again in range(2):
+            for name in d.order:
+                await d.stat([name])
+                label = await d.attribute(name, SELINUX)
+                assert label in (errno.ENODATA, errno.EOPNOTSUPP)
+                path = many.source / "d" / os.fsdecode(name)
+                assert await d.attribute(name, ACL) == source_attribute(path, ACL)
+            asked = d.operations()
+            assert asked.get("stat", 0) == (0 if again else FILES)
+            assert asked.get("xattr", 0) <= (0 if again else 2 * FILES + 4)
+        assert d.operations.batches < FILES / 4
+        root = source_attribute(many.source, ACL)
+        assert await attribute(d.mirror, ROOT_INO, ACL) == root
 
 
 async def test_attributes_that_files_have_are_seen(many: Area) -> None:
@@ -564,54 +478,37 @@ async def test_attributes_that_files_have_are_seen(many: Area) -> None:
         os.setxattr(directory / "0400", b"security.x", b"label")
     except OSError as exc:
         pytest.skip(f"no such attributes here: {exc}")
-    async with many.mount() as mirror:
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
+    async with listed(many) as d:
         plain: list[int] = []
-        mirror.xattrs._on_plain = plain.extend
-        await stat_each(mirror, d, order)
-        inos = {}
-        for name in order:
-            dirent = mirror.index.dirent(d, name)
-            assert dirent is not None
-            inos[name] = dirent.ino
+        d.mirror.xattrs._on_plain = plain.extend
+        await d.stat(d.order)
         for _ in range(2):
-            for name, ino in inos.items():
+            for name in d.order:
                 path = directory / os.fsdecode(name)
                 for attr in (ACL, b"security.x"):
-                    assert await attribute(mirror, ino, attr) == source_attribute(path, attr)
-        assert mirror.xattrs.absent(ACL) == errno.ENODATA
-        assert sorted(plain) == sorted(
-            ino for name, ino in inos.items() if name not in (b"0300", b"0400")
-        )
+                    assert await d.attribute(name, attr) == source_attribute(path, attr)
+        assert d.mirror.xattrs.absent(ACL) == errno.ENODATA
+        without = [name for name in d.order if name not in (b"0300", b"0400")]
+        assert sorted(plain) == sorted(map(d.number, without))
 
 
-async def test_an_acl_that_is_not_listed_is_seen(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.getxattr
-    marked = many.source / "d/0300"
+async def test_an_acl_that_is_not_listed(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, marked = os.getxattr, many.source / "d/0300"
 
     def getxattr(path: bytes, attribute: bytes, *, follow_symlinks: bool = True) -> bytes:
         if attribute == ACL and os.path.realpath(path) == os.fsencode(marked):
             return b"an ACL"
         return real(path, attribute, follow_symlinks=follow_symlinks)
 
-    async with many.mount() as mirror:
+    async with listed(many) as d:
         monkeypatch.setattr(os, "getxattr", getxattr)
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        await stat_each(mirror, d, order)
-        for name in order:
-            dirent = mirror.index.dirent(d, name)
-            assert dirent is not None
-            answer = await attribute(mirror, dirent.ino, ACL)
-            assert answer == (b"an ACL" if name == b"0300" else errno.ENODATA)
+        await d.stat(d.order)
+        for name in d.order:
+            expected = b"an ACL" if name == b"0300" else errno.ENODATA
+            assert await d.attribute(name, ACL) == expected
 
 
-async def test_lists_that_do_not_tell_all_are_not_relied_on(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_lists_may_not_tell_all(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that gives attributes that its listxattr leaves out."""
 
     def getxattr(self: object, directory: object, name: bytes, attribute: bytes) -> bytes:
@@ -619,72 +516,50 @@ async def test_lists_that_do_not_tell_all_are_not_relied_on(
             return b"value"
         raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
 
-    async with many.mount() as mirror:
-        monkeypatch.setattr(type(mirror.posix), "getxattr", getxattr)
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        await stat_each(mirror, d, order)
-        one, other = (mirror.index.dirent(d, name) for name in (b"0300", b"0301"))
-        assert one is not None
-        assert other is not None
-        assert await attribute(mirror, one.ino, b"security.x") == b"value"
-        assert await attribute(mirror, other.ino, b"security.x") == errno.ENODATA
-        assert not mirror.xattrs.plain(other.ino)
+    async with listed(many) as d:
+        monkeypatch.setattr(type(d.mirror.posix), "getxattr", getxattr)
+        await d.stat(d.order)
+        assert await d.attribute(b"0300", b"security.x") == b"value"
+        assert await d.attribute(b"0301", b"security.x") == errno.ENODATA
+        assert not d.mirror.xattrs.plain(d.number(b"0301"))
 
 
-async def test_a_source_without_attributes_is_asked_few_times(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_source_without_attributes(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: object, *_arguments: object) -> bytes:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    async with many.mount() as mirror:
+    async with listed(many) as d:
         for call in ("getxattr", "listxattr"):
-            monkeypatch.setattr(type(mirror.posix), call, refuse)
-        d = await mirror.ino("d")
-        order = list(await names(mirror, d))
-        await stat_each(mirror, d, order)
-        operations = Operations(mirror)
-        for name in order:
-            dirent = mirror.index.dirent(d, name)
-            assert dirent is not None
-            assert await attribute(mirror, dirent.ino, ACL) == errno.EOPNOTSUPP
-        assert operations().get("xattr", 0) <= 8
-
-
-async def test_the_root_itself(many: Area) -> None:
-    async with many.mount() as mirror:
-        expected = source_attribute(many.source, ACL)
-        assert await attribute(mirror, ROOT_INO, ACL) == expected
+            monkeypatch.setattr(type(d.mirror.posix), call, refuse)
+        await d.stat(d.order)
+        d.operations()
+        for name in d.order:
+            assert await d.attribute(name, ACL) == errno.EOPNOTSUPP
+        assert d.operations().get("xattr", 0) <= 8
 
 
 # -- who answers look-ups by himself
 
 
-def all_names(count: int) -> list[bytes]:
-    return [b"%04d" % number for number in range(count)]
-
-
 class Told:
     """What of a directory those have been told who answer look-ups by themselves."""
 
-    def __init__(self, mirror: Mirror, ino: int) -> None:
-        self._mirror = mirror
-        self._ino = ino
+    def __init__(self, d: Directory) -> None:
+        self._d = d
         self.names: list[bytes] = []
-        mirror.tree.siblings._publish = self._tell
+        d.mirror.tree.siblings._publish = self._tell
 
     def _tell(self, parent: int, name: bytes, entry: Entry) -> None:
-        known = self._mirror.tree.known.lookup(parent, name)
+        known = self._d.mirror.tree.known.lookup(parent, name)
         assert isinstance(known, Entry)
         assert known.node == entry.node
-        assert parent == self._ino
+        assert parent == self._d.ino
         self.names.append(name)
 
     def by_look_up(self) -> list[bytes]:
         """Of a name that was known here only."""
         self.names.clear()
-        self._mirror.tree.siblings.looked_up(self._ino)
+        self._d.mirror.tree.siblings.looked_up(self._d.ino)
         return list(self.names)
 
 
@@ -692,72 +567,63 @@ async def test_names_that_are_asked_for_are_told_of(many: Area) -> None:
     # A file that was changed a moment ago is not told of.
     newest = max(file.stat().st_ctime_ns for file in (many.source / "d").iterdir())
     await until(lambda: time.time_ns() > newest + 100_000_000, "the files to be older")
-    async with many.mount(mode=TTL) as mirror:
-        told = Told(mirror, d := await mirror.ino("d"))
-        await stat_each(mirror, d, [b"0400"])
+    async with looked_up(many, mode=TTL) as d:
+        told = Told(d)
+        await d.stat([b"0400"])
         assert told.names == [b"0400"]
-        await names(mirror, d)
-        await stat_each(mirror, d, all_names(FILES))
-        await until(lambda: set(told.names) == set(all_names(FILES)), "all")
+        await names(d.mirror, d.ino)
+        await d.stat(ORDER)
+        await until(lambda: set(told.names) == set(ORDER), "all")
 
 
 async def test_a_scan_tells_of_names_alone(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with many.mount(mode=IMMUTABLE) as mirror:
-        told = Told(mirror, d := await mirror.ino("d"))
+    async with looked_up(many, mode=IMMUTABLE) as d:
+        told, tree = Told(d), d.mirror.tree
         scanned: list[bytes] = []
-        mirror.tree.siblings._publish_name = lambda parent, name, entry: scanned.append(name)
-        await mirror.tree.directories.open(d)
+        tree.siblings._publish_name = lambda parent, name, entry: scanned.append(name)
+        await tree.directories.open(d.ino)
 
         async def scan() -> list[bytes]:
             scanned.clear()
-            rows = mirror.tree.directories.entries(d, directories.PARENT_COOKIE, FILES + 1)
-            await mirror.tree.names.find_entries(d, rows, Lane.BACKGROUND, scanned=True)
+            rows = tree.directories.entries(d.ino, directories.PARENT_COOKIE, FILES + 1)
+            await tree.names.find_entries(d.ino, rows, Lane.BACKGROUND, scanned=True)
             return sorted(scanned)
 
-        assert await scan() == all_names(FILES), "unknown before"
-        assert await scan() == all_names(FILES), "known"
+        assert await scan() == ORDER, "unknown before"
+        assert await scan() == ORDER, "known"
         monkeypatch.setattr(sibling_names, "MOST_NAMES", FILES)
         assert await scan() == told.names == []
 
 
 async def test_with_open_nothing_is_told_of(many: Area) -> None:
-    async with many.mount(mode=OPEN) as mirror:
-        told = Told(mirror, d := await mirror.ino("d"))
-        await stat_each(mirror, d, all_names(50))
+    async with looked_up(many, mode=OPEN) as d:
+        told = Told(d)
+        await d.stat(ORDER[:50])
         assert told.names == []
 
 
-async def test_known_names_bring_those_beside_them(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_known_names_bring_others(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 0.0)
-    async with many.mount(mode=IMMUTABLE) as mirror:
-        d = await mirror.ino("d")
-        await names(mirror, d)
-        await stat_each(mirror, d, all_names(FILES))
-        told = Told(mirror, d)
+    async with listed(many, mode=IMMUTABLE) as d:
+        await d.stat(ORDER)
+        told = Told(d)
         for _ in range(sibling_names.FEW):
             assert told.by_look_up() == []
         brought: list[bytes] = []
         while some := told.by_look_up():
             assert len(some) <= sibling_names.BATCH
             brought += some
-        assert sorted(brought) == all_names(FILES)
+        assert sorted(brought) == ORDER
         # And again, what holds then; after which it is left alone for a while.
         monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 1000.0)
-        gone = mirror.tree.index.dirent(d, b"0003")
-        assert gone is not None
-        mirror.tree.recorder.outdate(gone.ino)
+        d.mirror.tree.recorder.outdate(d.number(b"0003"))
         again = [name for _ in range(3 * FILES) for name in told.by_look_up()]
-        assert sorted(again) == sorted({*all_names(FILES)} - {b"0003"})
+        assert sorted(again) == sorted({*ORDER} - {b"0003"})
 
 
-async def test_where_more_are_known_than_fit_none_is_told_of(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_more_are_known_than_fit(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sibling_names, "MOST_NAMES", FILES)
-    async with many.mount(mode=IMMUTABLE) as mirror:
-        d = await mirror.ino("d")
-        await stat_each(mirror, d, all_names(FILES))
-        told = Told(mirror, d)
+    async with looked_up(many, mode=IMMUTABLE) as d:
+        await d.stat(ORDER)
+        told = Told(d)
         assert not any(told.by_look_up() for _ in range(FILES))
