@@ -7,16 +7,15 @@ import os
 
 import pytest
 import trio.testing
+from trio.testing import MockClock
 
-from monarchfs.cache import reasons as cache_reasons
 from monarchfs.cache.reasons import Cause, ReasonLog
 from monarchfs.fs import find
 from monarchfs.fs import why as why_module
 from monarchfs.fs.find import Finder
 from monarchfs.fs.why import Why
 from monarchfs.prefetch.copier import YOUNG_SECONDS
-from monarchfs.prefetch.queue import CopyQueue, Priority
-from monarchfs.prefetch.retries import RETRY_SECONDS
+from monarchfs.prefetch.queue import Priority
 from monarchfs.types import EvictionPolicy, OperationError
 from tests.support.lookups import OPEN, TTL, Hours
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
@@ -40,12 +39,19 @@ async def told(mirror: Mirror, path: str) -> tuple[str | None, str]:
     return report["cause"], report["reason"] or ""
 
 
+async def says(mirror: Mirror, path: str, cause: str | None, *parts: str) -> None:
+    """The cause, and what is in the sentence."""
+    found, sentence = await told(mirror, path)
+    assert found == cause, sentence
+    for part in parts:
+        assert part in sentence
+
+
 async def test_before_anybody_opened_it(files: Area) -> None:
     async with files.mount() as mirror:
         assert await told(mirror, "a") == ("not opened yet", "not opened yet")
     async with files.mount(keeps=False) as mirror:
-        cause, sentence = await told(mirror, "a")
-        assert (cause, "--prefetch none" in sentence) == ("nothing is copied", True)
+        await says(mirror, "a", "nothing is copied", "--prefetch none")
 
 
 async def test_a_resident_file_has_none(files: Area) -> None:
@@ -63,16 +69,15 @@ async def test_a_resident_file_has_none(files: Area) -> None:
 
 
 async def test_files_that_wait_tell_their_turn(area: Area) -> None:
-    for number in range(3):
-        area.write(f"{number}", content(10, number))
+    names = area.write_files(3)
     async with area.mount(copies=False) as mirror:
-        for number in range(3):
-            await mirror.want(f"{number}", Priority.SCANNED)
-        await mirror.want("2", Priority.HINTED)
-        assert await told(mirror, "2") == ("queued", "it waits to be copied: it is the next")
-        assert (await told(mirror, "0"))[1].endswith("1 file goes before it")
-        assert (await told(mirror, "1"))[1].endswith("2 files go before it")
-        assert mirror.reason(await mirror.ino("1")) == "it waits to be copied"
+        for name in names:
+            await mirror.want(name, Priority.SCANNED)
+        await mirror.want(names[2], Priority.HINTED)
+        assert await told(mirror, names[2]) == ("queued", "it waits to be copied: it is the next")
+        assert (await told(mirror, names[0]))[1].endswith("1 file goes before it")
+        assert (await told(mirror, names[1]))[1].endswith("2 files go before it")
+        assert mirror.reason(await mirror.ino(names[1])) == "it waits to be copied"
 
 
 async def test_one_that_is_copied_tells_how_far(area: Area) -> None:
@@ -82,71 +87,45 @@ async def test_one_that_is_copied_tells_how_far(area: Area) -> None:
         await mirror.want("large")
         for _ in range(2):
             await gate.arrived()
-            assert (await told(mirror, "large"))[0] == "being copied"
+            await says(mirror, "large", "being copied")
             gate.release()
         await gate.arrived()
-        assert "of 8.0M (" in (await told(mirror, "large"))[1]
+        await says(mirror, "large", "being copied", "of 8.0M (")
         assert 0 < (await why(mirror).report("large", {}))["local_bytes"] < 8 * MIB
 
 
 async def test_no_room_and_by_how_much(area: Area) -> None:
-    area.write("a", content(60 * KIB))
-    area.write("b", content(60 * KIB))
+    names = area.write_files(2, 60 * KIB)
     async with area.mount([100 * KIB]) as mirror:
-        await mirror.copied("a")
-        await mirror.read_file("b")
+        await mirror.copied(names[0])
+        await mirror.read_file(names[1])
         await mirror.idle()
-        cause, sentence = await told(mirror, "b")
-        assert cause == "no room"
-        assert sentence == (
-            f"no room: it needs 64K, 24K short when it was wanted; {mirror.tier.path} has 40K of"
-            " 100K left"
-        )
-        assert mirror.cache.evict(await mirror.ino("a"))
+        sentence = "no room: it needs 64K, 24K short when it was wanted; "
+        sentence += f"{mirror.tier.path} has 40K of 100K left"
+        assert await told(mirror, names[1]) == ("no room", sentence)
+        assert mirror.cache.evict(await mirror.ino(names[0]))
         await mirror.idle()
-        cause, sentence = await told(mirror, "b")
-        assert (cause, "there is now" in sentence) == ("no room", True)
-        assert (await told(mirror, "a"))[0] == "evicted"
-
-
-async def test_no_room_for_the_rest(area: Area) -> None:
-    area.write("large", content(64 * MIB))
-    async with area.mount([20 * MIB]) as mirror:
-        await mirror.want("large")
-        await mirror.settled()
-        cause, sentence = await told(mirror, "large")
-        assert cause == "no room"
-        assert sentence.startswith("no room for the rest of it: it needs ")
-        report = await why(mirror).report("large", {})
-        assert (report["state"], report["tier"]) == ("partial", mirror.tier.path)
-        assert 16 * MIB <= report["local_bytes"] < 20 * MIB
+        await says(mirror, names[1], "no room", "there is now")
+        await says(mirror, names[0], "evicted")
 
 
 async def test_evicted_for_another(area: Area) -> None:
-    for name in "ab":
-        area.write(name, content(60 * KIB))
+    names = area.write_files(2, 60 * KIB)
     async with area.mount([100 * KIB], eviction=EvictionPolicy.LRU) as mirror:
-        await mirror.copied("a")
-        await mirror.copied("b")
-        assert await told(mirror, "a") == ("evicted", "evicted for another file (just now)")
+        await mirror.copied(names[0])
+        await mirror.copied(names[1])
+        assert await told(mirror, names[0]) == ("evicted", "evicted for another file (just now)")
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-async def test_a_copy_that_failed(files: Area, clock: trio.testing.MockClock, code: int) -> None:
+async def test_a_copy_that_failed(files: Area, code: int) -> None:
     async with files.mount(copy_workers=1) as mirror:
         mirror.posix.faults.fail("read", code)
         await mirror.want("a")
         await mirror.settled()
-        cause, sentence = await told(mirror, "a")
-        assert cause == "copying failed"
-        assert sentence.startswith(f"copying failed: {os.strerror(code)} (just now")
-        assert ("tried again in 1 s" in sentence) == (code == errno.EIO)
-        if code == errno.EIO:
-            await trio.testing.wait_all_tasks_blocked()  # in its sleep before the next try
-            clock.jump(RETRY_SECONDS[0] + 0.01)
-            await until(lambda: mirror.posix.faults.calls["read"] == 2, "the next try")
-            await mirror.settled()
-            assert "tried again in 5 s" in (await told(mirror, "a"))[1]
+        again = "; it is tried again in 1 s" if code == errno.EIO else ""
+        sentence = f"copying failed: {os.strerror(code)} (just now{again})"
+        assert await told(mirror, "a") == ("copying failed", sentence)
         mirror.posix.faults.end()
         await mirror.copied("a")
         assert await told(mirror, "a") == (None, "")
@@ -167,27 +146,22 @@ async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
         gate.open()
         await mirror.idle()
         assert mirror.reason(old).startswith("it changed in the source while it was copied")
-        cause, sentence = await told(mirror, "large")
+        before = "not opened yet since the version before changed"
+        await says(mirror, "large", "changed in the source", before)
         assert await mirror.ino("large") != old
-        assert cause == "changed in the source"
-        assert sentence.startswith("not opened yet since the version before changed")
         await area.settled()
         await mirror.copied("large")
         assert await told(mirror, "large") == (None, "")
 
 
-async def test_one_that_is_too_young(
-    area: Area, clock: trio.testing.MockClock, hours: Hours
-) -> None:
+async def test_one_that_is_too_young(area: Area, clock: MockClock, hours: Hours) -> None:
     area.write("a", content(10))
     hours.pass_by(-10)  # its clock is ahead of ours
     async with area.mount(mode=TTL) as mirror:
         await mirror.want("a")
         await mirror.idle()
-        cause, sentence = await told(mirror, "a")
-        assert cause == "changed a moment ago"
-        assert "may be changed again" in sentence
-        assert f"tried again in {YOUNG_SECONDS:.0f} s" in sentence
+        again = f"tried again in {YOUNG_SECONDS:.0f} s"
+        await says(mirror, "a", "changed a moment ago", "may be changed again", again)
         hours.pass_by(20)
         await trio.testing.wait_all_tasks_blocked()
         clock.jump(YOUNG_SECONDS + 0.01)
@@ -208,10 +182,8 @@ async def test_a_tier_that_fails(files: Area, code: int) -> None:
         assert os.strerror(code) in sentence
         await mirror.read_file("d/b")
         await mirror.idle()
-        cause, sentence = await told(mirror, "d/b")
-        assert cause == "no tier in service"
-        assert sentence.startswith(f"no tier is in service: {mirror.tier.path}: ")
-        assert os.strerror(code) in sentence
+        out = f"no tier is in service: {mirror.tier.path}: "
+        await says(mirror, "d/b", "no tier in service", out, os.strerror(code))
         await mirror.mend()
         assert "when it was wanted" in (await told(mirror, "d/b"))[1]
         await mirror.copied("d/b")
@@ -224,9 +196,8 @@ async def test_a_tier_that_cannot_be_read(files: Area) -> None:
         mirror.tier.faults.fail("open_replica", errno.EIO)
         mirror.tier.faults.fail("probe", errno.EIO)
         assert await mirror.read_file("a") == content(10)
-        cause, sentence = await told(mirror, "d/b")
-        assert cause == "no tier in service"
-        assert sentence.startswith(f"it is read from the source: {mirror.tier.path}: its disk")
+        out = f"it is read from the source: {mirror.tier.path}: its disk"
+        await says(mirror, "d/b", "no tier in service", out)
         await mirror.mend()
 
 
@@ -237,7 +208,7 @@ async def test_a_replica_that_was_lost(files: Area) -> None:
         mirror.tier.faults.fail("open_replica", errno.ESTALE, times=1)
         (await mirror.open("a")).release()
         await mirror.idle()
-        assert (await told(mirror, "a"))[0] == "copying failed"
+        await says(mirror, "a", "copying failed")
         mirror.posix.faults.end()
         await mirror.copied("a")
         mirror.cache.corrupt(ino)
@@ -285,9 +256,7 @@ async def test_links_are_followed_inside(files: Area, link: str, path: str, foun
                 await why(mirror).report(path, {})
 
 
-async def test_a_source_that_hangs_is_not_waited_for(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_source_that_hangs(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(find, "FIND_SECONDS", 0.05)
     monkeypatch.setattr(why_module, "SOURCE_SECONDS", 0.05)
     await files.settled()
@@ -304,7 +273,7 @@ async def test_a_source_that_hangs_is_not_waited_for(
         gate.open()
 
 
-def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_many_are_remembered() -> None:
     reasons = ReasonLog(kept=3)
     for ino in range(10):
         reasons.put(ino, Cause.FAILED, "it failed")
@@ -314,20 +283,3 @@ def test_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons.put(10, Cause.FAILED, "it failed")
     kept = reasons.get(7)
     assert (reasons.get(8), kept and kept.missing_bytes) == (None, 5), "the oldest word goes"
-    assert cache_reasons.REASONS_KEPT == 10_000
-
-
-def test_the_turn_of_each_in_the_queue() -> None:
-    queue = CopyQueue()
-    for ino in range(6):
-        queue.push(ino, Priority.SCANNED if ino % 2 else Priority.LISTED)
-    queue.push(5, Priority.HINTED)
-    queue.push(0, Priority.OPENED)
-    order = []
-    positions = {ino: queue.position(ino) for ino in range(7)}
-    while (job := queue.pop()) is not None:
-        order.append(job[0])
-    assert {ino: place for ino, place in positions.items() if place is not None} == {
-        ino: place for place, ino in enumerate(order)
-    }
-    assert positions[6] is None

@@ -17,7 +17,6 @@ from monarchfs.fs.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, entry, names
 from tests.support.mirror import Area, Mirror, content
-from tests.support.open_directories import close_directories
 
 MODES = [IMMUTABLE, TTL, OPEN]
 
@@ -43,7 +42,7 @@ async def test_what_changed_is_shown_at_once(files: Area, mode: FreshnessMode) -
     for name in ("gone", "retargeted", "e/deep", "same"):
         files.write(name, b"old")
     (files.source / "link").symlink_to("a")
-    async with files.mount(mode=mode, ttl=3600) as mirror:
+    async with files.mounted(mode=mode, ttl=3600) as mirror:
         await know_all(mirror)
         before = {name: await mirror.ino(name) for name in ("a", "same", "gone", "link", "d", "e")}
         assert counts(await refresh(mirror)) == (0, 0, 0, 0)
@@ -76,13 +75,12 @@ async def test_what_changed_is_shown_at_once(files: Area, mode: FreshnessMode) -
         assert await mirror.read_file("e/deep") == b"deep"
         assert mirror.tree.known.target(await mirror.ino("link")) == b"elsewhere"
         assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"gone"), Missing)
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_directories_that_changed_places(files: Area, mode: FreshnessMode) -> None:
     files.write("e/b", b"of e")
-    async with files.mount(mode=mode, ttl=3600) as mirror:
+    async with files.mounted(mode=mode, ttl=3600) as mirror:
         await know_all(mirror)
         d, e = await mirror.ino("d"), await mirror.ino("e")
         (files.source / "d").rename(files.source / "x")
@@ -93,7 +91,6 @@ async def test_directories_that_changed_places(files: Area, mode: FreshnessMode)
         assert (await mirror.ino("d"), await mirror.ino("e")) == (e, d)
         assert await mirror.read_file("d/b") == b"of e"
         assert await mirror.read_file("e/c") == content(30)
-        await mirror.settled()
 
 
 async def test_only_what_is_below_the_path(files: Area) -> None:
@@ -109,7 +106,7 @@ async def test_only_what_is_below_the_path(files: Area) -> None:
 
 
 async def test_a_path_that_is_new_or_gone(files: Area) -> None:
-    async with files.mount(mode=IMMUTABLE) as mirror:
+    async with files.mounted(mode=IMMUTABLE) as mirror:
         d = await mirror.ino("d")
         assert isinstance(await mirror.tree.names.lookup(d, b"late"), Missing)
         with pytest.raises(OperationError, match="cannot refresh 'd/late': No such file"):
@@ -124,18 +121,6 @@ async def test_a_path_that_is_new_or_gone(files: Area) -> None:
         with pytest.raises(OperationError, match="Not a directory"):
             await refresh(mirror, "a/below")
         # A copy that is given up while it is made goes with the next mount if this one ends first.
-        await mirror.settled()
-
-
-async def test_a_missing_name_that_only_the_kernel_remembers(files: Area) -> None:
-    """No listing was ever asked for: the directory is listed, because somebody was told of a name
-    that it is not there, and would believe that for a year."""
-    async with files.mount(mode=IMMUTABLE) as mirror:
-        d = await mirror.ino("d")
-        assert isinstance(await mirror.tree.names.lookup(d, b"late"), Missing)
-        files.write("d/late", b"late")
-        await refresh(mirror)
-        assert (d, b"late") in mirror.kernel.entries
 
 
 async def test_a_source_that_does_not_answer(
@@ -162,18 +147,6 @@ async def test_a_source_that_does_not_answer(
         assert (await mirror.node("a")).stat.size == 10
         await mirror.idle()
         assert counts(await refresh(mirror)) == (0, 0, 0, 0)
-
-
-async def test_a_directory_that_was_moved_is_the_same(files: Area) -> None:
-    async with files.mount(mode=IMMUTABLE) as mirror:
-        await know_all(mirror)
-        d = await mirror.ino("d")
-        close_directories(mirror.posix)
-        (files.source / "d").rename(files.source / "z")
-        assert counts(await refresh(mirror)) == (0, 1, 1, 0)
-        assert await mirror.ino("z") == d
-        assert await mirror.read_file("z/b") == content(20)
-        await mirror.settled()
 
 
 async def test_what_fails_does_not_stop_the_rest(files: Area) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs.tree import Missing
 from monarchfs.prefetch.queue import Priority
-from monarchfs.types import ROOT_INO, FreshnessMode, Lane
-from tests.support.mirror import KIB, MIB, Area, Mirror, content
-from tests.support.open_directories import close_directories
+from tests.support.faults import Gate
+from tests.support.lookups import stale
+from tests.support.mirror import KIB, MIB, Area, content
 
 SMALL, LARGE, OTHER = content(50_000, 1), content(3 * MIB + 5, 2), content(3 * MIB + 5, 3)
 
@@ -28,7 +28,7 @@ def files(area: Area) -> Area:
 
 
 async def test_all_who_wait_get_the_sources_error_and_the_next_reads_on(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
+    async with files.mounted(copies=False) as mirror:
         handles = [await mirror.open("large") for _ in range(3)]
         gate = mirror.posix.faults.gate("read")
         mirror.posix.faults.fail("read", errno.EIO, times=1)
@@ -51,12 +51,11 @@ async def test_all_who_wait_get_the_sources_error_and_the_next_reads_on(files: A
         assert mirror.metrics.tier_errors == 0
         for handle in handles:
             handle.release()
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_no_permission(files: Area, keeps: bool) -> None:
-    async with files.mount(keeps=keeps) as mirror:
+    async with files.mounted(keeps=keeps) as mirror:
         mirror.posix.faults.fail("open", errno.EACCES)
         for _ in range(2):
             with pytest.raises(PermissionError):
@@ -64,7 +63,6 @@ async def test_no_permission(files: Area, keeps: bool) -> None:
         await mirror.settled()
         mirror.posix.faults.end()
         assert await mirror.read_file("small") == SMALL
-        await mirror.settled()
 
 
 async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
@@ -100,15 +98,14 @@ def rewrite(path: Path) -> None:
     os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
-CHANGES = [replace, truncate, grow, rewrite]
+Change = Callable[[Path], None]
+CHANGES: list[Change] = [replace, truncate, grow, rewrite]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_a_file_that_changes_while_it_is_copied(
-    files: Area, change: Callable[[Path], None]
-) -> None:
+async def test_a_file_that_changes_while_it_is_copied(files: Area, change: Change) -> None:
     path = files.source / "large"
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         ino = await mirror.ino("large")
         gate = mirror.posix.faults.gate("read")
         await mirror.want("large")
@@ -121,26 +118,19 @@ async def test_a_file_that_changes_while_it_is_copied(
         assert mirror.metrics.copies_outdated == 1
         assert mirror.metrics.copies_completed == 0
         assert mirror.residency.state(ino) == "remote"
-        node = mirror.index.node(ino)
-        assert node is not None
-        assert node.outdated
-        with pytest.raises(OSError, match="another version") as raised:
+        with stale():
             await mirror.open_ino(ino)
-        assert raised.value.errno == errno.ESTALE
         # The kernel looks the name up again, and opens what it finds.
         new = await mirror.copied("large")
         assert new != ino
         assert await mirror.read_file("large") == path.read_bytes()
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("change", CHANGES)
-async def test_a_file_that_changes_while_it_is_read(
-    files: Area, change: Callable[[Path], None]
-) -> None:
+async def test_a_file_that_changes_while_it_is_read(files: Area, change: Change) -> None:
     """An open file goes on as it would in the source itself."""
     path = files.source / "large"
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         gate = mirror.posix.faults.gate("read")
         handle = await mirror.open("large")
         with path.open("rb", buffering=0) as direct:
@@ -154,7 +144,6 @@ async def test_a_file_that_changes_while_it_is_read(
         assert mirror.residency.state(handle.ino) == "remote"
         handle.release()
         assert await mirror.read_file("large") == path.read_bytes()
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
@@ -169,30 +158,14 @@ async def test_a_file_that_was_replaced_before_its_copy_began(files: Area, name:
         assert await mirror.ino(name) != ino
 
 
-async def test_a_file_that_was_replaced_before_it_is_opened(files: Area) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.ino("large")
-        replace(files.source / "large")
-        with pytest.raises(OSError, match="another version") as raised:
+@pytest.mark.parametrize("name", ["small", "large"])
+async def test_a_file_that_was_replaced_before_it_is_opened(files: Area, name: str) -> None:
+    async with files.mounted() as mirror:
+        ino = await mirror.ino(name)
+        replace(files.source / name)
+        with stale():
             await mirror.open_ino(ino)
-        assert raised.value.errno == errno.ESTALE
-        assert await mirror.read_file("large") == OTHER
-        await mirror.settled()
-
-
-async def test_a_file_that_was_deleted_while_open(files: Area) -> None:
-    async with files.mount(copies=False, mode=FreshnessMode.OPEN) as mirror:
-        handle = await mirror.open("large")
-        assert await mirror.read(handle, 0, 10) == LARGE[:10]
-        (files.source / "large").unlink()
-        assert await mirror.read(handle, 2 * MIB, 1000) == LARGE[2 * MIB : 2 * MIB + 1000]
-        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"large"), Missing)
-        with pytest.raises(OSError, match="another version") as raised:
-            await mirror.open_ino(handle.ino)
-        assert raised.value.errno == errno.ESTALE
-        assert await mirror.read(handle, 5, 10) == LARGE[5:15]
-        handle.release()
-        await mirror.settled()
+        assert await mirror.read_file(name) == OTHER
 
 
 async def test_a_resident_file_outlives_the_source(files: Area) -> None:
@@ -208,7 +181,7 @@ async def test_a_resident_file_outlives_the_source(files: Area) -> None:
 
 async def test_an_error_of_the_source_that_passes_spoils_no_copy(files: Area) -> None:
     """Of a file somebody reads, which goes on where it was."""
-    async with files.mount(copies=False) as mirror:
+    async with files.mounted(copies=False) as mirror:
         handle = await mirror.open("large")
         await mirror.read(handle, 0, 1000)
         await mirror.idle()
@@ -222,25 +195,22 @@ async def test_an_error_of_the_source_that_passes_spoils_no_copy(files: Area) ->
         assert mirror.residency.state(handle.ino) == "resident"
         assert mirror.bytes_read("large") == len(LARGE)
         handle.release()
-        await mirror.settled()
 
 
 # Readers that are killed.
 
 
-async def killed(mirror: Mirror, work: Callable[[], object], started: Callable[[], object]) -> None:
-    """Run ``work`` and cancel it once ``started`` is over."""
+async def killed(work: Callable[[], Awaitable[object]], at: Gate) -> None:
+    """Who does this, once one waits there."""
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(work)  # type: ignore[arg-type]
-        await started()  # type: ignore[misc]
+        nursery.start_soon(work)
+        await at.arrived()
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-async def test_a_reader_that_is_killed_goes_at_once_and_disturbs_nobody(
-    files: Area, keeps: bool
-) -> None:
+async def test_a_reader_that_is_killed_disturbs_nobody(files: Area, keeps: bool) -> None:
     async with files.mount(copies=False, keeps=keeps) as mirror:
         gate = mirror.posix.faults.gate("read")
         first, second = await mirror.open("large"), await mirror.open("large")
@@ -250,7 +220,7 @@ async def test_a_reader_that_is_killed_goes_at_once_and_disturbs_nobody(
             results.append(await mirror.read((first, second)[which], 100, 5000))
 
         async with trio.open_nursery() as other:
-            await killed(mirror, lambda: read(0), gate.arrived)
+            await killed(partial(read, 0), gate)
             first.release()  # while its read is still in the source
             other.start_soon(read, 1)
             await trio.testing.wait_all_tasks_blocked()
@@ -268,7 +238,7 @@ async def test_what_a_killed_reader_asked_for_is_kept(files: Area) -> None:
     async with files.mount(copies=False) as mirror:
         gate = mirror.posix.faults.gate("read")
         handle = await mirror.open("large")
-        await killed(mirror, lambda: mirror.read(handle, 0, 1000), gate.arrived)
+        await killed(partial(mirror.read, handle, 0, 1000), gate)
         handle.release()
         gate.open()
         await mirror.settled()
@@ -280,40 +250,32 @@ async def test_what_a_killed_reader_asked_for_is_kept(files: Area) -> None:
 
 
 async def test_an_open_that_is_killed_leaves_nothing(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         gate = mirror.posix.faults.gate("open")
         ino = await mirror.ino("large")
-        await killed(mirror, lambda: mirror.open_ino(ino), gate.arrived)
+        await killed(partial(mirror.open_ino, ino), gate)
         assert mirror.copier.jobs.files == {}
         async with trio.open_nursery() as nursery:
             nursery.start_soon(mirror.read_file, "large")
             await gate.arrived(2)
             gate.open()
-        await mirror.settled()
 
 
 async def test_of_two_who_open_the_killed_one_does_not_take_the_other_along(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         gate = mirror.posix.faults.gate("open")
         ino = await mirror.ino("large")
-        async with trio.open_nursery() as nursery:
-
-            async def open_and_read() -> None:
-                handle = await mirror.open_ino(ino)
-                assert await mirror.read(handle, 0, 10) == LARGE[:10]
-                handle.release()
-
-            async def then_the_other() -> None:
-                await gate.arrived()
-                nursery.start_soon(open_and_read)
-
-            await killed(mirror, lambda: mirror.open_ino(ino), then_the_other)
+        async with trio.open_nursery() as nursery, trio.open_nursery() as killed_ones:
+            killed_ones.start_soon(mirror.open_ino, ino)
+            await gate.arrived()
+            nursery.start_soon(mirror.copied, "large")
+            await trio.testing.wait_all_tasks_blocked()
+            killed_ones.cancel_scope.cancel()
             gate.open()
-        await mirror.settled()
 
 
 async def test_a_handle_that_moves_to_the_source_when_it_is_killed(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         await mirror.copied("large")
         handle = await mirror.open("large")
         gate = mirror.posix.faults.gate("open")
@@ -323,25 +285,7 @@ async def test_a_handle_that_moves_to_the_source_when_it_is_killed(files: Area) 
             handle._replica.fd = os.open("/", os.O_RDONLY)  # type: ignore[union-attr]
             await mirror.read(handle, 0, 10)
 
-        await killed(mirror, broken_read, gate.arrived)
+        await killed(broken_read, gate)
         gate.open()
         assert await mirror.read(handle, 0, 10) == LARGE[:10]
         handle.release()
-        await mirror.settled()
-
-
-async def test_a_place_that_is_not_known_any_more(files: Area) -> None:
-    files.write("d/file", SMALL)
-    async with files.mount() as mirror:
-        node = await mirror.node("d/file")
-        (files.source / "d").rename(files.source / "e")
-        (files.source / "d").mkdir()
-        # Else its descriptor goes on meaning what it was opened for.
-        close_directories(mirror.posix, b"d")
-        with pytest.raises(OSError, match="another version") as raised:
-            await mirror.open_ino(node.ino)
-        assert raised.value.errno == errno.ESTALE
-        found = await mirror.tree.names.find_each(ROOT_INO, [b"e"], Lane.DEMAND)
-        assert found[0] is not None
-        assert await mirror.read_file("e/file") == SMALL
-        await mirror.settled()

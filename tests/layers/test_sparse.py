@@ -55,26 +55,16 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_it_is_placed_by_its_blocks(area: Area) -> None:
     data = make_sparse(area, "f", [(0, DATA), (40 * MIB + 5, DATA), (SIZE - 10, b"the end..")])
-    async with area.mount([2 * MIB]) as mirror:
+    async with area.mounted([2 * MIB]) as mirror:
         watch_capacity(mirror, 2 * MIB)
         ino = await mirror.copied("f")
-        record = mirror.record(ino)
-        assert record is not None
+        record = mirror.replica(ino)
         assert record.allocated_bytes == occupied(mirror) < MIB
         assert await mirror.read_file("f") == data
         assert not mirror.posix.reads
-        await mirror.settled()
     async with area.mount([2 * MIB]) as again:
         assert await again.read_file("f") == data
         assert not again.posix.reads
-
-
-async def test_nothing_but_a_hole(area: Area) -> None:
-    make_sparse(area, "f", [])
-    async with area.mount([MIB]) as mirror:
-        await mirror.copied("f")
-        assert occupied(mirror) == 0
-        await mirror.settled()
 
 
 async def test_holes_are_not_read(area: Area) -> None:
@@ -86,7 +76,7 @@ async def test_holes_are_not_read(area: Area) -> None:
         for at in (3 * MIB, far):
             opened.seek(at)
             opened.write(DATA[:4096])
-    async with area.mount([2 * MIB]) as mirror:
+    async with area.mounted([2 * MIB]) as mirror:
         watch_capacity(mirror, 2 * MIB)
         with trio.fail_after(30):
             await mirror.want("f")
@@ -99,7 +89,6 @@ async def test_holes_are_not_read(area: Area) -> None:
             found = await mirror.read(handle, at, 4096)
             assert found == (DATA[:4096] if at in (3 * MIB, far) else bytes(4096))
         handle.release()
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -113,55 +102,51 @@ async def test_what_is_between_holes_is_copied(area: Area, seed: int) -> None:
         for n in range(rng.randrange(12))
     ]
     data = make_sparse(area, "f", pieces, size)
-    async with area.mount([64 * MIB], copy_workers=rng.choice([1, 4])) as mirror:
+    async with area.mounted([64 * MIB], copy_workers=rng.choice([1, 4])) as mirror:
         await mirror.want("f")
         await mirror.idle()
-        record = mirror.record(await mirror.ino("f"))
-        assert record is not None
+        record = mirror.replica(await mirror.ino("f"))
         assert record.checksum == combine(digests(data))
         assert await mirror.read_file("f") == data
         most = sum(len(piece) + 3 * 256 * KIB for _at, piece in pieces)
         assert sum(read.size for read in mirror.posix.reads) <= most
-        await mirror.settled()
 
 
 async def test_zeros_that_are_blocks_in_the_source_become_holes(area: Area) -> None:
     area.write("f", DATA + bytes(9 * MIB) + DATA)
     area.write("g", bytes(2 * MIB))
-    async with area.mount([64 * MIB]) as mirror:
-        for name in ("f", "g"):
+    make_sparse(area, "a hole", [])
+    async with area.mounted([64 * MIB]) as mirror:
+        for name in ("f", "g", "a hole"):
             await mirror.copied(name)
         assert occupied(mirror) < MIB
-        await mirror.settled()
 
 
 async def test_many_fit_where_their_sizes_would_not(area: Area) -> None:
     for number in range(12):
         make_sparse(area, f"f{number}", [(number * 5 * MIB, DATA)])
-    async with area.mount([6 * MIB], copy_workers=8) as mirror:
+    async with area.mounted([6 * MIB], copy_workers=8) as mirror:
         watch_capacity(mirror, 6 * MIB)
         for number in range(12):
             await mirror.want(f"f{number}", Priority.SCANNED)
         await mirror.idle()
         for number in range(12):
             assert mirror.residency.state(await mirror.ino(f"f{number}")) == "resident"
-        await mirror.settled()
 
 
 @pytest.mark.usefixtures("lying")
 async def test_one_that_turns_out_to_have_more_blocks_asks_for_more_room(area: Area) -> None:
     area.write("f", content(9 * MIB + 5))
-    async with area.mount([10 * MIB]) as mirror:
+    async with area.mounted([10 * MIB]) as mirror:
         watch_capacity(mirror, 10 * MIB)
         await mirror.copied("f")
-        await mirror.settled()
 
 
 @pytest.mark.usefixtures("lying")
 @pytest.mark.parametrize("opened", [True, False], ids=["opened", "scanned"])
 async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool) -> None:
     data = area.write("f", content(9 * MIB + 5))
-    async with area.mount([4 * MIB]) as mirror:
+    async with area.mounted([4 * MIB]) as mirror:
         watch_capacity(mirror, 4 * MIB)
         if opened:
             assert await mirror.read_file("f", 300_000) == data
@@ -169,14 +154,12 @@ async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool)
             await mirror.want("f")
         await mirror.idle()
         ino = await mirror.ino("f")
-        record = mirror.record(ino)
-        assert record is not None
+        record = mirror.replica(ino)
         assert record.state is ReplicaState.PARTIAL
         assert 2 * MIB <= record.allocated_bytes <= 4 * MIB
         assert mirror.reason(ino).startswith("no room for the rest")
         await mirror.settled()
         assert await mirror.read_file("f", 300_000) == data
-        await mirror.settled()
     async with area.mount([16 * MIB]) as roomy:
         await roomy.want("f")
         await roomy.settled()
@@ -190,14 +173,13 @@ async def test_the_promise_holds_for_many_at_once(area: Area) -> None:
     for number in range(8):
         area.write(f"f{number}", content(2 * MIB, number))
     area.write("small", content(100 * KIB, 9))
-    async with area.mount([7 * MIB], copy_workers=8) as mirror:
+    async with area.mounted([7 * MIB], copy_workers=8) as mirror:
         watch_capacity(mirror, 7 * MIB)
         for number in range(8):
             await mirror.want(f"f{number}")
         await mirror.idle()
         reasons = [mirror.reason(await mirror.ino(f"f{number}")) for number in range(8)]
         assert any(reason.startswith("no room") for reason in reasons), reasons
-        await mirror.settled()
 
 
 async def test_a_suspended_replica_goes_on_in_as_little_room(area: Area) -> None:
