@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -12,25 +14,38 @@ import trio.testing
 
 from monarchfs.cache import groups
 from monarchfs.cache.reasons import Cause
-from monarchfs.types import Node
-from tests.support.faults import disk_is_full
+from monarchfs.fs.files import FileHandle
+from tests.support.faults import FaultyFiles, disk_is_full
 from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
+from tests.support.on_disk import own_files
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
+DATA = {"small": SMALL, "large": LARGE}
 
 
 @pytest.fixture
 def files(area: Area) -> Area:
-    area.write("small", SMALL)
-    area.write("large", LARGE)
+    for name, data in DATA.items():
+        area.write(name, data)
     return area
 
 
-def replica_path(mirror: Mirror, node: Node) -> Path:
-    record = mirror.record(node.ino)
-    assert record is not None
-    name = record.name.hex()
-    return Path(mirror.tier.path, name[:2], f"{name}.{record.checksum:016x}")
+@asynccontextmanager
+async def begun(files: Area) -> AsyncIterator[tuple[Mirror, FileHandle]]:
+    """The large file is open, of which its beginning is there, and nothing copies the rest."""
+    async with files.mounted(copies=False) as mirror:
+        handle = await mirror.open("large")
+        await reads(mirror, handle, 0, 10)
+        await mirror.idle()
+        yield mirror, handle
+
+
+async def reads(mirror: Mirror, handle: FileHandle, offset: int, size: int) -> None:
+    assert await mirror.read(handle, offset, size) == LARGE[offset : offset + size]
+
+
+async def is_resident(mirror: Mirror, ino: int) -> None:
+    await until(lambda: mirror.residency.state(ino) == "resident", "the new copy")
 
 
 def parts(mirror: Mirror) -> list[Path]:
@@ -68,10 +83,9 @@ def cannot_be_read(tier_path: str) -> list[int]:
 async def test_a_copy_that_cannot_be_written(
     files: Area, name: str, call: str, after: int, code: int
 ) -> None:
-    data = {"small": SMALL, "large": LARGE}[name]
     async with files.mount() as mirror:
         mirror.tier.faults.fail(call, code, after=after)
-        assert await mirror.read_file(name, 300_000) == data
+        assert await mirror.read_file(name, 300_000) == DATA[name]
         await mirror.settled()
         assert mirror.metrics.tier_errors > 0
         assert mirror.metrics.copies_failed == 1
@@ -80,7 +94,7 @@ async def test_a_copy_that_cannot_be_written(
         assert os.strerror(code) in mirror.reason(ino)
         # Out of service: nobody else runs into it, and nothing is read twice.
         errors = mirror.metrics.tier_errors
-        assert await mirror.read_file(name, 300_000) == data
+        assert await mirror.read_file(name, 300_000) == DATA[name]
         assert mirror.metrics.tier_errors == errors
         assert "no tier" in mirror.reason(ino)
         # The tier is well again: the next one who opens the file gets it copied.
@@ -102,8 +116,7 @@ async def test_a_file_too_large_for_the_tier_is_refused_alone(
         assert mirror.residency.state(large) == "remote"
         assert "File too large" in mirror.reason(large)
         assert mirror.cache.usage.room_for(0)[1][0].out_of_service is None
-        small = await mirror.copied("small")
-        assert mirror.residency.state(small) == "resident"
+        await mirror.copied("small")
 
 
 async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files: Area) -> None:
@@ -114,7 +127,7 @@ async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files:
         await mirror.idle()
         assert mirror.copier.jobs.files == {}
         assert len(parts(mirror)) == 1
-        assert mirror.placement.ledger(mirror.tier.id).usage[0] > 0, "it counts while it lies there"
+        assert mirror.used() > 0, "it counts while it lies there"
     async with files.mount() as mirror:
         assert parts(mirror) == []
         await mirror.copied("large")
@@ -129,148 +142,112 @@ async def test_a_small_file_whose_part_is_in_the_way(files: Area) -> None:
         assert mirror.metrics.tier_errors == 0
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-async def test_a_replica_that_cannot_be_opened_is_dropped(files: Area, code: int) -> None:
-    async with files.mount(copies=False) as mirror:
-        mirror.start_copying()
+@pytest.mark.parametrize(
+    ("fault", "then"),
+    [
+        ("EIO", "remote"),
+        ("EACCES", "resident"),
+        ("EMFILE", "resident"),
+        ("lost", "resident"),
+        ("truncated", "resident"),
+        ("grown", "resident"),
+        ("directory", "remote"),
+        ("link", "remote"),
+    ],
+)
+async def test_a_replica_that_cannot_be_opened(files: Area, fault: str, then: str) -> None:
+    """A disk that fails takes nothing new, not even the same file, before it was probed. That no
+    descriptors are left is not the replica's fault. What is not ours is not touched, even if it is
+    in the way."""
+    async with files.mounted() as mirror:
         ino = await mirror.copied("large")
-        mirror.tier.faults.fail("open_replica", code, times=1)
-        assert await mirror.read_file("large") == LARGE
-        await mirror.settled()
-        assert mirror.metrics.tier_errors == 1
-        # A disk that fails takes nothing new, not even the same file, before it was probed.
-        assert mirror.residency.state(ino) == ("remote" if code == errno.EIO else "resident")
+        (path,) = own_files(files.tier(1))
+        match fault:
+            case "EIO" | "EACCES" | "EMFILE":
+                times = 2 if fault == "EMFILE" else 1
+                mirror.tier.faults.fail("open_replica", getattr(errno, fault), times=times)
+            case "truncated" | "grown":
+                os.truncate(path, len(LARGE) + (1 if fault == "grown" else -1))
+            case _:
+                path.unlink()
+        if fault == "directory":
+            path.mkdir()
+        elif fault == "link":
+            path.symlink_to(files.source / "large")
+        assert await mirror.read_file("large", 1 * MIB) == LARGE
+        await mirror.idle()
+        metrics = mirror.metrics
+        if fault == "EMFILE":
+            assert (metrics.replicas_lost, metrics.copies_completed) == (0, 1)
+        else:
+            assert (metrics.tier_errors if fault.startswith("E") else metrics.replicas_lost) == 1
         assert mirror.bytes_read("large") == len(LARGE)
+        assert mirror.residency.state(ino) == then
+        if fault == "directory":
+            path.rmdir()
+        elif fault == "link":
+            path.unlink()
         await mirror.mend()
         await mirror.copied("large")
 
 
-async def test_no_descriptors_left_is_not_the_replicas_fault(files: Area) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.copied("large")
-        mirror.tier.faults.fail("open_replica", errno.EMFILE, times=2)
-        handle = await mirror.open("large")
-        assert await mirror.read(handle, 5, 1000) == LARGE[5:1005]
-        handle.release()
-        await mirror.settled()
-        assert mirror.residency.state(ino) == "resident"
-        assert mirror.bytes_read("large") == 1000
-        assert await mirror.read_file("large") == LARGE
-        assert mirror.bytes_read("large") == 1000
-
-
-@pytest.mark.parametrize("damage", ["lost", "truncated", "grown", "directory", "link"])
-async def test_a_replica_that_is_not_there_any_more(files: Area, damage: str) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.copied("large")
-        path = replica_path(mirror, await mirror.node("large"))
-        if damage == "truncated":
-            os.truncate(path, len(LARGE) - 1)
-        elif damage == "grown":
-            os.truncate(path, len(LARGE) + 1)
-        else:
-            path.unlink()
-        if damage == "link":
-            path.symlink_to(files.source / "large")
-        elif damage == "directory":
-            path.mkdir()
-        assert await mirror.read_file("large", 1 * MIB) == LARGE
-        await mirror.idle()
-        assert mirror.metrics.replicas_lost == 1
-        assert mirror.bytes_read("large") == len(LARGE)
-        if damage in ("directory", "link"):
-            # What is not ours is not touched, even if it is in the way.
-            assert mirror.residency.state(ino) == "remote"
-            assert path in list(path.parent.iterdir())
-            if damage == "directory":
-                path.rmdir()
-            else:
-                path.unlink()
-            await mirror.copied("large")
-        await mirror.settled()
-        assert mirror.residency.state(ino) == "resident"
-
-
 async def test_an_open_replica_that_fails_hands_its_readers_over(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         ino = await mirror.copied("large")
-        handles = [await mirror.open("large") for _ in range(3)]
+        *handles, late = [await mirror.open("large") for _ in range(4)]
         cannot_be_read(mirror.tier.path)
-        got = {}
-
-        async def read(number: int) -> None:
-            got[number] = await mirror.read(handles[number], number * MIB, 200_000)
-
         async with trio.open_nursery() as nursery:
-            for number in range(3):
-                nursery.start_soon(read, number)
-                nursery.start_soon(read, number)
-        assert got == {n: LARGE[n * MIB : n * MIB + 200_000] for n in range(3)}
+            for number, handle in enumerate(handles):
+                nursery.start_soon(reads, mirror, handle, number * MIB, 200_000)
+                nursery.start_soon(reads, mirror, handle, number * MIB, 200_000)
         assert mirror.metrics.tier_errors > 0
         assert mirror.residency.state(ino) == "remote"
         # A copy is made while those that were handed over are still open.
         assert await mirror.read_file("large") == LARGE
-        await until(lambda: mirror.residency.state(ino) == "resident", "the new copy")
+        await is_resident(mirror, ino)
         for handle in handles:
-            assert await mirror.read(handle, 100, 10) == LARGE[100:110]
+            await reads(mirror, handle, 100, 10)
             handle.release()
-        await mirror.settled()
-        assert mirror.residency.state(ino) == "resident"
-
-
-async def test_the_late_failure_of_an_old_replica_leaves_the_new_one_alone(files: Area) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.copied("large")
-        late, early = await mirror.open("large"), await mirror.open("large")
-        cannot_be_read(mirror.tier.path)
-        assert await mirror.read(early, 0, 10) == LARGE[:10]
-        early.release()
-        assert await mirror.read_file("large") == LARGE
-        await until(lambda: mirror.residency.state(ino) == "resident", "the new copy")
         await until(lambda: not mirror.copier.jobs.files, "the new copy to be closed")
-        assert await mirror.read(late, 0, 10) == LARGE[:10]
+        # The failure of the old one leaves the new one alone.
+        await reads(mirror, late, 0, 10)
         late.release()
         await mirror.settled()
         assert mirror.residency.state(ino) == "resident"
 
 
 async def test_a_replica_that_fails_under_a_file_that_was_copied_while_open(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         handle = await mirror.open("large")
         await mirror.read(handle, 0, 10)
-        await until(lambda: mirror.residency.state(handle.ino) == "resident", "the copy")
+        await is_resident(mirror, handle.ino)
         await mirror.idle()
         cannot_be_read(mirror.tier.path)
         for _ in range(2):
-            assert await mirror.read(handle, 77, 300_000) == LARGE[77:300_077]
+            await reads(mirror, handle, 77, 300_000)
         assert mirror.metrics.tier_errors == 1
         assert mirror.residency.state(handle.ino) == "remote"
         # The next who opens it gets another copy made, in which the first one shares.
         second = await mirror.open("large")
-        await until(lambda: mirror.residency.state(handle.ino) == "resident", "the copy")
+        await is_resident(mirror, handle.ino)
         await mirror.idle()
         mirror.posix.reads.clear()
-        assert await mirror.read(handle, 0, 100_000) == LARGE[:100_000]
+        await reads(mirror, handle, 0, 100_000)
         assert mirror.posix.reads == []
         second.release()
         handle.release()
-        await mirror.settled()
 
 
 async def test_a_part_that_cannot_be_read(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        handle = await mirror.open("large")
-        assert await mirror.read(handle, 2 * MIB, 10) == LARGE[2 * MIB : 2 * MIB + 10]
-        await mirror.idle()
+    async with begun(files) as (mirror, handle):
         cannot_be_read(mirror.tier.path)
-        assert await mirror.read(handle, 2 * MIB + 5, 900) == LARGE[2 * MIB + 5 : 2 * MIB + 905]
+        await reads(mirror, handle, 5, 900)
         await mirror.idle()
         assert mirror.metrics.tier_errors == 1
         assert mirror.metrics.copies_failed == 1
         assert mirror.residency.state(handle.ino) == "remote"
         assert "could not be read" in mirror.reason(handle.ino)
         handle.release()
-        await mirror.settled()
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
@@ -295,39 +272,35 @@ async def test_a_copy_that_is_given_up_in_its_last_step(files: Area, name: str) 
 
 
 async def test_a_part_that_cannot_be_read_in_its_last_step(files: Area) -> None:
-    async with files.mount() as mirror:
+    async with files.mounted() as mirror:
         gate = mirror.tier.faults.gate("finish_part")
         handle = await mirror.open("large")
         await gate.arrived()
         cannot_be_read(mirror.tier.path)
-        assert await mirror.read(handle, 20, 1000) == LARGE[20:1020]
+        await reads(mirror, handle, 20, 1000)
         await trio.testing.wait_all_tasks_blocked()
         gate.open()
         await mirror.idle()
         assert mirror.metrics.copies_failed == 1
         mirror.check_books()
         handle.release()
-        await mirror.settled()
 
 
-@pytest.mark.parametrize("call", ["truncate", "open_part"])
-async def test_a_part_at_rest_that_was_lost_is_begun_anew(files: Area, call: str) -> None:
+@pytest.mark.parametrize("how", ["truncated", "not opened"])
+async def test_a_part_at_rest_that_was_lost_is_begun_anew(files: Area, how: str) -> None:
     """Nothing of what its record says may be believed of the new one."""
-    async with files.mount(copies=False) as mirror:
-        handle = await mirror.open("large")
-        assert await mirror.read(handle, 0, 10) == LARGE[:10]
+    async with begun(files) as (mirror, handle):
         handle.release()
         await mirror.settled()
         (part,) = parts(mirror)
-        if call == "truncate":
+        if how == "truncated":
             os.truncate(part, 1)
         else:
-            mirror.tier.faults.fail(call, errno.EIO, times=1)
-        mirror.posix.reads.clear()
+            mirror.tier.faults.fail("open_part", errno.EIO, times=1)
         handle = await mirror.open("large")
         # What was missing in the old part makes a file of the new one; then what was there.
         for offset in (2 * MIB, 0, 2 * MIB):
-            assert await mirror.read(handle, offset, 70_000) == LARGE[offset : offset + 70_000]
+            await reads(mirror, handle, offset, 70_000)
             await mirror.idle()
         assert mirror.metrics.tier_errors == 1
         handle.release()
@@ -336,24 +309,19 @@ async def test_a_part_at_rest_that_was_lost_is_begun_anew(files: Area, call: str
 
 
 async def test_no_descriptors_left_for_a_suspended_part(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        handle = await mirror.open("large")
-        await mirror.read(handle, 0, 10)
+    async with begun(files) as (mirror, handle):
         handle.release()
         await mirror.settled()
         mirror.tier.faults.fail("open_part", errno.EMFILE, times=1)
         handle = await mirror.open("large")
-        assert await mirror.read(handle, 0, 10) == LARGE[:10]
+        await reads(mirror, handle, 0, 10)
         handle.release()
         await mirror.settled()
         assert mirror.residency.state(handle.ino) == "partial"
 
 
 async def test_a_part_that_cannot_be_suspended_is_given_up(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        handle = await mirror.open("large")
-        await mirror.read(handle, 0, 10)
-        await mirror.idle()
+    async with begun(files) as (mirror, handle):
         mirror.tier.faults.fail("allocated", errno.EIO)
         handle.release()
         await mirror.settled()
@@ -361,29 +329,25 @@ async def test_a_part_that_cannot_be_suspended_is_given_up(files: Area) -> None:
         assert mirror.metrics.tier_errors == 1
 
 
-async def test_the_same_at_the_end_of_the_mount(files: Area) -> None:
+async def test_the_same_at_the_end_of_a_mount(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object, _fd: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     async with files.mount(copies=False) as mirror:
         handle = await mirror.open("large")
-        await mirror.read(handle, 0, 10)
+        await reads(mirror, handle, 0, 10)
         await mirror.idle()
-        real = mirror.tier.files.allocated
-
-        def broken(fd: int) -> int:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        mirror.tier.files.allocated = broken  # type: ignore[method-assign]
+        monkeypatch.setattr(FaultyFiles, "allocated", broken)
         mirror.nursery.cancel_scope.cancel()
     assert mirror.metrics.tier_errors == 1
-    mirror.tier.files.allocated = real  # type: ignore[method-assign]
+    monkeypatch.undo()
     handle.release()
     async with files.mount() as again:
         assert again.residency.state(handle.ino) == "remote"
         await again.copied("large")
 
 
-async def test_a_tier_whose_room_is_unknown_takes_nothing_until_it_is(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_tier_whose_room_is_unknown(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarchfs.cache.tiers.SPACE_MAX_AGE_SECONDS", 0.0)
     async with files.mount() as mirror:
         mirror.tier.faults.fail("space", errno.EIO)
@@ -397,9 +361,7 @@ async def test_a_tier_whose_room_is_unknown_takes_nothing_until_it_is(
         await mirror.copied("large")
 
 
-async def test_a_failed_tier_leaves_the_other_one_to_take_files(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_tier_takes_its_files(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarchfs.cache.tiers.SPACE_MAX_AGE_SECONDS", 0.0)
     async with files.mount([ALL_ROOM, ALL_ROOM]) as mirror:
         mirror.tiers[0].faults.fail("space", errno.EIO)
@@ -411,25 +373,21 @@ async def test_a_failed_tier_leaves_the_other_one_to_take_files(
 async def test_an_index_that_cannot_be_written(
     files: Area, name: str, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = {"small": SMALL, "large": LARGE}[name]
     async with files.mount(shares=shares) as mirror:
         ino = await mirror.ino(name)
 
         with monkeypatch.context() as patch:
             patch.setattr(mirror.index, "put_replica", disk_is_full)
             patch.setattr(mirror.index, "put_replicas", disk_is_full)
-            assert await mirror.read_file(name) == data
+            assert await mirror.read_file(name) == DATA[name]
             await mirror.settled()
             assert mirror.residency.state(ino) == "remote"
             assert mirror.metrics.copies_failed == 1
             assert mirror.metrics.copies_completed == 0
         await mirror.copied(name)
-        assert mirror.residency.state(ino) == "resident"
 
 
-async def test_a_slow_tier_slows_no_reader_and_collects_no_memory(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_tier_slows_no_reader(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for the tier is bounded; more is answered and not kept."""
     monkeypatch.setattr(groups, "MOST_UNWRITTEN_BYTES", 256 * 1024)
     async with files.mount() as mirror:
