@@ -129,6 +129,9 @@ async def test_a_complete_listing_answers_for_what_is_not_in_it(files: Area, hou
         assert isinstance(found, Missing)
         assert 49 < found.timeout <= 50
         assert asked(mirror) == 0
+        # But Lustre's root has this one, and lists it not.
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b".lustre"), Missing)
+        assert asked(mirror) == 1
         files.write("new", b"new")
         hours.pass_by(51)
         await entry(mirror, ROOT_INO, b"new")

@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import trio
 import trio.testing
+from trio.testing import MockClock
 
 from monarchfs.fs import attributes as attributes_module
 from monarchfs.fs import unanswered
@@ -18,10 +19,10 @@ from monarchfs.fs.freshness import UNANSWERED_SECONDS
 from monarchfs.fs.tree import Entry
 from monarchfs.fs.unanswered import GRACE_SECONDS, PROBE_SECONDS
 from monarchfs.source.posix import Found, FoundEach, _each
-from monarchfs.types import ROOT_INO, DirRef, Lane
+from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.faults import Gate, disk_is_full
 from tests.support.layouts import plain
-from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, Hours, asked, entry, names
+from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, Hours, asked, entry, fails, names
 from tests.support.mirror import Area, Mirror, until
 
 Ask = Callable[[Mirror, int], Awaitable[object]]
@@ -53,13 +54,20 @@ async def see_everything(mirror: Mirror) -> int:
     return ino
 
 
-@pytest.mark.parametrize("ask", ASKS)
-async def test_what_is_known_is_served_when_the_deadline_is_over(
-    files: Area, clock: trio.testing.MockClock, hours: Hours, ask: Ask
-) -> None:
+@asynccontextmanager
+async def known_a_ttl_ago(files: Area, hours: Hours) -> AsyncIterator[tuple[Mirror, int]]:
+    """And the number of ``d``."""
     async with files.mount(mode=TTL, ttl=60, deadline=5) as mirror:
         ino = await see_everything(mirror)
         hours.pass_by(61)
+        yield mirror, ino
+
+
+@pytest.mark.parametrize("ask", ASKS)
+async def test_what_is_known_is_served_when_the_deadline_is_over(
+    files: Area, clock: MockClock, hours: Hours, ask: Ask
+) -> None:
+    async with known_a_ttl_ago(files, hours) as (mirror, ino):
         gate = mirror.posix.faults.gate(*METADATA)
         answers = []
 
@@ -77,8 +85,7 @@ async def test_what_is_known_is_served_when_the_deadline_is_over(
         assert answers == [ino]
         assert mirror.metrics.stale_answers == 1
         if ask is not ask_listing:
-            known = mirror.tree.known.attributes(ino)
-            assert known is None, "it is still to be asked for"
+            assert mirror.tree.known.attributes(ino) is None, "it is still to be asked for"
         gate.open()
         await until(lambda: not mirror.tree._asking.hanging, "the answer")
         # The answer that came late is the next one's.
@@ -88,19 +95,15 @@ async def test_what_is_known_is_served_when_the_deadline_is_over(
         assert mirror.metrics.stale_answers == 1
 
 
-async def test_the_kernel_keeps_what_was_served_stale_for_a_second(
-    files: Area, clock: trio.testing.MockClock, hours: Hours
-) -> None:
-    async with files.mount(mode=TTL, ttl=60, deadline=5) as mirror:
-        await see_everything(mirror)
-        hours.pass_by(61)
+async def test_the_kernel_keeps_it_briefly(files: Area, clock: MockClock, hours: Hours) -> None:
+    async with known_a_ttl_ago(files, hours) as (mirror, _):
+
+        async def look_up() -> None:
+            found = await entry(mirror, ROOT_INO, b"d")
+            assert found.entry_timeout == found.attr_timeout == UNANSWERED_SECONDS
+
         gate = mirror.posix.faults.gate(*METADATA)
         async with trio.open_nursery() as nursery:
-
-            async def look_up() -> None:
-                found = await entry(mirror, ROOT_INO, b"d")
-                assert found.entry_timeout == found.attr_timeout == UNANSWERED_SECONDS
-
             nursery.start_soon(look_up)
             await gate.arrived()
             clock.jump(5.1)
@@ -108,11 +111,9 @@ async def test_the_kernel_keeps_what_was_served_stale_for_a_second(
 
 
 async def test_nobody_waits_twice_for_a_source_that_hangs(
-    files: Area, clock: trio.testing.MockClock, hours: Hours, monkeypatch: pytest.MonkeyPatch
+    files: Area, clock: MockClock, hours: Hours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with files.mount(mode=TTL, ttl=60, deadline=5) as mirror:
-        ino = await see_everything(mirror)
-        hours.pass_by(61)
+    async with known_a_ttl_ago(files, hours) as (mirror, ino):
         gate = mirror.posix.faults.gate(*METADATA)
         monkeypatch.setattr(type(mirror.source), "responding", False)
         async with trio.open_nursery() as nursery:
@@ -157,21 +158,16 @@ class Targets:
         return self._calls.pop("asked", 0)
 
 
-async def pass_time(clock: trio.testing.MockClock, gate: Gate, seconds: float) -> None:
-    """As soon as one more waits at the gate."""
-    await gate.arrived(gate.waiting + 1)
-    await trio.testing.wait_all_tasks_blocked()
-    clock.jump(seconds)
-
-
 async def look_up_stale(
-    mirror: Mirror, clock: trio.testing.MockClock, gate: Gate, name: str, seconds: float
+    mirror: Mirror, clock: MockClock, gate: Gate, name: str, seconds: float
 ) -> None:
     """Of a file that hangs: it is waited for so long, and not less."""
     stale = mirror.metrics.stale_answers
     async with trio.open_nursery() as nursery:
         nursery.start_soon(entry, mirror, ROOT_INO, name.encode())
-        await pass_time(clock, gate, seconds * 0.9)
+        await gate.arrived(gate.waiting + 1)
+        await trio.testing.wait_all_tasks_blocked()
+        clock.jump(seconds * 0.9)
         await trio.testing.wait_all_tasks_blocked()
         assert mirror.metrics.stale_answers == stale
         clock.jump(seconds * 0.2)
@@ -195,9 +191,7 @@ async def a_ttl_ago(
         yield mirror, targets
 
 
-async def test_a_storage_target_that_hangs_is_waited_for_once(
-    area: Area, clock: trio.testing.MockClock, hours: Hours
-) -> None:
+async def test_a_storage_target_that_hangs(area: Area, clock: MockClock, hours: Hours) -> None:
     layouts = {f"f{number}": [number % 3] for number in range(10)}
     layouts["f9"] = [1, 2]
     async with a_ttl_ago(area, hours, layouts) as (mirror, targets):
@@ -227,9 +221,7 @@ async def test_a_storage_target_that_hangs_is_waited_for_once(
         assert mirror.metrics.stale_answers == stale + 1
 
 
-async def test_a_target_is_found_to_be_back_though_what_hung_hangs_on(
-    area: Area, clock: trio.testing.MockClock, hours: Hours
-) -> None:
+async def test_a_target_is_found_to_be_back(area: Area, clock: MockClock, hours: Hours) -> None:
     layouts = {f"f{number}": [1] for number in range(10)}
     async with a_ttl_ago(area, hours, layouts) as (mirror, targets):
         targets.dead = {1}
@@ -254,7 +246,7 @@ async def test_a_target_is_found_to_be_back_though_what_hung_hangs_on(
 @pytest.mark.parametrize("tells", [False, True])
 async def test_what_hangs_for_an_unknown_reason_is_waited_for_once(
     area: Area,
-    clock: trio.testing.MockClock,
+    clock: MockClock,
     hours: Hours,
     monkeypatch: pytest.MonkeyPatch,
     tells: bool,
@@ -281,65 +273,53 @@ async def test_what_hangs_for_an_unknown_reason_is_waited_for_once(
         assert targets.asked() >= 1
 
 
+@pytest.mark.parametrize(("mode", "name"), [(IMMUTABLE, b"a"), (OPEN, b"d")])
 async def test_what_is_not_known_is_waited_for_and_open_waits_for_all(
-    files: Area, clock: trio.testing.MockClock
+    files: Area, clock: MockClock, mode: FreshnessMode, name: bytes
 ) -> None:
-    for mode, name in ((IMMUTABLE, b"a"), (OPEN, b"d")):
-        async with files.mount(mode=mode, deadline=5) as mirror:
-            if mode is OPEN:
-                await see_everything(mirror)
-            gate = mirror.posix.faults.gate(*METADATA)
-            found: list[Entry] = []
+    async with files.mount(mode=mode, deadline=5) as mirror:
+        if mode is OPEN:
+            await see_everything(mirror)
+        gate = mirror.posix.faults.gate(*METADATA)
+        found: list[Entry] = []
 
-            async def look_up(
-                mirror: Mirror = mirror, name: bytes = name, found: list[Entry] = found
-            ) -> None:
-                found.append(await entry(mirror, ROOT_INO, name))
+        async def look_up() -> None:
+            found.append(await entry(mirror, ROOT_INO, name))
 
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(look_up)
-                await gate.arrived()
-                clock.jump(3600)
-                await trio.testing.wait_all_tasks_blocked()
-                assert found == []
-                gate.open()
-            assert len(found) == 1
-            assert mirror.metrics.stale_answers == 0
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(look_up)
+            await gate.arrived()
+            clock.jump(3600)
+            await trio.testing.wait_all_tasks_blocked()
+            assert found == []
+            gate.open()
+        assert len(found) == 1
+        assert mirror.metrics.stale_answers == 0
 
 
-async def look_for_the_name(mirror: Mirror, lane: Lane) -> None:
-    assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"a", lane), Entry)
-
-
-async def list_the_root(mirror: Mirror, lane: Lane) -> None:
-    await mirror.tree.directories.open(ROOT_INO, lane)
-
-
-@pytest.mark.parametrize("ask", [look_for_the_name, list_the_root])
-async def test_a_reader_does_not_wait_for_what_is_asked_for_nobody(
-    files: Area, ask: Callable[[Mirror, Lane], Awaitable[None]]
-) -> None:
+@pytest.mark.parametrize("what", ["a name", "a listing"])
+async def test_a_reader_does_not_wait_for_what_is_asked_for_nobody(files: Area, what: str) -> None:
     """That may wait for a thread, or ten seconds for a peer."""
     async with files.mount() as mirror:
         gate = mirror.posix.faults.gate(*METADATA)
+        ask: Callable[[Lane], Awaitable[object]] = partial(mirror.tree.directories.open, ROOT_INO)
+        if what == "a name":
+            ask = partial(mirror.tree.names.lookup, ROOT_INO, b"a")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, mirror, Lane.BACKGROUND)
+            nursery.start_soon(ask, Lane.BACKGROUND)
             await gate.arrived()
-            nursery.start_soon(ask, mirror, Lane.DEMAND)
-            nursery.start_soon(ask, mirror, Lane.DEMAND)
-            nursery.start_soon(ask, mirror, Lane.BACKGROUND)
+            for lane in (Lane.DEMAND, Lane.DEMAND, Lane.BACKGROUND):
+                nursery.start_soon(ask, lane)
             await until(lambda: gate.waiting == 2, "the source to be asked again")
             gate.open()
 
 
 async def test_an_error_of_the_source_is_no_silence(files: Area, hours: Hours) -> None:
-    async with files.mount(mode=TTL, ttl=60) as mirror:
-        ino = await see_everything(mirror)
-        hours.pass_by(61)
+    async with known_a_ttl_ago(files, hours) as (mirror, ino):
         mirror.posix.faults.fail("found", errno.EIO, times=2)
-        with pytest.raises(OSError, match="Input/output"):
+        with fails(errno.EIO):
             await mirror.tree.attributes.get(ino)
-        with pytest.raises(OSError, match="Input/output"):
+        with fails(errno.EIO):
             await entry(mirror, ROOT_INO, b"d")
         assert (await mirror.tree.attributes.get(ino)).node.ino == ino
 
@@ -348,19 +328,15 @@ async def test_an_answer_that_cannot_be_recorded(
     files: Area, hours: Hours, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A number must be in the index before the kernel hears of it; a known one is."""
-    async with files.mount(mode=TTL, ttl=60) as mirror:
-        ino = await see_everything(mirror)
-        hours.pass_by(61)
-
+    async with known_a_ttl_ago(files, hours) as (mirror, ino):
         monkeypatch.setattr(mirror.index, "record_found_each", disk_is_full)
         assert (await entry(mirror, ROOT_INO, b"d")).node.ino == ino
         assert mirror.metrics.stale_answers == 1
-        with pytest.raises(OSError, match="cannot be recorded") as raised:
+        with fails(errno.EIO):
             await mirror.tree.names.lookup(ROOT_INO, b"a")
-        assert raised.value.errno == errno.EIO
 
 
-async def test_statfs_is_remembered(files: Area, clock: trio.testing.MockClock) -> None:
+async def test_statfs_is_remembered(files: Area, clock: MockClock) -> None:
     async with files.mount(mode=OPEN, deadline=5) as mirror:
         first = await mirror.tree.attributes.statfs()
         assert await mirror.tree.attributes.statfs() == first

@@ -19,17 +19,19 @@ from tests.support.lookups import OPEN
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 
+def root(mirror: Mirror) -> Node:
+    found = mirror.index.node(ROOT_INO)
+    assert found is not None
+    return found
+
+
 def warming(mirror: Mirror) -> Warming:
     return Warming(mirror.tree, mirror.xattrs, mirror.cache, mirror.copier.jobs, mirror.nursery)
 
 
 async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> WarmCounts:
     """What a request for these paths comes to, or for all."""
-    nodes = [await mirror.node(path) for path in paths]
-    if not paths:
-        root = mirror.index.node(ROOT_INO)
-        assert root is not None
-        nodes = [root]
+    nodes = [await mirror.node(path) for path in paths] or [root(mirror)]
     warm = warming(mirror).start(what, nodes)
     with trio.fail_after(1000):
         await warm.done.wait()
@@ -49,12 +51,14 @@ def tree(area: Area, directories: int = 3, files: int = 5) -> int:
     return directories * files
 
 
-async def test_all_of_it(area: Area) -> None:
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_all_of_it(area: Area, keeps: bool) -> None:
+    """Also where nothing else is copied."""
     files = tree(area)
     (area.source / "link").symlink_to("0")
     os.mkfifo(area.source / "fifo")
     (area.source / "empty").touch()
-    async with area.mount() as mirror:
+    async with area.mounted(keeps=keeps) as mirror:
         counts = await warmed(mirror)
         assert (counts.files, counts.directories) == (files + 1, 7)
         assert (counts.resident, counts.copied) == (files + 1, files + 1)
@@ -63,17 +67,14 @@ async def test_all_of_it(area: Area) -> None:
         again = await warmed(mirror)
         assert (again.resident, again.copied) == (files + 1, 0)
         assert len(mirror.posix.reads) == read, "nothing is read twice"
-        await mirror.settled()
 
 
 async def test_a_request_outlives_its_process(area: Area) -> None:
     files = tree(area)
     async with area.mount() as mirror:
-        root = mirror.index.node(ROOT_INO)
-        assert root is not None
         requests = warming(mirror)
         gate = mirror.posix.faults.gate("read")
-        requests.start(What.COPY, [root])
+        requests.start(What.COPY, [root(mirror)])
         await gate.arrived()
     async with area.mount() as mirror:
         requests = warming(mirror)
@@ -113,12 +114,6 @@ async def test_a_look_at_what_is_there(area: Area) -> None:
         assert mirror.metrics.copies_completed == 1
 
 
-async def test_it_copies_where_nothing_else_is(area: Area) -> None:
-    files = tree(area)
-    async with area.mount(keeps=False) as mirror:
-        assert (await warmed(mirror)).copied == files
-
-
 async def test_paths_that_meet(area: Area) -> None:
     tree(area, 1, 3)
     os.link(area.source / "0/below/0", area.source / "other name")
@@ -141,46 +136,42 @@ async def test_what_is_opened_goes_first_and_what_is_scanned_last(area: Area) ->
         await mirror.idle()
         await warm.done.wait()
         inos = [(area.source / name).stat().st_ino for name in ("opened", "warm", "scanned")]
-        order = list(dict.fromkeys(read.ino for read in mirror.posix.reads))
-        assert order == inos
+        assert list(dict.fromkeys(read.ino for read in mirror.posix.reads)) == inos
 
 
 async def test_no_room_is_no_failure(area: Area) -> None:
     for number in range(4):
         area.write(f"{number}", content(60 * KIB, number))
     area.write("small", content(8 * KIB))
-    async with area.mount([140 * KIB]) as mirror:
+    async with area.mounted([140 * KIB]) as mirror:
         counts = await warmed(mirror)
         assert (counts.resident, counts.refused, counts.failed) == (3, 2, 0)
         assert counts.refused_bytes == 120 * KIB
         left = 140 * KIB - mirror.placement.ledger(1).usage[0]
         assert counts.short_bytes == 2 * 64 * KIB - left
-        await mirror.settled()
 
 
 async def test_others_go_for_what_was_asked_for_but_not_its_own(area: Area) -> None:
     for name in ("old/0", "new/1", "new/2", "new/3", "new/4"):
         area.write(name, content(60 * KIB))
-    async with area.mount([140 * KIB], eviction=EvictionPolicy.LRU) as mirror:
+    async with area.mounted([140 * KIB], eviction=EvictionPolicy.LRU) as mirror:
         await mirror.copied("old/0")
         await mirror.copied("new/4")
         await mirror.copied("old/0")
         counts = await warmed(mirror, "new/4", "new/1")
         assert (counts.resident, counts.copied) == (2, 1)
-        assert mirror.residency.state(await mirror.ino("old/0")) == "remote", "it went"
+        assert await mirror.state("old/0") == "remote", "it went"
         counts = await warmed(mirror, "new")
         assert (counts.resident, counts.refused) == (2, 2)
         assert mirror.metrics.evictions_policy == 1
-        await mirror.settled()
 
 
 async def test_a_part_of_a_large_file(area: Area) -> None:
     area.write("large", content(24 * MIB))
-    async with area.mount([20 * MIB], partial_min_bytes=MIB) as mirror:
+    async with area.mounted([20 * MIB], partial_min_bytes=MIB) as mirror:
         counts = await warmed(mirror)
         assert (counts.resident, counts.refused) == (0, 1)
         assert 4 * MIB < counts.refused_bytes <= 8 * MIB
-        await mirror.settled()
 
 
 async def test_what_fails_is_told(area: Area) -> None:
@@ -193,9 +184,7 @@ async def test_what_fails_is_told(area: Area) -> None:
         assert counts.error.split(":")[0].count("/") == 2
 
 
-async def test_what_fails_for_a_while_is_waited_for(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_fails_for_a_while(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "RETRY_SECONDS", (0.01, 0.02, 0.03))
     area.write("a", content(10))
     area.write("b", content(10))
@@ -221,9 +210,7 @@ async def test_a_directory_that_cannot_be_listed(area: Area) -> None:
             await opened(ino, *arguments)  # type: ignore[arg-type]
 
         mirror.tree.directories.open = fail  # type: ignore[method-assign, assignment]
-        nodes = [mirror.index.node(ROOT_INO)]
-        assert nodes[0] is not None
-        warm = warming(mirror).start(What.COPY, [nodes[0]])
+        warm = warming(mirror).start(What.COPY, [root(mirror)])
         await warm.done.wait()
         assert (warm.counts.resident, warm.counts.failed) == (files - 5, 1)
         assert warm.counts.error == "1/below: Permission denied"
@@ -247,17 +234,13 @@ async def test_a_file_that_changes_meanwhile_is_copied_as_it_is_then(area: Area)
         assert await mirror.read_file("large") == content(MIB, 2)
 
 
-async def test_memory_does_not_grow_with_the_files(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_does_not_grow(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_module, "OUTSTANDING_MOST", 4)
     monkeypatch.setattr(warm_module, "BATCH", 2)
     files = tree(area, 4, 20)
     most = 0
     async with area.mount(copy_workers=1) as mirror:
-        root = mirror.index.node(ROOT_INO)
-        assert root is not None
-        warm = warming(mirror).start(What.COPY, [root])
+        warm = warming(mirror).start(What.COPY, [root(mirror)])
 
         def look(_inos: Sequence[int]) -> None:
             nonlocal most
@@ -271,23 +254,7 @@ async def test_memory_does_not_grow_with_the_files(
         assert 1 <= most <= 4 + warm_module.WALKERS * 2
 
 
-async def test_it_goes_on_when_the_source_does(area: Area) -> None:
-    files = tree(area)
-    async with area.mount() as mirror:
-        gate = mirror.posix.faults.gate("found_each")
-        root = mirror.index.node(ROOT_INO)
-        assert root is not None
-        warm = warming(mirror).start(What.COPY, [root])
-        await gate.arrived()
-        assert not warm.done.is_set()
-        gate.open()
-        await warm.done.wait()
-        assert warm.counts.copied == files
-
-
-async def test_who_waits_is_sent_away_where_nothing_moves(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_waits_where_nothing_moves(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "STILL_SECONDS", 0.1)
     monkeypatch.setattr(commands, "FOLLOW_SECONDS", 0.02)
     area.write("a", content(10))
@@ -307,8 +274,7 @@ async def test_too_many_at_once(area: Area, monkeypatch: pytest.MonkeyPatch) -> 
     tree(area)
     async with area.mount() as mirror:
         gate = mirror.posix.faults.gate("found_each")
-        nodes: list[Node] = [node for node in [mirror.index.node(ROOT_INO)] if node is not None]
-        requests = warming(mirror)
+        requests, nodes = warming(mirror), [root(mirror)]
         warms = [requests.start(What.COPY, nodes) for _ in range(2)]
         with pytest.raises(OperationError, match="2 warm requests are under way"):
             requests.start(What.COPY, nodes)
