@@ -12,6 +12,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,7 @@ from tests.support.mounting import (
 )
 
 HOSTILE = str(REPOSITORY / "tests" / "hostile" / "worker.py")
-OURS, DEVICE = 1000, 5
-
-
-INO = 7
+OURS, DEVICE, INO = 1000, 5, 7
 
 
 def result(mode: int, uid: int = OURS, device: int = DEVICE) -> os.stat_result:
@@ -132,6 +130,12 @@ def test_how_many() -> None:
     assert most_ids(4 << 40) == MOST_IDS
 
 
+def config(directory: Path, data_path: DataPath = DataPath.AUTO) -> Config:
+    tiers = (TierSpec(str(directory), TierSize(bytes=1)),)
+    user = User("me", os.getuid(), os.getgid())
+    return Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user, data_path=data_path)
+
+
 class Kernel:
     """Registers whatever it is given."""
 
@@ -140,12 +144,9 @@ class Kernel:
         self.made = 0
         patch.setattr(backing, "register", self._register)
         patch.setattr(backing, "unregister", lambda _fuse, number: self.ids.remove(number))
-        user = User("me", os.getuid(), os.getgid())
-        tiers = (TierSpec(str(directory), TierSize(bytes=1)),)
-        config = Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user)
         self.table = make_table(16)
         self.directory = os.open(directory, os.O_PATH)
-        self.supervisor = BackingFiles(config, -1, [self.directory], self.table)
+        self.supervisor = BackingFiles(config(directory), -1, [self.directory], self.table)
         self.supervisor.most = 3
         self.supervisor._devices = frozenset((directory.stat().st_dev,))
         (directory / "file").touch()
@@ -213,24 +214,10 @@ def test_what_is_not_there_is_refused(kernel: Kernel) -> None:
     assert kernel.ids == set()
 
 
-def config(data_path: DataPath) -> Config:
-    tiers = (TierSpec("/", TierSize(bytes=1)),)
-    user = User("me", os.getuid(), os.getgid())
-    return Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user, data_path=data_path)
-
-
-@pytest.fixture
-def root() -> Iterator[int]:
-    """The root directory, open."""
-    descriptor = os.open("/", os.O_PATH)
-    yield descriptor
-    os.close(descriptor)
-
-
 @requires_root
 @pytest.mark.parametrize("data_path", DataPath)
-def test_what_is_asked_of_the_kernel(data_path: DataPath, root: int) -> None:
-    backing_files = BackingFiles(config(data_path), -1, [root], -1)
+def test_what_is_asked_of_the_kernel(data_path: DataPath, kernel: Kernel) -> None:
+    backing_files = BackingFiles(config(Path("/"), data_path), -1, [kernel.directory], -1)
     backing_files.prepare(LINUX_6_18)
     passes = data_path in (DataPath.AUTO, DataPath.PASSTHROUGH)
     assert backing_files.stack_depth == (1 if passes else 0)
@@ -241,7 +228,7 @@ def test_what_is_asked_of_the_kernel(data_path: DataPath, root: int) -> None:
         backing_files.prepare(request(0))
         assert backing_files.stack_depth == 0
     with pytest.raises(OperationError, match="FUSE_INIT failed"):
-        BackingFiles(config(DataPath.AUTO), -1, [root], -1).prepare(b"")
+        BackingFiles(config(Path("/")), -1, [kernel.directory], -1).prepare(b"")
 
 
 @pytest.fixture
@@ -362,51 +349,34 @@ def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> 
     (work.path / "src").mkdir()
     content = bytes(SMALL_BYTES + 1)  # no less is passed through
     (work.path / "src" / "file").write_bytes(content)
-    below = f"{work.path}/lower"
-    os.mkdir(below)
-    mounted: list[str] = []
-    for number in range(layers):
-        names = [f"{work.path}/{name}{number}" for name in ("upper", "work", "merged")]
-        for name in names:
-            os.mkdir(name)
-        options = "upperdir={},workdir={}".format(*names) + f",lowerdir={below}"
-        done = subprocess.run(
-            ["mount", "-t", "overlay", "overlay", "-o", options, names[2]],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode != 0:
-            break
-        mounted.append(names[2])
-        below = names[2]
-    try:
-        if len(mounted) < layers:
-            pytest.skip(
-                "needs a TMPDIR that overlays can lie on, and leave to mount them: ext4, xfs"
-            )
-        point = work.path / "mnt"
-        point.mkdir()
-        tier = ["--tier", f"{below}/tier=100M", "--state-dir", f"{work.path}/state"]
-        words = ["mount", str(work.path / "src"), str(point), *tier]
-        done = run(*words, "--data-path", "passthrough")
+    below = work.path / "lower"
+    below.mkdir()
+    with ExitStack() as mounted:
+        for number in range(layers):
+            upper, inner, merged = (work.path / f"{name}{number}" for name in ("up", "in", "on"))
+            for directory in (upper, inner, merged):
+                directory.mkdir()
+            options = f"upperdir={upper},workdir={inner},lowerdir={below}"
+            command = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip(
+                    "needs a TMPDIR that overlays can lie on, and leave to mount them: ext4, xfs"
+                )
+            mounted.callback(subprocess.run, ["umount", "-l", str(merged)], check=True)
+            below = merged
+        tier, passing = f"{below}/tier=100M", ("--data-path", "passthrough")
         if not works:
+            (work.path / "mnt0").mkdir()
+            storage = ("--tier", tier, "--state-dir", f"{work.path}/state")
+            done = run("mount", f"{work.path}/src", f"{work.path}/mnt0", *storage, *passing)
             assert done.returncode == 1
             assert "lies on more file systems than the kernel allows: use" in done.stderr
-            done = run(*words)  # auto
-        assert done.returncode == 0, done.stderr
-        try:
-            read = ["cat", str(point / "file")]
-            for passed in (0, 1):
-                assert subprocess.check_output(read, timeout=60) == content
-                report = wait_for(lambda: resident(point), "the copy")
-                assert report["data_path"] == ("passthrough" if works else "relay")
-                assert report["served"]["passthrough_opens"] == passed * works
-        finally:
-            assert run("umount", str(point)).returncode == 0
-    finally:
-        for name in reversed(mounted):
-            subprocess.run(["umount", "-l", name], check=False)
-
-
-def resident(point: Path) -> dict[str, Any] | None:
-    report: dict[str, Any] = json.loads(run("status", str(point), "--json").stdout)
-    return report if report["files"]["resident"] and not report["files"]["copying"] else None
+        mount = work.mount(work.path / "src", *(passing if works else ()), tiers=[tier])
+        for passed in (0, 1):
+            read = ["cat", str(mount.path / "file")]
+            assert subprocess.check_output(read, timeout=60) == content
+            report = mount.wait_idle()
+            assert report["files"]["resident"] == 1
+            assert report["data_path"] == ("passthrough" if works else "relay")
+            assert report["served"]["passthrough_opens"] == passed * works
+        assert mount.umount().returncode == 0

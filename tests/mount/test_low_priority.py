@@ -8,13 +8,14 @@ import platform
 import subprocess
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 import trio
 
 from monarchfs.system import low_priority
-from monarchfs.system.low_priority import LowPriorityThreads, at_normal_priority, run_sync_at
-from monarchfs.system.threads import run_sync
+from monarchfs.system.low_priority import LowPriorityThreads, at_normal_priority
+from tests.support import trees
 from tests.support.mounting import Bench, requires_fuse, run
 from tests.support.processes import nice_of, threads_by_nice
 
@@ -38,12 +39,12 @@ def own_priorities() -> tuple[int, int, int]:
     return thread, nice_of(os.getpid(), thread), io_priority(thread)
 
 
-def in_trio(main: Callable[[], Awaitable[None]]) -> None:
+def in_trio(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
     async def bounded() -> None:
         with trio.fail_after(30):
-            await main()
+            await test()
 
-    trio.run(bounded)
+    return partial(trio.run, bounded)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -51,93 +52,67 @@ async def until(condition: Callable[[], object]) -> None:
         await trio.sleep(0.001)
 
 
-def test_it_runs_functions_at_a_low_priority_and_changes_nobody_elses() -> None:
-    async def main() -> None:
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        threads = LowPriorityThreads(NICE)
-        seen = set()
-        for _ in range(3):
-            thread, nice, io = await threads.run_sync(own_priorities)
-            assert (nice, io) == (max(NICE, own), BEST_EFFORT_LOWEST)
-            seen.add(thread)
-        assert len(seen) == 1, "one after the other needs one thread"
-        # Neither here nor in the threads of everybody else.
-        assert os.getpriority(os.PRIO_PROCESS, 0) == own
-        _thread, nice, io = await trio.to_thread.run_sync(own_priorities)
-        assert nice == own
-        assert io != BEST_EFFORT_LOWEST
-
-    in_trio(main)
+@in_trio
+async def test_it_runs_functions_at_a_low_priority_and_changes_nobody_elses() -> None:
+    threads = LowPriorityThreads(NICE)
+    seen = set()
+    for _ in range(3):
+        thread, nice, io = await threads.run_sync(own_priorities)
+        assert (nice, io) == (max(NICE, OWN), BEST_EFFORT_LOWEST)
+        seen.add(thread)
+    assert len(seen) == 1, "one after the other needs one thread"
+    # Neither here nor in the threads of everybody else.
+    assert os.getpriority(os.PRIO_PROCESS, 0) == OWN
+    _thread, nice, io = await trio.to_thread.run_sync(own_priorities)
+    assert nice == OWN
+    assert io != BEST_EFFORT_LOWEST
 
 
-def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
-    async def main() -> None:
-        threads, own = LowPriorityThreads(NICE), os.getpriority(os.PRIO_PROCESS, 0)
+@in_trio
+async def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
+    threads = LowPriorityThreads(NICE)
 
-        async def hurries() -> None:
-            at_normal_priority.set(True)
-            _thread, nice, _io = await threads.run_sync(own_priorities)
-            assert nice == own
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(hurries)
+    async def hurries() -> None:
+        at_normal_priority.set(True)
         _thread, nice, _io = await threads.run_sync(own_priorities)
-        assert nice == max(NICE, own), "others are not"
+        assert nice == OWN
 
-    in_trio(main)
-
-
-def test_results_and_errors_come_back() -> None:
-    async def main() -> None:
-        threads = LowPriorityThreads(NICE)
-        assert await threads.run_sync(divmod, 7, 2) == (3, 1)
-        with pytest.raises(ZeroDivisionError):
-            await threads.run_sync(divmod, 7, 0)
-
-    in_trio(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(hurries)
+    _thread, nice, _io = await threads.run_sync(own_priorities)
+    assert nice == max(NICE, OWN), "others are not"
 
 
-def test_as_many_run_at_once_as_the_limiter_lets() -> None:
-    async def main() -> None:
-        threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(3)
-        together = threading.Barrier(3)
-        async with trio.open_nursery() as nursery:
-            for _ in range(9):
-                nursery.start_soon(wait_with_others, threads, limiter, together)
-        assert limiter.borrowed_tokens == 0
-
-    async def wait_with_others(
-        threads: LowPriorityThreads, limiter: trio.CapacityLimiter, together: threading.Barrier
-    ) -> None:
-        await threads.run_sync(together.wait, 20, limiter=limiter)
-
-    in_trio(main)
+@in_trio
+async def test_as_many_run_at_once_as_the_limiter_lets() -> None:
+    threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(3)
+    together = threading.Barrier(3)
+    async with trio.open_nursery() as nursery:
+        for _ in range(9):
+            wait = partial(threads.run_sync, together.wait, 20, limiter=limiter)
+            nursery.start_soon(wait)
+    assert limiter.borrowed_tokens == 0
 
 
 @pytest.mark.parametrize("abandons", [True, False])
 def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> None:
     go_on = threading.Event()
 
+    @in_trio
     async def main() -> None:
         threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(1)
         left = trio.Event()
 
-        async def asks() -> None:
-            with trio.CancelScope() as scope:
-                scope.cancel()
-                with trio.CancelScope(shield=True) as inner:
-                    nursery.start_soon(cancel_when_running, inner)
-                    await threads.run_sync(
-                        go_on.wait, 20, abandon_on_cancel=abandons, limiter=limiter
-                    )
+        async def asks(scope: trio.CancelScope) -> None:
+            with scope:
+                await threads.run_sync(go_on.wait, 20, abandon_on_cancel=abandons, limiter=limiter)
             left.set()
 
-        async def cancel_when_running(scope: trio.CancelScope) -> None:
+        async with trio.open_nursery() as nursery:
+            scope = trio.CancelScope()
+            nursery.start_soon(asks, scope)
             await until(lambda: limiter.borrowed_tokens)
             scope.cancel()
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(asks)
             if abandons:
                 await left.wait()
                 assert limiter.borrowed_tokens == 1, "its thread is still at it"
@@ -149,7 +124,7 @@ def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> N
             await left.wait()
             await until(lambda: not limiter.borrowed_tokens)
 
-    in_trio(main)
+    main()
 
 
 def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +133,7 @@ def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def left() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name == "low priority"]
 
+    @in_trio
     async def main() -> None:
         threads = LowPriorityThreads(NICE)
         for _ in range(20):
@@ -168,23 +144,16 @@ def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: not left())
         assert await threads.run_sync(os.getpid) == os.getpid()
 
-    in_trio(main)
-
-
-def test_no_priority_is_no_other_thread() -> None:
-    assert run_sync_at(0) is run_sync
+    main()
 
 
 @requires_fuse
 @pytest.mark.skipif(OWN == NICE, reason="needs a lower priority than its own: nice -n 18 at most")
 def test_a_mount_copies_at_the_priority_that_it_was_given(work: Bench) -> None:
-    source = work.path / "src"
-    source.mkdir()
-    for number in range(20):
-        (source / f"f{number:02}").write_bytes(os.urandom(3 << 20))
+    names = [f"f{number}" for number in range(20)]
+    source = trees.write_files(work.path / "src", {name: os.urandom(3 << 20) for name in names})
     mount = work.mount(source, "--prefetch", "all", "-o", f"copy_nice={NICE}")
-    own = os.getpriority(os.PRIO_PROCESS, 0)
-    paths = [str(mount.path / f"f{number:02}") for number in range(20)]
+    paths = [str(mount.path / name) for name in names]
     subprocess.run(["cat", *paths], stdout=subprocess.DEVNULL, timeout=60, check=True)
     now = mount.wait_idle()
     assert now["files"]["resident"] == 20
@@ -192,8 +161,8 @@ def test_a_mount_copies_at_the_priority_that_it_was_given(work: Bench) -> None:
     # That nobody waits for; threads without work end after a while.
     assert run("refresh", str(mount.path), str(mount.path)).returncode == 0
     found = threads_by_nice(pid)
-    assert set(found) == {own, NICE}
-    assert pid in found[own], "the event loop is as quick as ever"
-    assert len(found[own]) > 3, "and so are the threads that serve what is local"
+    assert set(found) == {OWN, NICE}
+    assert pid in found[OWN], "the event loop is as quick as ever"
+    assert len(found[OWN]) > 3, "and so are the threads that serve what is local"
     assert {io_priority(thread) for thread in found[NICE]} == {BEST_EFFORT_LOWEST}
-    assert BEST_EFFORT_LOWEST not in {io_priority(thread) for thread in found[own]}
+    assert BEST_EFFORT_LOWEST not in {io_priority(thread) for thread in found[OWN]}
