@@ -28,6 +28,14 @@ FS_IOC_GETFLAGS, LL_IOC_LOV_GETSTRIPE = 0x80086601, 0x4008669B
 libc = ctypes.CDLL(None, use_errno=True)
 
 
+@pytest.fixture
+def source(work: Bench) -> Path:
+    path = work.path / "source"
+    path.mkdir()
+    (path / "f").write_bytes(b"f")
+    return path
+
+
 @contextmanager
 def watched(path: Path) -> Iterator[int]:
     """An inotify(7) descriptor that is told of all that happens there."""
@@ -54,10 +62,7 @@ def events(fd: int) -> set[int]:
     return found
 
 
-def test_trusted_attributes_are_not_shown(work: Bench) -> None:
-    source = work.path / "source"
-    source.mkdir()
-    (source / "f").write_bytes(b"f")
+def test_trusted_attributes_are_not_shown(work: Bench, source: Path) -> None:
     for name in ("trusted.a", "user.a"):
         os.setxattr(source / "f", name, b"value")
     mount = work.mount(source)
@@ -74,10 +79,8 @@ def test_trusted_attributes_are_not_shown(work: Bench) -> None:
     ids=["a user's mount", "a mount for all"],
 )
 def test_what_may_be_run_but_not_read(
-    work: Bench, options: tuple[str, str], runs_unread: bool
+    work: Bench, source: Path, options: tuple[str, str], runs_unread: bool
 ) -> None:
-    source = work.path / "source"
-    source.mkdir()
     program = source / "program"
     program.write_bytes(Path("/bin/true").read_bytes())
 
@@ -97,13 +100,10 @@ def test_what_may_be_run_but_not_read(
         assert runs(mount.path / "program") == as_ever
 
 
-def test_inotify_tells_of_the_mounts_own_users_alone(work: Bench) -> None:
-    source = work.path / "source"
-    source.mkdir()
-    (source / "f").write_bytes(b"old")
+def test_inotify_tells_of_the_mounts_own_users_alone(work: Bench, source: Path) -> None:
     mount = work.mount(source, "--freshness", "open")
     with watched(source) as of_source, watched(mount.path) as of_mount:
-        assert (mount.path / "f").read_bytes() == b"old"
+        assert (mount.path / "f").read_bytes() == b"f"
         assert events(of_mount) == {IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE}
         events(of_source)
         (source / "f").write_bytes(b"another")
@@ -115,39 +115,8 @@ def test_inotify_tells_of_the_mounts_own_users_alone(work: Bench) -> None:
         assert events(of_mount) <= {IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE}
 
 
-@pytest.mark.parametrize("prefetch", ["none", "all"])
-@pytest.mark.parametrize("data_path", ["auto", "relay"])
-def test_holes_are_data(work: Bench, prefetch: str, data_path: str) -> None:
-    """A sparse file that is read from the source, or from a replica that has holes itself."""
-    source = work.path / "source"
-    source.mkdir()
-    size, at = 4 << 20, 3 << 20
-    with (source / "sparse").open("wb") as file:
-        file.truncate(size)
-        file.seek(at)
-        file.write(b"data")
-    mount = work.mount(source, "--prefetch", prefetch, "-o", f"data_path={data_path}")
-    if prefetch == "all":
-        wait_for(lambda: mount.status()["files"]["resident"] == 1, "the copy")
-    path = mount.path / "sparse"
-    with path.open("rb") as file:
-        for where in (0, 5, at, size - 1):
-            assert os.lseek(file.fileno(), where, os.SEEK_DATA) == where
-            assert os.lseek(file.fileno(), where, os.SEEK_HOLE) == size
-        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
-            os.lseek(file.fileno(), size, os.SEEK_DATA)
-    assert path.stat().st_blocks == (source / "sparse").stat().st_blocks < size // 512
-    # cp(1) of newer coreutils takes all for data, and looks for zeros only when told to.
-    subprocess.run(["cp", "--sparse=always", path, work.path / "copy"], check=True)
-    assert (work.path / "copy").read_bytes() == (source / "sparse").read_bytes()
-    assert (work.path / "copy").stat().st_blocks * 512 < size // 2
-
-
-def test_inode_numbers_are_the_mounts_own(work: Bench) -> None:
+def test_inode_numbers_are_the_mounts_own(work: Bench, source: Path) -> None:
     """A new version has a new one."""
-    source = work.path / "source"
-    source.mkdir()
-    (source / "f").write_bytes(b"one")
     mount = work.mount(source, "--freshness", "open")
     first, in_source = (mount.path / "f").stat(), (source / "f").stat()
     assert (first.st_dev, first.st_ino) != (in_source.st_dev, in_source.st_ino)
@@ -157,11 +126,8 @@ def test_inode_numbers_are_the_mounts_own(work: Bench) -> None:
     assert (source / "f").stat().st_ino == in_source.st_ino
 
 
-def test_there_are_no_file_handles(work: Bench) -> None:
+def test_there_are_no_file_handles(work: Bench, source: Path) -> None:
     """name_to_handle_at(2): once the kernel has forgotten the file, nothing would find it."""
-    source = work.path / "source"
-    source.mkdir()
-    (source / "f").write_bytes(b"f")
     mount = work.mount(source)
     handle = ctypes.create_string_buffer(struct.pack("Ii128x", 128, 0))
     at = ctypes.c_int()
@@ -172,10 +138,7 @@ def test_there_are_no_file_handles(work: Bench) -> None:
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "open"])
-def test_there_are_no_ioctls(work: Bench, freshness: str) -> None:
-    source = work.path / "source"
-    source.mkdir()
-    (source / "f").write_bytes(b"f")
+def test_there_are_no_ioctls(work: Bench, source: Path, freshness: str) -> None:
     mount = work.mount(source, "--freshness", freshness)
     for path in (mount.path, mount.path / "f"):
         fd = os.open(path, os.O_RDONLY)
@@ -213,9 +176,7 @@ def idmap_error(path: Path, namespace: int) -> int:
     return ctypes.get_errno() if done < 0 else 0
 
 
-def test_mounts_of_it_are_not_idmapped(work: Bench) -> None:
-    source = work.path / "source"
-    source.mkdir()
+def test_mounts_of_it_are_not_idmapped(work: Bench, source: Path) -> None:
     mount = work.mount(source)
     with mapped_users() as namespace:
         if idmap_error(Path("/dev/shm"), namespace):

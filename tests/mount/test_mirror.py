@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
-import multiprocessing
 import os
 import random
 import subprocess
@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from tests.support import trees
-from tests.support.mounting import Bench, Mount, requires_mounts, wait_for
+from tests.support.mounting import Bench, requires_mounts, wait_for
+from tests.support.processes import open_slots
 
 pytestmark = requires_mounts
 
@@ -123,11 +124,8 @@ def test_every_write_answers_erofs(work: Bench, source: Path) -> None:
     assert (source / "f").read_bytes() == b"x"
 
 
-@pytest.fixture
-def one_file(work: Bench, source: Path) -> tuple[Mount, bytes]:
-    data = trees.random_bytes((5 << 20) + 777, 3)
-    (source / "data").write_bytes(data)
-    return work.mount(source), data
+HOLE = 3 << 20
+"""Where the file of which all is read has one, of 1 MiB."""
 
 
 def ways_to_read(path: Path, data: bytes) -> None:
@@ -145,19 +143,27 @@ def ways_to_read(path: Path, data: bytes) -> None:
         os.lseek(fd, 4321, os.SEEK_SET)
         assert os.readv(fd, parts) == 71_005
         assert b"".join(parts) == data[4321 : 4321 + 71_005]
-        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
-            assert mapped[:] == data
-        with mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as mapped:
-            assert mapped[size // 2 : size // 2 + 9999] == data[size // 2 : size // 2 + 9999]
-        assert os.lseek(fd, 0, os.SEEK_END) == size
-        assert os.lseek(fd, 0, os.SEEK_HOLE) == size
+        for flags in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
+            with mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ) as mapped:
+                assert mapped[:] == data
+        libc = ctypes.CDLL(None)
+        libc.mmap.restype = ctypes.c_void_p
+        address = libc.mmap(None, ctypes.c_size_t(size), 1, 1, fd, ctypes.c_long(0))
+        for offset in (0, 5, HOLE, size - 1):
+            assert os.lseek(fd, offset, os.SEEK_DATA) == offset, "holes are data"
+            assert os.lseek(fd, offset, os.SEEK_HOLE) == size
+        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+            os.lseek(fd, size, os.SEEK_DATA)
         reader, writer = os.pipe()
         try:
             assert os.sendfile(writer, fd, 100, 4096) == 4096
-            assert os.read(reader, 4096) == data[100:4196]
+            assert os.splice(fd, writer, 4096, 4196) == 4096
+            assert os.read(reader, 8192) == data[100 : 100 + 8192]
         finally:
             os.close(reader)
             os.close(writer)
+    assert ctypes.string_at(address, size) == data, "a map of a closed file"
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         with mmap.mmap(-1, 1 << 20) as buffer:
@@ -167,22 +173,38 @@ def ways_to_read(path: Path, data: bytes) -> None:
         os.close(direct)
 
 
-def test_every_way_to_read_uncached_and_resident(one_file: tuple[Mount, bytes]) -> None:
-    mount, data = one_file
+@pytest.mark.smoke
+@pytest.mark.parametrize("data_path", ["relay", "passthrough"])
+def test_every_way_to_read_uncached_and_resident(work: Bench, source: Path, data_path: str) -> None:
+    start, end = trees.random_bytes(HOLE, 3), trees.random_bytes((1 << 20) + 777, 4)
+    data = start + bytes(1 << 20) + end
+    with (source / "data").open("wb") as file:
+        file.write(start)
+        file.seek(1 << 20, os.SEEK_CUR)
+        file.write(end)
+    mount = work.mount(source, "--data-path", data_path)
+    assert (mount.path / "data").stat().st_blocks == (source / "data").stat().st_blocks
     ways_to_read(mount.path / "data", data)
-    mount.wait_idle()
+    assert mount.wait_idle()["served"]["passthrough_opens"] == 0
+    wait_for(lambda: open_slots(mount) == 0, "all to be closed")
     assert os.getxattr(mount.path / "data", "user.monarchfs.state") == b"resident"
     drop_caches()
+    relayed = mount.status()["served"]["relayed_bytes"]
     ways_to_read(mount.path / "data", data)
+    status = mount.status()
+    assert status["data_path"] == data_path
+    served, passes = status["served"], data_path == "passthrough"
+    assert (served["passthrough_opens"] > 0) == passes
+    assert (served["relayed_bytes"] == relayed) == passes
 
 
-def test_locks(one_file: tuple[Mount, bytes]) -> None:
-    mount, _data = one_file
+def test_locks(work: Bench, source: Path) -> None:
+    (source / "data").write_bytes(b"data")
+    path = work.mount(source).path / "data"
     holds = (
         "import fcntl,sys,os; f=open(sys.argv[1],'rb'); fcntl.flock(f, fcntl.LOCK_EX); "
         "print('held', flush=True); sys.stdin.read()"
     )
-    path = mount.path / "data"
     with (
         subprocess.Popen(
             [sys.executable, "-c", holds, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -207,28 +229,6 @@ def test_hdf5_and_numpy_read_as_they_do_from_disk(work: Bench, source: Path) -> 
     assert (np.load(mount.path / "a.npy", mmap_mode="r") == array).all()
     with h5py.File(mount.path / "a.h5", "r") as file:
         assert (file["x"][:] == array).all()
-
-
-def _read_at_random(path: str, data_path: str, seed: int) -> None:
-    data = Path(data_path).read_bytes()
-    rng = random.Random(seed)
-    with open(path, "rb") as file:
-        for _ in range(200):
-            offset = rng.randrange(len(data))
-            assert os.pread(file.fileno(), 65_536, offset) == data[offset : offset + 65_536]
-
-
-def test_several_processes_read_one_file_while_it_is_copied(work: Bench, source: Path) -> None:
-    (source / "data").write_bytes(trees.random_bytes(20 << 20, 9))
-    mount = work.mount(source)
-    context = multiprocessing.get_context("spawn")
-    arguments = (str(mount.path / "data"), str(source / "data"))
-    readers = [context.Process(target=_read_at_random, args=(*arguments, n)) for n in range(4)]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    assert [reader.exitcode for reader in readers] == [0, 0, 0, 0]
 
 
 def test_statfs_is_the_sources(work: Bench, source: Path) -> None:
@@ -277,3 +277,16 @@ def test_a_file_system_mounted_inside_the_source(work: Bench, source: Path) -> N
         assert mount.umount().returncode == 0
     finally:
         subprocess.run(["umount", str(inner)], check=True)
+
+
+@pytest.mark.parametrize("prefetch", ["none", "access"])
+def test_files_of_another_age_are_read(work: Bench, source: Path, prefetch: str) -> None:
+    """Their times do not fit in 64 bits of nanoseconds; tree and kernel pass them through,
+    whichever way the bytes take."""
+    for name, year_ns in {"2286": 10**19, "1938": -(10**18)}.items():
+        (source / name).write_bytes(b"bytes of %s" % name.encode())
+        os.utime(source / name, ns=(year_ns, year_ns + 7))
+    mount = work.mount(source, "--data-path", "relay", "--prefetch", prefetch)
+    for _ in range(2):
+        assert trees.differences(source, mount.path) == []
+        mount.wait_idle()

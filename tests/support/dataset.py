@@ -72,7 +72,7 @@ class Dataset:
 
     def replace(self, name: str, size: str) -> None:
         """Another file takes its place."""
-        new = self._backing / f"{name}.new"
+        new = self._backing.with_name("new")
         new.write_bytes(self._next(name, bytes_of(size)))
         new.rename(self._backing / name)
 

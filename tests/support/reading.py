@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ COMMAND = [sys.executable, "-m", "tests.support.reading"]
 MIB = 1 << 20
 MOST_WHOLE_BYTES = MIB
 """What ``loop`` reads as a whole, too."""
+KEPT = 6
+"""Files that ``loop`` has open, and mapped, for some time."""
 
 
 def digest(data: bytes) -> str:
@@ -71,6 +73,8 @@ class Reader:
 # -- in the process
 
 _fds: dict[str, int] = {}
+_maps: dict[str, mmap.mmap] = {}
+_listings: dict[str, tuple[list[str], Iterator[os.DirEntry[str]]]] = {}
 
 
 def _drop(fd: int) -> None:
@@ -117,13 +121,13 @@ def _read(root: str, names: list[str], way: str, seed: int) -> dict[str, str]:
     return {name: _read_file(f"{root}/{name}", way) for name in names}
 
 
-def _read_at_once(root: str, names: list[str]) -> dict[str, str]:
+def _read_at_once(root: str, names: list[str], way: str) -> dict[str, str]:
     """By a thread each; an error in place of the digest."""
     found = {}
 
     def read(name: str) -> None:
         try:
-            found[name] = _read_file(f"{root}/{name}", "whole")
+            found[name] = _read_file(f"{root}/{name}", way)
         except OSError as error:
             found[name] = errno.errorcode[error.errno or 0]
 
@@ -145,26 +149,49 @@ def _part(root: str, name: str, offset: int, size: int, way: str) -> str:
         os.close(fd)
 
 
-def _open(root: str, names: list[str]) -> None:
+def _open(root: str, names: list[str], way: str = "whole") -> None:
     for name in names:
         _fds[name] = os.open(f"{root}/{name}", os.O_RDONLY)
+        if way == "mapped":
+            _maps[name] = mmap.mmap(_fds[name], 0, mmap.MAP_SHARED, mmap.PROT_READ)
 
 
 def _held(names: list[str]) -> dict[str, str]:
     found = {}
     for name in names:
-        _drop(_fds[name])
-        found[name] = digest(_whole(_fds[name]))
+        if name in _maps:
+            found[name] = digest(_maps[name][:])
+        else:
+            _drop(_fds[name])
+            found[name] = digest(_whole(_fds[name]))
     return found
+
+
+def _held_sizes(names: list[str]) -> list[int]:
+    return [os.fstat(_fds[name]).st_size for name in names]
 
 
 def _close(names: list[str]) -> None:
     for name in names:
+        if name in _maps:
+            _maps.pop(name).close()
         os.close(_fds.pop(name))
 
 
 def _list(path: str) -> list[str]:
     return sorted(os.listdir(path))
+
+
+def _list_some(path: str) -> None:
+    """The first name of a directory."""
+    entries = os.scandir(path)
+    _listings[path] = [next(entries).name], entries
+
+
+def _list_rest(path: str) -> list[str]:
+    """All names, with the others."""
+    names, entries = _listings.pop(path)
+    return sorted([*names, *(entry.name for entry in entries)])
 
 
 def _differences(source: str, mount: str) -> list[str]:
@@ -175,44 +202,75 @@ def _stat(path: str) -> int:
     return os.stat(path).st_size
 
 
-def _loop(root: str, names: Sequence[str], truth: str, seed: int) -> tuple[int, float]:
-    """Here and there until another line comes, with the largest file open all the while, and the
-    directory listed; how often, and how many seconds the longest round took."""
+def _loop(
+    root: str, names: Sequence[str], truth: str, seed: int, versions: int
+) -> tuple[int, float]:
+    """Here and there until another line comes, with the largest file and some others open and
+    mapped all the while, and the directory listed; how often, and how many seconds the longest
+    round took."""
     chance, rounds, worst = random.Random(seed), 0, 0.0
-    contents = {name: Path(truth, name).read_bytes() for name in names}
+    contents = {name: _versions(Path(truth, name), name, versions) for name in names}
     listing = sorted(os.listdir(truth))
-    largest = max(names, key=lambda name: len(contents[name]))
-    held = os.open(f"{root}/{largest}", os.O_RDONLY)
+    largest = max(names, key=lambda name: len(contents[name][0]))
+    held = [(os.open(f"{root}/{largest}", os.O_RDONLY), largest)]
+    maps: list[tuple[mmap.mmap, str]] = []
     print(json.dumps({"result": "reading"}), flush=True)
     while rounds < 10 or not select.select([sys.stdin], [], [], 0)[0]:
         began = time.monotonic()
         name = chance.choice(names)
         fd = os.open(f"{root}/{name}", os.O_RDONLY)
+        held.append((fd, name))
         _drop(fd)
-        if len(contents[name]) <= MOST_WHOLE_BYTES:
-            assert _whole(fd) == contents[name], f"{name}: wrong bytes"
+        is_small = len(contents[name][0]) <= MOST_WHOLE_BYTES
+        if is_small and chance.random() < 0.2:
+            maps.append((mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ), name))
+        elif is_small:
+            assert _whole(fd) in contents[name], f"{name}: wrong bytes"
         else:
             _compare(fd, name, contents[name], chance)
-        os.close(fd)
-        _drop(held)
-        _compare(held, largest, contents[largest], chance)
+        fd, name = held.pop(chance.randrange(1, len(held))) if len(held) > KEPT else held[0]
+        _drop(fd)
+        _compare(fd, name, contents[name], chance)
+        if fd != held[0][0]:
+            os.close(fd)
+        if len(maps) > KEPT:
+            pages, name = maps.pop(chance.randrange(len(maps)))
+            assert pages[:] in contents[name], f"{name}: wrong bytes in a map"
+            pages.close()
         assert sorted(os.listdir(root)) == listing, "names are missing"
         rounds += 1
         worst = max(worst, time.monotonic() - began)
-    os.close(held)
+    for pages, _name in maps:
+        pages.close()
+    for fd, _name in held:
+        os.close(fd)
     return rounds, worst
 
 
-def _compare(fd: int, name: str, data: bytes, chance: random.Random) -> None:
-    at = chance.randrange(len(data))
-    assert os.pread(fd, 5000, at) == data[at : at + 5000], f"{name}: wrong bytes at {at}"
+def _versions(path: Path, name: str, count: int) -> list[bytes]:
+    """What a file may hold: the first so many versions of a scenario, all as large as now; 0: what
+    it has now."""
+    if count == 0:
+        return [path.read_bytes()]
+    from tests.support.dataset import content  # takes long to import
+
+    return [content(name, path.stat().st_size, version) for version in range(count)]
+
+
+def _compare(fd: int, name: str, versions: Sequence[bytes], chance: random.Random) -> None:
+    at = chance.randrange(len(versions[0]))
+    data = os.pread(fd, 5000, at)
+    assert data in [one[at : at + 5000] for one in versions], f"{name}: wrong bytes at {at}"
 
 
 CALLS: dict[str, Callable[..., Any]] = {
     **{"read": _read, "read at once": _read_at_once, "part": _part, "open": _open, "held": _held},
     **{
+        "held sizes": _held_sizes,
         "close": _close,
         "list": _list,
+        "list some": _list_some,
+        "list rest": _list_rest,
         "stat": _stat,
         "differences": _differences,
         "loop": _loop,

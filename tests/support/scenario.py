@@ -35,6 +35,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,15 +81,19 @@ def allocated(directory: Path) -> int:
 
 class Scenario:
     """Its methods are steps, but for `play`, `workers`, `asked`, `finish_all` and `tear_down`.
-    ``options`` are given to each mount, after the scenario's own; ``user`` mounts and reads.
+    ``options`` are given to each mount, after the scenario's own; ``user`` mounts and reads;
+    ``apart``: each command is a process of its own.
     Changing: ``observed``, at each check; ``restarts`` and ``deaths``, how many there were of the
     worker as far as the scenario knows."""
 
-    def __init__(self, work: Bench, *options: str, user: str | None = None) -> None:
+    def __init__(
+        self, work: Bench, *options: str, user: str | None = None, apart: bool = False
+    ) -> None:
         self.observed: dict[str, Observed] = {}
         self._work = work
         self._options = options
         self._user = user
+        self._apart = apart or user is not None
         if user is not None:
             work.path.chmod(0o1777)
         backing = work.path / "backing"
@@ -142,8 +147,10 @@ class Scenario:
         self._base = {f"source.{name}": n for name, n in before["operations"].items()}
         self._base["source.read_bytes"] = before["read_bytes"]
 
-    def umount(self) -> None:
-        self._command("umount", str(self._mnt.path), "--timeout", "20")
+    def umount(self, within: str = "20") -> None:
+        watch = Stopwatch()
+        self._command("umount", str(self._mnt.path), "--timeout", within)
+        watch.check(2 * float(within), "to unmount")
         self._work.mounts.remove(self._mnt)
         self._mount = None
 
@@ -224,8 +231,8 @@ class Scenario:
         wait_for(lambda: " ".join(words) in self._xattr(name, "reason"), f"{name}: {words}")
 
     def _command(self, *arguments: str) -> None:
-        """In this process, where it is this user's: that takes half the time."""
-        if self._user is None:
+        """In this process, where that may be: that takes half the time."""
+        if not self._apart:
             assert main(arguments) == 0, arguments
         else:
             done = run(*arguments, user=self._user)
@@ -298,27 +305,36 @@ class Scenario:
     # -- readers
 
     def read(
-        self, *words: str, by: str = "1", way: str = "whole", error: str = "", old: str = ""
+        self,
+        *words: str,
+        by: str = "1",
+        way: str = "whole",
+        error: str = "",
+        old: str = "",
+        within: str = "inf",
     ) -> None:
         """So many processes read all of these files, each in an order of its own; ``way``: whole,
         again (from the page cache, if it is there), mapped, or direct."""
+        watch = Stopwatch()
         for number in range(int(by)):
             self.begin(f"reader{number}", *words, way=way, seed=str(number))
         for number in range(int(by)):
             self.finish(f"reader{number}", error, old)
+        watch.check(float(within), "to read")
 
     def begin(self, who: str, *words: str, way: str = "whole", seed: str = "0") -> None:
         """The same by a process that is not waited for before ``finish``."""
         self._tell(who, "read", self._root, self._dataset.names(words), way, int(seed))
 
-    def begin_at_once(self, who: str, *words: str) -> None:
+    def begin_at_once(self, who: str, *words: str, way: str = "whole") -> None:
         """By one thread a file."""
-        self._tell(who, "read at once", self._root, self._dataset.names(words))
+        self._tell(who, "read at once", self._root, self._dataset.names(words), way)
 
-    def begin_open(self, who: str, *words: str) -> None:
-        """A reader opens files, and keeps them open."""
+    def begin_open(self, who: str, *words: str, way: str = "whole") -> None:
+        """A reader opens files, and keeps them open; ``mapped``: with a map through which it reads
+        them from then on, pages that the kernel has as well."""
         names = self._dataset.names(words)
-        self._tell(who, "open", self._root, names)
+        self._tell(who, "open", self._root, names, way)
         self._readers[who].held += names
 
     def begin_list(self, who: str, name: str) -> None:
@@ -340,8 +356,8 @@ class Scenario:
             wanted = self._dataset.contents(name)[-2 if old else -1]
             assert found[name] == digest(wanted), f"{name}: wrong bytes, or {found[name]}"
 
-    def open(self, who: str, *words: str) -> None:
-        self.begin_open(who, *words)
+    def open(self, who: str, *words: str, way: str = "whole") -> None:
+        self.begin_open(who, *words, way=way)
         self.finish(who)
 
     def held(self, who: str, *words: str, error: str = "", old: str = "") -> None:
@@ -350,6 +366,15 @@ class Scenario:
         self._waited_for[who] = names
         self._readers[who].tell("held", names)
         self.finish(who, error, old)
+
+    def follows(self, who: str) -> None:
+        """What a reader has open comes to be what the source has now, and as large."""
+        names = self._readers[who].held
+        newest = [self._dataset.versions[name][-1] for name in names]
+        sums = {name: digest(data) for name, data in zip(names, newest, strict=True)}
+        sizes = [len(data) for data in newest]
+        wait_for(lambda: self._readers[who].ask("held sizes", names) == sizes, f"{who}: the size")
+        wait_for(lambda: self._readers[who].ask("held", names) == sums, f"{who}: the bytes")
 
     def close(self, who: str, *words: str) -> None:
         reader = self._readers[who]
@@ -363,7 +388,17 @@ class Scenario:
         process.send_signal(signal.SIGUSR1)
         stat = Path(f"/proc/{process.pid}/stat")
         if state:
-            wait_for(lambda: stat.read_text().rpartition(") ")[2][0] == state, f"{who}: {state}")
+            wait_for(lambda: _state(stat) == state, f"{who}: {state}")
+
+    def stuck(self, who: str, threads: str) -> None:
+        """So many threads of a reader wait for the kernel, and cannot be woken (proc(5): D)."""
+        tasks = Path(f"/proc/{self._readers[who].process.pid}/task")
+
+        def waiting() -> int:
+            states = [_state(task / "stat") for task in tasks.iterdir()]
+            return states.count("D")
+
+        wait_for(lambda: waiting() >= int(threads), f"{threads} threads to be stuck")
 
     def part(self, name: str, offset: str, size: str, way: str = "whole") -> None:
         """A process reads some of a file."""
@@ -377,12 +412,13 @@ class Scenario:
         for name in self._dataset.names(words):
             wait_for(lambda: self._is_same(name), f"{name} to be the source's")  # noqa: B023
 
-    def loop(self, who: str, *words: str) -> None:
-        """A process reads here and there until ``end``, and compares."""
+    def loop(self, who: str, *words: str, versions: str = "0") -> None:
+        """A process reads here and there until ``end``, and compares; where files change meanwhile,
+        with so many ``versions`` of each, which are as large as it is now."""
         names = self._dataset.names(words)
         seed = zlib.crc32(who.encode())
-        truth = str(self._source.backing)
-        assert self._reader(who).ask("loop", self._root, names, truth, seed) == "reading"
+        how = str(self._source.backing), seed, int(versions)
+        assert self._reader(who).ask("loop", self._root, names, *how) == "reading"
 
     def end(self, who: str, within: str = "inf") -> None:
         """No round of its took more than so many seconds."""
@@ -398,7 +434,23 @@ class Scenario:
         """Directories have the source's names."""
         for name in words or (".",):
             found = self._reader("reader0").ask("list", f"{self._root}/{name}")
-            assert found == sorted(os.listdir(self._source.backing / name)), name
+            assert found == self._listing(name), name
+
+    def listed(self, *words: str) -> None:
+        """They come to have them."""
+        for name in words or (".",):
+            ask = partial(self._reader("reader0").ask, "list", f"{self._root}/{name}")
+            wait_for(lambda: ask() == self._listing(name), f"the names of {name}")  # noqa: B023
+
+    def list_some(self, who: str, name: str = ".") -> None:
+        """A reader gets the first name of a directory; ``list_rest``: then all names, once each."""
+        self._reader(who).ask("list some", f"{self._root}/{name}")
+
+    def list_rest(self, who: str, name: str = ".") -> None:
+        assert self._reader(who).ask("list rest", f"{self._root}/{name}") == self._listing(name)
+
+    def _listing(self, name: str) -> Sequence[str]:
+        return sorted(os.listdir(self._source.backing / name))
 
     def size(self, *words: str) -> None:
         """What stat(2) says."""
@@ -529,6 +581,14 @@ class Scenario:
                 subprocess.run(["umount", str(path)], check=True)
 
 
+def _state(stat: Path) -> str:
+    """The state of a process or thread; empty where it has ended."""
+    try:
+        return stat.read_text().rpartition(") ")[2][0]
+    except OSError:
+        return ""
+
+
 class Script:
     """A scenario's text: its steps, and the lines that each ``check`` expects."""
 
@@ -580,9 +640,11 @@ def perform(
 
 
 @contextmanager
-def playing(work: Bench, *options: str, user: str | None = None) -> Iterator[Scenario]:
+def playing(
+    work: Bench, *options: str, user: str | None = None, apart: bool = False
+) -> Iterator[Scenario]:
     """A scenario that goes on as its caller says; at the end all that is always so is checked."""
-    scenario = Scenario(work, *options, user=user)
+    scenario = Scenario(work, *options, user=user, apart=apart)
     try:
         yield scenario
         scenario.finish_all()

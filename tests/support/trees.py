@@ -129,6 +129,16 @@ def attributes(path: bytes) -> dict[str, object]:
     return found
 
 
+def kinds(directory: bytes) -> dict[bytes, tuple[bool, bool, bool]]:
+    """What a listing says of the types of what is there (d_type)."""
+    with os.scandir(directory) as entries:
+        return {
+            entry.name: (entry.is_dir(follow_symlinks=False), entry.is_symlink(),
+                         entry.is_file(follow_symlinks=False))
+            for entry in entries
+        }  # fmt: skip
+
+
 def differences(source: Path, mount: Path, *, contents: bool = True) -> list[str]:
     """What a reader could tell apart; [] where the mirror is true."""
     a, b = os.fsencode(source), os.fsencode(mount)
@@ -136,7 +146,7 @@ def differences(source: Path, mount: Path, *, contents: bool = True) -> list[str
     names_a, names_b = list(walk(a)), list(walk(b))
     if names_a != names_b:
         found.append(f"names differ: {sorted(set(names_a) ^ set(names_b))[:5]}")
-    links: dict[int, int] = {}
+    links: dict[tuple[int, int], int] = {}
     for name in names_a:
         path_a, path_b = a + b"/" + name, b + b"/" + name
         if len(path_a) > 4095 or len(path_b) > 4095:
@@ -146,8 +156,10 @@ def differences(source: Path, mount: Path, *, contents: bool = True) -> list[str
             changed = {k: (here.get(k), there.get(k)) for k in here if here[k] != there.get(k)}
             found.append(f"{name!r}: {changed}")
         st_a, st_b = os.lstat(path_a), os.lstat(path_b)
-        if links.setdefault(st_a.st_ino, st_b.st_ino) != st_b.st_ino:
+        if links.setdefault((st_a.st_dev, st_a.st_ino), st_b.st_ino) != st_b.st_ino:
             found.append(f"{name!r}: hard links have different inode numbers")
+        if stat.S_ISDIR(st_a.st_mode) and kinds(path_a) != kinds(path_b):
+            found.append(f"{name!r}: a listing has other types")
         if contents and stat.S_ISREG(st_a.st_mode) and content(path_a) != content(path_b):
             found.append(f"{name!r}: contents differ")
     return found
