@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, Area, area, device_mode
 from tests.support.mounting import Bench, FaultySource
-from tests.support.processes import Processes
 
 
 @pytest.fixture
@@ -43,10 +44,19 @@ def faulty(work: Bench) -> Iterator[FaultySource]:
 
 
 @pytest.fixture
-def processes() -> Iterator[Processes]:
-    found = Processes()
-    yield found
-    found.close()
+def ext4(work: Bench) -> Iterator[Callable[..., Path]]:
+    """Mounts a new one, with options of mkfs.ext4(8) and one of mount(8)'s."""
+    point = work.path / "ext4"
+
+    def mount(*make: str, options: str = "loop") -> Path:
+        surroundings.mount_ext4(work.path / "image", point, 64 << 20, *make, options=options)
+        return point
+
+    yield mount
+    if point.is_mount():
+        for mounted in work.mounts:
+            mounted.umount()
+        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 @pytest.fixture(params=[None, NOBODY], ids=["root", "user"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,30 +14,25 @@ import pytest
 
 from monarchfs.store.segments import SMALL_BYTES
 from tests.support import on_disk
-from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for
-from tests.support.reader import Reader, reader
-from tests.support.scenario import play
+from tests.support.dataset import content
+from tests.support.mounting import Bench, as_user, requires_fuse, requires_root, wait_for
+from tests.support.reading import COMMAND, Reader, digest
+from tests.support.scenario import play, playing
 
 pytestmark = requires_fuse
 
 SIZE = 300_000
 OWN_FILE = SMALL_BYTES + 70_000
 """What a copy has that lies in a file of its own."""
-TTL = ("--freshness", "ttl=3600")
-IMMUTABLE = ("--freshness", "immutable")
-both = pytest.mark.parametrize("freshness", [TTL, IMMUTABLE], ids=["opens", "free"])
 
 
-@pytest.fixture
-def process() -> Iterator[Reader]:
-    with reader() as found:
-        yield found
-
-
-def content(name: str, size: int = SIZE) -> bytes:
-    seed = name.encode()
-    return (seed * (size // len(seed) + 1))[:size]
+@contextmanager
+def reader(user: str | None = None) -> Iterator[Reader]:
+    process = Reader(as_user(user, COMMAND))
+    try:
+        yield process
+    finally:
+        process.close()
 
 
 def dataset(work: Bench, *names: str, size: int = SIZE) -> Path:
@@ -45,30 +41,6 @@ def dataset(work: Bench, *names: str, size: int = SIZE) -> Path:
     for name in names:
         (source / name).write_bytes(content(name, size))
     return source
-
-
-def resident(work: Bench, *names: str, freshness: tuple[str, ...], size: int = SIZE) -> Mount:
-    mount = work.mount(
-        dataset(work, *names, size=size), "--data-path", "relay", *freshness, "--prefetch", "all"
-    )
-    assert mount.wait_idle()["files"]["resident"] == len(names)
-    return mount
-
-
-def evict(mount: Mount, name: str) -> bool:
-    run("evict", str(mount.path), name)
-    left: int = mount.status()["files"]["resident"]
-    return not left
-
-
-def replicas(work: Bench) -> list[Path]:
-    """Files that copies lie in."""
-    tier = work.path / "tier"
-    return on_disk.own_files(tier) + on_disk.segments(tier)
-
-
-def occupied(work: Bench) -> int:
-    return sum(path.stat().st_blocks for path in replicas(work)) * 512
 
 
 RELAY = "mount --data-path relay --freshness"
@@ -154,90 +126,88 @@ def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])
 
 
-@both
+def spoil(path: Path, how: str) -> None:
+    if how == "wiped":
+        shutil.rmtree(path.parent, ignore_errors=True)
+    elif how == "cut":
+        os.truncate(path, 1000)
+    elif how == "linked":
+        path.rename(path.with_suffix(".away"))
+        path.symlink_to("/etc/passwd")
+    else:
+        path.unlink()
+        path.mkdir()
+
+
+@pytest.mark.parametrize("freshness", ["ttl=3600", "immutable"], ids=["opens", "free"])
 @pytest.mark.parametrize("size", [SIZE, OWN_FILE])
-@pytest.mark.parametrize("spoil", ["wiped", "cut", "linked", "replaced by a directory"])
-def test_replicas_that_somebody_spoiled(
-    work: Bench, process: Reader, freshness: tuple[str, ...], spoil: str, size: int
-) -> None:
-    mount = resident(work, "a", "b", freshness=freshness, size=size)
-    a, b = content("a", size), content("b", size)
-    fd = process.open(mount.path / "a")
-    assert process.read(fd) == a
-    spoiled = replicas(work)
-    assert len(spoiled) == (1 if size == SIZE else 2)
-    for path in spoiled:
-        if spoil == "wiped":
-            shutil.rmtree(path.parent, ignore_errors=True)
-        elif spoil == "cut":
-            os.truncate(path, 1000)
-        elif spoil == "linked":
-            path.rename(path.with_suffix(".away"))
-            path.symlink_to("/etc/passwd")
-        else:
-            path.unlink()
-            path.mkdir()
-    other = process.open(mount.path / "b")
-    for _ in range(2):
-        assert process.read(fd) == a
-        assert process.read(other) == b
-    process.close(other)
-    again = process.open(mount.path / "b")
-    assert process.read(again) == b
+@pytest.mark.parametrize("how", ["wiped", "cut", "linked", "replaced by a directory"])
+def test_replicas_that_somebody_spoiled(work: Bench, freshness: str, how: str, size: int) -> None:
+    options = ("--data-path", "relay", "--freshness", freshness, "--prefetch", "all")
+    mount = work.mount(dataset(work, "a", "b", size=size), *options)
+    assert mount.wait_idle()["files"]["resident"] == 2
+    root, tier = str(mount.path), work.path / "tier"
+    sums = {name: digest(content(name, size)) for name in ("a", "b")}
+    with reader() as process:
+        process.ask("open", root, ["a"])
+        assert process.ask("held", ["a"]) == {"a": sums["a"]}
+        spoiled = on_disk.own_files(tier) + on_disk.segments(tier)
+        assert len(spoiled) == (1 if size == SIZE else 2)
+        for path in spoiled:
+            spoil(path, how)
+        process.ask("open", root, ["b"])
+        for _ in range(2):
+            assert process.ask("held", ["a", "b"]) == sums
+        process.ask("close", ["b"])
+        assert process.ask("read", root, ["b"], "whole", 0) == {"b": sums["b"]}
 
 
-def test_what_nobody_reads_is_closed(work: Bench, process: Reader) -> None:
+def test_what_nobody_reads_is_closed(work: Bench) -> None:
     """A small file at once, a larger one after a while."""
-    source = dataset(work, "small")
-    (source / "large").write_bytes(bytes(range(256)) * (8 << 10))
-    mount = work.mount(source, "--data-path", "relay", *IMMUTABLE, "--prefetch", "none")
-    small, large = process.open(mount.path / "small"), process.open(mount.path / "large")
-    worker = psutil.Process(mount.worker_pid())
-
-    def open_in_source(name: str) -> bool:
-        return any(entry.path == str(source / name) for entry in worker.open_files())
-
-    def is_closed(name: str) -> bool:
-        return not open_in_source(name)
-
-    for fd, name in ((small, "small"), (large, "large")):
-        data = (source / name).read_bytes()
-        assert process.read(fd, 5, 10) == data[5:15]
-        if name == "large":
-            assert open_in_source(name)
-        wait_for(partial(is_closed, name), "the source to be closed")
-        assert process.read(fd, 5, 10) == data[5:15]
+    with playing(work) as scenario:
+        scenario.play("file small 300000; file large 2M")
+        scenario.play(f"{RELAY} immutable --prefetch none; open holder")
+        worker = psutil.Process(work.mounts[0].worker_pid())
+        for name in ("small", "large"):
+            path = str(work.faulty[0].path / name)
+            scenario.play(f"held holder {name}")
+            if name == "large":
+                assert path in [entry.path for entry in worker.open_files()]
+            wait_for(
+                lambda: path not in [entry.path for entry in worker.open_files()],  # noqa: B023
+                "the source to be closed",
+            )
+            scenario.play(f"held holder {name}")
+        scenario.play("close holder")
 
 
 @requires_root
 def test_permissions_of_a_mount_for_one_user(work: Bench) -> None:
-    interpreter_for("nobody")
     source = dataset(work, "a", "secret")
     (source / "secret").chmod(0)
     work.path.chmod(0o1777)
-    mount = work.mount(source, "--data-path", "relay", *IMMUTABLE, "--user", "nobody")
+    options = ("--data-path", "relay", "--freshness", "immutable", "--user", "nobody")
+    mount = work.mount(source, *options)
     with reader("nobody") as process:
-        fd = process.open(mount.path / "a")
-        assert process.read(fd) == content("a")
-        assert not process.access(mount.path / "secret")
-        fd = process.open(mount.path / "secret")
+        process.ask("open", str(mount.path), ["a", "secret"])
+        assert process.ask("held", ["a"]) == {"a": digest(content("a", SIZE))}
+        readable = as_user("nobody", ["test", "-r", str(mount.path / "secret")])
+        assert subprocess.run(readable, check=False).returncode == 1
         for _ in range(2):
             with pytest.raises(PermissionError):
-                process.read(fd)
+                process.ask("held", ["secret"])
 
 
 @requires_root
 def test_permissions_of_a_mount_for_all(work: Bench) -> None:
     """The kernel checks them itself."""
-    interpreter_for("nobody")
     source = dataset(work, "a", "secret")
     (source / "secret").chmod(0o600)
-    work.path.chmod(0o755)
-    mount = work.mount(
-        source, "--data-path", "relay", *IMMUTABLE, "-o", "allow_other", "--prefetch", "all"
-    )
+    options = ("--data-path", "relay", "--freshness", "immutable", "-o", "allow_other")
+    mount = work.mount(source, *options, "--prefetch", "all")
     mount.wait_idle()
     with reader("nobody") as process:
-        assert process.read(process.open(mount.path / "a")) == content("a")
+        found = process.ask("read", str(mount.path), ["a"], "whole", 0)
+        assert found == {"a": digest(content("a", SIZE))}
         with pytest.raises(PermissionError):
-            process.open(mount.path / "secret")
+            process.ask("open", str(mount.path), ["secret"])

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
-import stat
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from monarchfs.fuse import fast_path
-from tests.support.mounting import Bench, Mount, as_user, free_port, requires_mounts, run, wait_for
-from tests.support.scraping import scrape
+from tests.support.mounting import Bench, Mount, as_user, requires_mounts, run, wait_for
+from tests.support.scenario import play, playing
 
 pytestmark = requires_mounts
 
@@ -30,104 +27,84 @@ def source(work: Bench) -> Path:
     return path
 
 
-class Counted:
-    """A mount of which it is known what the kernel asked for."""
-
-    def __init__(self, work: Bench, source: Path, *options: str) -> None:
-        self.port = free_port()
-        self.mount: Mount = work.mount(source, *options, "--metrics-port", str(self.port))
-
-    def requests(self, operation: str) -> int:
-        name = "monarchfs_request_duration_seconds_count"
-        return round(
-            sum(
-                value
-                for (known, labels), value in scrape(self.port).samples.items()
-                if known == name and ("operation", operation) in labels
-            )
-        )
-
-    def asked_by(self, *command: str) -> tuple[str, dict[str, int]]:
-        """What a command that is run in the mount says, and what the kernel asks for meanwhile."""
-        operations = ("opendir", "readdir", "lookup", "getattr")
-        before = [self.requests(operation) for operation in operations]
-        done = subprocess.run(
-            command, cwd=self.mount.path, capture_output=True, text=True, timeout=60, check=True
-        )
-        after = [self.requests(operation) for operation in operations]
-        counts = dict(
-            zip(operations, (b - a for a, b in zip(before, after, strict=True)), strict=True)
-        )
-        return done.stdout, counts
+CASES = {
+    "a change shows when its time is over": """
+mount --freshness ttl=1
+list d; list d; list d; list d
+remove d/f7; file d/new 3; listed d; remove d/new; listed d
+""",
+    "open shows every change at once": "mount --freshness open\n"
+    + "".join(f"file d/n{n} 3; list d; remove d/n{n}; list d\n" for n in range(10)),
+} | {
+    # The second time, what the kernel has is the dead worker's.
+    f"a listing goes on under another worker ({freshness})": f"""
+mount --freshness {freshness}
+list_some one d; kill worker; list_rest one d
+list_some one d; kill worker; list_rest one d
+file d/new 3; command refresh; list d
+"""
+    for freshness in ("immutable", "ttl=1")
+}
 
 
-FIND = ("find", "d", "-type", "f", "-printf", "%f %s\n")
+@pytest.mark.parametrize("case", CASES)
+def test_case(work: Bench, case: str) -> None:
+    play(work, "file d/f{0..299} 10\n" + CASES[case])
 
 
 @pytest.mark.skipif(
     not fast_path.CACHES_LISTINGS,
     reason="needs a kernel that keeps listings: Linux 5.0 or later, without 6.9 to 6.12.9",
 )
-def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench, source: Path) -> None:
-    counted = Counted(work, source, "--freshness", "immutable")
-    assert run("warm", str(counted.mount.path), "--metadata", "--wait").returncode == 0
-    first, asked = counted.asked_by(*FIND)
-    assert len(first.splitlines()) == FILES
-    assert asked["readdir"] >= 2
-    assert asked["lookup"] <= 1, "attributes come with the names"
+def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench) -> None:
+    with playing(work) as scenario:
+        scenario.play("file d/f{0..299} 10; mount --freshness immutable")
+        scenario.play("command warm --metadata --wait; check warmed")
 
-    def not_asked() -> bool:
-        """Others may have the machine drop its caches just now."""
-        again, asked = counted.asked_by(*FIND)
-        assert sorted(again.splitlines()) == sorted(first.splitlines())
-        assert 1 <= asked["opendir"] <= 2, "find opens where it is, too"
-        return (asked["readdir"], asked["lookup"], asked["getattr"]) == (0, 0, 0)
+        def asked(operation: str) -> int:
+            """How often the kernel asked while all names and sizes were looked at."""
+            seen = scenario.observed["found"]
+            return sum(n for key, n in seen.items() if key.startswith(f"requests.{operation}."))
 
-    wait_for(not_asked, "a listing from the kernel's memory")
+        def find() -> list[str]:
+            command = ["find", "d", "-type", "f", "-printf", "%f %s\n"]
+            found = run_command(*command, cwd=work.mounts[0].path)
+            scenario.play("check found")
+            return sorted(found.splitlines())
+
+        first = find()
+        assert len(first) == FILES
+        assert asked("readdir") >= 2
+        assert asked("lookup") <= 1, "attributes come with the names"
+
+        def not_asked() -> bool:
+            """Others may have the machine drop its caches just now."""
+            assert find() == first
+            assert 1 <= asked("opendir") <= 2, "find opens where it is, too"
+            return not any(map(asked, ("readdir", "lookup", "getattr")))
+
+        wait_for(not_asked, "a listing from the kernel's memory")
 
 
 def test_refresh_reaches_listings_that_the_kernel_has(work: Bench, source: Path) -> None:
-    counted = Counted(work, source, "--freshness", "immutable")
-    directory = counted.mount.path / "d"
+    mount = work.mount(source, "--freshness", "immutable")
+    directory = mount.path / "d"
     for _ in range(3):
-        names = os.listdir(directory)
+        names = sorted(os.listdir(directory))
     held = os.open(directory, os.O_RDONLY)
     try:
-        assert sorted(os.listdir(held)) == sorted(names)
+        assert sorted(os.listdir(held)) == names
         (source / "d" / "f7").unlink()
         (source / "d" / "new").write_bytes(b"new")
-        assert sorted(os.listdir(directory)) == sorted(names), "that is what immutable means"
-        assert run("refresh", str(counted.mount.path)).returncode == 0
+        assert sorted(os.listdir(directory)) == names, "that is what immutable means"
+        assert run("refresh", str(mount.path)).returncode == 0
         changed = sorted({*names, "new"} - {"f7"})
-        assert sorted(os.listdir(directory)) == changed
-        assert sorted(os.listdir(directory)) == changed
+        for _ in range(2):
+            assert sorted(os.listdir(directory)) == changed
         # A descriptor that was opened before, from its beginning: the kernel is told by and by.
         wait_for(lambda: sorted(os.listdir(held)) == changed, "the kernel to forget the listing")
     finally:
         os.close(held)
-
-
-def test_a_change_shows_when_its_time_is_over(work: Bench, source: Path) -> None:
-    counted = Counted(work, source, "--freshness", "ttl=1")
-    directory = counted.mount.path / "d"
-    names = os.listdir(directory)
-    for _ in range(3):
-        assert sorted(os.listdir(directory)) == sorted(names)
-    (source / "d" / "f7").unlink()
-    (source / "d" / "new").write_bytes(b"new")
-    changed = sorted({*names, "new"} - {"f7"})
-    wait_for(lambda: sorted(os.listdir(directory)) == changed, "the change to show", 5)
-    (source / "d" / "new").unlink()
-    wait_for(lambda: "new" not in os.listdir(directory), "the change to show", 5)
-
-
-def test_open_shows_every_change_at_once(work: Bench, source: Path) -> None:
-    mount = work.mount(source, "--freshness", "open")
-    for number in range(10):
-        (source / "d" / f"new{number}").write_bytes(b"new")
-        assert f"new{number}" in os.listdir(mount.path / "d")
-        (source / "d" / f"new{number}").unlink()
-        assert f"new{number}" not in os.listdir(mount.path / "d")
 
 
 SEEK = """
@@ -176,29 +153,6 @@ def test_seeking_in_listings(work: Bench, source: Path, size: int) -> None:
     assert sorted(os.listdir(mount.path / "d")) == sorted(os.listdir(source / "d"))
 
 
-def test_types_and_attributes_of_what_is_listed(work: Bench, source: Path) -> None:
-    (source / "d" / "link").symlink_to("f1")
-    os.link(source / "d" / "f2", source / "d" / "hard link")
-    os.mkfifo(source / "d" / "fifo")
-    (source / "d" / "below").mkdir()
-    os.utime(source / "d" / "f1", ns=(-5, -1_000_000_001))
-    mount = work.mount(source, "--freshness", "immutable")
-    for _ in range(3):  # with names alone, with attributes, from memory
-        for there, here in zip(
-            sorted(os.scandir(mount.path / "d"), key=lambda e: e.name),
-            sorted(os.scandir(source / "d"), key=lambda e: e.name),
-            strict=True,
-        ):
-            mine, its = there.stat(follow_symlinks=False), here.stat(follow_symlinks=False)
-            assert there.name == here.name
-            assert there.inode() == mine.st_ino
-            assert there.is_dir(follow_symlinks=False) == stat.S_ISDIR(its.st_mode)
-            assert there.is_symlink() == here.is_symlink()
-            for name in ("mode", "nlink", "uid", "gid", "size", "mtime_ns", "ctime_ns", "blocks"):
-                assert getattr(mine, f"st_{name}") == getattr(its, f"st_{name}"), here.name
-        assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
-
-
 def operations(mount: Mount) -> int:
     return int(mount.status()["source_io"]["operations"])
 
@@ -209,8 +163,9 @@ def long_listing(path: Path) -> list[str]:
     return done.splitlines()[1:]
 
 
-def run_command(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+def run_command(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=cwd)
+    return done.stdout
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])
@@ -255,24 +210,3 @@ def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: 
                 capture_output=True, text=True, timeout=60, check=False, cwd="/",
             )  # fmt: skip
             assert "PermissionError" in done.stderr, root
-
-
-@pytest.mark.parametrize("freshness", ["immutable", "ttl=1"])
-def test_a_listing_goes_on_under_another_worker(work: Bench, source: Path, freshness: str) -> None:
-    mount = work.mount(source, "--freshness", freshness)
-    expected = sorted(os.listdir(mount.path / "d"))
-
-    def another(before: int) -> bool:
-        return mount.worker_pid() != before
-
-    for _ in range(2):  # the second time, what the kernel has is the dead worker's
-        with os.scandir(mount.path / "d") as entries:
-            names = [next(entries).name]
-            pid = mount.worker_pid()
-            os.kill(pid, signal.SIGKILL)
-            names += [entry.name for entry in entries]
-        assert sorted(names) == expected
-        wait_for(partial(another, pid), "another worker")
-    (source / "d" / "new").write_bytes(b"new")
-    assert run("refresh", str(mount.path)).returncode == 0
-    assert sorted(os.listdir(mount.path / "d")) == sorted([*expected, "new"])
