@@ -71,6 +71,10 @@ def run_after(
     )
 
 
+def storage(work: Bench, tier: str = "1G") -> list[str]:
+    return ["--tier", f"{work.path}/tier={tier}", "--state-dir", f"{work.path}/state"]
+
+
 @pytest.fixture
 def src(work: Bench) -> Path:
     source = work.path / "src"
@@ -84,18 +88,17 @@ def src(work: Bench) -> Path:
 def test_every_command_does_what_it_does_elsewhere(work: Bench, src: Path, state: str) -> None:
     mountpoint = work.path / "mnt"
     mountpoint.mkdir()
-    tier = ["--tier", f"{work.path}/tier=1G"]
-    storage = [*tier, "--state-dir", f"{work.path}/state"]
+    tier = storage(work)[:2]
     umount = ["umount", str(mountpoint)]
     commands = [
         ["doctor", str(src), *tier, "--quick"],
         ["plan", str(src), *tier, "--quick"],
-        ["mount", str(src), str(mountpoint), *storage],
+        ["mount", str(src), str(mountpoint), *storage(work)],
         ["warm", str(mountpoint), "--wait"],
         ["cache", "list"],
         umount,
         ["fsck", f"{work.path}/state"],
-        ["run", str(src), *storage, "--", "stat", "-f", "-c", "%t", str(src)],
+        ["run", str(src), *storage(work), "--", "stat", "-f", "-c", "%t", str(src)],
         ["gc", "--dry-run"],
     ]
     try:
@@ -113,8 +116,7 @@ def test_every_command_does_what_it_does_elsewhere(work: Bench, src: Path, state
 def test_the_command_of_run_gets_what_it_would_get(work: Bench, src: Path, state: str) -> None:
     program = [sys.executable, "-c", STATE_OF]
     alone = subprocess.run(after(state, program), capture_output=True, text=True, check=True)
-    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
-    done = run_after(state, "run", str(src), *storage, "--", *program)
+    done = run_after(state, "run", str(src), *storage(work), "--", *program)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == json.loads(alone.stdout)
 
@@ -147,21 +149,20 @@ def test_a_limit_that_is_too_low_is_named_before_anything_is_made(
     user = without_processes() if name == "NPROC" else None
     work.path.chmod(0o1777)
     (work.path / "mnt").mkdir()
-    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
     before = sorted(work.path.rglob("*"))
     state = hard(name, most)
-    done = run_after(state, "mount", str(src), f"{work.path}/mnt", *storage, user=user)
+    done = run_after(state, "mount", str(src), f"{work.path}/mnt", *storage(work), user=user)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1, done.stderr
     for words in (has, needs, remedy):
         assert words in done.stderr
-    done = run_after(state, "doctor", str(src), *storage, "--quick", user=user)
+    done = run_after(state, "doctor", str(src), *storage(work), "--quick", user=user)
     assert done.returncode == 1
     assert any(
         line.split()[:2] == ["problem", "limits"] and needs in line
         for line in done.stdout.splitlines()
     )
-    done = run_after(state, "run", str(src), *storage, "--", "echo", "ran", user=user)
+    done = run_after(state, "run", str(src), *storage(work), "--", "echo", "ran", user=user)
     assert (done.returncode, done.stdout) == (0, "ran\n")
     assert needs in done.stderr
     assert sorted(work.path.rglob("*")) == before
@@ -199,8 +200,7 @@ def test_where_little_memory_can_be_mapped_a_line_says_so(
 def test_a_file_above_the_limit_of_sizes_is_refused_alone(work: Bench, src: Path) -> None:
     os.truncate(src / "file0", (1 << 30) + 1)
     (work.path / "mnt").mkdir()
-    storage = ["--tier", f"{work.path}/tier=2G", "--state-dir", f"{work.path}/state"]
-    arguments = ["mount", str(src), f"{work.path}/mnt", *storage]
+    arguments = ["mount", str(src), f"{work.path}/mnt", *storage(work, "2G")]
     done = run_after(hard("FSIZE", 1 << 30), *arguments)
     assert (done.returncode, done.stderr) == (0, "")
     mount = Mount(src, work.path / "mnt")

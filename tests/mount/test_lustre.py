@@ -106,18 +106,6 @@ def test_nothing_but_a_reader_recalls(work: Bench, backing: Path, lustre: Lustre
     wait_for(lambda: asked("status", point)["files"]["resident"] == 5, "them to be copied")
 
 
-def test_a_summary_says_what_the_archive_has(work: Bench, backing: Path, lustre: Lustre) -> None:
-    write(backing / "there", 1000)
-    write(backing / "taped", 5000, released=True)
-    mount = work.mount(lustre().path)
-    done = run("warm", str(mount.path), "--wait")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines() == [
-        "resident: 1 file, 1000 bytes of 2 files, 5.9K (copied now: 1 file, 1000 bytes)",
-        "archived: 1 file, 4.9K: copied when read",
-    ]
-
-
 @pytest.mark.parametrize("stripes", [171, 300, 2000])
 @pytest.mark.parametrize("size", [5000, 3 * MIB])
 def test_layouts_of_any_size(

@@ -39,14 +39,9 @@ check second
 def test_who_has_a_file_open_keeps_its_version(work: Bench, mode: str) -> None:
     script = f"""
 mount --freshness {mode} --prefetch none
-open holder 1/1
-held holder
-replace 1/1 7
-held holder old=1
-command refresh
-same 1/1
-held holder old=1
-close holder
+open holder 1/1; held holder
+replace 1/1 7; held holder old=1
+command refresh; same 1/1; held holder old=1; close holder
 """
     play(work, FILES + script)
 
@@ -54,18 +49,12 @@ close holder
 CASES = {
     "a new worker reads what was open": """
 mount --freshness ttl=3600 --prefetch none
-open holder
-kill worker
-held holder
-close holder
-read
+open holder; kill worker; held holder; close holder; read
 """,
     "what the source says reaches the reader": """
 mount --freshness ttl=3600 --prefetch none
-fail open * EIO
-read 1/1 error=EIO
-heal
-read 1/1
+fail open * EIO; read 1/1 error=EIO
+heal; read 1/1
 """,
     "a tier that is too small keeps what fits": """
 mount --prefetch access tier=80K
@@ -78,12 +67,8 @@ read
 """,
     "directories that change places": """
 mount --freshness open --prefetch none
-read
-rename 1 3
-rename 2 1
-rename 3 2
-same 1/*
-read
+read; rename 1 3; rename 2 1; rename 3 2
+same 1/*; read
 """,
 }
 """In the last one, a directory that the C part knows goes on meaning what it did; the version tells

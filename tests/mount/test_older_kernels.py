@@ -18,7 +18,7 @@ from tests.support import mounting, older_kernel, surroundings
 from tests.support.mounting import Bench, requires_mounts, wait_for
 from tests.support.older_kernel import ALL_NEWER, NEWER_CALLS
 from tests.support.private_mounts import left_clean, make_place
-from tests.support.processes import READER, Processes, clean_after, some_files
+from tests.support.scenario import playing
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
@@ -76,22 +76,15 @@ def run_all_on(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounting, "MONARCHFS", words)
 
 
-def test_a_mount(work: Bench, processes: Processes, kernel: Kernel) -> None:
-    """Read, listed, its worker killed, unmounted."""
-    source = work.path / "source"
-    some_files(source, 12, 110_000)
-    (source / "long").write_bytes(os.urandom(3_000_000))
-    mount = work.mount(source)
-    reader = processes.start(READER, source, mount.path, "long")
-    assert reader.line() == "reading"
-    worker = mount.worker_pid()
-    kernel.assert_in_force(worker)
-    os.kill(worker, signal.SIGKILL)
-    wait_for(lambda: mount.worker_pid() != worker, "another worker")
-    reader.end()
-    assert os.access(mount.path / "long", os.R_OK)
-    assert mount.status()["data_path"] == ("relay" if kernel.relays else "passthrough")
-    clean_after(work, mount)
+def test_a_mount(work: Bench, kernel: Kernel) -> None:
+    """Read, listed, its worker killed, unmounted, checked."""
+    with playing(work, apart=True) as scenario:
+        scenario.play("file f{0..11} 110000; file long 3000000; mount; loop reader")
+        (mount,) = work.mounts
+        kernel.assert_in_force(mount.worker_pid())
+        scenario.play("kill worker; end reader")
+        assert os.access(mount.path / "long", os.R_OK)
+        assert mount.status()["data_path"] == ("relay" if kernel.relays else "passthrough")
 
 
 @pytest.mark.parametrize("user", [False, True], ids=["root", "user"])

@@ -48,71 +48,55 @@ check second
 
 CASES = {
     "a large file that is read here and there while it is copied is read once": """
-file large 24M
-slow seconds=0.005
+file large 24M; slow seconds=0.005
 mount --freshness immutable
-loop reader large
-until files.resident = 1
-end reader
-check read
+loop reader large; until files.resident = 1; end reader; check read
   source.read_bytes 25165824
 """,
     "all is copied unasked": f"""
 {MIXED}
 mount --prefetch all --freshness immutable
-until files.resident = {COUNT}
-fail * * EIO
-read
-heal
-check read
+until files.resident = {COUNT}; fail * * EIO; read; heal; check read
   source_io.demand_read_bytes 0
 """,
     "where nothing is kept exactly what is asked for is read": """
 file f 3M
 mount --prefetch none
-part f 1M 4K way=direct
-check read
+part f 1M 4K way=direct; check read
   source.read_bytes 4096
   files.resident 0
 """,
     "a list is copied, and nothing else": """
-file f{0..11} 100000
-lines list f7 f3 f11 f0 missing f5 f2
+file f{0..11} 100000; lines list f7 f3 f11 f0 missing f5 f2
 mount --prefetch {work}/list --freshness immutable -o copy_workers=1
-until files.resident = 6
-check copied
+until files.resident = 6; check copied
   files.resident 6
 state resident f7 f3 f11 f0 f5 f2
 state remote f1 f4 f6 f8 f9 f10
 """,
     "a file that changes while it is copied is not kept": """
-file f 8M
-slow rate=8M
+file f 8M; slow rate=8M
 mount --freshness ttl=0
-open holder f
-part f 0 4096
-until source.read_bytes >= 1M
-file f 8M
-heal
-until prefetch.outdated = 1
-close holder
-same f
+open holder f; part f 0 4096; until source.read_bytes >= 1M
+file f 8M; heal; until prefetch.outdated = 1; close holder; same f
+""",
+    "who is to copy what is opened copies nothing else": """
+file a/{0..299} 1500
+mount --freshness immutable --prefetch access
+read a/{0..149}; check read
+  files.resident 150
 """,
     "many readers of one byte range cause one read": """
-file f 900000
-slow seconds=0.05
+file f 900000; slow seconds=0.05
 mount --freshness immutable
-read by=6
-check read
+read by=6; check read
   source.read_bytes 900000
   source.open 1
 """,
     "a full tier is never exceeded, and small files still get in": """
-file big{0..3} 3M
-file small{0..9} 50000
+file big{0..3} 3M; file small{0..9} 50000
 mount tier=8M
-read big* small*
-check read
+read big* small*; check read
   files.resident 12
   copies_refused.no_room >=2
   tier1.files 12
@@ -121,23 +105,16 @@ state resident small*
     "what does not fit spills into the next tier": """
 file f{0..5} 1M
 mount tier=3M,100M
-read
-check read
+read; check read
   tier1.files 2
   tier2.files 4
 """,
     "the source's errors are the reader's, and pass": """
 file f g 2M
 mount --freshness ttl=0
-fail read f EIO
-read f error=EIO
-read g
-heal
-fail open f EACCES
-read f error=EACCES
-heal
-read f
-state resident f
+fail read f EIO; read f error=EIO; read g; heal
+fail open f EACCES; read f error=EACCES; heal
+read f; state resident f
 """,
 }
 
@@ -150,32 +127,15 @@ def test_case(work: Bench, case: str) -> None:
 def test_who_opens_many_small_files_finds_others_there(work: Bench) -> None:
     """As much again, where something was opened; and all of it where nobody is to find any."""
     script = """
-file a/{0..299} 1500
-file b/{0..299} 1500
+file a/{0..299} 1500; file b/{0..299} 1500
 mount --freshness immutable
-read a/{0..149}
-until files.resident >= 250
-check others are there
+read a/{0..149}; until files.resident >= 250; check others are there
   files.resident 250..300
   source.read_bytes <=450000
-read a/{150..299}
-check they were found
-read b/*
-until files.resident = 600
-check all
+read a/{150..299}; check they were found
+read b/*; until files.resident = 600; check all
 """
     seen = play(work, script)
     missing = 300 - seen["others are there"]["files.resident"]
     assert seen["they were found"].get("served.source_opens", 0) <= missing
     assert sum(part.get("source_io.read_bytes", 0) for part in seen.values()) == 900_000
-
-
-def test_who_is_to_copy_what_is_opened_copies_nothing_else(work: Bench) -> None:
-    script = """
-file a/{0..299} 1500
-mount --freshness immutable --prefetch access
-read a/{0..149}
-check read
-  files.resident 150
-"""
-    play(work, script)

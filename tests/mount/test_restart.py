@@ -2,87 +2,22 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from monarchfs.control import client, registration
-from tests.support import trees
 from tests.support.fake_mounts import NOBODY
-from tests.support.mounting import (
-    MONARCHFS,
-    Bench,
-    FaultySource,
-    Mount,
-    requires_mounts,
-    run,
-    wait_for,
-)
-from tests.support.processes import Processes, clean_after, some_files
-from tests.support.scenario import play
-from tests.support.timing import Stopwatch
+from tests.support.mounting import MONARCHFS, Bench, Mount, requires_mounts, wait_for
+from tests.support.scenario import Scenario, play, playing
 
 pytestmark = requires_mounts
-
-SERVING = ("serving", "safe mode", "source not responding")
-
-HOLDER = """
-import os, sys
-files = {}
-for line in sys.stdin:
-    command, name = line.split()
-    try:
-        if command == "open":
-            files[name] = os.open(name, os.O_RDONLY)
-            answer = "ok"
-        elif command == "close":
-            os.close(files.pop(name))
-            answer = "ok"
-        elif command == "list":
-            answer = " ".join(sorted(os.listdir(name))) or "nothing"
-        else:
-            os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_DONTNEED)
-            size = os.fstat(files[name]).st_size
-            data = b""
-            while part := os.pread(files[name], size, len(data)):
-                data += part
-            answer = __import__("hashlib").sha256(data).hexdigest()
-    except OSError as error:
-        answer = os.strerror(error.errno)
-    print(answer, flush=True)
-"""
-
-
-def kill(mount: Mount, number: signal.Signals = signal.SIGKILL) -> int:
-    """Kills the worker, and waits until another one serves; its number of restarts."""
-    before = mount.status()["worker"]
-    os.kill(before["pid"], number)
-    return wait_replaced(mount, before["restarts"])
-
-
-def wait_replaced(mount: Mount, restarts: int) -> int:
-    def replaced() -> int | None:
-        now = mount.status()
-        there = now["worker"]["restarts"] > restarts and now["state"] in SERVING
-        return int(now["worker"]["restarts"]) if there else None
-
-    result: int = wait_for(replaced, "another worker")
-    return result
-
-
-def sha(data: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(data).hexdigest()
 
 
 @pytest.fixture(params=["kernel", "journal"], autouse=True)
@@ -102,7 +37,8 @@ UNDER_READERS = """
 file f{0..39} 110000; file long 5000000
 mount --evict lru tier=6M
 loop one; loop another
-kill worker times=6; kill worker SIGSEGV SIGTERM
+kill worker times=6; kill worker SIGSEGV; death the worker was killed by signal 11
+kill worker SIGTERM; death the worker was killed by signal 15
 end one; end another
 """
 """Copying and evicting go on meanwhile: not all fits into the tier."""
@@ -189,6 +125,11 @@ file f{0..2} 50000
 mount --freshness ttl=60
 stop worker; read; death no sign of life
 """,
+    "a listing goes on where it was": """
+file a-name-that-is-long-enough-{10000..11499} 0
+mount
+list_some reader; kill worker; list_rest reader
+""",
 }
 """Of an outdated file, the dead worker may not have come to telling the kernel. Copying goes on of
 files that somebody asked for, and of one that was being copied after it was opened."""
@@ -199,152 +140,83 @@ def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])
 
 
-STATTER = """
-import os, random, sys, select
-while not select.select([sys.stdin], [], [], 0)[0]:
-    os.stat(f"{sys.argv[1]}/f{random.randrange(50)}")
-"""
+def test_a_worker_that_cannot_be_reaped_holds_nobody_up(work: Bench) -> None:
+    with playing(work) as scenario:
+        scenario.play("file f{0..9} 50000; file hung 50000; settle; mount --freshness ttl=3600")
+        scenario.play("read f*; size hung; idle")
+        scenario.play("hang * *; begin_open holder hung; until requests.waiting = 1")
+        first = work.mounts[0].worker_pid()
+        for _ in range(2):
+            scenario.play("kill worker; drop_caches; read f*")
+        assert Path(f"/proc/{first}/stat").exists(), "it should have been unable to die"
+        scenario.play("heal; finish holder; held holder; close holder")
+        wait_for(lambda: not Path(f"/proc/{first}/stat").exists(), "the old worker to go")
 
 
-def test_killed_while_it_takes_its_first_requests(work: Bench, processes: Processes) -> None:
+def serving(scenario: Scenario, restarts: int) -> dict[str, Any]:
+    """The worker that serves after so many were replaced."""
+
+    def found() -> dict[str, Any] | None:
+        now = scenario.asked()
+        serves = now["state"] == "serving" and now["worker"]["restarts"] >= restarts
+        return now["worker"] if serves else None
+
+    worker: dict[str, Any] = wait_for(found, "a worker")
+    return worker
+
+
+def test_killed_while_it_takes_its_first_requests(work: Bench) -> None:
     """The kernel copies a request to who takes it; where it cannot, its caller gets EIO."""
-    some_files(work.path / "source", 50, 10)
-    mount = work.mount(work.path / "source", "--freshness", "open")
-    readers = [processes.start(STATTER, mount.path) for _ in range(8)]
-    (found,) = [
-        one
-        for one in registration.find_mounts(["/run/monarchfs"])
-        if one.entry.mountpoint == str(mount.path)
-    ]
-
-    def serving(after: int) -> dict[str, int]:
-        worker: dict[str, int] = {"restarts": -1}
-        while worker["restarts"] <= after:
-            report = client.request(found, {"command": "status"}, 5)
-            if report["state"] == "serving":
-                worker = report["worker"]
-        return worker
-
-    worker, chance = serving(-1), random.Random(5)
-    for _ in range(10):
-        os.kill(worker["pid"], signal.SIGKILL)
-        worker = serving(worker["restarts"])
-        time.sleep(chance.uniform(0, 0.004))
-        os.kill(worker["pid"], signal.SIGKILL)
-        worker = serving(worker["restarts"])
-    for reader in readers:
-        assert reader.end() == ""
-    clean_after(work, mount)
+    readers, chance = [f"reader{n}" for n in range(8)], random.Random(5)
+    with playing(work) as scenario:
+        scenario.play("file f{0..49} 10; mount --freshness open")
+        for reader in readers:
+            scenario.loop(reader)
+        for number in range(20):
+            worker = serving(scenario, number)
+            time.sleep(chance.uniform(0, 0.004) if number % 2 else 0)
+            os.kill(worker["pid"], signal.SIGKILL)
+        scenario.restarts = scenario.deaths = serving(scenario, 20)["restarts"]
+        for reader in readers:
+            scenario.end(reader)
 
 
 def test_what_was_evicted_by_hand_is_not_copied_again(work: Bench) -> None:
     """Some of the copies are still there when the worker dies; the next one removes them."""
-    contents = some_files(work.path / "source", 60, 1_100_000)
-    mount = work.mount(work.path / "source", "--prefetch", "access")
-    assert run("warm", str(mount.path), "--wait").returncode == 0
-    worker, copies = mount.worker_pid(), work.path / "tier"
-    names = {path.name for path in copies.rglob("*") if path.stat().st_size >= 1_100_000}
-    assert len(names) == len(contents)
-    command = [*MONARCHFS, "evict", str(mount.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as evicting:
-        wait_for(lambda: names - {path.name for path in copies.rglob("*")}, "a copy to go")
-        os.kill(worker, signal.SIGKILL)
-        evicting.communicate(timeout=30)
-    wait_replaced(mount, 0)
-    report = mount.wait_idle()
-    assert (report["files"]["resident"], report["prefetch"]["completed"]) == (0, len(contents))
-    assert not names & {path.name for path in copies.rglob("*")}
-    clean_after(work, mount)
+    with playing(work) as scenario:
+        scenario.play("file f{0..59} 1100000; mount --prefetch access; command warm --wait")
+        (mount,), copies = work.mounts, work.path / "tier1"
+        names = {path.name for path in copies.rglob("*") if path.stat().st_size >= 1_100_000}
+        assert len(names) == 60
+        worker, command = mount.worker_pid(), [*MONARCHFS, "evict", str(mount.path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as evicting:
+            wait_for(lambda: names - {path.name for path in copies.rglob("*")}, "a copy to go")
+            os.kill(worker, signal.SIGKILL)
+            evicting.communicate(timeout=30)
+        scenario.restarts = scenario.deaths = serving(scenario, 1)["restarts"]
+        report = mount.wait_idle()
+        assert (report["files"]["resident"], report["prefetch"]["completed"]) == (0, 60)
+        assert not names & {path.name for path in copies.rglob("*")}
 
 
-def test_a_worker_that_cannot_be_reaped_holds_nobody_up(
-    work: Bench, faulty: FaultySource, processes: Processes
-) -> None:
-    contents = some_files(faulty.backing, 10, 50_000)
-    (faulty.backing / "hung").write_bytes(b"x" * 50_000)
-    mount = work.mount(faulty.path, "--freshness", "ttl=3600")
-    for name, data in contents.items():
-        assert (mount.path / name).read_bytes() == data
-    assert os.stat(mount.path / "hung").st_size == 50_000
-    mount.wait_idle()
-    faulty.faults(hang=["* *"])
-    holder = processes.start(HOLDER)
-    holder.tell("open", mount.path / "hung")
-    wait_for(lambda: mount.status()["requests"]["waiting"] == 1, "the open to wait")
-    first = mount.worker_pid()
-    started = Stopwatch()
-    for _ in range(2):
-        kill(mount)
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-        for name, data in contents.items():
-            assert (mount.path / name).read_bytes() == data
-    started.check(60)
-    assert Path(f"/proc/{first}/stat").exists(), "it should have been unable to die"
-    faulty.faults()
-    assert holder.line() == "ok"
-    assert holder.ask("read", mount.path / "hung") == sha(b"x" * 50_000)
-    assert holder.ask("close", mount.path / "hung") == "ok"
-    wait_for(lambda: not Path(f"/proc/{first}/stat").exists(), "the old worker to go")
-    clean_after(work, mount)
-
-
-def test_a_listing_goes_on_where_it_was(work: Bench, processes: Processes) -> None:
-    source = work.path / "source"
-    source.mkdir()
-    names = {f"a-name-that-is-long-enough-{n:05}" for n in range(3000)}
-    for name in names:
-        (source / name).touch()
-    mount = work.mount(source)
-    code = (
-        "import os, sys\n"
-        "names = []\n"
-        "with os.scandir(sys.argv[1]) as entries:\n"
-        "    for count, entry in enumerate(entries):\n"
-        "        names.append(entry.name)\n"
-        "        if count == 100: print('some', flush=True); sys.stdin.readline()\n"
-        "print(len(names), len(set(names)), flush=True)\n"
-    )
-    reader = processes.start(code, mount.path)
-    assert reader.line() == "some"
-    kill(mount)
-    assert reader.end() == "3000 3000"
-
-
-def test_an_index_that_is_lost_meanwhile(work: Bench, processes: Processes) -> None:
+def test_an_index_that_is_lost_meanwhile(work: Bench) -> None:
     """Numbers that the kernel knows do not come to mean something else."""
-    contents = some_files(work.path / "source", 20, 20_000)
-    mount = work.mount(work.path / "source", "--freshness", "immutable")
-    holder = processes.start(HOLDER)
-    for name, data in contents.items():
-        assert (mount.path / name).read_bytes() == data
-    assert holder.ask("open", mount.path / "f0") == "ok"
-    mount.wait_idle()
-    before = {name: os.stat(mount.path / name).st_ino for name in contents}
-    worker = mount.worker_pid()
-    os.kill(worker, signal.SIGSTOP)
-    (work.path / "state" / "index" / "data.mdb").write_bytes(b"damaged" * 10_000)
-    os.kill(worker, signal.SIGSEGV)
-    os.kill(worker, signal.SIGCONT)
-    wait_replaced(mount, 0)
-    # It is found out with the first open (the kernel walks the path again) or, where the kernel
-    # opens without asking, with the first read (it is told to forget all names).
-    Path("/proc/sys/vm/drop_caches").write_text("1")
-
-    def whole(name: str) -> bool:
-        try:
-            assert (mount.path / name).read_bytes() == contents[name]
-        except OSError as exc:
-            if exc.errno != errno.ESTALE:
-                raise
-            return False
-        return True
-
-    for name in contents:
-        wait_for(partial(whole, name), "the names to be looked up again")
-        assert os.stat(mount.path / name).st_ino > max(before.values())
-    assert holder.ask("read", mount.path / "f0") in (os.strerror(116), sha(contents["f0"]))
-    assert holder.ask("close", mount.path / "f0") == "ok"
-    clean_after(work, mount)
+    with playing(work) as scenario:
+        scenario.play("file f{0..19} 20000; mount --freshness immutable; open holder f0; read")
+        (mount,) = work.mounts
+        mount.wait_idle()
+        newest = max(path.stat().st_ino for path in mount.path.iterdir())
+        worker = mount.worker_pid()
+        os.kill(worker, signal.SIGSTOP)
+        (work.path / "state" / "index" / "data.mdb").write_bytes(b"damaged" * 10_000)
+        os.kill(worker, signal.SIGSEGV)
+        os.kill(worker, signal.SIGCONT)
+        scenario.restarts = scenario.deaths = serving(scenario, 1)["restarts"]
+        # It is found out with the first open (the kernel walks the path again) or, where the
+        # kernel opens without asking, with the first read (it is told to forget all names).
+        scenario.play("drop_caches; same")
+        assert all(path.stat().st_ino > newest for path in mount.path.iterdir())
+        scenario.play("held holder error=ESTALE|none; close holder")
 
 
 DYING_WORKER = """
@@ -381,42 +253,35 @@ def test_safe_mode_serves_the_source(
     work: Bench, monkeypatch: pytest.MonkeyPatch, freshness: str
 ) -> None:
     """With ``immutable``, files are read without having been opened."""
-    contents = some_files(work.path / "source", 5, 50_000)
     poison, worker, cli = (work.path / name for name in ("poison", "worker.py", "cli.py"))
     worker.write_text(DYING_WORKER.format(poison=str(poison)))
     cli.write_text(CLI.format(worker=str(worker)))
     monkeypatch.setattr("tests.support.mounting.MONARCHFS", [sys.executable, str(cli)])
-    mount = work.mount(work.path / "source", "--freshness", freshness)
-    for name, data in contents.items():
-        assert (mount.path / name).read_bytes() == data
-    mount.wait_idle()
-    poison.touch()
-    os.kill(mount.worker_pid(), signal.SIGKILL)
+    with playing(work) as scenario:
+        scenario.play(f"file f{{0..4}} 50000; mount --freshness {freshness}; read; idle")
+        (mount,) = work.mounts
 
-    def safe() -> dict[str, Any] | None:
-        now = mount.status()
-        # What is said of tiers may be the last that a dead worker said.
-        return now if now["state"] == "safe mode" and now["tiers"] == [] else None
+        def killed(restarts: int) -> int:
+            """A worker; how many were replaced until there is safe mode."""
+            os.kill(mount.worker_pid(), signal.SIGKILL)
 
-    report = wait_for(safe, "safe mode")
-    (work.path / "source" / "later").mkdir()
-    time.sleep(0.2)
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-    listed = set(os.listdir(mount.path))
-    assert listed == set(os.listdir(work.path / "source")) - (
-        {"later"} if freshness == "immutable" else set()
-    )
-    for name, data in contents.items():
-        if freshness != "immutable":
-            data = trees.random_bytes(60_000, len(name))
-            (work.path / "source" / name).write_bytes(data)
-            time.sleep(0.2)
-        assert (mount.path / name).read_bytes() == data
-    assert mount.status()["served"]["local_opens"] == 0
-    assert kill(mount) > report["worker"]["restarts"]
-    assert mount.status()["state"] == "safe mode"
-    poison.unlink()
-    assert run("restart", str(mount.path)).returncode == 0
-    assert mount.status()["state"] == "serving"
-    assert [tier["files"] for tier in mount.status()["tiers"]] == [5]
-    clean_after(work, mount)
+            def safe() -> int:
+                now = mount.status()
+                # What is said of tiers may be the last that a dead worker said.
+                is_safe = now["state"] == "safe mode" and now["tiers"] == []
+                later = now["worker"]["restarts"] > restarts
+                return int(now["worker"]["restarts"]) if is_safe and later else 0
+
+            return int(wait_for(safe, "safe mode"))
+
+        poison.touch()
+        restarts = killed(0)
+        scenario.play("file later/f 10; drop_caches")
+        if freshness == "immutable":
+            scenario.play("missing later/f; read f*")
+        else:
+            scenario.play("listed; file f{0..4} 60000; same")
+        scenario.play("until served.local_opens = 0")
+        scenario.restarts = scenario.deaths = killed(restarts)
+        poison.unlink()
+        scenario.play("command restart; until tiers.0.files = 5")
