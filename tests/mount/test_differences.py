@@ -115,6 +115,32 @@ def test_inotify_tells_of_the_mounts_own_users_alone(work: Bench, source: Path) 
         assert events(of_mount) <= {IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE}
 
 
+@pytest.mark.parametrize("prefetch", ["none", "all"])
+@pytest.mark.parametrize("data_path", ["auto", "relay"])
+def test_holes_are_data(work: Bench, source: Path, prefetch: str, data_path: str) -> None:
+    """A sparse file that is read from the source, or from a replica that has holes itself."""
+    size, at = 4 << 20, 3 << 20
+    with (source / "sparse").open("wb") as file:
+        file.truncate(size)
+        file.seek(at)
+        file.write(b"data")
+    mount = work.mount(source, "--prefetch", prefetch, "-o", f"data_path={data_path}")
+    if prefetch == "all":
+        wait_for(lambda: mount.status()["files"]["resident"] == 2, "the copies")
+    path = mount.path / "sparse"
+    with path.open("rb") as file:
+        for where in (0, 5, at, size - 1):
+            assert os.lseek(file.fileno(), where, os.SEEK_DATA) == where
+            assert os.lseek(file.fileno(), where, os.SEEK_HOLE) == size
+        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+            os.lseek(file.fileno(), size, os.SEEK_DATA)
+    assert path.stat().st_blocks == (source / "sparse").stat().st_blocks < size // 512
+    # cp(1) of newer coreutils takes all for data, and looks for zeros only when told to.
+    subprocess.run(["cp", "--sparse=always", path, work.path / "copy"], check=True)
+    assert (work.path / "copy").read_bytes() == (source / "sparse").read_bytes()
+    assert (work.path / "copy").stat().st_blocks * 512 < size // 2
+
+
 def test_inode_numbers_are_the_mounts_own(work: Bench, source: Path) -> None:
     """A new version has a new one."""
     mount = work.mount(source, "--freshness", "open")
