@@ -302,8 +302,8 @@ async def test_a_tree_of_small_directories_is_not_listed(area: Area) -> None:
         for name in "abcd":
             area.write(f"{number}/{name}", b"x")
     many = [b"%d" % number for number in range(40)]
-    for name in many:
-        area.write(f"d/{name.decode()}", b"x")
+    for one in many:
+        area.write(f"d/{one.decode()}", b"x")
     async with looked_up(area) as d:
         for number in range(20):
             ino = await d.mirror.ino(f"{number}")
