@@ -1,5 +1,5 @@
-"""The emulated parallel file system: right bytes, exact counts, and never faster than it says. A
-machine under load is slower than told, so that only lower bounds of time are tested;
+"""The emulated parallel file system: right bytes, exact counts, never faster than it says, and gone
+afterwards. A machine under load is slower than told, so that only lower bounds of time are tested;
 bench/calibrate.py measures the upper ones."""
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from mmap import PROT_READ, mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import bench.pfs
+from bench.harness import Unusable, drop_names
 from bench.pfs import (
     INSTANT,
     PROFILES,
@@ -32,26 +35,73 @@ from bench.pfs import (
     set_layout,
 )
 from monarchfs.source.layout import parse
-from tests.support import surroundings, trees
-from tests.support.mounting import fuse_mounts, processes_about, requires_fuse, wait_for
+from tests.support import surroundings
+from tests.support.mounting import (
+    REPOSITORY,
+    as_user,
+    fuse_mounts,
+    processes_about,
+    requires_fuse,
+    requires_root,
+    wait_for,
+)
 
-pytestmark = [requires_fuse, surroundings.program("gcc"), surroundings.requires_own_clone]
+pytestmark = [
+    requires_fuse,
+    surroundings.program("gcc"),
+    surroundings.requires_own_clone,
+]
 
 MIB = 1 << 20
 SECONDS = 60
 
+DESCRIBE = """
+import hashlib, json, os, sys
+root, found = sys.argv[1], {}
+for folder, folders, files in os.walk(root):
+    for name in (".", *folders, *files):
+        path = os.path.normpath(os.path.join(folder, name))
+        about = os.lstat(path)
+        facts = [about.st_ino, about.st_mode, about.st_nlink, about.st_uid, about.st_gid,
+                 about.st_size, about.st_blocks, about.st_mtime_ns, about.st_ctime_ns]
+        if os.path.islink(path):
+            facts.append(os.readlink(path))
+        else:
+            facts += [[key, os.getxattr(path, key).hex()] for key in sorted(os.listxattr(path))]
+        if os.path.isfile(path) and not os.path.islink(path):
+            with open(path, "rb") as file:
+                facts.append(hashlib.sha256(file.read()).hexdigest())
+        found[os.path.relpath(path, root)] = facts
+print(json.dumps(found))
+"""
 
-def python(script: str, *arguments: object) -> Any:
+
+def python(script: str, *arguments: object, user: str | None = None) -> Any:
     """What a script prints as JSON. In a process of its own: what reads a mount can hang."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True)
+    done = subprocess.run(
+        as_user(user, [sys.executable, "-c", script, *map(str, arguments)]),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+        cwd="/",
+    )
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout or "null")
 
 
 @pytest.fixture
-def backing(tmp_path: Path) -> Path:
+def place() -> Iterator[Path]:
+    """A directory that other users may enter, unlike pytest's."""
+    with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as path:
+        os.chmod(path, 0o755)
+        yield Path(path)
+
+
+@pytest.fixture
+def backing(place: Path) -> Path:
     """Files of several sizes, names and kinds."""
-    root = tmp_path / "backing"
+    root = place / "backing"
     rng = random.Random(7)
     (root / "many").mkdir(parents=True)
     for number in range(300):
@@ -69,33 +119,40 @@ Mounter = Callable[..., ParallelFileSystem]
 
 
 @pytest.fixture
-def mounted(backing: Path, tmp_path: Path) -> Iterator[Mounter]:
+def mounted(backing: Path, place: Path) -> Iterator[Mounter]:
     """Mounts the backing; nothing is left in the end."""
     with ExitStack() as stack:
 
         def mount(profile: Profile = INSTANT, **options: Any) -> ParallelFileSystem:
-            pfs = ParallelFileSystem(backing, tmp_path / "pfs", profile, **options)
+            pfs = ParallelFileSystem(backing, place / "pfs", profile, **options)
             return stack.enter_context(pfs)
 
         yield mount
-    assert fuse_mounts(str(tmp_path)) == []
-    assert processes_about(str(tmp_path)) == []
+    assert fuse_mounts(str(place)) == []
+    assert processes_about(str(place)) == []
 
 
 def test_files_and_ranges_are_those_of_the_backing(backing: Path, mounted: Mounter) -> None:
+    script = """
+import hashlib, json, mmap, os, random, sys
+fd, rng, found = os.open(sys.argv[1], os.O_RDONLY), random.Random(3), hashlib.sha256()
+with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as pages:
+    for _ in range(200):
+        start = rng.randrange(len(pages) + 10)
+        found.update(os.pread(fd, rng.randrange(1, 200_000), start))
+        found.update(pages[start : start + rng.randrange(5000)])
+print(json.dumps(found.hexdigest()))
+"""
     pfs = mounted()
     os.setxattr(backing / "large", "user.kind", b"\0random")
-    assert trees.differences(backing, pfs.path) == []
-    rng, expected = random.Random(3), (backing / "large").read_bytes()
-    with (pfs.path / "large").open("rb") as file, mmap(file.fileno(), 0, prot=PROT_READ) as pages:
-        for _ in range(200):
-            start, size = rng.randrange(len(pages) + 10), rng.randrange(1, 200_000)
-            assert os.pread(file.fileno(), size, start) == expected[start : start + size]
-            assert pages[start : start + 5000] == expected[start : start + 5000]
+    assert python(DESCRIBE, pfs.path) == python(DESCRIBE, backing)
+    assert python(script, pfs.path / "large") == python(script, backing / "large")
+    with pytest.raises(FileNotFoundError):
+        (pfs.path / "missing").stat()
 
 
 READ = """
-import os, sys
+import json, os, sys
 for path in sys.argv[1:]:
     with open(path, "rb") as file:
         file.read()
@@ -169,6 +226,36 @@ assert [os.preadv(fd, [page], start << 20) for start in (0, 3, 1)] == [1 << 20, 
     os.close(held)
 
 
+TIMED = """
+import json, os, sys, threading, time
+threads, work, *paths = sys.argv[1:]
+queue = list(paths)
+def run():
+    while queue:
+        try:
+            path = queue.pop()
+        except IndexError:
+            return
+        if work == "stat":
+            os.stat(path)
+        else:
+            with open(path, "rb") as file:
+                file.read()
+workers = [threading.Thread(target=run) for _ in range(int(threads))]
+started = time.monotonic()
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join()
+print(json.dumps([started, time.monotonic()]))
+"""
+
+
+def seconds(threads: int, work: str, *paths: Path) -> float:
+    started, ended = python(TIMED, threads, work, *paths)
+    return float(ended - started)
+
+
 # -- as Lustre
 
 
@@ -176,12 +263,19 @@ def test_each_file_has_a_layout(backing: Path, mounted: Mounter) -> None:
     set_layout(backing / "large", 300, stripe_bytes=2 * MIB, first=3)
     set_layout(backing / "many" / "001", released=True)
     pfs = mounted(targets=8)
-    assert os.listxattr(pfs.path / "large") == ["lustre.lov"]
-    layouts = [
-        parse(os.getxattr(pfs.path / name, "lustre.lov"))
-        for name in ("large", "many/001", "many/002")
-    ]
-    large, released, other = filter(None, layouts)
+    script = """
+import json, os, sys
+root = sys.argv[1]
+value = lambda name: os.getxattr(f"{root}/{name}", "lustre.lov").hex()
+found = [value("large"), value("many/001"), value("many/002")]
+print(json.dumps([*found, os.listxattr(root + "/large")]))
+"""
+    *values, names = python(script, pfs.path)
+    assert names == ["lustre.lov"]
+    large, released, other = [parse(bytes.fromhex(value)) for value in values]
+    assert large is not None
+    assert released is not None
+    assert other is not None
     assert len(large.parts[0].targets) == 300
     assert [large.target(n * MIB) for n in (0, 2, 4, 12)] == [3, 4, 5, 1]
     assert (released.released, other.released) == (True, False)
@@ -191,38 +285,112 @@ def test_each_file_has_a_layout(backing: Path, mounted: Mounter) -> None:
     assert none.value.errno == errno.ENODATA
 
 
+READS = """
+import os, sys
+sys.stdin.readline()
+fd = os.open(sys.argv[1], os.O_RDONLY)  # without asking for the size
+try:
+    print(len(os.pread(fd, 100, int(sys.argv[2]))), flush=True)
+except OSError as error:
+    print(error.strerror, flush=True)
+"""
+
+
+@requires_root
+def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> None:
+    """A reader of one that hangs waits, whatever becomes of the others."""
+    set_layout(backing / "large", 3)
+    pfs = mounted(targets=4)
+    offsets = {target: target * MIB for target in range(3)}
+    pfs.set_faults(hung=[1], failing=[2])
+    readers = {}
+    for target, offset in offsets.items():
+        readers[target] = subprocess.Popen(
+            [sys.executable, "-c", READS, pfs.path / "large", str(offset)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        hanging = readers[1]
+        assert hanging.stdin is not None
+        hanging.stdin.write("\n")
+        hanging.stdin.flush()
+        wait_for(lambda: waits(hanging.pid), "the reader to wait for its target")
+        said = [readers[n].communicate("\n", SECONDS)[0].strip() for n in (0, 2)]
+        assert said == ["100", "Input/output error"]
+        assert waits(hanging.pid)
+        pfs.set_faults(failing=[2])
+        assert hanging.communicate(timeout=SECONDS)[0] == "100\n"
+    finally:
+        pfs.set_faults()
+        for reader in readers.values():
+            reader.kill()
+            reader.communicate()
+
+
+def waits(pid: int) -> bool:
+    """For a page of a file."""
+    return "folio_wait" in Path(f"/proc/{pid}/stack").read_text()
+
+
 def test_a_size_is_asked_of_the_targets(backing: Path, mounted: Mounter) -> None:
     set_layout(backing / "large", 3)
     pfs = mounted(targets=4)
+    pfs.set_faults(failing=[2])
+    with pytest.raises(OSError, match="Input/output"):
+        (pfs.path / "large").stat()
+    pfs.set_faults()
+    before = pfs.requests()
     assert (pfs.path / "large").stat().st_size == 3 * MIB + 5
-    assert pfs.requests().glimpse == 3
+    assert pfs.requests() - before == Requests(glimpse=3)  # its name is known
 
 
-def test_a_released_file_is_brought_back_by_who_reads_it(backing: Path, mounted: Mounter) -> None:
-    """Once, for the first read or who looks for data, and not for an open."""
-    data = (backing / "large").read_bytes()
+def test_what_a_released_file_is_asked_for(backing: Path, mounted: Mounter) -> None:
+    """Its archive brings it back once, for the first read, and not for an open."""
+    set_layout(backing / "large", 2, released=True)
+    pfs = mounted(targets=4, recall_seconds=0.05)
+    name = pfs.path / "large"
+    assert name.stat().st_blocks == 1
+    with name.open("rb"):
+        assert pfs.requests().recall == 0
+    began = time.monotonic()
+    assert name.read_bytes() == (backing / "large").read_bytes()
+    assert time.monotonic() - began >= 0.05
+    assert name.read_bytes() == (backing / "large").read_bytes()
+    assert pfs.requests().recall == 1
+    layout = parse(os.getxattr(name, "lustre.lov"))
+    assert layout is not None
+    assert not layout.released
+
+
+def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mounter) -> None:
     with (backing / "holes").open("wb") as file:
         file.truncate(10 * MIB)
         file.seek(5 * MIB)
         file.write(b"x" * 4096)
-    set_layout(backing / "large", 2, released=True)
     set_layout(backing / "holes", released=True)
-    pfs = mounted(targets=4, recall_seconds=0.05)
-    large, holes = (pfs.path / name for name in ("large", "holes"))
-    assert large.stat().st_blocks == 1
-    with large.open("rb") as opened, holes.open("rb", buffering=0) as sparse:
+    pfs = mounted(targets=4)
+    with (pfs.path / "holes").open("rb", buffering=0) as file:
         assert pfs.requests().recall == 0
-        began = time.monotonic()
-        assert opened.read() == data
-        assert time.monotonic() - began >= 0.05
-        assert large.read_bytes() == data
+        assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 5 * MIB
+        assert os.lseek(file.fileno(), 5 * MIB, os.SEEK_HOLE) == 5 * MIB + 4096
         assert pfs.requests().recall == 1
-        assert os.lseek(sparse.fileno(), 0, os.SEEK_DATA) == 5 * MIB
-        assert os.lseek(sparse.fileno(), 5 * MIB, os.SEEK_HOLE) == 5 * MIB + 4096
-    assert (pfs.requests().recall, pfs.requests().seek) == (2, 2)
-    layout = parse(os.getxattr(large, "lustre.lov"))
-    assert layout is not None
-    assert not layout.released
+        assert pfs.requests().seek == 2
+
+
+def test_how_large_reads_are(backing: Path, mounted: Mounter) -> None:
+    pfs = mounted()
+    script = """
+import os, sys
+fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
+buffers = [memoryview(__import__("mmap").mmap(-1, int(size))) for size in sys.argv[2:]]
+for buffer in buffers:
+    os.preadv(fd, [buffer], 0)
+"""
+    python(script, pfs.path / "large", 4096, 256 << 10, 2 * MIB)
+    sizes = {size: count for size, count in pfs.read_sizes().items() if count}
+    assert sizes == {4096: 1, 256 << 10: 1, MIB: 2}
 
 
 def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
@@ -242,28 +410,6 @@ def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
     assert asked_requests(READ) == Requests(enqueue=50, close=50)
     listing = "import os, sys\nfor path in sys.argv[1:]: os.listxattr(path)"
     assert asked_requests(f"{READ}\n{listing}") == Requests(enqueue=100, close=50)
-
-
-TIMED = """
-import json, os, sys, time
-from concurrent.futures import ThreadPoolExecutor
-threads, work, *paths = sys.argv[1:]
-def run(path):
-    if work == "stat":
-        os.stat(path)
-    else:
-        with open(path, "rb") as file:
-            file.read()
-started = time.monotonic()
-with ThreadPoolExecutor(int(threads)) as pool:
-    list(pool.map(run, paths))
-print(json.dumps([started, time.monotonic()]))
-"""
-
-
-def seconds(threads: int, work: str, *paths: Path) -> float:
-    started, ended = python(TIMED, threads, work, *paths)
-    return float(ended - started)
 
 
 @pytest.mark.parametrize(
@@ -319,3 +465,72 @@ def test_the_noise_is_the_same_here_as_there() -> None:
     assert all(0 <= share < profile.noise for _, share in there)
     assert len({share for _, share in there}) == 100
     assert profile.quiet().share(1, 3.0) == 0
+
+
+HARNESS = """
+import os, sys, time
+from pathlib import Path
+from bench.pfs import INSTANT, ParallelFileSystem
+with ParallelFileSystem(Path(sys.argv[1]), Path(sys.argv[2]), INSTANT) as pfs:
+    if os.fork() == 0:
+        time.sleep(3600)
+    opened = open(pfs.path / "large", "rb")
+    opened.read(10)
+    print(pfs.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_it_ends_with_the_harness(backing: Path, place: Path) -> None:
+    """Killed; also where a child of it, which lives on, still has the other end of the pipe."""
+    pfs = place / "pfs"
+    harness = subprocess.Popen(
+        [sys.executable, "-c", HARNESS, backing, pfs],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        start_new_session=True,
+    )
+    try:
+        assert harness.stdout is not None
+        emulator = int(harness.stdout.readline())
+        assert fuse_mounts(str(place)) == [str(pfs)]
+        harness.kill()
+        wait_for(lambda: not fuse_mounts(str(place)), "the mount to go")
+        wait_for(lambda: not Path(f"/proc/{emulator}").exists(), "the emulator to end")
+    finally:
+        os.killpg(harness.pid, signal.SIGKILL)
+        harness.communicate(timeout=SECONDS)
+
+
+@requires_root
+@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+def test_all_threads_at_once(
+    sanitizer: str,
+    backing: Path,
+    mounted: Mounter,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Under the compiler's sanitizers, which say what goes wrong on standard error."""
+    options = ["-g", "-O1", "-Werror", f"-fsanitize={sanitizer}"]
+    try:
+        program = build(place / "build", options)
+    except Unusable as error:
+        if "cannot find" in str(error):
+            pytest.skip("needs this compiler's sanitizers: apt-get install gcc")
+        raise
+    monkeypatch.setattr(bench.pfs, "build", lambda: program)
+    pfs = mounted(PROFILES["fast"])
+    compare = ["diff", "-r", "--no-dereference", str(backing), str(pfs.path)]
+    for _ in range(3):
+        running = [subprocess.Popen(compare) for _ in range(3)]
+        for profile in (PROFILES["crowded"], INSTANT) * 3:
+            pfs.use(profile)
+            pfs.restart_noise()
+            drop_names()
+        assert [process.wait(SECONDS) for process in running] == [0] * 3
+    pfs.__exit__(None, None, None)
+    assert "Sanitizer" not in capfd.readouterr().err
