@@ -120,7 +120,6 @@ same b; close holder
 )
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("case", CASES)
 def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])

@@ -15,7 +15,7 @@ from tests.support import trees
 from tests.support.mounting import Bench, requires_mounts, run, wait_for
 from tests.support.scenario import play
 
-pytestmark = [*requires_mounts, pytest.mark.smoke]
+pytestmark = requires_mounts
 
 EVERY_OPEN = """
 file f 2M
@@ -28,7 +28,7 @@ remove f; missing f
 
 
 @pytest.mark.parametrize("change", ["file f 2M", "replace f 2M", "truncate f 1000", "append f 4"])
-@pytest.mark.parametrize("prefetch", ["none", "access"])
+@pytest.mark.parametrize("prefetch", ["none", pytest.param("access", marks=pytest.mark.smoke)])
 def test_every_new_open_shows_it(work: Bench, change: str, prefetch: str) -> None:
     play(work, EVERY_OPEN.format(prefetch=prefetch, change=change))
 

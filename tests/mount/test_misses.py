@@ -7,7 +7,7 @@ import pytest
 from tests.support.mounting import Bench, requires_mounts
 from tests.support.scenario import play
 
-pytestmark = [*requires_mounts, pytest.mark.smoke]
+pytestmark = requires_mounts
 
 FILES = """
 file {0..2}/{0..19} 1500
@@ -35,6 +35,7 @@ check second
     play(work, FILES + script)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", ["ttl=3600", "open"])
 def test_who_has_a_file_open_keeps_its_version(work: Bench, mode: str) -> None:
     script = f"""

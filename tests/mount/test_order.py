@@ -55,8 +55,7 @@ def window(mount: Mount) -> dict[str, Any]:
 DATA = "file d{0..2}/{0..39} 20000; settle\n"
 
 
-@pytest.mark.smoke
-@pytest.mark.parametrize("freshness", ["ttl=3600", "open"])
+@pytest.mark.parametrize("freshness", [pytest.param("ttl=3600", marks=pytest.mark.smoke), "open"])
 def test_files_are_in_memory_before_they_are_opened(work: Bench, freshness: str) -> None:
     """That of an immutable dataset is recorded. What a reader comes to while it is being asked for
     may be read twice; with ``open``, each open asks for the version, and so did the window."""
@@ -239,7 +238,6 @@ def shuffled(seed: int) -> Sequence[str]:
     return [str(n) for n in random.Random(seed).sample(range(MANY), MANY)]
 
 
-@pytest.mark.smoke
 def test_an_order_that_nobody_announced(work: Bench) -> None:
     order = shuffled(1)
     with playing(work) as scenario:
@@ -278,7 +276,6 @@ def test_random_epochs_teach_nothing(work: Bench) -> None:
         assert mount.status()["source_io"]["read_bytes"] == 3 * MANY * 4000
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("how", ["kill worker", "command restart"])
 def test_an_order_goes_on_with_the_next_worker(work: Bench, how: str) -> None:
     order = shuffled(1)

@@ -8,7 +8,7 @@ import pytest
 from tests.support.mounting import Bench, requires_mounts
 from tests.support.scenario import play
 
-pytestmark = [*requires_mounts, pytest.mark.smoke]
+pytestmark = requires_mounts
 
 MIXED = """
 file class{0..3}/tiny{0..14} 700
@@ -19,7 +19,9 @@ file class{0..3}/large 3M
 COUNT, TOTAL = 120, 4 * (15 * 700 + 10 * 20_000 + 4 * 300_000 + (3 << 20))
 
 
-@pytest.mark.parametrize("prefetch", ["access", "auto", "all"])
+@pytest.mark.parametrize(
+    "prefetch", ["access", pytest.param("auto", marks=pytest.mark.smoke), "all"]
+)
 def test_the_first_epoch_reads_the_source_once_and_the_second_not_at_all(
     work: Bench, prefetch: str
 ) -> None:

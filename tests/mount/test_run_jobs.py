@@ -199,7 +199,6 @@ def test_jobs_share_a_mount_and_the_last_one_unmounts(place: Place) -> None:
     place.wait_nothing_left()
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("seed", [None, 1, 2, 3])
 def test_a_job_that_is_killed_takes_nothing_of_the_others(place: Place, seed: int | None) -> None:
     jobs = Jobs(place)
