@@ -2,50 +2,181 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
-from monarchfs.cli.main import main
+from monarchfs.config.places import OWNER
 from monarchfs.store.segments import SMALL_BYTES
-from tests.support.mounting import Bench, Mount, requires_mounts, run, wait_for
-from tests.support.scenario import allocated, play, playing
+from tests.support.mounting import (
+    REPOSITORY,
+    WATCHDOG_SECONDS,
+    Bench,
+    Mount,
+    requires_mounts,
+    run,
+    wait_for,
+)
 
 pytestmark = requires_mounts
 
+LOAD = str(REPOSITORY / "tests" / "support" / "passthrough_load.py")
 SECONDS = float(os.environ.get("PASSING_SECONDS", "6"))
 OPENS = int(os.environ.get("PASSING_OPENS", "20000"))
+MIB = 1 << 20
 PASSED_BYTES = SMALL_BYTES + 4096
 """The least that is passed through: smaller copies share files."""
 
-OPEN_MEANWHILE = f"""
-file f {PASSED_BYTES}
-mount
-open holder; held holder; idle; read; check its pages are cached
-  served.passthrough_opens 0
-close holder; check closed
-read; check it is passed through
-  served.passthrough_opens 1
-open holder; command evict f; check it is open
-  files.resident 1
-held holder; close holder; check closed again
-command evict f; until files.resident = 0; until tiers.0.used_bytes = 0
-until passthrough.backing_files = 0; until passthrough.registered = 0; until passthrough.refused = 0
+WAYS = """
+import ctypes, hashlib, json, mmap, os, shutil, socket, sys, tempfile
+path, found = sys.argv[1], {}
+def note(name, data): found[name] = [len(data), hashlib.sha256(data).hexdigest()]
+with open(path, "rb") as file:
+    size = os.fstat(file.fileno()).st_size
+    note("read", file.read())
+    fd = file.fileno()
+    note("backwards", b"".join(os.pread(fd, 4097, at) for at in range(0, size, 4097)[::-1]))
+    note("beyond", os.pread(fd, 10, size))
+    for name, flags in (("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)):
+        with mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ) as view:
+            note(name, view[:])
+    a, b = os.pipe()
+    got = b""
+    os.lseek(fd, 0, os.SEEK_SET)
+    while n := os.splice(fd, b, 1 << 16):
+        got += os.read(a, n)
+    note("splice", got)
+    with tempfile.TemporaryFile() as copy:
+        os.lseek(fd, 0, os.SEEK_SET)
+        while os.sendfile(copy.fileno(), fd, None, 1 << 20):
+            pass
+        copy.seek(0)
+        note("sendfile", copy.read())
+    found["data"] = os.lseek(fd, 0, os.SEEK_DATA)
+    found["hole"] = os.lseek(fd, 0, os.SEEK_HOLE)
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+fd = os.open(path, os.O_RDONLY)
+address = libc.mmap(None, ctypes.c_size_t(size), 1, 1, fd, ctypes.c_long(0))
+os.close(fd)
+note("map of a closed file", ctypes.string_at(address, size))
+fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+buffer = mmap.mmap(-1, 1 << 20)
+got, at = b"", 0
+while n := os.preadv(fd, [buffer], at):
+    got, at = got + buffer[:n], at + n
+note("direct", got)
+for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
+    try:
+        os.open(path, flags)
+    except OSError as error:
+        found[f"flags {flags}"] = error.errno
+print(json.dumps(found))
 """
+
+
+def python(code: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def warm(mount: Mount) -> dict[str, Any]:
+    done = run("warm", str(mount.path), "--wait")
+    assert done.returncode == 0, done.stderr
+    return mount.wait_idle()
+
+
+@pytest.mark.smoke
+def test_every_way_to_the_bytes(work: Bench) -> None:
+    source = work.path / "src"
+    source.mkdir()
+    data = random.Random(1).randbytes(3 * MIB + 17)
+    (source / "file").write_bytes(data)
+    found = {}
+    for data_path in ("relay", "passthrough"):
+        mount = work.mount(source, "--data-path", data_path)
+        warm(mount)
+        found[data_path] = python(WAYS, str(mount.path / "file"))
+        status = mount.status()
+        assert status["data_path"] == data_path
+        served = status["served"]
+        passed = data_path == "passthrough"
+        assert (served["passthrough_opens"] > 0, served["relayed_bytes"] == 0) == (passed, passed)
+        assert served["local_opens"] >= served["passthrough_opens"]
+        assert mount.umount().returncode == 0
+    whole = [len(data), hashlib.sha256(data).hexdigest()]
+    assert found["passthrough"]["read"] == found["passthrough"]["map of a closed file"] == whole
+    assert found["passthrough"] == found["relay"]
 
 
 def test_what_is_open_meanwhile(work: Bench) -> None:
     """A file is copied, evicted by hand and copied again while a process has it open."""
-    play(work, OPEN_MEANWHILE)
+    source = work.path / "src"
+    source.mkdir()
+    (source / "file").write_bytes(bytes(PASSED_BYTES))
+    mount = work.mount(source)
+    path = str(mount.path / "file")
+    reads = ["cmp", path, str(source / "file")]
+    with held_open(path):
+        assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+        mount.wait_idle()
+        assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+        assert mount.status()["served"]["passthrough_opens"] == 0, "its pages are cached"
+    wait_for(lambda: passes(mount, reads), "the file to be passed through")
+    with held_open(path):
+        assert not evicts(mount), "it is open"
+        assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+    wait_for(lambda: evicts(mount), "it to be closed")
+    status = mount.status()
+    assert status["passthrough"] == {"backing_files": 0, "refused": 0, "registered": 0}
+    assert status["tiers"][0]["used_bytes"] == 0
+
+
+@contextmanager
+def held_open(path: str) -> Iterator[None]:
+    """A process has it open inside."""
+    process = subprocess.Popen(
+        ["sh", "-c", f"exec 9< {path}; echo; exec cat > /dev/null"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"\n"
+            yield
+        finally:
+            process.stdin.close()
+
+
+def passes(mount: Mount, reads: list[str]) -> bool:
+    assert subprocess.run(reads, timeout=60, check=False).returncode == 0
+    return int(mount.status()["served"]["passthrough_opens"]) > 0
 
 
 def evicts(mount: Mount) -> bool:
     done = run("evict", str(mount.path))
     assert done.returncode in (0, 1), done.stderr
     return bool(mount.wait_idle()["files"]["resident"] == 0)
+
+
+def all_counted(mount: Mount) -> bool:
+    now = mount.status()["passthrough"]
+    return bool(now["registered"] == now["backing_files"])
 
 
 OPEN_AND_CLOSE = """
@@ -61,62 +192,121 @@ for _ in range(opens):
 
 def test_no_id_is_leaked(work: Bench) -> None:
     """Over opens, evictions and copies; PASSING_OPENS=1000000 for many."""
-    with playing(work) as scenario:
-        scenario.play(f"file {{0..39}} {PASSED_BYTES}; mount --evict lru --freshness immutable"
-                      " tier=21M,20M; command warm --wait; idle")  # fmt: skip
-        (mount,), rounds = work.mounts, 4
-        command = [sys.executable, "-c", OPEN_AND_CLOSE, str(mount.path), str(OPENS // rounds)]
-        for _ in range(rounds):
-            subprocess.run(command, timeout=max(60, OPENS / 500), check=True)
-        status = mount.wait_idle()
-        assert status["served"]["passthrough_opens"] > OPENS // 4
-        assert status["evictions"]["policy"] > 0
-        assert 0 < status["passthrough"]["backing_files"] <= status["files"]["resident"]
-        wait_for(lambda: backed(mount), "the worker to count every id")
-        # A file that was opened before may still be copied; then another eviction removes it.
-        wait_for(lambda: evicts(mount), "all copies to be evicted")
-        scenario.play("until passthrough.backing_files = 0; until passthrough.registered = 0")
-        # Their room counts until they are unlinked, which is a moment later.
-        scenario.play("until tiers.0.used_bytes = 0; until tiers.1.used_bytes = 0")
-        assert mount.status()["passthrough"]["refused"] == 0
-        assert [allocated(work.path / f"tier{number}") for number in (1, 2)] == [0, 0]
+    source = work.path / "src"
+    source.mkdir()
+    for number in range(40):
+        (source / str(number)).write_bytes(bytes((number,)) * PASSED_BYTES)
+    fast = f"{work.path}/fast=21M"
+    mount = work.mount(
+        source, "--evict", "lru", "--freshness", "immutable",
+        tiers=[fast, f"{work.path}/slow=20M"],
+    )  # fmt: skip
+    warm(mount)
+    rounds = 4
+    for _ in range(rounds):
+        subprocess.run(
+            [sys.executable, "-c", OPEN_AND_CLOSE, str(mount.path), str(OPENS // rounds)],
+            timeout=max(60, OPENS / 500), check=True,
+        )  # fmt: skip
+    status = mount.wait_idle()
+    assert status["served"]["passthrough_opens"] > OPENS // 4
+    assert status["evictions"]["policy"] > 0
+    assert 0 < status["passthrough"]["backing_files"] <= status["files"]["resident"]
+    wait_for(lambda: all_counted(mount), "the worker to count every id")
+    # A file that was opened before may still be copied; then another eviction removes it.
+    wait_for(lambda: evicts(mount), "all copies to be evicted")
+    none = {"backing_files": 0, "refused": 0, "registered": 0}
+    wait_for(lambda: mount.status()["passthrough"] == none, "the kernel to keep no file open")
+    # Their room counts until they are unlinked, which is a moment later.
+    wait_for(
+        lambda: [tier["used_bytes"] for tier in mount.status()["tiers"]] == [0, 0],
+        "the room of what was evicted to be free",
+    )
+    for tier in (work.path / "fast", work.path / "slow"):
+        assert [p for p in tier.rglob("*") if p.is_file() and p.name != OWNER] == []
 
 
-def backed(mount: Mount) -> int | None:
-    """How many files the kernel has open, if the worker knows them all."""
-    status = mount.status()["passthrough"]
-    known: int = status["backing_files"]
-    return known if known == status["registered"] else None
+def serving(mount: Mount, killed: list[int]) -> int | None:
+    """The worker, if it serves; not one that was killed, and whose death was not noticed yet."""
+    status = mount.status()
+    pid: int = status["worker"]["pid"]
+    return pid if status["state"] == "serving" and pid not in killed else None
 
 
 @pytest.mark.parametrize(("policy", "kills"), [("sieve", False), ("keep", False), ("sieve", True)])
 def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills: bool) -> None:
     """Copies complete, files are evicted, and change in the source or the worker is killed;
     PASSING_SECONDS for longer."""
-    sizes = {f"f{n}": 900_000 if n % 3 else 40_000 for n in range(24)}
-    readers, options = ("one", "two", "three", "four"), ("--freshness", "open", "--evict", policy)
-    with playing(work) as scenario:
-        for name, size in sizes.items():
-            scenario.play(f"file {name} {size}")
-        scenario.mount(*options, "--data-path", "passthrough", tier="8M,16M")
-        for reader in readers:
-            scenario.loop(reader, versions="1" if kills else "2")
-        (mount,), end, number = work.mounts, time.monotonic() + SECONDS / 2, 0
-        while time.monotonic() < end:
+    seconds = SECONDS / 2
+    assert seconds < WATCHDOG_SECONDS / 2, "the watchdog would end it"
+    source, originals = work.path / "src", work.path / "originals"
+    source.mkdir()
+    originals.mkdir()
+    chance = random.Random(7)
+    for number in range(24):
+        least, most = (PASSED_BYTES, 3 * MIB) if number % 3 else (1, SMALL_BYTES)
+        data = chance.randbytes(chance.randrange(least, most))
+        (source / f"f{number}").write_bytes(data)
+        (originals / f"f{number}.0").write_bytes(data)
+        if number % 2:  # what it becomes
+            (originals / f"f{number}.1").write_bytes(chance.randbytes(len(data)))
+    time.sleep(0.05)  # so that versions can be told apart
+    mount = work.mount(
+        source, "--freshness", "open", "--evict", policy, "--data-path", "passthrough",
+        tiers=[f"{work.path}/fast=8M", f"{work.path}/slow=16M"],
+    )  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, LOAD, str(mount.path), str(originals), str(seconds), str(seed)],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for seed in range(4)
+    ]  # fmt: skip
+    killed: list[int] = []
+    try:
+        number, next_kill = 0, 0.0
+        while any(process.poll() is None for process in processes):
             name = f"f{number % 24}"
+            changed = originals / f"{name}.1"
             # What is open, not all local and gone from the source is lost with the worker (ESTALE).
-            if number < 24 and number % 2 and not kills:
-                scenario.play(f"replace {name} {sizes[name]}")
-            main(["evict", str(mount.path), name])
-            if kills and number % 8 == 7:
-                scenario.kill("worker")
+            if changed.exists() and number < 24 and not kills:
+                new = work.path / "new"
+                new.write_bytes(changed.read_bytes())
+                new.rename(source / name)
+            run("evict", str(mount.path), name)
             number += 1
-        for reader in readers:
-            scenario.end(reader)
-        status = mount.wait_idle()
-        assert status["data_path"] == "passthrough"
-        assert kills or status["served"]["passthrough_opens"] > 20
-        assert status["passthrough"]["refused"] == 0
-        scenario.play("read; idle; read; idle")
-        known = wait_for(lambda: backed(mount), "both sides to count the same")
-        assert known <= mount.status()["files"]["resident"]
+            if kills and time.monotonic() > next_kill and (pid := serving(mount, killed)):
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+                next_kill = time.monotonic() + 0.8  # it is no crash loop
+        for process in processes:
+            output, _ = process.communicate(timeout=30)
+            assert process.returncode == 0
+            report = json.loads(output)
+            assert report["wrong"] == []
+            assert report["done"]["open"] > 20, report
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+    status = mount.wait_idle()
+    assert status["data_path"] == "passthrough"
+    wait_for(
+        lambda: mount.status()["worker"]["restarts"] >= len(killed), "the last one's successor"
+    )
+    assert bool(killed) == kills
+    assert kills or status["served"]["passthrough_opens"] > 20
+    assert status["passthrough"]["refused"] == 0
+    read = ["sh", "-c", 'cat "$0"/*', str(mount.path)]
+    for _ in range(2):
+        subprocess.run(read, stdout=subprocess.DEVNULL, timeout=60, check=True)
+        mount.wait_idle()
+    wait_for(lambda: all_are_known(mount), "both sides to count the same")
+
+
+def all_are_known(mount: Mount) -> bool:
+    status = mount.status()
+    backed, resident = status["passthrough"], status["files"]["resident"]
+    return bool(0 < backed["registered"] == backed["backing_files"] <= resident)

@@ -276,11 +276,11 @@ def test_safe_mode_serves_the_source(
 
         poison.touch()
         restarts = killed(0)
-        scenario.play("file later/f 10; drop_caches")
+        scenario.play("drop_caches")
         if freshness == "immutable":
-            scenario.play("missing later/f; read f*")
+            scenario.play("read f*")
         else:
-            scenario.play("listed; file f{0..4} 60000; same")
+            scenario.play("file later/f 10; listed; file f{0..4} 60000; same")
         scenario.play("until served.local_opens = 0")
         scenario.restarts = scenario.deaths = killed(restarts)
         poison.unlink()

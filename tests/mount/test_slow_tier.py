@@ -4,48 +4,92 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support import surroundings
+import pytest
+
+from tests.support import surroundings, trees
 from tests.support.mounting import Bench, requires_mounts, wait_for
-from tests.support.scenario import playing
-from tests.support.timing import Stopwatch
 
 pytestmark = [*requires_mounts, surroundings.program("bindfs")]
 
+THREADS, READERS = 10, 24
+"""The threads that take requests from the kernel, and more than those."""
 
-@contextmanager
-def slow(directory: Path) -> Iterator[None]:
-    """Its files are read with 32 KiB/s in all, and written, opened and listed at once; of a type
-    that is taken for local."""
-    backing = directory.with_name("slowed")
+READ_ALL = """
+import sys, threading
+def read(path):
+    with open(path, "rb", buffering=0) as file:
+        file.read(131072)
+threads = [threading.Thread(target=read, args=(path,)) for path in sys.argv[1:]]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+@pytest.fixture
+def slow_tier(work: Bench) -> Iterator[Path]:
+    """A directory whose files are read with 32 KiB/s in all, and written, opened and listed at
+    once; of a type that is taken for local."""
+    backing, tier = work.path / "tier-backing", work.path / "slow"
     backing.mkdir()
-    directory.mkdir()
+    tier.mkdir()
     words = ["bindfs", "-f", "--multithreaded", "--read-rate=32k", "-o", "subtype=exfat"]
-    server = subprocess.Popen([*words, str(backing), str(directory)])
+    server = subprocess.Popen([*words, str(backing), str(tier)])
     try:
-        wait_for(lambda: os.path.ismount(directory), "bindfs")
-        yield
+        wait_for(lambda: os.path.ismount(tier), "bindfs")
+        yield tier
     finally:
         server.kill()
         server.wait(10)
-        subprocess.run(["umount", "-l", str(directory)], check=False, capture_output=True)
+        subprocess.run(["umount", "-l", str(tier)], check=False, capture_output=True)
 
 
-def test_reads_of_a_slow_tier_hold_up_no_metadata(work: Bench) -> None:
-    """More read than there are threads that take requests from the kernel, which are ten."""
-    with slow(work.path / "tier1"), playing(work) as scenario:
-        scenario.play("""
-file f{0..23} 131072; file m{0..99} 1
-mount --freshness ttl=600 --data-path relay --prefetch access
-read f*; size m*; until files.resident = 24
-drop_caches; begin_at_once readers f*; stuck readers 10
-""")
-        for number in range(100):
-            watch = Stopwatch()
-            scenario.play(f"size m{number}")
-            watch.check(1, "a stat was held up")
-        scenario.play("list; stuck readers 10; until worker.restarts = 0")
-        scenario.play("kill readers; umount")
+def waiting(pid: int) -> int:
+    """How many threads of a process wait for a page (D state)."""
+    found = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        try:
+            found += (task / "stat").read_text().rpartition(") ")[2][0] == "D"
+        except OSError:
+            continue
+    return found
+
+
+def test_reads_of_a_slow_tier_hold_up_no_metadata(work: Bench, slow_tier: Path) -> None:
+    source = work.path / "source"
+    source.mkdir()
+    for n in range(READERS):
+        (source / f"f{n}").write_bytes(trees.random_bytes(131072, n))
+    for n in range(100):
+        (source / f"m{n}").write_bytes(b"m")
+    options = ("--freshness", "ttl=600", "--data-path", "relay", "--prefetch", "access")
+    mount = work.mount(source, *options, tiers=[f"{slow_tier}=1G"])
+    names = [f"f{n}" for n in range(READERS)]
+    for name in names:
+        assert (mount.path / name).read_bytes() == (source / name).read_bytes()
+    for n in range(100):
+        os.stat(mount.path / f"m{n}")
+    assert mount.wait_idle()["files"]["resident"] == READERS
+    worker = mount.worker_pid()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+    paths = [str(mount.path / name) for name in names]
+    readers = subprocess.Popen([sys.executable, "-c", READ_ALL, *paths])
+    try:
+        wait_for(lambda: waiting(readers.pid) >= THREADS, "the readers to wait")
+        took = []
+        for n in range(100):
+            started = time.monotonic()
+            assert os.stat(mount.path / f"m{n}").st_size == 1
+            took.append(time.monotonic() - started)
+        assert len(os.listdir(mount.path)) == READERS + 100
+        assert max(took) < 1, f"{max(took):.1f} s for the slowest of {len(took)}"
+        assert waiting(readers.pid) >= THREADS, "the tier is not slow"
+        assert mount.worker_pid() == worker
+    finally:
+        readers.kill()
+        readers.wait(10)
+    assert mount.umount().returncode == 0

@@ -1,0 +1,83 @@
+"""A process of the stress test: opens, reads, maps and closes files of a mount, and compares.
+
+    python passthrough_load.py MOUNT ORIGINALS SECONDS SEED
+
+ORIGINALS holds every version of each file, as NAME.VERSION. Prints one JSON object.
+"""
+
+import json
+import mmap
+import os
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+
+def main() -> None:
+    mount, originals = sys.argv[1], Path(sys.argv[2])
+    end, chance = time.monotonic() + float(sys.argv[3]), random.Random(int(sys.argv[4]))
+    names = sorted({path.name.rpartition(".")[0] for path in originals.iterdir()})
+    versions = {
+        name: [path.read_bytes() for path in sorted(originals.glob(f"{name}.*"))] for name in names
+    }
+    held: list[tuple[int, str]] = []
+    mapped: list[tuple[mmap.mmap, str]] = []
+    done: Counter[str] = Counter()
+    wrong: list[str] = []
+    slowest = 0.0
+    while time.monotonic() < end:
+        # Some files are everybody's, so that their opens meet.
+        name = chance.choice(names[:3] if chance.random() < 0.5 else names)
+        started = time.monotonic()
+        try:
+            fd = os.open(f"{mount}/{name}", os.O_RDONLY)
+            done["open"] += 1
+            size = max(map(len, versions[name])) + 1
+            match chance.randrange(5):
+                case 0 if os.fstat(fd).st_size:
+                    try:
+                        view = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+                    except ValueError:
+                        view = None  # another version by now, a shorter one
+                    if view is not None:
+                        mapped.append((view, name))
+                        done["map"] += 1
+                case 1:
+                    held.append((fd, name))
+                    fd = -1
+                case 2:
+                    at = chance.randrange(size)
+                    data = os.pread(fd, 4096, at)
+                    if not any(data == v[at : at + 4096] for v in versions[name]):
+                        wrong.append(f"{name} at {at}: {len(data)} bytes")
+                case _:
+                    data = os.pread(fd, size, 0)
+                    done["read"] += 1
+                    if data not in versions[name]:
+                        wrong.append(f"{name}: {len(data)} bytes")
+            if fd >= 0:
+                os.close(fd)
+            while len(held) > 6:
+                fd, name = held.pop(chance.randrange(len(held)))
+                data = os.pread(fd, max(map(len, versions[name])) + 1, 0)
+                done["late read"] += 1
+                if data not in versions[name]:
+                    wrong.append(f"{name}, held open: {len(data)} bytes")
+                os.close(fd)
+            while len(mapped) > 6:
+                view, name = mapped.pop(chance.randrange(len(mapped)))
+                if view[:] not in versions[name]:
+                    wrong.append(f"{name}, mapped: {len(view)} bytes")
+                view.close()
+        except OSError as error:
+            wrong.append(f"{name}: {error}")
+        slowest = max(slowest, time.monotonic() - started)
+    for fd, _name in held:
+        os.close(fd)
+    print(json.dumps({"done": done, "wrong": wrong[:20], "slowest": slowest}))
+
+
+if __name__ == "__main__":
+    main()
