@@ -32,16 +32,13 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     if arguments.argv == []:
         raise UsageError("there is no command behind --")
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
+    sample, most_bytes = _sample(arguments.sample), _size(arguments.max_size)
     mountpoint, output = arguments.mountpoint, arguments.output
     daemon = daemon_of(mountpoint, environ)
     daemon()  # before the file is made
     with _new(output) as stream:
         facts = {} if arguments.argv is None else {"command": arguments.argv}
-        recorder = EventRecorder(
-            *(daemon, stream, facts),
-            sample=_sample(arguments.sample),
-            most_bytes=_size(arguments.max_size),
-        )
+        recorder = EventRecorder(daemon, stream, facts, sample=sample, most_bytes=most_bytes)
         if arguments.argv is None:
             return _record(recorder, mountpoint, output, seconds)
         return _record_command(recorder, output, arguments.argv)

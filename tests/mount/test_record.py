@@ -330,3 +330,4 @@ def test_exit_codes_and_errors(work: Bench) -> None:
         done = run("record", str(mount.path), *arguments)
         assert done.returncode == code, done.stderr
         assert words in done.stderr
+    assert (work.path / "rec").stat().st_size, "the last one was wrong, and wrote nothing"
