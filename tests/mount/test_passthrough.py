@@ -284,7 +284,7 @@ def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills:
             assert process.returncode == 0
             report = json.loads(output)
             assert report["wrong"] == []
-            assert report["done"]["open"] > 0, report
+            assert report["done"]["open"] > 20, report
     finally:
         for process in processes:
             process.kill()
@@ -297,7 +297,7 @@ def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills:
         lambda: mount.status()["worker"]["restarts"] >= len(killed), "the last one's successor"
     )
     assert bool(killed) == kills
-    assert kills or status["served"]["passthrough_opens"] > 0
+    assert kills or status["served"]["passthrough_opens"] > 20
     assert status["passthrough"]["refused"] == 0
     read = ["sh", "-c", 'cat "$0"/*', str(mount.path)]
     for _ in range(2):
