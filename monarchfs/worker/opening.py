@@ -91,17 +91,16 @@ def forget_earlier_mounts(
     if not is_user_space(fstype) or (fstype not in RENUMBERING and _numbers_stay(index, source)):
         return False
     left = [
-        f"/proc/self/fd/{fd}/{name}"
+        f"/proc/self/fd/{fd}/{entry.name}"
         for fd in bootstrap.tier_fds
-        for name in os.listdir(fd)
-        if _COPIES.fullmatch(name)
+        for entry in os.scandir(fd)
+        if _COPIES.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
     ]
     if not left and next(index.replicas(), None) is None:
         return False
     index.close()
     for path in (*left, os.path.join(state_dir, INDEX_DIRECTORY)):
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
+        shutil.rmtree(path)
     log.warning("%s gives files other inode numbers: copies of earlier mounts are gone", fstype)
     return True
 

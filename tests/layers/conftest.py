@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -13,6 +12,7 @@ import trio
 import trio.testing
 
 from monarchfs.cache import health
+from tests.support.asynchronous import arguments_of
 from tests.support.lookups import Hours
 from tests.support.mirror import Area, content
 from tests.support.processes import descriptors
@@ -21,10 +21,9 @@ from tests.support.processes import descriptors
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test that takes ``clock`` runs by it."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    arguments = arguments_of(pyfuncitem)
+    if arguments is None:
         return None
-    names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
     clock = arguments.get("clock")
     assert clock is None or isinstance(clock, trio.testing.MockClock)
     trio.run(partial(pyfuncitem.obj, **arguments), clock=clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import random
@@ -37,90 +36,11 @@ MIB = 1 << 20
 PASSED_BYTES = SMALL_BYTES + 4096
 """The least that is passed through: smaller copies share files."""
 
-WAYS = """
-import ctypes, hashlib, json, mmap, os, shutil, socket, sys, tempfile
-path, found = sys.argv[1], {}
-def note(name, data): found[name] = [len(data), hashlib.sha256(data).hexdigest()]
-with open(path, "rb") as file:
-    size = os.fstat(file.fileno()).st_size
-    note("read", file.read())
-    fd = file.fileno()
-    note("backwards", b"".join(os.pread(fd, 4097, at) for at in range(0, size, 4097)[::-1]))
-    note("beyond", os.pread(fd, 10, size))
-    for name, flags in (("shared", mmap.MAP_SHARED), ("private", mmap.MAP_PRIVATE)):
-        with mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ) as view:
-            note(name, view[:])
-    a, b = os.pipe()
-    got = b""
-    os.lseek(fd, 0, os.SEEK_SET)
-    while n := os.splice(fd, b, 1 << 16):
-        got += os.read(a, n)
-    note("splice", got)
-    with tempfile.TemporaryFile() as copy:
-        os.lseek(fd, 0, os.SEEK_SET)
-        while os.sendfile(copy.fileno(), fd, None, 1 << 20):
-            pass
-        copy.seek(0)
-        note("sendfile", copy.read())
-    found["data"] = os.lseek(fd, 0, os.SEEK_DATA)
-    found["hole"] = os.lseek(fd, 0, os.SEEK_HOLE)
-libc = ctypes.CDLL(None)
-libc.mmap.restype = ctypes.c_void_p
-fd = os.open(path, os.O_RDONLY)
-address = libc.mmap(None, ctypes.c_size_t(size), 1, 1, fd, ctypes.c_long(0))
-os.close(fd)
-note("map of a closed file", ctypes.string_at(address, size))
-fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-buffer = mmap.mmap(-1, 1 << 20)
-got, at = b"", 0
-while n := os.preadv(fd, [buffer], at):
-    got, at = got + buffer[:n], at + n
-note("direct", got)
-for flags in (os.O_RDWR, os.O_WRONLY, os.O_RDONLY | os.O_TRUNC):
-    try:
-        os.open(path, flags)
-    except OSError as error:
-        found[f"flags {flags}"] = error.errno
-print(json.dumps(found))
-"""
-
-
-def python(code: str, *arguments: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
 
 def warm(mount: Mount) -> dict[str, Any]:
     done = run("warm", str(mount.path), "--wait")
     assert done.returncode == 0, done.stderr
     return mount.wait_idle()
-
-
-@pytest.mark.smoke
-def test_every_way_to_the_bytes(work: Bench) -> None:
-    source = work.path / "src"
-    source.mkdir()
-    data = random.Random(1).randbytes(3 * MIB + 17)
-    (source / "file").write_bytes(data)
-    found = {}
-    for data_path in ("relay", "passthrough"):
-        mount = work.mount(source, "--data-path", data_path)
-        warm(mount)
-        found[data_path] = python(WAYS, str(mount.path / "file"))
-        status = mount.status()
-        assert status["data_path"] == data_path
-        served = status["served"]
-        passed = data_path == "passthrough"
-        assert (served["passthrough_opens"] > 0, served["relayed_bytes"] == 0) == (passed, passed)
-        assert served["local_opens"] >= served["passthrough_opens"]
-        assert mount.umount().returncode == 0
-    whole = [len(data), hashlib.sha256(data).hexdigest()]
-    assert found["passthrough"]["read"] == found["passthrough"]["map of a closed file"] == whole
-    assert found["passthrough"] == found["relay"]
 
 
 def test_what_is_open_meanwhile(work: Bench) -> None:

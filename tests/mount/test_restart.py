@@ -258,7 +258,7 @@ def test_safe_mode_serves_the_source(
     cli.write_text(CLI.format(worker=str(worker)))
     monkeypatch.setattr("tests.support.mounting.MONARCHFS", [sys.executable, str(cli)])
     with playing(work) as scenario:
-        scenario.play(f"file f{{0..4}} 50000; mount --freshness {freshness}; read; idle")
+        scenario.play(f"file f{{0..4}} 50000; mount --freshness {freshness}; read; list; idle")
         (mount,) = work.mounts
 
         def killed(restarts: int) -> int:
@@ -278,6 +278,9 @@ def test_safe_mode_serves_the_source(
         restarts = killed(0)
         scenario.play("drop_caches")
         if freshness == "immutable":
+            (work.path / "backing" / "later").mkdir()
+            assert "later" not in os.listdir(mount.path)
+            (work.path / "backing" / "later").rmdir()
             scenario.play("read f*")
         else:
             scenario.play("file later/f 10; listed; file f{0..4} 60000; same")

@@ -26,6 +26,8 @@ class Mutant(NamedTuple):
 
 def _mutant(lines: list[str]) -> Mutant:
     name, _, breaks = lines[0].partition(": ")
+    if wrong := [line for line in lines[2:] if not line.startswith(("-", "+", "tests/"))]:
+        raise ValueError(f"{name}: {wrong[0]!r} is no line of a bug")
 
     def all_with(mark: str) -> list[str]:
         return [line.removeprefix(mark) for line in lines[2:] if line.startswith(mark)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import trio
 
 from monarchfs.source import PosixSource
 from tests.source.tools import HangingPosix, open_descriptors
+from tests.support.asynchronous import arguments_of
 from tests.support.open_directories import close_directories
 from tests.support.timing import wait_for
 
@@ -19,10 +19,9 @@ from tests.support.timing import wait_for
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """An asynchronous test runs in trio. Its ``nursery`` is cancelled at its end."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+    arguments = arguments_of(pyfuncitem)
+    if arguments is None:
         return None
-    names = pyfuncitem._fixtureinfo.argnames
-    arguments = {name: pyfuncitem.funcargs[name] for name in names}
 
     async def main() -> None:
         with trio.fail_after(30):

@@ -202,16 +202,14 @@ def _stat(path: str) -> int:
     return os.stat(path).st_size
 
 
-def _loop(
-    root: str, names: Sequence[str], truth: str, seed: int, versions: int
-) -> tuple[int, float]:
+def _loop(root: str, names: Sequence[str], truth: str, seed: int) -> tuple[int, float]:
     """Here and there until another line comes, with the largest file and some others open and
     mapped all the while, and the directory listed; how often, and how many seconds the longest
     round took."""
     chance, rounds, worst = random.Random(seed), 0, 0.0
-    contents = {name: _versions(Path(truth, name), name, versions) for name in names}
+    contents = {name: Path(truth, name).read_bytes() for name in names}
     listing = sorted(os.listdir(truth))
-    largest = max(names, key=lambda name: len(contents[name][0]))
+    largest = max(names, key=lambda name: len(contents[name]))
     held = [(os.open(f"{root}/{largest}", os.O_RDONLY), largest)]
     maps: list[tuple[mmap.mmap, str]] = []
     print(json.dumps({"result": "reading"}), flush=True)
@@ -221,11 +219,11 @@ def _loop(
         fd = os.open(f"{root}/{name}", os.O_RDONLY)
         held.append((fd, name))
         _drop(fd)
-        is_small = len(contents[name][0]) <= MOST_WHOLE_BYTES
+        is_small = len(contents[name]) <= MOST_WHOLE_BYTES
         if is_small and chance.random() < 0.2:
             maps.append((mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ), name))
         elif is_small:
-            assert _whole(fd) in contents[name], f"{name}: wrong bytes"
+            assert _whole(fd) == contents[name], f"{name}: wrong bytes"
         else:
             _compare(fd, name, contents[name], chance)
         fd, name = held.pop(chance.randrange(1, len(held))) if len(held) > KEPT else held[0]
@@ -235,7 +233,7 @@ def _loop(
             os.close(fd)
         if len(maps) > KEPT:
             pages, name = maps.pop(chance.randrange(len(maps)))
-            assert pages[:] in contents[name], f"{name}: wrong bytes in a map"
+            assert pages[:] == contents[name], f"{name}: wrong bytes in a map"
             pages.close()
         assert sorted(os.listdir(root)) == listing, "names are missing"
         rounds += 1
@@ -247,20 +245,9 @@ def _loop(
     return rounds, worst
 
 
-def _versions(path: Path, name: str, count: int) -> list[bytes]:
-    """What a file may hold: the first so many versions of a scenario, all as large as now; 0: what
-    it has now."""
-    if count == 0:
-        return [path.read_bytes()]
-    from tests.support.dataset import content  # takes long to import
-
-    return [content(name, path.stat().st_size, version) for version in range(count)]
-
-
-def _compare(fd: int, name: str, versions: Sequence[bytes], chance: random.Random) -> None:
-    at = chance.randrange(len(versions[0]))
-    data = os.pread(fd, 5000, at)
-    assert data in [one[at : at + 5000] for one in versions], f"{name}: wrong bytes at {at}"
+def _compare(fd: int, name: str, contents: bytes, chance: random.Random) -> None:
+    at = chance.randrange(len(contents))
+    assert os.pread(fd, 5000, at) == contents[at : at + 5000], f"{name}: wrong bytes at {at}"
 
 
 CALLS: dict[str, Callable[..., Any]] = {

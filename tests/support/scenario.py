@@ -412,13 +412,12 @@ class Scenario:
         for name in self._dataset.names(words):
             wait_for(lambda: self._is_same(name), f"{name} to be the source's")  # noqa: B023
 
-    def loop(self, who: str, *words: str, versions: str = "0") -> None:
-        """A process reads here and there until ``end``, and compares; where files change meanwhile,
-        with so many ``versions`` of each, which are as large as it is now."""
+    def loop(self, who: str, *words: str) -> None:
+        """A process reads here and there until ``end``, and compares."""
         names = self._dataset.names(words)
         seed = zlib.crc32(who.encode())
-        how = str(self._source.backing), seed, int(versions)
-        assert self._reader(who).ask("loop", self._root, names, *how) == "reading"
+        truth = str(self._source.backing)
+        assert self._reader(who).ask("loop", self._root, names, truth, seed) == "reading"
 
     def end(self, who: str, within: str = "inf") -> None:
         """No round of its took more than so many seconds."""
