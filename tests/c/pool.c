@@ -138,34 +138,39 @@ static void count_it(struct task *task, struct scratch *scratch)
 	ran++;
 }
 
-/* Under the lock, which is released meanwhile. */
-static void wait_for(const unsigned *number, unsigned value)
+static bool is(const unsigned *number, unsigned value)
 {
-	for (unsigned tries = 0; tries < 300000 && *number != value; tries++) {
-		pthread_mutex_unlock(&lock);
-		usleep(100);
-		pthread_mutex_lock(&lock);
-	}
-	CHECK(*number == value);
+	pthread_mutex_lock(&lock);
+	bool same = *number == value;
+	pthread_mutex_unlock(&lock);
+	return same;
+}
+
+static void queue_at_once(struct task *task, void (*function)(struct task *, struct scratch *))
+{
+	*task = (struct task){.run = function};
+	pthread_mutex_lock(&lock);
+	CHECK(pool_queue(&pool, task));
+	pthread_mutex_unlock(&lock);
 }
 
 /* All threads hang, until the last task is done. */
 static void run_while_all_hang(void)
 {
-	struct task hanging[MOST], task = {.run = count_it};
+	struct task hanging[MOST], task;
+	for (unsigned i = 0; i < MOST; i++)
+		queue_at_once(&hanging[i], wait_to_go_on);
+	WAIT_UNTIL(is(&waiting, MOST));
+	queue_at_once(&task, count_it);
 	pthread_mutex_lock(&lock);
-	for (unsigned i = 0; i < MOST; i++) {
-		hanging[i] = (struct task){.run = wait_to_go_on};
-		CHECK(pool_queue(&pool, &hanging[i]));
-	}
-	wait_for(&waiting, MOST);
-	CHECK(pool_queue(&pool, &task));
 	pool_expire(&pool, UINT64_MAX);
-	wait_for(&ran, 1);
-	go_on = true;
-	wait_for(&waiting, 0);
-	wait_for(&pool.busy, 0);
 	pthread_mutex_unlock(&lock);
+	WAIT_UNTIL(is(&ran, 1));
+	pthread_mutex_lock(&lock);
+	go_on = true;
+	pthread_mutex_unlock(&lock);
+	WAIT_UNTIL(is(&pool.busy, 0));
+	CHECK(is(&waiting, 0));
 }
 
 int main(int count, char **arguments)

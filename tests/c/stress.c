@@ -12,6 +12,7 @@
 #define SEGMENTS 3
 #define ROOM 8192 /* of a record */
 #define WRONG 0xee
+#define MOST_DESCRIPTORS 4096
 
 /* Where the record of an inode lies, under its lock. */
 static struct {
@@ -114,8 +115,21 @@ static void make_file(uint64_t ino)
 	CHECK(fd >= 0 && write(fd, data, sizeof(data)) == SIZE);
 	close(fd);
 	memset(arrived[ino], (int)ino, SIZE);
-	source_fds[ino] = openat(tier_fd, path, O_RDONLY);
+	snprintf(path, sizeof(path), "source %u", (unsigned)ino);
+	source_fds[ino] = openat(tier_fd, path, O_RDWR | O_CREAT, 0600);
+	CHECK(source_fds[ino] >= 0 && write(source_fds[ino], data, sizeof(data)) == SIZE);
 	CHECK(fstat(source_fds[ino], &source_stats[ino]) == 0);
+}
+
+/* Of sources and parts, in this process. */
+static unsigned open_sources(void)
+{
+	unsigned count = 0;
+	struct stat st;
+	for (int fd = 0; fd < MOST_DESCRIPTORS; fd++)
+		for (uint64_t ino = 1; ino <= FILES && fstat(fd, &st) == 0; ino++)
+			count += st.st_ino == source_stats[ino].st_ino && st.st_dev == source_stats[ino].st_dev;
+	return count;
 }
 
 static void release(void *bytes)
@@ -250,6 +264,9 @@ int main(int count, char **arguments)
 	      counts.numbers[COUNT_RESIDENT_OPENS]);
 	for (enum duration of = TIME_OPEN_LOCAL; of <= TIME_READ_SOURCE; of++)
 		CHECK(of == TIME_OPEN_SOURCE || counts.durations[of].total_ns);
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		nonresident_stop(ino);
+	WAIT_UNTIL(open_sources() == FILES); /* the C part has closed its own */
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

@@ -142,7 +142,9 @@ def main() -> int:
         except Overdue:
             print(f"the tests did not end within {SECONDS:.0f} s", file=sys.stderr)
             return 1
-        print(output.strip().rpartition("\n")[2], file=told)
+        # What failed went through less than it should.
+        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        print(*failed, output.strip().rpartition("\n")[2], sep="\n", file=told)
         if code not in (0, 1):
             print(output[-2000:], file=sys.stderr)
             return 1
@@ -151,7 +153,6 @@ def main() -> int:
         print(json.dumps({name: covered._asdict() for name, covered in files.items()}))
     else:
         print("\n".join(table(by_package(files))))
-    # What failed went through less than it should.
     return code
 
 
