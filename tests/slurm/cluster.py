@@ -1,7 +1,8 @@
 """A Slurm cluster of three nodes on one machine: real daemons, each node in namespaces of its own.
 
-A node is a network, host name, mount and process namespace: it has its own ``/run`` and its own
-"local disk" (``Cluster.local``), and killing its first process is what a power cut is to a machine.
+A node is a network, host name, mount and process namespace: it has its own ``/run``, its own
+``/var/cache`` and its own "local disk" (``Cluster.local``), and killing its first process is what a
+power cut is to a machine.
 Nothing of it is seen outside, and nothing is left when the first processes are gone.
 """
 
@@ -324,7 +325,8 @@ class Cluster:
             # What happens to be mounted outside must not be held here when it is unmounted there.
             "while read -r _ _ _ _ point rest; do case $rest in"
             " *' - fuse'*) umount -l \"$point\" ;; esac; done < /proc/self/mountinfo; "
-            f"hostname {name}; mount -t tmpfs -o mode=755 tmpfs /run; "
+            f"hostname {name}; for own in /run /var/cache; do"
+            " mount -t tmpfs -o mode=755 tmpfs $own; done; "
             f"mount --bind {self.base}/hosts /etc/hosts; "
             + (f"mount --bind {self.base}/disks/{name} {self.local}; " if name in NODES else "")
             # The first process has to take leave of those whose parents are gone.
