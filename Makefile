@@ -66,7 +66,7 @@ test: $(STAMP)
 test-full: $(STAMP)
 ifeq ($(strip $(ARGS)),)
 	@$(BIN)/python -m pytest --quick $(SIDE_BY_SIDE) $(REPEAT)
-	@$(BIN)/python -m pytest --slow $(REPEAT)
+	@$(BIN)/python -m pytest --slow $(SIDE_BY_SIDE) $(REPEAT)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif

@@ -90,10 +90,10 @@ class PlainSettings:
     ``source_deadline_seconds`` is how long a revalidation may take before what is known is served
     instead (freshness ``ttl``). ``reserve_percent`` of each tier's file system is never used.
     ``metrics_port`` is where 127.0.0.1 serves the metrics, None for nowhere. ``kernel_resend``: the
-    kernel repeats requests that a dead worker took, where it can. ``copy_nice`` is the priority
-    (nice(1)) of threads that nobody waits for. ``peers`` are the job's nodes that share what they
-    have, this one among them, as ``peer_name``; ``peer_key`` is a file with the site's key.
-    With ``peer_tls`` they encrypt what they send.
+    kernel repeats requests that a dead worker took, where it can. ``standby``: the next worker is
+    loaded ahead. ``copy_nice`` is the priority (nice(1)) of threads that nobody waits for.
+    ``peers`` are the job's nodes that share what they have, this one among them, as ``peer_name``;
+    ``peer_key`` is a file with the site's key. With ``peer_tls`` they encrypt what they send.
     ``share`` says what of the others' files this node keeps. ``prefetch_floor`` is how many percent
     of ``copy_workers`` go on while the source is slower than usual.
     """
@@ -115,6 +115,7 @@ class PlainSettings:
     reserve_percent: float = 10.0
     metrics_port: int | None = None
     kernel_resend: bool = True
+    standby: bool = True
     copy_nice: int = 0
     peers: tuple[str, ...] = ()
     peer_name: str | None = None

@@ -194,6 +194,7 @@ OPTIONS: Mapping[str, Option] = {
     "allow_other": Option(values.parse_flag),
     "noexec": Option(values.parse_flag),
     "kernel_resend": Option(values.parse_flag, "false", toml="false"),
+    "standby": Option(values.parse_flag, "false", toml="false"),
     "copy_workers": Option(values.parse_count, "N", toml="N"),
     "copy_nice": Option(values.parse_nice, "N", toml="N"),
     "source_threads": Option(values.parse_count, "N", toml="N"),

@@ -219,6 +219,8 @@ class Failover:
 
     @property
     def _loads_ahead(self) -> bool:
+        if not self._launcher.config.standby:
+            return False
         safe = self._restart_policy.safe
         return self.serves and not safe and not self._replacement.under_way
 

@@ -112,8 +112,12 @@ def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) 
                 assert read(reached) == first
                 again = pfs.counts() - before - asked
                 seen[arm.name] = first
-                read_there = arm in (DIRECT, FRAMEWORK_CACHE, COLD)
-                assert asked.read_bytes == (dataset.file_bytes if read_there else 0), arm.name
+                if arm in (DIRECT, FRAMEWORK_CACHE):
+                    # The kernel's read-ahead may come twice, where the machine is short of memory.
+                    assert asked.read_bytes >= dataset.file_bytes, arm.name
+                else:
+                    expected = dataset.file_bytes if arm is COLD else 0
+                    assert asked.read_bytes == expected, arm.name
                 if isinstance(reached, ReachedMount):
                     assert again.read_bytes == again.open == 0
                     assert reached.pids

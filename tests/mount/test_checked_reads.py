@@ -27,7 +27,7 @@ def slow_checks(pid: int) -> Iterator[None]:
     calls = "fstat,newfstatat"
     command = ["strace", "-f", "-qq", "-p", str(pid), "-o", "/dev/null", "-e", f"trace={calls}"]
     tracer = subprocess.Popen(
-        [*command, "-e", f"inject={calls}:delay_exit=300000"], stderr=subprocess.PIPE
+        [*command, "-e", f"inject={calls}:delay_exit=1000000"], stderr=subprocess.PIPE
     )
     try:
         tasks = Path(f"/proc/{pid}/task")

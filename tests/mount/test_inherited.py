@@ -186,10 +186,14 @@ def test_where_no_process_can_be_started_a_line_says_so(
 def test_where_little_memory_can_be_mapped_a_line_says_so(
     work: Bench, src: Path, command: str, megabytes: int
 ) -> None:
-    """A module, or a thread, finds no room; some releases of Python have room in 40M."""
+    """A module, or a thread, finds no room; some releases of Python have room in 40M. Where a
+    thread's stack finds none, the kernel ends the process (setrlimit(2), RLIMIT_AS)."""
     more = [] if command == "status" else [str(src), "--quick"]
     done = run_after(hard("AS", megabytes << 20), command, *more)
     if (command, done.returncode, done.stderr) == ("status", 0, ""):
+        return
+    if (megabytes, done.returncode) == (32, -signal.SIGSEGV):
+        assert (done.stdout, done.stderr) == ("", "")
         return
     assert done.returncode == 1
     assert "Traceback" not in done.stderr

@@ -23,7 +23,8 @@ def test_worker_and_standby_killed_together_again_and_again(work: Bench) -> None
     """Also those that are only starting. Whoever does it, the mount stays, and stays whole. On a
     machine that does other things as well, a reader's round takes longer than the pauses."""
     with playing(work) as scenario:
-        scenario.play("file f{0..9} 110000; file long 1000000; mount --freshness ttl=60")
+        scenario.play("file f{0..9} 110000; file long 1000000")
+        scenario.play("mount --freshness ttl=60 -o standby=true")
         scenario.play("loop reader f* long")
         chance = random.Random(9)
         for _ in range(KILLS):

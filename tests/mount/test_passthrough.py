@@ -204,7 +204,6 @@ def test_many_processes_and_all_that_may_happen(work: Bench, policy: str, kills:
             assert process.returncode == 0
             report = json.loads(output)
             assert report["wrong"] == []
-            assert report["done"]["open"] > 20, report
     finally:
         for process in processes:
             process.kill()

@@ -20,17 +20,22 @@ from tests.support.scenario import Scenario, play, playing
 pytestmark = requires_mounts
 
 
-@pytest.fixture(params=["kernel", "journal"], autouse=True)
+HANDED_OVER = {
+    "kernel": ("-o", "standby=true"),
+    "journal": ("-o", "kernel_resend=false", "--data-path", "relay"),
+}
+
+
+@pytest.fixture(params=HANDED_OVER, autouse=True)
 def handed_over(request: pytest.FixtureRequest, work: Bench) -> None:
-    """What a dead worker took comes to the next by the kernel (Linux 6.9), or by the journal."""
-    if request.param == "journal":
-        mount = work.mount
-        options = ("-o", "kernel_resend=false", "--data-path", "relay")
+    """What a dead worker took comes to the next, which was loaded ahead, by the kernel (Linux 6.9);
+    or by the journal, to one that was not."""
+    mount, options = work.mount, HANDED_OVER[request.param]
 
-        def with_journal(source: Path, *others: str, **more: Any) -> Mount:
-            return mount(source, *others, *options, **more)
+    def with_options(source: Path, *others: str, **more: Any) -> Mount:
+        return mount(source, *others, *options, **more)
 
-        work.mount = with_journal  # type: ignore[method-assign]
+    work.mount = with_options  # type: ignore[method-assign]
 
 
 UNDER_READERS = """

@@ -505,9 +505,12 @@ def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
     running = place.start("sh", "-c", "echo ready; exec sleep 60.625")
     assert next(lines_of(running)) == "ready\n"
     worker = place.told()["worker"]["pid"]
-    killed = [*place.processes(), worker]
-    for pid in killed:
-        os.kill(pid, signal.SIGSTOP)  # none is to have time to clean up
+    killed: set[int] = set()
+    # None is to have time to clean up, also none that was being started meanwhile.
+    while more := {*place.processes(), worker} - killed:
+        for pid in more:
+            os.kill(pid, signal.SIGSTOP)
+        killed |= more
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
     running.communicate(timeout=WAIT_SECONDS)

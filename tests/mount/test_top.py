@@ -129,7 +129,7 @@ def test_processes_are_those_that_read(work: Bench) -> None:
         assert (interval["sampled"], interval["lost"]) == (1, 0)
         for row in interval["rows"]:
             assert 0 <= row["waiting"] <= 1
-            if row["process"] == first:
+            if row["process"] == first and row["reads"]:
                 assert row["answered"] == {"tier": 1}
     waited = sum(row["waited_seconds"] for one in watched.seen for row in one["rows"])
     assert waited > 0

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -92,21 +92,31 @@ class Lost:
         self.network = network
         self.tier = tier
         self.supervisor, self.worker, self.nginx = processes_of(mount)
-        children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
-        self.all = [self.supervisor, *map(int, children.read_text().split())]
+        self.all: list[int] = []
 
     def signal(self, number: int, *left: int) -> None:
         """The supervisor first, else it starts others."""
-        for pid in self.all:
+        for pid in self._stopped():
             if pid not in left:
-                os.kill(pid, number)
+                self._signal(pid, number)
 
     def kill_who_answers(self) -> None:
         """The workers' socket is the supervisor's, too, so nginx waits for an answer."""
-        os.kill(self.supervisor, signal.SIGSTOP)
-        for pid in self.all[1:]:
+        for pid in self._stopped()[1:]:
             if pid != self.nginx:
-                os.kill(pid, signal.SIGKILL)
+                self._signal(pid, signal.SIGKILL)
+
+    def _stopped(self) -> list[int]:
+        """The supervisor, which is stopped, and its children."""
+        os.kill(self.supervisor, signal.SIGSTOP)
+        children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
+        self.all = [self.supervisor, *map(int, children.read_text().split())]
+        return self.all
+
+    def _signal(self, pid: int, number: int) -> None:
+        """Some end with the supervisor."""
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
     def vanish(self) -> None:
         """Without a RST."""
@@ -119,9 +129,8 @@ class Lost:
         assert subprocess.run(full, capture_output=True, check=False).returncode == 1
 
     def end(self) -> None:
-        for pid in self.all:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)
+        for pid in self.all or self._stopped():
+            self._signal(pid, signal.SIGKILL)
 
 
 LOSSES: dict[str, Callable[[Lost], None]] = {

@@ -33,7 +33,10 @@ from tests.support.timing import wait_for as wait_for
 
 REPOSITORY = surroundings.REPOSITORY
 MONARCHFS = [sys.executable, "-m", "monarchfs.cli.main"]
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))}
+ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))} | {
+    "MONARCHFS_STANDBY": "false"
+}
+"""A standby worker is loaded where a test asks for it: that takes a third of what a mount costs."""
 WATCHDOG_SECONDS = 240.0
 
 requires_root = surroundings.requires_root

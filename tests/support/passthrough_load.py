@@ -2,7 +2,8 @@
 
     python passthrough_load.py MOUNT ORIGINALS SECONDS SEED
 
-ORIGINALS holds every version of each file, as NAME.VERSION. Prints one JSON object.
+ORIGINALS holds every version of each file, as NAME.VERSION. It goes on until it has opened so many
+files, however busy the machine is. Prints one JSON object.
 """
 
 import json
@@ -13,6 +14,8 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+
+LEAST_OPENS = 200
 
 
 def main() -> None:
@@ -27,7 +30,7 @@ def main() -> None:
     done: Counter[str] = Counter()
     wrong: list[str] = []
     slowest = 0.0
-    while time.monotonic() < end:
+    while time.monotonic() < end or done["open"] + len(wrong) < LEAST_OPENS:
         # Some files are everybody's, so that their opens meet.
         name = chance.choice(names[:3] if chance.random() < 0.5 else names)
         started = time.monotonic()

@@ -17,7 +17,7 @@ import pytest
 
 from tests.support import mounting
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import Bench, fuse_mounts, processes_about, wait_for
+from tests.support.mounting import ENVIRONMENT, Bench, fuse_mounts, processes_about, wait_for
 
 NOBODY = pwd.getpwnam("nobody")
 GROUP = 4
@@ -58,11 +58,7 @@ class Place:
 
     @property
     def environment(self) -> dict[str, str]:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("SUDO_", "XDG_", "SLURM_"))
-        }
+        environment = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("SLURM_")}
         return {**environment, "XDG_RUNTIME_DIR": f"{self.path}/run"}
 
     def run(

@@ -163,6 +163,8 @@ class Scenario:
         for name in (signals or ("SIGKILL",)) * int(times):
             time.sleep(self._chance.uniform(0, 0.3) if int(times) > 1 else 0)
             serving = self._mnt.status()["worker"]
+            if who == "standby":
+                wait_for(lambda: len(self.workers()) > 1, "the worker that is loaded ahead")
             others = [pid for pid in self.workers() if pid != serving["pid"]]
             victims = {"worker": [serving["pid"]], "standby": others}
             for pid in victims[who] if who != "both" else [*others, serving["pid"]]:

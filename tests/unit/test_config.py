@@ -179,6 +179,7 @@ TEXTS = {
     "prefetch_floor": "10",
     "prefetch_jitter": "30s",
     "kernel_resend": "false",
+    "standby": "false",
 }
 TAKE_ANY_TEXT = {
     *("state_dir", "log_file", "index", "prefetch", "peer_key", "peers", "peer_name", "user")
