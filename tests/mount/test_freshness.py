@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import trees
-from tests.support.mounting import Bench, requires_mounts, run, wait_for
+from tests.support.mounting import Bench, Mount, requires_mounts, run, wait_for
 from tests.support.scenario import play
 
 pytestmark = requires_mounts
@@ -132,3 +135,78 @@ def test_refresh_of_a_path_that_is_not_there(work: Bench) -> None:
     done = run("refresh", str(mount.path), "nothing/here")
     assert done.returncode == 1
     assert os.strerror(errno.ENOENT) in done.stderr
+
+
+NAMES = 48
+MODES = {"immutable": 0.0, "ttl=1": 1.0, "open": 0.0}
+
+
+CHANGES = {
+    "renamed over": "echo another one >new; mv new 17",
+    "unlinked": "rm 17",
+    "truncated": "truncate -s 3 17",
+    "its mode": "chmod 400 17",
+    "linked": "ln 17 zz",
+    "swapped": "mv 17 zz; mv 18 17",
+    "its directory": "mv ../d ../e; mkdir ../d; echo in another directory >../d/17",
+}
+SEEN = ("warmed", "forgotten by the kernel", "of an earlier worker")
+
+
+def shown(root: Path) -> tuple[int, ...] | None:
+    try:
+        found = (root / "d/17").lstat()
+    except FileNotFoundError:
+        return None
+    return found.st_size, found.st_mode, found.st_nlink, found.st_ctime_ns
+
+
+def bring(mount: Mount, *, warmed: bool) -> None:
+    """Have all names asked for, most of which nobody has looked up."""
+    if warmed:
+        assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
+    else:
+        os.listdir(mount.path / "d")
+    for number in range(12):
+        (mount.path / "d" / f"{number:02}").lstat()
+    wait_for(lambda: mount.status()["source_io"]["operations"] > NAMES, "all to be asked for")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("seen", "change"),
+    [
+        pytest.param("brought", "renamed over", marks=pytest.mark.smoke),
+        *(("brought", change) for change in list(CHANGES)[1:]),
+        *itertools.product(SEEN, ["renamed over", "swapped"]),
+    ],
+)
+def test_a_name_is_shown_no_longer_than_promised(
+    work: Bench, mode: str, seen: str, change: str
+) -> None:
+    source = work.path / "src"
+    (source / "d").mkdir(parents=True)
+    for number in range(NAMES):
+        (source / "d" / f"{number:02}").write_bytes(bytes(number))
+    mount = work.mount(source, "--freshness", mode)
+    if mode != "open":
+        bring(mount, warmed=seen == "warmed")
+    before = shown(source)
+    if seen in SEEN[1:]:
+        assert shown(mount.path) == before
+        Path("/proc/sys/vm/drop_caches").write_text("2")
+    if seen == "of an earlier worker":
+        pid = mount.worker_pid()
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: mount.worker_pid() not in (0, pid), "another worker")
+    subprocess.run(["sh", "-ec", CHANGES[change]], cwd=source / "d", check=True)
+    changed, since = shown(source), time.monotonic()
+    assert changed != before
+    assert shown(mount.path) in ([changed] if mode == "open" else [before, changed])
+    if mode == "immutable":
+        assert run("refresh", str(mount.path)).returncode == 0
+    time.sleep(max(0.0, since + MODES[mode] - time.monotonic()))
+    assert shown(mount.path) == changed
+    for _ in range(2):
+        Path("/proc/sys/vm/drop_caches").write_text("2")
+        assert shown(mount.path) == changed

@@ -33,8 +33,6 @@ from tests.support.fake_mounts import NOBODY, interpreter_for
 from tests.support.indexing import record_found
 from tests.support.mounting import MONARCHFS, requires_root, run, wait_for
 
-pytestmark = pytest.mark.smoke
-
 DATASET = "0123456789abcdef"
 NOW = 1_700_000_000_000_000_000
 ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
@@ -218,6 +216,7 @@ def marked(cache: Cache) -> dict[int, bool]:
         return index.segments(tier.id)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("shared", [0, 3])
 def test_nothing_is_wrong(
     cache: Cache, fsck: Fsck, capfd: pytest.CaptureFixture[str], shared: int
@@ -740,6 +739,7 @@ def test_a_tier_that_was_never_used_is_not_missed(cache: Cache, fsck: Fsck) -> N
     assert [tier["present"] for tier in done.report["tiers"]] == [True, False]
 
 
+@pytest.mark.smoke
 def test_for_people(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
     """A name cannot command the terminal."""
     cache.fill(130, names=b"a\n\x1b[2J\xff%d")
@@ -764,6 +764,7 @@ def test_for_people(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
 # Who may, and when.
 
 
+@pytest.mark.smoke
 def test_what_is_refused(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
     cache.fill(1)
 

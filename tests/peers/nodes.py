@@ -167,7 +167,12 @@ def processes_of(mount: Mount) -> list[int]:
 def kill_worker(mount: Mount) -> None:
     pid = mount.worker_pid()
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: mount.status()["worker"]["pid"] not in (None, pid), "another worker")
+
+    def serves() -> bool:
+        now = mount.status()
+        return bool(now["state"] == "serving" and now["worker"]["pid"] != pid)
+
+    wait_for(serves, "another worker")
 
 
 def warm(mount: Mount) -> None:
