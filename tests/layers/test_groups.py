@@ -140,6 +140,7 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         gate = mirror.tier.faults.gate("write_whole")
         await begin(mirror, names)
         await gate.arrived()
+        await until(lambda: mirror.source.counters.prefetch_read_bytes == 60_000, "all to be read")
         await let_it_be_stuck(clock)
         await mirror.read_each(names)
         gate.open()
