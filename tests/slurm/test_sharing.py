@@ -169,7 +169,7 @@ CANNOT: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     [
         *((words, {}, {}) for words in CANNOT),
         ("No such file", {"peer_key": "/none"}, {}),
-        ("chmod 0400", {"peer_key": "/etc/hosts"}, {}),
+        ("chmod 0400", {"peer_key": "/etc/passwd"}, {}),
         ("is no list of nodes", {}, {"node_list": ""}),
         ("n09 is none of the job's nodes", {}, {"node": "n09"}),
     ],
