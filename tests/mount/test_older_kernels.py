@@ -53,17 +53,15 @@ class Kernel(NamedTuple):
         assert not self.minor or "/memfd:monarchfs-requests (deleted)" in opened
 
 
-@pytest.fixture(
-    params=[
-        *(
-            pytest.param(Kernel(errno.ENOSYS, calls), id=name)
-            for name, calls in NEWER_CALLS.items()
-        ),
-        pytest.param(Kernel(errno.ENOSYS, ALL_NEWER), id="none", marks=pytest.mark.smoke),
-        pytest.param(Kernel(errno.EPERM, NOT_IN_CONTAINERS), id="EPERM"),
-        pytest.param(Kernel(errno.ENOSYS, ALL_NEWER, 27), id="FUSE 7.27"),
-    ]
-)
+EACH = [pytest.param(Kernel(errno.ENOSYS, calls), id=name) for name, calls in NEWER_CALLS.items()]
+WHOLE = [
+    pytest.param(Kernel(errno.ENOSYS, ALL_NEWER), id="none", marks=pytest.mark.smoke),
+    pytest.param(Kernel(errno.EPERM, NOT_IN_CONTAINERS), id="EPERM"),
+    pytest.param(Kernel(errno.ENOSYS, ALL_NEWER, 27), id="FUSE 7.27"),
+]
+
+
+@pytest.fixture
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     made: Kernel = request.param
     run_all_on(made, monkeypatch)
@@ -76,6 +74,7 @@ def run_all_on(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mounting, "MONARCHFS", words)
 
 
+@pytest.mark.parametrize("kernel", [*EACH, *WHOLE], indirect=True)
 def test_a_mount(work: Bench, kernel: Kernel) -> None:
     """Read, listed, its worker killed, unmounted, checked."""
     with playing(work, apart=True) as scenario:
@@ -88,9 +87,18 @@ def test_a_mount(work: Bench, kernel: Kernel) -> None:
         assert mount.status()["data_path"] == ("relay" if kernel.relays else "passthrough")
 
 
-@pytest.mark.parametrize("user", [False, True], ids=["root", "user"])
-def test_a_mount_of_run(work: Bench, kernel: Kernel, user: bool) -> None:
-    """Its worker is killed, then its supervisor, while a job reads."""
+@pytest.mark.parametrize("kernel", [*EACH, *WHOLE], indirect=True)
+def test_a_mount_of_run(work: Bench, kernel: Kernel) -> None:
+    ran_and_killed(work, kernel, user=False)
+
+
+@pytest.mark.parametrize("kernel", WHOLE, indirect=True)
+def test_a_users_mount_of_run(work: Bench, kernel: Kernel) -> None:
+    ran_and_killed(work, kernel, user=True)
+
+
+def ran_and_killed(work: Bench, kernel: Kernel, *, user: bool) -> None:
+    """The worker is killed, then its supervisor, while a job reads."""
     with left_clean(make_place(work, user=user)) as place:
         jobs = Jobs(place)
         reader = jobs.reading(1)
