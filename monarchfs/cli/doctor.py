@@ -51,7 +51,7 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
             checks.append(check)
             if not arguments.json:
                 progress.clear()
-                _print(check)
+                print_check(check)
     result = summary(checks)
     if arguments.json:
         print(json.dumps(result))
@@ -105,7 +105,7 @@ def conclusion(checks: Sequence[Check]) -> str:
     return f"{can}: {', '.join(parts) or 'all is well'}"
 
 
-def _print(check: Check) -> None:
+def print_check(check: Check) -> None:
     text = describe(check)
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         print(text, flush=True)

@@ -183,6 +183,17 @@ Takes the options of mount. To measure rates, it reads some of the source's file
 reads a file without a name in each tier.
 
 Exit code: 0 if it can be mounted (also with warnings), 1 if not.""",
+    "selftest": """\
+  monarchfs selftest /lustre/scratch/alice
+  monarchfs selftest /lustre/scratch/alice --second /mnt/lustre2/scratch/alice
+  sudo monarchfs selftest /lustre/scratch --files 5000 --json
+
+Makes some 4,000 files (300 MB) below DIR and mounts them on this node: what is mirrored in each
+freshness mode, with each layout that lfs can make; a first and a second epoch, counted by the
+client's llite.*.stats where they can be read; changes by another client; a worker that is killed
+under a reader. Takes a few minutes, and removes all that it made.
+
+Exit code: 0 if all is well (also with warnings), 1 if not.""",
     "plan": """\
   monarchfs plan /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
   monarchfs plan /lustre/imagenet --config cluster.toml --epochs 90 --json

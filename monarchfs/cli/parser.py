@@ -263,6 +263,16 @@ def _add_checking(commands: _Commands) -> None:
     parser.add_argument("--quick", action="store_true", help="measure no rates")
     _add_timeout(parser, "60")
 
+    summary = "check monarchfs on a file system of this site, and print a page to send"
+    option = _add_command(commands, "selftest", summary, json=True).add_argument
+    option("directory", metavar="DIR", help="a directory of it, in which you may write")
+    second = "the same directory by another mount of the file system: changes are made there"
+    option("--second", metavar="PATH", help=second)
+    tier = "a directory on local storage for copies (default: TMPDIR)"
+    option("--tier", metavar="PATH", help=tier)
+    files = "how many small files an epoch has (default 1000)"
+    option("--files", metavar="N", type=parse_count, default="1000", help=files)
+
     parser = _add_command(commands, "plan", "say what caching a dataset would bring", json=True)
     option = parser.add_argument
     option("source", help="the dataset's directory")

@@ -1,0 +1,54 @@
+"""``monarchfs selftest``: checks on a site's own file system, and a page that it can send."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from monarchfs.cli.doctor import print_check
+from monarchfs.cli.progress import Progress
+from monarchfs.cli.text import counted, printable
+from monarchfs.config.values import parse_path
+from monarchfs.doctor.checks import Check, Severity
+from monarchfs.selftest.run import SelfTest, TestedDirectory, about
+from monarchfs.types import UsageError
+
+
+def selftest_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints the checks; 1 if one of them found a problem. Raises UsageError."""
+    places = [arguments.directory, arguments.second, arguments.tier]
+    directory, second, tier = (None if one is None else Path(parse_path(one)) for one in places)
+    for place in (directory, second, tier):
+        if place is not None and not place.is_dir():
+            raise UsageError(f"{place} is no directory")
+    assert directory is not None
+    subject = TestedDirectory(directory, second, tier, Path(tempfile.gettempdir()), arguments.files)
+    where = about(subject)
+    checks: list[Check] = []
+    with Progress() as progress, SelfTest(subject, progress.show) as test:
+        if not arguments.json:
+            print(f"monarchfs selftest, {time.strftime('%Y-%m-%d')}, as {_who()}")
+            for name, value in where.items():
+                print(f"  {name:<14} {printable(value)}")
+            print(flush=True)
+        for check in test.checks():
+            checks.append(check)
+            if not arguments.json:
+                progress.clear()
+                print_check(check)
+    problems = sum(check.state is Severity.PROBLEM for check in checks)
+    if arguments.json:
+        found = {"about": where, "checks": [check.to_json() for check in checks]}
+        print(json.dumps({**found, "problems": problems}))
+    else:
+        print("all is well" if not problems else counted(problems, "problem"))
+    return int(problems > 0)
+
+
+def _who() -> str:
+    return "root" if os.geteuid() == 0 else "an ordinary user"

@@ -1,0 +1,1 @@
+"""Checks on a site's own file system, from an installed package: ``monarchfs selftest``."""
