@@ -1,10 +1,13 @@
 """Build of the C part. Everything else is declared in pyproject.toml."""
 
+import os
 import subprocess
+import sysconfig
 from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.dist_info import dist_info
 from setuptools.errors import CompileError, ExecError, LinkError
 
 NEEDS = (
@@ -23,6 +26,32 @@ def pkg_config(option: str) -> list[str]:
     except (OSError, subprocess.CalledProcessError):
         return []
     return out.stdout.split()
+
+
+INCLUDED = ("Python.h", "fuse_lowlevel.h", "xxhash.h", "curl/curl.h")
+
+
+def can_build() -> bool:
+    """Whether there are a compiler, pkg-config with libfuse 3, and all headers."""
+    source = "".join(f"#include <{header}>\n" for header in INCLUDED)
+    words = [*(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()]
+    words += [*pkg_config("--cflags"), "-DFUSE_USE_VERSION=312", "-D_FILE_OFFSET_BITS=64"]
+    words += ["-I", sysconfig.get_path("include"), "-fsyntax-only", "-x", "c", "-"]
+    try:
+        done = subprocess.run(words, input=source, text=True, capture_output=True, check=False)
+    except OSError:
+        return False
+    return bool(pkg_config("--libs")) and done.returncode == 0
+
+
+class DescribeOrSayWhy(dist_info):
+    """pip asks for this before it comes to pyfuse3, which would end with a traceback where the same
+    headers are missing."""
+
+    def run(self) -> None:
+        if not can_build():
+            raise SystemExit(NEEDS)
+        super().run()
 
 
 class BuildOrSayWhy(build_ext):
@@ -49,7 +78,7 @@ HEADERS = sorted(glob("monarchfs/*/*.h"))
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64"]
 
 setup(
-    cmdclass={"build_ext": BuildOrSayWhy},
+    cmdclass={"build_ext": BuildOrSayWhy, "dist_info": DescribeOrSayWhy},
     ext_modules=[
         Extension(
             "monarchfs.fuse._session",
