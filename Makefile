@@ -136,13 +136,16 @@ cluster: $(STAMP)
 	@.ci/cluster-packages build/prometheus
 	@$(BIN)/python -m tests.slurm.prove $(ARGS)
 
-man: $(STAMP)
-	@$(BIN)/python -m monarchfs.cli.man $(PAGES)
+# INSTALLED is where the commands are, of pip here or elsewhere; those elsewhere need no set-up here.
+INSTALLED ?= $(abspath $(BIN))
+ELSEWHERE := $(filter-out $(abspath $(BIN))/python,$(wildcard $(INSTALLED)/python))
+PROGRAM := $(or $(ELSEWHERE),$(BIN)/python) -I -m monarchfs.cli
+man: $(if $(ELSEWHERE),,$(STAMP))
+	@$(PROGRAM).man $(PAGES)
 
 # What pip cannot do: the place where mount(8) looks, man pages, completion, units of systemd, rules
-# and dashboard for Prometheus, Slurm's scripts and (with its headers) plugin. INSTALLED is where pip put the commands, DESTDIR is for whoever makes
-# packages.
-INSTALLED ?= $(abspath $(BIN))
+# and dashboard for Prometheus, Slurm's scripts and (with its headers) plugin. DESTDIR is for whoever
+# makes packages.
 PREFIX ?= /usr/local
 UNITS := monarchfs@.service monarchfs-exporter.service monarchfs-gc.service monarchfs-gc.timer
 install-system: man
@@ -151,7 +154,7 @@ install-system: man
 	ln -sfn $(INSTALLED)/mount.monarchfs $(DESTDIR)/sbin/mount.monarchfs
 	install -m 644 $(PAGES)/monarchfs.1 $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 644 $(PAGES)/mount.monarchfs.8 $(DESTDIR)$(PREFIX)/share/man/man8
-	$(BIN)/monarchfs completion bash \
+	$(PROGRAM).main completion bash \
 		> $(DESTDIR)$(PREFIX)/share/bash-completion/completions/monarchfs
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system $(DESTDIR)$(PREFIX)/share/monarchfs
 	for unit in $(UNITS); do \
