@@ -118,7 +118,7 @@ setup(
             [f"monarchfs/peers/{part}.c" for part in PEERS],
             depends=HEADERS,
             extra_compile_args=[*FLAGS, "-pthread"],
-            extra_link_args=["-lcurl"],
+            extra_link_args=["-ldl"],  # libcurl
         ),
         Extension(
             "monarchfs.engine._units",

@@ -273,7 +273,12 @@ static bool add_function(PyObject *module_made, const char *name, void *function
 
 PyMODINIT_FUNC PyInit__replicas(void)
 {
-	int result = fetch_begin();
+	const char *why;
+	int result = fetch_begin(&why);
+	if (why) {
+		PyErr_SetString(PyExc_ImportError, why);
+		return NULL;
+	}
 	if (result < 0)
 		return failed(-result);
 	PyObject *made = PyModule_Create(&module);

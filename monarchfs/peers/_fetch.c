@@ -5,6 +5,7 @@
 
 #include <curl/curl.h>
 
+#include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -47,6 +48,43 @@ static char interface[PEER_ADDRESS_BYTES + 8]; /* CURLOPT_INTERFACE */
 static pthread_key_t handle_key;
 static int failures_fd = -1;
 
+/* libcurl(3), loaded and not linked: a package for many systems cannot bring it, as it needs OpenSSL, Kerberos and
+ * LDAP, which must be the system's. */
+static struct {
+	CURLcode (*global_init)(long flags);
+	CURL *(*easy_init)(void);
+	void (*easy_cleanup)(CURL *handle);
+	CURLcode (*easy_perform)(CURL *handle);
+	CURLcode (*easy_setopt)(CURL *handle, CURLoption option, ...);
+	CURLcode (*easy_getinfo)(CURL *handle, CURLINFO info, ...);
+} curl;
+
+/* NULL, or what dlopen(3) or dlsym(3) says. */
+static const char *load_curl(void)
+{
+	void *library = dlopen("libcurl.so.4", RTLD_NOW | RTLD_LOCAL);
+	if (!library)
+		return dlerror();
+	const struct {
+		const char *name;
+		void *to;
+	} symbols[] = {
+		{"curl_global_init", &curl.global_init},
+		{"curl_easy_init", &curl.easy_init},
+		{"curl_easy_cleanup", &curl.easy_cleanup},
+		{"curl_easy_perform", &curl.easy_perform},
+		{"curl_easy_setopt", &curl.easy_setopt},
+		{"curl_easy_getinfo", &curl.easy_getinfo},
+	};
+	for (size_t n = 0; n < sizeof(symbols) / sizeof(symbols[0]); n++) {
+		void *symbol = dlsym(library, symbols[n].name);
+		if (!symbol)
+			return dlerror();
+		memcpy(symbols[n].to, &symbol, sizeof(symbol));
+	}
+	return NULL;
+}
+
 static int64_t now_ns(void)
 {
 	struct timespec now;
@@ -56,12 +94,14 @@ static int64_t now_ns(void)
 
 static void end_handle(void *handle)
 {
-	curl_easy_cleanup(handle);
+	curl.easy_cleanup(handle);
 }
 
-int fetch_begin(void)
+int fetch_begin(const char **why)
 {
-	if (curl_global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK)
+	if ((*why = load_curl()))
+		return -ENOENT;
+	if (curl.global_init(CURL_GLOBAL_DEFAULT) != CURLE_OK)
 		return -ENOMEM;
 	if ((failures_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) < 0)
 		return -errno;
@@ -240,9 +280,9 @@ static void expect_key(CURL *request)
 {
 	pthread_rwlock_rdlock(&lock);
 	if (pin[0]) {
-		curl_easy_setopt(request, CURLOPT_PINNEDPUBLICKEY, pin);
-		curl_easy_setopt(request, CURLOPT_SSL_VERIFYPEER, 0L);
-		curl_easy_setopt(request, CURLOPT_SSL_VERIFYHOST, 0L);
+		curl.easy_setopt(request, CURLOPT_PINNEDPUBLICKEY, pin);
+		curl.easy_setopt(request, CURLOPT_SSL_VERIFYPEER, 0L);
+		curl.easy_setopt(request, CURLOPT_SSL_VERIFYHOST, 0L);
 	}
 	pthread_rwlock_unlock(&lock);
 }
@@ -252,21 +292,21 @@ static CURL *handle(const char *from)
 {
 	CURL *known = pthread_getspecific(handle_key);
 	if (known) {
-		curl_easy_setopt(known, CURLOPT_INTERFACE, from);
+		curl.easy_setopt(known, CURLOPT_INTERFACE, from);
 		return known;
 	}
-	known = curl_easy_init();
+	known = curl.easy_init();
 	if (!known)
 		return NULL;
-	curl_easy_setopt(known, CURLOPT_INTERFACE, from);
-	curl_easy_setopt(known, CURLOPT_WRITEFUNCTION, take_answer);
-	curl_easy_setopt(known, CURLOPT_NOSIGNAL, 1L);
+	curl.easy_setopt(known, CURLOPT_INTERFACE, from);
+	curl.easy_setopt(known, CURLOPT_WRITEFUNCTION, take_answer);
+	curl.easy_setopt(known, CURLOPT_NOSIGNAL, 1L);
 	expect_key(known);
-	curl_easy_setopt(known, CURLOPT_NOPROXY, "*");
-	curl_easy_setopt(known, CURLOPT_BUFFERSIZE, 131072L);
-	curl_easy_setopt(known, CURLOPT_MAXCONNECTS, CONNECTIONS);
+	curl.easy_setopt(known, CURLOPT_NOPROXY, "*");
+	curl.easy_setopt(known, CURLOPT_BUFFERSIZE, 131072L);
+	curl.easy_setopt(known, CURLOPT_MAXCONNECTS, CONNECTIONS);
 	if (pthread_setspecific(handle_key, known) != 0) {
-		curl_easy_cleanup(known);
+		curl.easy_cleanup(known);
 		return NULL;
 	}
 	return known;
@@ -278,12 +318,12 @@ static CURLcode get_range(CURL *request, const char *url, uint64_t offset, size_
 {
 	char range[64];
 	snprintf(range, sizeof(range), "%llu-%llu", (unsigned long long)offset, (unsigned long long)(offset + size - 1));
-	curl_easy_setopt(request, CURLOPT_URL, url);
-	curl_easy_setopt(request, CURLOPT_RANGE, range);
-	curl_easy_setopt(request, CURLOPT_TIMEOUT_MS, (long)(deadline_ns / 1000000));
-	CURLcode code = curl_easy_perform(request);
+	curl.easy_setopt(request, CURLOPT_URL, url);
+	curl.easy_setopt(request, CURLOPT_RANGE, range);
+	curl.easy_setopt(request, CURLOPT_TIMEOUT_MS, (long)(deadline_ns / 1000000));
+	CURLcode code = curl.easy_perform(request);
 	*status = 0;
-	curl_easy_getinfo(request, CURLINFO_RESPONSE_CODE, status);
+	curl.easy_getinfo(request, CURLINFO_RESPONSE_CODE, status);
 	return code;
 }
 
@@ -311,7 +351,7 @@ static enum fetch_result ask(const char *url, const char *from, const struct pla
 	long status;
 	if (!request)
 		return FETCH_FAILED;
-	curl_easy_setopt(request, CURLOPT_WRITEDATA, &answer);
+	curl.easy_setopt(request, CURLOPT_WRITEDATA, &answer);
 	CURLcode code = get_range(request, url, place->offset, place->size, deadline_ns, &status);
 	if (code != CURLE_OK && code != CURLE_WRITE_ERROR)
 		return FETCH_FAILED;
@@ -376,16 +416,16 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 	CURLcode code;
 	size_t asked = 0;
 	struct passed passed = {.take = take, .to = to};
-	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, pass);
-	curl_easy_setopt(request, CURLOPT_WRITEDATA, &passed);
-	curl_easy_setopt(request, CURLOPT_FAILONERROR, 1L);
+	curl.easy_setopt(request, CURLOPT_WRITEFUNCTION, pass);
+	curl.easy_setopt(request, CURLOPT_WRITEDATA, &passed);
+	curl.easy_setopt(request, CURLOPT_FAILONERROR, 1L);
 	do {
 		size_t piece = size - asked < PIECE_BYTES ? size - asked : PIECE_BYTES;
 		code = get_range(request, url, offset + asked, piece, PIECE_DEADLINE_NS, &status);
 		asked += piece;
 	} while (code == CURLE_OK && status == 206 && passed.bytes == asked && asked < size);
-	curl_easy_setopt(request, CURLOPT_FAILONERROR, 0L);
-	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
+	curl.easy_setopt(request, CURLOPT_FAILONERROR, 0L);
+	curl.easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
 	enum fetch_result result = FETCH_FAILED;
 	if (code == CURLE_OK && status == 206)
 		result = passed.bytes == size ? FETCHED : FETCH_UNKNOWN;
@@ -438,7 +478,7 @@ static int error_of(CURL *request, CURLcode code)
 	case CURLE_SSL_CONNECT_ERROR:
 		return -EPROTO;
 	case CURLE_COULDNT_CONNECT:
-		curl_easy_getinfo(request, CURLINFO_OS_ERRNO, &error);
+		curl.easy_getinfo(request, CURLINFO_OS_ERRNO, &error);
 		return error ? -(int)error : -ECONNREFUSED;
 	default:
 		return -ECONNREFUSED;
@@ -456,20 +496,20 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	CURL *request = handle(from);
 	if (!request)
 		return -ENOMEM;
-	curl_easy_setopt(request, CURLOPT_URL, url);
-	curl_easy_setopt(request, CURLOPT_RANGE, NULL);
-	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, append);
-	curl_easy_setopt(request, CURLOPT_WRITEDATA, &text);
-	curl_easy_setopt(request, CURLOPT_TIMEOUT_MS, (long)(timeout_ns / 1000000));
+	curl.easy_setopt(request, CURLOPT_URL, url);
+	curl.easy_setopt(request, CURLOPT_RANGE, NULL);
+	curl.easy_setopt(request, CURLOPT_WRITEFUNCTION, append);
+	curl.easy_setopt(request, CURLOPT_WRITEDATA, &text);
+	curl.easy_setopt(request, CURLOPT_TIMEOUT_MS, (long)(timeout_ns / 1000000));
 	if (body) {
-		curl_easy_setopt(request, CURLOPT_POSTFIELDSIZE, (long)size);
-		curl_easy_setopt(request, CURLOPT_POSTFIELDS, body);
+		curl.easy_setopt(request, CURLOPT_POSTFIELDSIZE, (long)size);
+		curl.easy_setopt(request, CURLOPT_POSTFIELDS, body);
 	}
-	CURLcode code = curl_easy_perform(request);
+	CURLcode code = curl.easy_perform(request);
 	long status = 0;
-	curl_easy_getinfo(request, CURLINFO_RESPONSE_CODE, &status);
-	curl_easy_setopt(request, CURLOPT_HTTPGET, 1L);
-	curl_easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
+	curl.easy_getinfo(request, CURLINFO_RESPONSE_CODE, &status);
+	curl.easy_setopt(request, CURLOPT_HTTPGET, 1L);
+	curl.easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
 	if (code == CURLE_OK) {
 		if (status == BAD_GATEWAY || status == GATEWAY_TIMEOUT)
 			note_failure(peer, false); /* its nginx is left, without a worker */

@@ -26,8 +26,8 @@ struct peer_counts {
 	uint64_t files, bytes, wrong, failed, nanoseconds;
 };
 
-/* 0 or -errno. Call it once before all else. */
-int fetch_begin(void);
+/* 0 or -errno. Call it once before all else. -ENOENT: libcurl cannot be loaded, for the reason in `why`. */
+int fetch_begin(const char **why);
 
 /* Set where the peer of this number serves its tiers (http://HOST:PORT or https://...), "" for nobody. Forgets its failures. 0 or
  * -errno. */

@@ -209,7 +209,12 @@ class Parts:
         self.interrupts = Interrupts(self.metrics)
         if bootstrap.peers is not None and bootstrap.peers_fd is not None and relays:
             # Mounts that share nothing do not load libcurl.
-            from monarchfs.worker.peering import Peering
+            try:
+                from monarchfs.worker.peering import Peering
+            except ImportError as error:
+                raise OperationError(
+                    f"peers need libcurl, which cannot be loaded: {error}: apt-get install libcurl4"
+                ) from None
 
             self.peering = Peering(
                 *(self.tree, self.copier, self.cache, bootstrap.peers),

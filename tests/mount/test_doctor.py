@@ -5,11 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import stat
 import subprocess
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from tests.support.mounting import (
     ENVIRONMENT,
     MONARCHFS,
     Bench,
+    assert_one_line,
     needs_mounts,
     processes_about,
     requires_root,
@@ -397,6 +400,27 @@ def test_without_libcurl_only_sharing_is_a_problem(work: Bench, peers: tuple[str
     }
     assert list(problems) == (["libcurl"] if peers else [])
     assert all("libcurl.so.4: file too short" in detail for detail in problems.values())
+
+
+@needs_mounts
+def test_peers_without_libcurl_are_refused_in_a_line(
+    work: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (work.path / "empty").touch()
+    for name in ("src", "mnt"):
+        (work.path / name).mkdir()
+    (work.path / "key").write_bytes(bytes(64))
+    (work.path / "key").chmod(0o400)
+    import_module("monarchfs.peers._replicas")
+    (library,) = set(re.findall(r"/\S+/libcurl\.so\.4\S*", Path("/proc/self/maps").read_text()))
+    hidden = f'mount --bind {work.path}/empty {library} && exec "$@"'
+    unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", hidden, "sh"]
+    monkeypatch.setattr("tests.support.mounting.MONARCHFS", [*unshare, *MONARCHFS])
+    words = ["mount", f"{work.path}/src", f"{work.path}/mnt", "--state-dir", f"{work.path}/state"]
+    words += ["--tier", f"{work.path}/tier=100M", "--peers", "a=127.0.0.1,b=127.0.0.1:9467"]
+    done = run(*words, "--peer-name", "a", "--peer-key", f"{work.path}/key")
+    assert_one_line(done, 1, "peers need libcurl, which cannot be loaded: ")
+    assert "file too short: apt-get install libcurl4" in done.stderr
 
 
 @needs_mounts
