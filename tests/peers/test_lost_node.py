@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which("ip"), reason="needs ip: apt-get install iproute2"),
 ]
 
-FILES = 400
+FILES = 200
 WAIT = 0.5
 """Seconds: what a reader waits for a peer takes longer, a read of the source much less."""
 MOST = 1.0
