@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -302,6 +303,9 @@ def _leave_interrupts_to_the_parent() -> None:
 @contextmanager
 def reader_processes(count: int) -> Iterator[Pool]:
     """``count`` processes that have started, like the workers of a data loader."""
+    # What is left of an earlier pool goes now: its semaphores must not be unregistered while this
+    # one registers its own (multiprocessing.resource_tracker is not reentrant).
+    gc.collect()
     context = multiprocessing.get_context("spawn")
     with context.Pool(count, _leave_interrupts_to_the_parent) as pool:
         pool.map(time.sleep, [0.05] * count * 2)
