@@ -25,7 +25,14 @@ from monarchfs.store.segments import SMALL_BYTES
 from tests.hostile.places import ANYWHERE, CONTENT, USER, Cache, Untouched, spoil
 from tests.support import on_disk, trees
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import Mount, fuse_mounts, processes_about, requires_mounts, run
+from tests.support.mounting import (
+    Mount,
+    fuse_mounts,
+    kill_each,
+    processes_about,
+    requires_mounts,
+    run,
+)
 
 pytestmark = [*requires_mounts, pytest.mark.timeout(300)]
 
@@ -114,8 +121,7 @@ def a_copy(template: Path) -> Iterator[Cache]:
 
 def _break_up(path: Path) -> None:
     """Of a test that failed: whatever is left."""
-    for pid in processes_about(f"{path}/"):
-        os.kill(pid, 9)
+    kill_each(processes_about(f"{path}/"))
     for point in fuse_mounts(str(path)):
         subprocess.run(["umount", "-l", point], check=False)
 

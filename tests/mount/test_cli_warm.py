@@ -23,6 +23,7 @@ from tests.support.mounting import (
     Bench,
     Mount,
     assert_refused,
+    kill_each,
     requires_mounts,
     run,
     wait_for,
@@ -220,8 +221,7 @@ def test_without_a_daemon(work: Bench) -> None:
     mount = work.mount(files_to_explain(work))
     worker = mount.worker_pid()
     supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-    for pid in (supervisor, worker):
-        os.kill(pid, signal.SIGKILL)
+    kill_each((supervisor, worker))
     wait_for(lambda: run("status", str(mount.path)).returncode, "the daemon to be gone")
     for command in (["why", f"{mount.path}/a"], *([c, str(mount.path), "a"] for c in COMMANDS)):
         done = run(*command)

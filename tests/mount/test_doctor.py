@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import stat
 import subprocess
@@ -37,6 +36,7 @@ from tests.support.mounting import (
     MONARCHFS,
     Bench,
     assert_one_line,
+    kill_each,
     needs_mounts,
     processes_about,
     requires_root,
@@ -476,8 +476,7 @@ def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
         assert "is itself a monarchfs mount" in by_name(result, "source")["detail"]
     assert by_name(result, "mounts")["alive"] >= 1
 
-    for pid in processes_about(str(work.path)):
-        os.kill(pid, signal.SIGKILL)
+    kill_each(processes_about(str(work.path)))
     wait_for(lambda: not processes_about(str(work.path)), "the daemon to be dead")
     result = doctor("--quick", *tier)
     names = {check["name"] for check in result["checks"]}

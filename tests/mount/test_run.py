@@ -21,6 +21,7 @@ from tests.support.mounting import (
     WAIT_SECONDS,
     Bench,
     fuse_mounts,
+    kill_each,
     processes_about,
     requires_mounts,
     wait_for,
@@ -511,8 +512,7 @@ def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
         for pid in more:
             os.kill(pid, signal.SIGSTOP)
         killed |= more
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
+    kill_each(killed)
     running.communicate(timeout=WAIT_SECONDS)
     wait_for(lambda: not place.processes(), "all to be gone")
     assert place.runtime_files() != []

@@ -24,7 +24,14 @@ from monarchfs.fuse.mount import DEVICE
 from monarchfs.supervisor.namespace import bind, leave_for_own
 from monarchfs.types import OperationError
 from tests.support import surroundings
-from tests.support.mounting import as_user, fuse_mounts, processes_about, report_on, wait_for
+from tests.support.mounting import (
+    as_user,
+    fuse_mounts,
+    kill_each,
+    processes_about,
+    report_on,
+    wait_for,
+)
 from tests.support.timing import Stopwatch
 
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))
@@ -131,8 +138,7 @@ def area(path: Path, user: str | None) -> Iterator[Area]:
             assert done.returncode == 0, done.stderr
         work.assert_nothing_runs()
     finally:
-        for pid in {*processes_about(str(path)), *work.workers()}:
-            os.kill(pid, signal.SIGKILL)
+        kill_each({*processes_about(str(path)), *work.workers()})
         for point in fuse_mounts(str(path)):
             subprocess.run(["umount", "-l", point], check=False)
 

@@ -13,8 +13,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,13 @@ def processes_about(text: str) -> list[int]:
         if text.encode() in command:
             found.append(int(entry))
     return found
+
+
+def kill_each(pids: Iterable[int]) -> None:
+    """Some end with others of them."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def report_on(
@@ -292,9 +299,8 @@ class Bench:
         while left and watch.seconds() < 5:
             time.sleep(0.02)
             left = [p for p in processes_about(str(self.path)) if p not in self._faulty_pids()]
-        for pid in left:
-            complaints.append(f"process {pid} was left behind")
-            os.kill(pid, signal.SIGKILL)
+        complaints += [f"process {pid} was left behind" for pid in left]
+        kill_each(left)
         for source in self.faulty:
             subprocess.run(["umount", "-l", str(source.path)], check=False, capture_output=True)
             assert source.process.stdin is not None
@@ -309,8 +315,7 @@ class Bench:
 
     def break_up(self) -> None:
         """A test hangs in the kernel, where nothing reaches it: kill what it waits for."""
-        for pid in processes_about(str(self.path)):
-            os.kill(pid, signal.SIGKILL)
+        kill_each(processes_about(str(self.path)))
 
     def _faulty_pids(self) -> set[int]:
         return {source.process.pid for source in self.faulty}
