@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | clean
+# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -16,7 +16,7 @@ PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-co
 	bindfs attr acl strace procps libglib2.0-0 nginx-light
 
 .PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants coverage check bench bench-full frameworks \
-	frameworks-or-not bench-packages-or-not cluster man install-system clean
+	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -139,22 +139,29 @@ cluster: $(STAMP)
 # INSTALLED is where the commands are, of pip here or elsewhere; those elsewhere need no set-up here.
 INSTALLED ?= $(abspath $(BIN))
 ELSEWHERE := $(filter-out $(abspath $(BIN))/python,$(wildcard $(INSTALLED)/python))
-PROGRAM := $(or $(ELSEWHERE),$(BIN)/python) -I -m monarchfs.cli
+# The Python with monarchfs that writes the pages and the completion.
+RUN ?= $(or $(ELSEWHERE),$(BIN)/python) -I
 man: $(if $(ELSEWHERE),,$(STAMP))
-	@$(PROGRAM).man $(PAGES)
+	@$(RUN) -m monarchfs.cli.man $(PAGES)
 
 # What pip cannot do: the place where mount(8) looks, man pages, completion, units of systemd, rules
 # and dashboard for Prometheus, Slurm's scripts and (with its headers) plugin. DESTDIR is for whoever
 # makes packages.
 PREFIX ?= /usr/local
 UNITS := monarchfs@.service monarchfs-exporter.service monarchfs-gc.service monarchfs-gc.timer
-install-system: man
-	install -d $(DESTDIR)/sbin $(DESTDIR)$(PREFIX)/share/man/man1 $(DESTDIR)$(PREFIX)/share/man/man8 \
-		$(DESTDIR)$(PREFIX)/share/bash-completion/completions
+install-system: man system-files
+	install -d $(DESTDIR)/sbin
 	ln -sfn $(INSTALLED)/mount.monarchfs $(DESTDIR)/sbin/mount.monarchfs
+	@if [ -e /usr/include/slurm/spank.h ]; then $(MAKE) --no-print-directory -C slurm install; \
+	else echo "no Slurm headers here: sbatch --monarchfs is left out (docs/SLURM.md)"; fi
+
+# What of that lies below PREFIX.
+system-files:
+	install -d $(DESTDIR)$(PREFIX)/share/man/man1 $(DESTDIR)$(PREFIX)/share/man/man8 \
+		$(DESTDIR)$(PREFIX)/share/bash-completion/completions
 	install -m 644 $(PAGES)/monarchfs.1 $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 644 $(PAGES)/mount.monarchfs.8 $(DESTDIR)$(PREFIX)/share/man/man8
-	$(PROGRAM).main completion bash \
+	$(RUN) -m monarchfs.cli.main completion bash \
 		> $(DESTDIR)$(PREFIX)/share/bash-completion/completions/monarchfs
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system $(DESTDIR)$(PREFIX)/share/monarchfs
 	for unit in $(UNITS); do \
@@ -169,8 +176,11 @@ install-system: man
 			> $(DESTDIR)$(PREFIX)/lib/monarchfs/slurm/$$script && \
 		chmod 755 $(DESTDIR)$(PREFIX)/lib/monarchfs/slurm/$$script || exit 1; \
 	done
-	@if [ -e /usr/include/slurm/spank.h ]; then $(MAKE) --no-print-directory -C slurm install; \
-	else echo "no Slurm headers here: sbatch --monarchfs is left out (docs/SLURM.md)"; fi
+
+# A directory with a Python of its own, for other Linux systems (docs/INSTALL.md). SOURCES is a
+# directory that packaging/bundle/fetch filled; without one that is done first, on Debian.
+bundle:
+	@SOURCES="$(SOURCES)" PYTHON="$(PYTHON)" packaging/bundle/build
 
 clean:
 	rm -rf $(VENV) .venv-programs $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \

@@ -38,9 +38,10 @@ OF_OTHER_PROGRAMS = {
     "--monarchfs",
     "--data",
     "--now",
+    "--table",
 }
 """Options in the documents that are getfattr's, a container's, sbatch's, a training script's,
-systemctl's or rclone's."""
+systemctl's, rclone's or bundle/check.py's."""
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
