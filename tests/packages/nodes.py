@@ -80,7 +80,9 @@ def unpacked(archive: Path) -> Iterator[Path]:
         yield directory
 
 
-def tried_on(root: Path, directory: Path, at: str, layer: Path) -> subprocess.CompletedProcess[str]:
+def tried_on(
+    root: Path, directory: Path, at: str, layer: Path, seconds: float = 290
+) -> subprocess.CompletedProcess[str]:
     """What ``inside.sh`` says on such a node, where ``directory`` is read-only at the path ``at``;
     ``layer`` is an empty directory."""
     spaces = ["unshare", "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child"]
@@ -98,6 +100,6 @@ def tried_on(root: Path, directory: Path, at: str, layer: Path) -> subprocess.Co
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=seconds,
         check=False,
     )
