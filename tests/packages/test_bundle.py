@@ -14,7 +14,8 @@ from tests.packages import nodes
 from tests.support.mounting import requires_fuse, requires_root
 from tests.support.surroundings import REPOSITORY, requires_namespaces
 
-GLIBC = re.search(r"^glibc=([\d.]+)", (REPOSITORY / "bundle" / "settings").read_text(), re.M)
+SETTINGS = REPOSITORY / "packaging" / "bundle" / "settings"
+GLIBC = re.search(r"^glibc=([\d.]+)", SETTINGS.read_text(), re.M)
 PLACE = "/opt/an odd place/monarchfs"
 LEFT: set[str] = set()
 """What the documents say stays."""

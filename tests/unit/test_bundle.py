@@ -15,7 +15,7 @@ from monarchfs.engine import _units
 from monarchfs.fuse import _session
 from tests.support.surroundings import REPOSITORY
 
-BUNDLE = REPOSITORY / "bundle"
+BUNDLE = REPOSITORY / "packaging" / "bundle"
 
 
 @pytest.fixture

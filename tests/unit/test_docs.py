@@ -41,7 +41,7 @@ OF_OTHER_PROGRAMS = {
     "--table",
 }
 """Options in the documents that are getfattr's, a container's, sbatch's, a training script's,
-systemctl's, rclone's or bundle/check.py's."""
+systemctl's, rclone's or packaging/bundle/check.py's."""
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
