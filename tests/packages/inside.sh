@@ -30,7 +30,6 @@ ln -s "$bundle/bin/mount.monarchfs" /sbin/mount.monarchfs
 everything() {
     find / /scratch /dev/shm -xdev ! -path '/proc/*' ! -path '/sys/*' | sort
 }
-# What the commands leave and the documents name: logs, and the directories of caches, empty.
 everything >/before
 
 as_user() {
@@ -45,7 +44,7 @@ compare() {
 }
 # tried WHO...: the mount at $point, as WHO runs commands.
 tried() {
-    step "$point as $(as=$* && echo "${as:-root}")"
+    step "$point${1:+ $1}"
     "$@" monarchfs mount /lustre/data "$point" --tier "$tier=64M"
     "$@" monarchfs warm "$point" --wait
     "$@" diff -r --no-dereference /lustre/data "$point"
