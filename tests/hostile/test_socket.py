@@ -81,7 +81,7 @@ def received(client: socket.socket) -> bytes:
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[Daemon]:
-    with bench() as work:
+    with bench(most_seconds=1800) as work:  # of all tests here
         trees.dataset(work.path / "src", files=5, largest=10_000)
         mount = work.mount(work.path / "src", "--prefetch", "all")
         mount.wait_idle()

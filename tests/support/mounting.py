@@ -322,12 +322,13 @@ class Bench:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
-    """A Bench in a directory that any user may enter; fails the test if something is left."""
+def bench(most_seconds: float = WATCHDOG_SECONDS) -> Iterator[Bench]:
+    """A Bench in a directory that any user may enter; fails the test if something is left. What
+    runs is killed after so many seconds, less than a test may take (pytest-timeout)."""
     path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
     path.chmod(0o755)
     work = Bench(path)
-    watchdog = threading.Timer(WATCHDOG_SECONDS, work.break_up)
+    watchdog = threading.Timer(most_seconds, work.break_up)
     watchdog.start()
     try:
         yield work
