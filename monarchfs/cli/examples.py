@@ -188,8 +188,8 @@ Exit code: 0 if it can be mounted (also with warnings), 1 if not.""",
   monarchfs selftest /lustre/scratch/alice --second /mnt/lustre2/scratch/alice
   sudo monarchfs selftest /lustre/scratch --files 5000 --json
 
-Makes some 4,000 files (300 MB) below DIR and mounts them on this node: what is mirrored in each
-freshness mode, with each layout that lfs can make; a first and a second epoch, counted by the
+Makes some 4,000 files (40 to 80 MB) below DIR and mounts them on this node: what is mirrored in
+each freshness mode, with each layout that lfs can make; a first and a second epoch, counted by the
 client's llite.*.stats where they can be read; changes by another client; a worker that is killed
 under a reader. Takes a few minutes, and removes all that it made.
 

@@ -265,11 +265,12 @@ def _add_checking(commands: _Commands) -> None:
 
     summary = "check monarchfs on a file system of this site, and print a page to send"
     option = _add_command(commands, "selftest", summary, json=True).add_argument
-    option("directory", metavar="DIR", help="a directory of it, in which you may write")
+    directory = "a directory of it, in which you may write"
+    option("directory", metavar="DIR", type=parse_path, help=directory)
     second = "the same directory by another mount of the file system: changes are made there"
-    option("--second", metavar="PATH", help=second)
+    option("--second", metavar="PATH", type=parse_path, help=second)
     tier = "a directory on local storage for copies (default: TMPDIR)"
-    option("--tier", metavar="PATH", help=tier)
+    option("--tier", metavar="PATH", type=parse_path, help=tier)
     files = "how many small files an epoch has (default 1000)"
     option("--files", metavar="N", type=parse_count, default="1000", help=files)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from monarchfs.cli.doctor import print_check
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import counted, printable
-from monarchfs.config.values import parse_path
 from monarchfs.doctor.checks import Check, Severity
 from monarchfs.selftest.run import SelfTest, TestedDirectory, about
 from monarchfs.types import UsageError
@@ -21,13 +20,16 @@ from monarchfs.types import UsageError
 
 def selftest_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints the checks; 1 if one of them found a problem. Raises UsageError."""
-    places = [arguments.directory, arguments.second, arguments.tier]
-    directory, second, tier = (None if one is None else Path(parse_path(one)) for one in places)
-    for place in (directory, second, tier):
-        if place is not None and not place.is_dir():
+    for place in (arguments.directory, arguments.second, arguments.tier):
+        if place is not None and not os.path.isdir(place):
             raise UsageError(f"{place} is no directory")
-    assert directory is not None
-    subject = TestedDirectory(directory, second, tier, Path(tempfile.gettempdir()), arguments.files)
+    subject = TestedDirectory(
+        Path(arguments.directory),
+        None if arguments.second is None else Path(arguments.second),
+        Path(arguments.tier or tempfile.gettempdir()),
+        Path(tempfile.gettempdir()),
+        arguments.files,
+    )
     where = about(subject)
     checks: list[Check] = []
     with Progress() as progress, SelfTest(subject, progress.show) as test:

@@ -45,12 +45,12 @@ _MOST_SHOWN = 5
 @dataclass(frozen=True, slots=True)
 class TestedDirectory:
     """What is tested: a directory of the file system, ``second`` the same one by another mount of
-    it; ``tier`` a directory of this node, None for one in ``temporary``; how many small ``files``
-    an epoch has. All paths are absolute."""
+    it; ``tier`` and ``temporary`` are on this node; how many small ``files`` an epoch has. All
+    paths are absolute."""
 
     directory: Path
     second: Path | None
-    tier: Path | None
+    tier: Path
     temporary: Path
     files: int
 
@@ -83,21 +83,24 @@ class SelfTest:
         self._subject = subject
         self._told = told
         self._mounts = 0
-        try:
-            self.root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=subject.directory))
-        except OSError as error:
-            raise UsageError(
-                f"cannot write to {subject.directory}: {error.strerror}: name a directory of yours"
-            ) from None
-        self._work = Path(tempfile.mkdtemp(prefix=PREFIX, dir=subject.temporary))
-        tier = subject.tier or self._work
-        self._tier = Path(tempfile.mkdtemp(prefix=PREFIX, dir=tier))
+        made: list[Path] = []
+        for place in (subject.directory, subject.temporary, subject.tier):
+            try:
+                made.append(Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)))
+            except OSError as error:
+                for path in made:
+                    path.rmdir()
+                raise UsageError(
+                    f"cannot write to {place}: {error.strerror}: name a directory of yours"
+                ) from None
+        self.root, self._work, self._tier = made
         self._second = self.root if subject.second is None else subject.second / self.root.name
 
     def __enter__(self) -> SelfTest:
         return self
 
     def __exit__(self, *_raised: object) -> None:
+        """Raises OperationError if something stays."""
         for number in range(self._mounts):
             point = self._work / f"mnt{number}"
             if find_mount(str(point)) is not None:
@@ -105,9 +108,8 @@ class SelfTest:
                     self._run("umount", str(point), "--timeout", "10")
                 if find_mount(str(point)) is not None:
                     subprocess.run(["umount", "-l", str(point)], capture_output=True, check=False)
-        for left in (self._tier, self._work):
-            shutil.rmtree(left, ignore_errors=True)
-        self._within("removing", lambda: shutil.rmtree(self.root, ignore_errors=True))
+        for path in (self._tier, self._work, self.root):
+            self._within("removing", partial(_remove, path))
 
     def checks(self) -> Iterator[Check]:
         """All of them. What cannot be tested here is a warning."""
@@ -115,12 +117,12 @@ class SelfTest:
         for mode in MODES:
             yield self._step("mirror", f"mirror, {mode}", partial(self._mirror, mode))
         yield self._step("epochs", "epochs", self._epochs)
-        if self._subject.second is not None and not self._second_shows():
+        if self._second_shows():
+            for mode in MODES[1:]:
+                yield self._step("freshness", f"freshness, {mode}", partial(self._fresh, mode))
+        else:
             detail = f"{self._second} does not appear there"
             yield problem("freshness", detail, "--second must be the same directory")
-            return
-        for mode in MODES[1:]:
-            yield self._step("freshness", f"freshness, {mode}", partial(self._fresh, mode))
         yield self._step("kill", "kill", self._kill)
 
     # -- steps
@@ -197,7 +199,7 @@ class SelfTest:
         detail = f"{len(names)} files of {format_bytes(dataset.SMALL_BYTES)}: " + ", ".join(
             f"{what} {row['seconds']:.2f} s" for what, row in rows.items()
         )
-        again = rows["second"].get("client_open", rows["second"]["operations"])
+        again = rows["second"]["operations"]
         numbers: dict[str, Value] = {
             f"{what}_{name}": value for what, row in rows.items() for name, value in row.items()
         }
@@ -215,14 +217,9 @@ class SelfTest:
         """Whether what is made here is seen by the second mount."""
 
         def seen() -> bool:
-            end = time.monotonic() + _SEEN_SECONDS
-            while time.monotonic() < end:
-                if self._second.is_dir() and self._second.stat().st_ino == self.root.stat().st_ino:
-                    return True
-                time.sleep(0.1)
-            return False
+            return self._second.is_dir() and os.path.samestat(self._second.stat(), self.root.stat())
 
-        return bool(self._within("looking by the second mount", seen))
+        return bool(self._within("looking by the second mount", partial(_until, seen)))
 
     def _fresh(self, mode: str) -> Check:
         """Each change is made by the second mount. When a plain reader sees it here, the mount has
@@ -373,6 +370,13 @@ class _Reader(threading.Thread):
     def stop(self) -> None:
         self._stopped.set()
         self.join()
+
+
+def _remove(path: Path) -> None:
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise OperationError(f"{path} cannot be removed: {error.strerror}: remove it") from None
 
 
 def _read_all(root: Path, names: list[str]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable
@@ -196,9 +195,7 @@ def test_a_name_is_shown_no_longer_than_promised(
         assert shown(mount.path) == before
         Path("/proc/sys/vm/drop_caches").write_text("2")
     if seen == "of an earlier worker":
-        pid = mount.worker_pid()
-        os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: mount.worker_pid() not in (0, pid), "another worker")
+        mount.kill_worker()
     subprocess.run(["sh", "-ec", CHANGES[change]], cwd=source / "d", check=True)
     changed, since = shown(source), time.monotonic()
     assert changed != before

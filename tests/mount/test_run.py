@@ -509,8 +509,7 @@ def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
     killed: set[int] = set()
     # None is to have time to clean up, also none that was being started meanwhile.
     while more := {*place.processes(), worker} - killed:
-        for pid in more:
-            os.kill(pid, signal.SIGSTOP)
+        kill_each(more, signal.SIGSTOP)
         killed |= more
     kill_each(killed)
     running.communicate(timeout=WAIT_SECONDS)

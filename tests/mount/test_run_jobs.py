@@ -21,6 +21,7 @@ from tests.support import surroundings
 from tests.support.mounting import (
     WAIT_SECONDS,
     Bench,
+    kill_each,
     requires_mounts,
     wait_for,
 )
@@ -164,24 +165,18 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
-def signal_all(pids: list[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):  # it has ended meanwhile
-            os.kill(pid, number)
-
-
 def kill_job(process: subprocess.Popen[str], seed: int | None = None) -> None:
     """As a batch system ends a job: nobody has time to clean up. With ``seed`` one dies after the
     other, in some order, and may react."""
     pids = below(process.pid)
     if seed is None:
-        signal_all(pids, signal.SIGSTOP)
+        kill_each(pids, signal.SIGSTOP)
         while started := [pid for pid in below(process.pid) if pid not in pids]:
-            signal_all(started, signal.SIGSTOP)
+            kill_each(started, signal.SIGSTOP)
             pids += started
     else:
         random.Random(seed).shuffle(pids)
-    signal_all(pids, signal.SIGKILL)
+    kill_each(pids)
     process.communicate(timeout=WAIT_SECONDS)
 
 
@@ -231,9 +226,7 @@ def test_the_owner_is_killed_again_and_again(place: Place) -> None:
             kill_job(owner, seed=number if number % 2 else None)
             holders.remove(owner)
         else:  # a reader's job: its command goes on
-            for pid in (parent_of(supervisor), supervisor, worker):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_each((parent_of(supervisor), supervisor, worker))
         wait_for(partial(jobs.is_other, worker), "another worker")
     for reader in readers:
         print(f"{KILLED} kills:", jobs.ended(reader))

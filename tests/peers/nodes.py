@@ -164,17 +164,6 @@ def processes_of(mount: Mount) -> list[int]:
     return [supervisor, worker, int(status["peer_server"]["pid"])]
 
 
-def kill_worker(mount: Mount) -> None:
-    pid = mount.worker_pid()
-    os.kill(pid, signal.SIGKILL)
-
-    def serves() -> bool:
-        now = mount.status()
-        return bool(now["state"] == "serving" and now["worker"]["pid"] != pid)
-
-    wait_for(serves, "another worker")
-
-
 def warm(mount: Mount) -> None:
     """Has it copy everything."""
     done = run("warm", str(mount.path), "--wait", timeout=60)

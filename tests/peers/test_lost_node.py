@@ -10,7 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,7 +25,7 @@ from tests.peers.nodes import (
     write_source,
 )
 from tests.support import mounting, surroundings
-from tests.support.mounting import Bench, Mount, run, wait_for
+from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
 from tests.support.timing import Stopwatch
 
 pytestmark = [
@@ -96,15 +96,11 @@ class Lost:
 
     def signal(self, number: int, *left: int) -> None:
         """The supervisor first, else it starts others."""
-        for pid in self._stopped():
-            if pid not in left:
-                self._signal(pid, number)
+        kill_each((pid for pid in self._stopped() if pid not in left), number)
 
     def kill_who_answers(self) -> None:
         """The workers' socket is the supervisor's, too, so nginx waits for an answer."""
-        for pid in self._stopped()[1:]:
-            if pid != self.nginx:
-                self._signal(pid, signal.SIGKILL)
+        kill_each(pid for pid in self._stopped()[1:] if pid != self.nginx)
 
     def _stopped(self) -> list[int]:
         """The supervisor, which is stopped, and its children."""
@@ -112,11 +108,6 @@ class Lost:
         children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
         self.all = [self.supervisor, *map(int, children.read_text().split())]
         return self.all
-
-    def _signal(self, pid: int, number: int) -> None:
-        """Some end with the supervisor."""
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
 
     def vanish(self) -> None:
         """Without a RST."""
@@ -129,8 +120,7 @@ class Lost:
         assert subprocess.run(full, capture_output=True, check=False).returncode == 1
 
     def end(self) -> None:
-        for pid in self.all or self._stopped():
-            self._signal(pid, signal.SIGKILL)
+        kill_each(self.all or self._stopped())
 
 
 LOSSES: dict[str, Callable[[Lost], None]] = {

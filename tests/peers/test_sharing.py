@@ -20,7 +20,6 @@ from tests.peers.nodes import (
     Nodes,
     files_of,
     free_port,
-    kill_worker,
     owned,
     peers,
     read_all,
@@ -96,7 +95,7 @@ def mounted_anew(nodes: Nodes) -> None:
 
 
 def another_worker(nodes: Nodes) -> None:
-    kill_worker(nodes.mounts["a"])
+    nodes.mounts["a"].kill_worker()
 
 
 def another_server(nodes: Nodes) -> None:
@@ -193,7 +192,7 @@ def test_the_list_is_changed_under_a_mount(work: Bench, source: Path) -> None:
     assert a.worker_pid() != worker
     assert [peer["name"] for peer in peers(a)] == ["b"]
     # A worker that follows has the same list.
-    kill_worker(a)
+    a.kill_worker()
     wait_for(lambda: [peer["name"] for peer in peers(a)] == ["b"], "its list")
     for mount in (a, b):
         c_again = nodes.list.split(",")[2]

@@ -85,11 +85,11 @@ def processes_about(text: str) -> list[int]:
     return found
 
 
-def kill_each(pids: Iterable[int]) -> None:
-    """Some end with others of them."""
+def kill_each(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
+    """Sends them a signal; some end with others of them."""
     for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def report_on(
@@ -125,6 +125,17 @@ class Mount:
 
     def worker_pid(self) -> int:
         return int(self.status()["worker"]["pid"])
+
+    def kill_worker(self) -> None:
+        """Another one serves afterwards."""
+        pid = self.worker_pid()
+        os.kill(pid, signal.SIGKILL)
+
+        def serves() -> bool:
+            now = self.status()
+            return bool(now["state"] == "serving" and now["worker"]["pid"] != pid)
+
+        wait_for(serves, "another worker")
 
     def wait_idle(self) -> dict[str, Any]:
         """Until nothing is being copied or waits to be; the status then."""

@@ -99,6 +99,3 @@ def test_what_does_not_fit_is_not_answered() -> None:
     hooks.names_put(1, b"n" * 256, 100.0, node_of(5))
     assert answered(1, b"late") is None
     assert answered(1, b"n" * 256) is None
-
-
-# -- on mounts
