@@ -219,7 +219,9 @@ class SelfTest:
         def seen() -> bool:
             return self._second.is_dir() and os.path.samestat(self._second.stat(), self.root.stat())
 
-        return bool(self._within("looking by the second mount", partial(_until, seen)))
+        return bool(
+            self._within("looking by the second mount", partial(_until, seen, _SEEN_SECONDS))
+        )
 
     def _fresh(self, mode: str) -> Check:
         """Each change is made by the second mount. When a plain reader sees it here, the mount has
@@ -238,7 +240,7 @@ class SelfTest:
             """None where it is seen in time."""
             _content(point / name)
             _change(second / name, name)
-            if not _until(lambda: _content(where / name) == _content(second / name)):
+            if not _until(lambda: _content(where / name) == _content(second / name), _SEEN_SECONDS):
                 return f"{name}: not seen in the source"
             expected = _content(where / name)
             in_time = _until(lambda: _content(point / name) == expected, patience)
@@ -415,7 +417,7 @@ def _change(path: Path, how: str) -> None:
             path.write_bytes(b"new")
 
 
-def _until(condition: Callable[[], bool], seconds: float = _SEEN_SECONDS) -> bool:
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
     """Whether it holds within so many seconds, or at once where that is 0."""
     end = time.monotonic() + seconds
     while not condition():
