@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | clean
+# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -16,7 +16,7 @@ PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-co
 	bindfs attr acl strace procps libglib2.0-0 nginx-light
 
 .PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants coverage check bench bench-full frameworks \
-	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle clean
+	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle deb rpm clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -181,6 +181,10 @@ system-files:
 # directory that packaging/bundle/fetch filled; without one that is done first, on Debian.
 bundle:
 	@SOURCES="$(SOURCES)" PYTHON="$(PYTHON)" packaging/bundle/build
+
+# The same as a package; an rpm needs rpmbuild.
+deb rpm: bundle
+	@echo "$@: $$(packaging/system/build $@ build/bundle/tree/monarchfs-* dist)"
 
 clean:
 	rm -rf $(VENV) .venv-programs $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \

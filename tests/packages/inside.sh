@@ -1,43 +1,29 @@
-# A node with nothing but its system and fuse3 tries the bundle, as root and as an ordinary user:
-# inside.sh BUNDLE, in the root of that node. What differs or fails ends it; the last line is "done".
-set -eu
-bundle=$1
-PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+# A node with nothing but its system and fuse3 tries monarchfs, as root and as an ordinary user:
+# inside.sh KIND PLACE (install.sh). What differs or fails ends it; the last line is "done".
+. /tests/install.sh
+kind=$1 place=$2
 
-step() { echo "== $*"; }
-
-for program in python3 cc gcc perl-cc pip; do
+for program in cc gcc pip $([ $kind = wheels ] || echo python3); do
     ! command -v $program >/dev/null || { echo "there is $program"; exit 1; }
 done
-if (: >"$bundle/new") 2>/dev/null; then
-    echo "$bundle can be written"
+if (: >"$place/new") 2>/dev/null; then
+    echo "$place can be written"
     exit 1
 fi
+prepare
 
-mkdir -p /lustre/data/many /scratch /home/user/mnt /mnt/data
-mount -t tmpfs -o mode=1777 scratch /scratch
-useradd --uid 1000 --home-dir /home/user user
-for number in $(seq 200); do head -c $((number * 331)) /dev/urandom >"/lustre/data/many/$number"; done
-head -c 9000000 /dev/urandom >/lustre/data/large
-ln -s many/7 /lustre/data/link
-chmod 640 /lustre/data/many/9
-chown -R user /home/user /lustre/data
-ln -s ../proc/self/mounts /etc/mtab # what debootstrap leaves to systemd
-ln -s "$bundle/bin/monarchfs" /usr/local/bin/monarchfs
-ln -s "$bundle/bin/mount.monarchfs" /sbin/mount.monarchfs
-
-# Everything that there is, without the file systems of the kernel.
+# Everything that there is, without the file systems of the kernel, and the books of package managers.
 everything() {
-    find / /scratch /dev/shm -xdev ! -path '/proc/*' ! -path '/sys/*' | sort
+    find / /scratch /dev/shm -xdev ! -path '/proc/*' ! -path '/sys/*' ! -path '/var/log/*' \
+        ! -path '/var/lib/dpkg/*' ! -path '/var/lib/rpm*' ! -path '/root/.rpmdb*' | sort
 }
 everything >/before
 
+step install
+install_it $kind "$place"
+
 as_user() {
     (cd / && setpriv --reuid=1000 --regid=1000 --clear-groups env -i HOME=/home/user PATH="$PATH" "$@")
-}
-worker_of() {
-    "$@" monarchfs status --json "$point" | tr -d '\n' |
-        sed -n 's/.*"worker": *{[^}]*"pid": *\([0-9]*\).*/\1/p'
 }
 compare() {
     diff -r --no-dereference /lustre/data "$point" || exit 1
@@ -48,10 +34,10 @@ tried() {
     "$@" monarchfs mount /lustre/data "$point" --tier "$tier=64M"
     "$@" monarchfs warm "$point" --wait
     "$@" diff -r --no-dereference /lustre/data "$point"
-    worker=$(worker_of "$@")
+    worker=$(worker_of "$point" "$@")
     kill -9 "$worker"
     "$@" diff -r --no-dereference /lustre/data "$point"
-    next=$(worker_of "$@")
+    next=$(worker_of "$point" "$@")
     [ -n "$next" ] && [ "$next" != "$worker" ] || { echo "worker $worker, then $next"; exit 1; }
     "$@" monarchfs status "$point"
     case $("$@" cat "/proc/$next/maps") in
@@ -63,9 +49,8 @@ tried() {
 }
 
 step version
-"$bundle/bin/monarchfs" --version
 monarchfs --version
-cd "$bundle/bin" && ./monarchfs --version && cd /
+cd "$(dirname "$(readlink "$(command -v monarchfs)")")" && ./monarchfs --version && cd /
 step doctor
 monarchfs doctor /lustre/data
 step doctor as a user
@@ -93,14 +78,17 @@ for try in $(seq 100); do
     sleep 0.1
 done
 
+step uninstall
+uninstall $kind
+
 step left
 rmdir /scratch/root /scratch/user
 everything >/after
 diff /before /after | grep '^[<>]' | grep -v -x '> /after' || :
 for process in /proc/[0-9]*; do
-    if tr '\0' ' ' <"$process/cmdline" 2>/dev/null | grep monarchfs | grep -v inside.sh; then
+    if tr '\0' ' ' <"$process/cmdline" 2>/dev/null | grep '[m]onarchfs' | grep -v inside.sh; then
         echo "left: process ${process#/proc/}"
     fi
 done
-grep monarchfs /proc/mounts | grep -v -F "$(printf %s "$bundle" | sed 's/ /\\040/g')" || :
+grep monarchfs /proc/mounts | grep -v -F "$(printf %s "$place" | sed 's/ /\\040/g')" || :
 step done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -12,11 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import REPOSITORY
+from tests.support.surroundings import REPOSITORY
 
 ROOTS = REPOSITORY / "build" / "roots"
 SUITES = ("bullseye", "trixie")
 """Debian's: the oldest one that is still to be had, with glibc 2.31, and the newest."""
+
+LEFT = {
+    "/run/monarchfs",
+    "/tmp/monarchfs-1000",
+    "/tmp/monarchfs-1000/run",
+    *("/var/cache/monarchfs", "/var/cache/monarchfs/state"),
+    *("/home/user/.cache", "/home/user/.cache/monarchfs", "/home/user/.cache/monarchfs/state"),
+}
+"""What stays of monarchfs on a node, as docs/INSTALL.md says: empty directories."""
 
 # What the node writes goes into memory, so each one is new. The namespaces end all of it.
 _ENTER = r"""
@@ -37,30 +47,29 @@ mknod -m 666 "$root/dev/fuse" c 10 229
 ln -s /proc/self/fd "$root/dev/fd"
 mkdir "$root/dev/shm" "$root/old"
 mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
-mkdir -p "$root$BUNDLE"
-mount --bind "$UNPACKED" "$root$BUNDLE"
-mount -o remount,bind,ro "$root$BUNDLE"
-cp "$SCRIPT" "$root/tmp/inside.sh"
+mkdir -p "$root$PLACE" "$root/tests"
+mount --bind "$BROUGHT" "$root$PLACE"
+mount -o remount,bind,ro "$root$PLACE"
+mount --bind "$SCRIPTS" "$root/tests"
 cd "$root"
 pivot_root . old
 umount -l /old
 rmdir /old
-exec env -i /bin/sh /tmp/inside.sh "$BUNDLE"
+exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin /bin/sh "/tests/$SCRIPT" "$KIND" "$PLACE"
 """
 
 
-def bundle() -> Path | None:
-    """The newest archive that ``make bundle`` made for this machine."""
-    made = (REPOSITORY / "dist").glob(f"monarchfs-*-linux-{platform.machine()}.tar.gz")
-    return max(made, key=lambda path: path.stat().st_mtime, default=None)
+def made(pattern: str, by: str) -> Path:
+    """The newest file in ``dist`` of such a name; skips without."""
+    found = (REPOSITORY / "dist").glob(pattern)
+    newest = max(found, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        pytest.skip(f"needs dist/{pattern}: make {by}")
+    return newest
 
 
 def required_bundle() -> Path:
-    """It, or the test that asks is skipped."""
-    found = bundle()
-    if found is None:
-        pytest.skip("needs a bundle: make bundle")
-    return found
+    return made(f"monarchfs-*-linux-{platform.machine()}.tar.gz", "bundle")
 
 
 def required_root(suite: str) -> Path:
@@ -81,20 +90,30 @@ def unpacked(archive: Path) -> Iterator[Path]:
 
 
 def tried_on(
-    root: Path, directory: Path, at: str, layer: Path, seconds: float = 290
-) -> subprocess.CompletedProcess[str]:
-    """What ``inside.sh`` says on such a node, where ``directory`` is read-only at the path ``at``;
-    ``layer`` is an empty directory."""
+    root: Path,
+    script: str,
+    kind: str,
+    brought: Path,
+    layer: Path,
+    *,
+    place: str = "/brought",
+    seconds: float = 290,
+) -> dict[str, str]:
+    """What a script beside this file says on such a node, by its steps. It gets ``kind``, how
+    monarchfs is installed, and ``place``, where the directory ``brought`` lies read-only; ``layer``
+    is an empty directory. Fails if the script does."""
     spaces = ["unshare", "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child"]
-    return subprocess.run(
+    done = subprocess.run(
         [*spaces, "/bin/bash", "-c", _ENTER],
         env={
             "PATH": os.environ["PATH"],
             "LOWER": str(root),
             "LAYER": str(layer),
-            "UNPACKED": str(directory),
-            "BUNDLE": at,
-            "SCRIPT": str(Path(__file__).with_name("inside.sh")),
+            "BROUGHT": str(brought),
+            "PLACE": place,
+            "SCRIPTS": str(Path(__file__).parent),
+            "SCRIPT": script,
+            "KIND": kind,
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -103,3 +122,7 @@ def tried_on(
         timeout=seconds,
         check=False,
     )
+    assert done.returncode == 0, done.stdout
+    steps = dict(re.findall(r"^== (.*)\n((?:(?!== ).*\n)*)", done.stdout, re.M))
+    assert "done" in steps, done.stdout
+    return steps

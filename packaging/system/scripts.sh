@@ -1,0 +1,48 @@
+# Of a package's scripts: a mount stays with the release that it began with, so the directory of a
+# release stays while processes run from it, also where the package manager removes its files.
+set -eu
+place=/opt/monarchfs
+
+# in_use DIRECTORY: whether a process runs from it. Of one whose file was removed, the kernel still names it.
+in_use() {
+    for process in /proc/[0-9]*/exe; do
+        case $(readlink "$process" || :) in
+        "$1"/*) return 0 ;;
+        esac
+    done
+    return 1
+}
+
+# Before files are removed.
+keep() {
+    ! in_use @RELEASE@ || [ -e @RELEASE@.kept ] || cp -a --link @RELEASE@ @RELEASE@.kept
+}
+
+# After files were removed or others installed: what was kept comes back, and goes when nobody uses it.
+tidy() {
+    for kept in "$place"/*.kept; do
+        [ -d "$kept" ] || continue
+        if [ -e "${kept%.kept}/bin" ]; then
+            rm -r "$kept"
+        else
+            rm -rf "${kept%.kept}"
+            mv "$kept" "${kept%.kept}"
+        fi
+    done
+    current=$(readlink /usr/bin/monarchfs || :)
+    for release in "$place"/*; do
+        [ -d "$release" ] || continue
+        case $current in
+        "$release"/*) ;;
+        *)
+            if in_use "$release"; then
+                echo "monarchfs: $release stays, processes run from it (mounts go on); the next installation removes it" >&2
+            else
+                rm -r "$release"
+            fi
+            ;;
+        esac
+    done
+    rmdir "$place" 2>/dev/null || :
+    [ ! -d /run/systemd/system ] || systemctl daemon-reload || :
+}

@@ -1,0 +1,83 @@
+"""The packages of ``make deb`` and ``make rpm`` on nodes without Python, compiler and network."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import monarchfs
+from tests.packages import nodes
+from tests.support.mounting import requires_fuse, requires_root
+from tests.support.surroundings import REPOSITORY, requires_namespaces
+
+PATTERNS = {"deb": "monarchfs_*.deb", "rpm": "monarchfs-*.rpm"}
+NEXT = monarchfs.__version__ + ".1"
+
+
+@requires_root
+@requires_fuse
+@requires_namespaces
+@pytest.mark.parametrize("suite", nodes.SUITES)
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_it_runs_and_is_removed_without_a_trace(kind: str, suite: str, tmp_path: Path) -> None:
+    brought, layer = tmp_path / "brought", tmp_path / "layer"
+    brought.mkdir()
+    layer.mkdir()
+    shutil.copy(nodes.made(PATTERNS[kind], kind), brought)
+    steps = nodes.tried_on(nodes.required_root(suite), "inside.sh", kind, brought, layer)
+    assert steps["version"] == f"monarchfs {monarchfs.__version__}\n" * 2
+    assert {line.removeprefix("> ") for line in steps["left"].splitlines()} <= nodes.LEFT, steps
+
+
+@pytest.fixture(scope="module")
+def next_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundle's directory, as of a later release."""
+    with nodes.unpacked(nodes.required_bundle()) as directory:
+        later = tmp_path_factory.mktemp("next") / "monarchfs"
+        shutil.copytree(directory, later, symlinks=True)
+    (package,) = later.glob("python/lib/python3*/site-packages/monarchfs")
+    text = (package / "__init__.py").read_text()
+    (package / "__init__.py").write_text(text.replace(monarchfs.__version__, NEXT))
+    for compiled in (package / "__pycache__").glob("__init__.*.pyc"):
+        compiled.unlink()
+    return later
+
+
+@requires_root
+@requires_fuse
+@requires_namespaces
+@pytest.mark.parametrize("kind", PATTERNS)
+def test_mounts_stay_with_their_release(kind: str, next_release: Path, tmp_path: Path) -> None:
+    tool = {"deb": "dpkg-deb", "rpm": "rpmbuild"}[kind]
+    if shutil.which(tool) is None:
+        pytest.skip(f"needs {tool}")
+    layer = tmp_path / "layer"
+    layer.mkdir()
+    for release in ("old", "new"):
+        (tmp_path / "brought" / release).mkdir(parents=True)
+    shutil.copy(nodes.made(PATTERNS[kind], kind), tmp_path / "brought" / "old")
+    subprocess.run(
+        [REPOSITORY / "packaging/system/build", kind, next_release, tmp_path / "brought" / "new"],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=os.environ,
+    )
+    root = nodes.required_root("trixie")
+    steps = nodes.tried_on(root, "upgrade.sh", kind, tmp_path / "brought", layer)
+    assert steps["wrong"] == "", steps
+    for step in ("upgrade", "rollback"):
+        counts = re.search(r"(\d+) rounds, (\d+) kills", steps[step])
+        assert counts is not None
+        assert int(counts[1]) > 0, steps
+        assert int(counts[2]) > 0, steps
+    # Both releases while each has a mount, and the one that is installed alone afterwards.
+    assert steps["upgrade"].split()[-2:] == [monarchfs.__version__, NEXT]
+    assert steps["rollback"].split()[-2:] == [monarchfs.__version__, NEXT]
+    assert steps["unused"].split()[-1] == monarchfs.__version__
+    assert NEXT not in steps["unused"].split()
