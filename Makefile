@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | clean
+# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | wheelhouse | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -16,7 +16,7 @@ PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-co
 	bindfs attr acl strace procps libglib2.0-0 nginx-light
 
 .PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants coverage check bench bench-full frameworks \
-	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle deb rpm clean
+	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle deb rpm wheelhouse clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -185,6 +185,11 @@ bundle:
 # The same as a package; an rpm needs rpmbuild.
 deb rpm: bundle
 	@echo "$@: $$(packaging/system/build $@ build/bundle/tree/monarchfs-* dist)"
+
+# Wheels for machines with the same version of Python, but no network and no compiler.
+wheelhouse: $(STAMP)
+	@packaging/wheelhouse $(BIN)/python dist/wheelhouse
+	@echo "dist/wheelhouse: $$(du -sh dist/wheelhouse | cut -f 1)"
 
 clean:
 	rm -rf $(VENV) .venv-programs $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \

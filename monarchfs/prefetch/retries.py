@@ -17,12 +17,14 @@ TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFIL
 
 class Retries:
     """Changing: how often each failed in a row, and when those that wait have their turn. By inode
-    number, on the event loop."""
+    number. Changed on the event loop."""
 
     def __init__(self, nursery: trio.Nursery, again: Callable[[int, Priority], None]) -> None:
         """``again`` is called when it is time."""
         self._nursery = nursery
         self._again = again
+        # `due_in` is also asked on threads of the data path, where trio has no time.
+        self._clock = trio.lowlevel.current_clock()
         self._attempts: dict[int, int] = {}
         self._at: dict[int, float] = {}
 
@@ -32,7 +34,7 @@ class Retries:
     def due_in(self, ino: int) -> float | None:
         """Seconds until it is tried again; None: it is not."""
         at = self._at.get(ino)
-        return None if at is None else max(0.0, at - trio.current_time())
+        return None if at is None else max(0.0, at - self._clock.current_time())
 
     def after_failure(self, ino: int, priority: Priority, code: int | None) -> bool:
         """The source failed with this errno; whether it will be tried again."""
@@ -48,7 +50,7 @@ class Retries:
         self._attempts.pop(ino, None)
 
     def later(self, ino: int, priority: Priority, seconds: float) -> None:
-        self._at[ino] = trio.current_time() + seconds
+        self._at[ino] = self._clock.current_time() + seconds
         self._nursery.start_soon(self._wait, ino, priority, seconds)
 
     async def _wait(self, ino: int, priority: Priority, seconds: float) -> None:

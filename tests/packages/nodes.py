@@ -55,7 +55,8 @@ cd "$root"
 pivot_root . old
 umount -l /old
 rmdir /old
-exec env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin /bin/sh "/tests/$SCRIPT" "$KIND" "$PLACE"
+path=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
+exec env -i PATH=$path /bin/sh "/tests/$SCRIPT" "$KIND" "$PLACE"
 """
 
 

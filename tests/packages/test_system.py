@@ -1,4 +1,4 @@
-"""The packages of ``make deb`` and ``make rpm`` on nodes without Python, compiler and network."""
+"""What ``make deb``, ``rpm`` and ``wheelhouse`` make, on nodes without compiler and network."""
 
 from __future__ import annotations
 
@@ -19,19 +19,36 @@ PATTERNS = {"deb": "monarchfs_*.deb", "rpm": "monarchfs-*.rpm"}
 NEXT = monarchfs.__version__ + ".1"
 
 
+def tried(root: Path, kind: str, brought: Path, tmp_path: Path) -> None:
+    """It runs, and is removed without a trace."""
+    layer = tmp_path / "layer"
+    layer.mkdir()
+    steps = nodes.tried_on(root, "inside.sh", kind, brought, layer)
+    assert steps["version"] == f"monarchfs {monarchfs.__version__}\n" * 2
+    assert {line.removeprefix("> ") for line in steps["left"].splitlines()} <= nodes.LEFT, steps
+
+
 @requires_root
 @requires_fuse
 @requires_namespaces
 @pytest.mark.parametrize("suite", nodes.SUITES)
 @pytest.mark.parametrize("kind", PATTERNS)
-def test_it_runs_and_is_removed_without_a_trace(kind: str, suite: str, tmp_path: Path) -> None:
-    brought, layer = tmp_path / "brought", tmp_path / "layer"
+def test_a_package_on_a_bare_node(kind: str, suite: str, tmp_path: Path) -> None:
+    brought = tmp_path / "brought"
     brought.mkdir()
-    layer.mkdir()
     shutil.copy(nodes.made(PATTERNS[kind], kind), brought)
-    steps = nodes.tried_on(nodes.required_root(suite), "inside.sh", kind, brought, layer)
-    assert steps["version"] == f"monarchfs {monarchfs.__version__}\n" * 2
-    assert {line.removeprefix("> ") for line in steps["left"].splitlines()} <= nodes.LEFT, steps
+    tried(nodes.required_root(suite), kind, brought, tmp_path)
+
+
+@requires_root
+@requires_fuse
+@requires_namespaces
+def test_wheels_on_a_node_with_python_alone(tmp_path: Path) -> None:
+    wheel = nodes.made("wheelhouse/monarchfs-*.whl", "wheelhouse")
+    root = nodes.required_root("bookworm")
+    if "-cp311-" not in wheel.name:
+        pytest.skip(f"needs wheels for bookworm's Python 3.11, not {wheel.name}")
+    tried(root, "wheels", wheel.parent, tmp_path)
 
 
 @pytest.fixture(scope="module")

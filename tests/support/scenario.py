@@ -542,7 +542,8 @@ class Scenario:
             assert allocated(Path(tier["path"])) <= tier["capacity_bytes"], tier
             assert tier["used_bytes"] <= tier["peak_used_bytes"] <= tier["capacity_bytes"], tier
         assert report["index"]["frozen"] is None
-        assert "Traceback" not in self._work.log()
+        log = self._work.log()
+        assert "Traceback" not in log, log
 
     def finish_all(self) -> None:
         """The end of a scenario that went well."""

@@ -39,9 +39,11 @@ OF_OTHER_PROGRAMS = {
     "--data",
     "--now",
     "--table",
+    "--no-index",
+    "--find-links",
 }
 """Options in the documents that are getfattr's, a container's, sbatch's, a training script's,
-systemctl's, rclone's or packaging/bundle/check.py's."""
+systemctl's, rclone's, pip's or packaging/bundle/check.py's."""
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
