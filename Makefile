@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-fuzz | test-mutants | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | wheelhouse | clean
+# make setup | demo | test | test-full | test-fuzz | test-mutants | test-kernels | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | wheelhouse | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -15,7 +15,7 @@ SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
 PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps libglib2.0-0 nginx-light
 
-.PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants coverage check bench bench-full frameworks \
+.PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants test-kernels coverage check bench bench-full frameworks \
 	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle deb rpm wheelhouse clean
 
 help:
@@ -82,6 +82,15 @@ coverage: $(STAMP)
 # 50 bugs, put into a copy one at a time: how many do the tests find? ARGS: names of some, --list, --json.
 test-mutants: $(STAMP)
 	@$(BIN)/python -m tests.mutants $(ARGS)
+
+# The bundle in virtual machines with Debian's kernels 5.10, 6.1 and 6.12, or with KERNEL=vmlinuz and
+# MODULES=directory above its fuse.ko; qemu, without hardware's help: half an hour.
+test-kernels: $(STAMP)
+	@$(MAKE) --no-print-directory packages PACKAGES="qemu-system-x86 busybox-static cpio debootstrap"
+	@test -e dist/monarchfs-*-linux-*.tar.gz || $(MAKE) --no-print-directory bundle
+	@.ci/roots build/roots trixie
+	@$(if $(KERNEL),true,.ci/kernels build/kernels)
+	@$(BIN)/python -m tests.kernels $(if $(KERNEL),--kernel $(KERNEL) $(if $(MODULES),--modules $(MODULES))) $(ARGS)
 
 check: $(STAMP)
 	@$(BIN)/ruff check

@@ -1,0 +1,49 @@
+"""``packaging/modulefile`` with the programs that load modules."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from glob import glob
+from pathlib import Path
+
+import pytest
+
+from tests.support.surroundings import REPOSITORY
+
+PROGRAMS = {
+    "environment-modules": "/usr/bin/modulecmd",
+    "lmod": "/usr/share/lmod/lmod/libexec/lmod",
+}
+
+
+@pytest.mark.parametrize("package", PROGRAMS)
+def test_it_finds_the_directory_in_which_it_lies(package: str, tmp_path: Path) -> None:
+    found = glob(PROGRAMS[package])
+    if not found:
+        pytest.skip(f"needs {package}: apt-get install {package}")
+    root = tmp_path / "monarchfs"
+    (root / "bin").mkdir(parents=True)
+    (root / "share" / "modulefiles" / "monarchfs").mkdir(parents=True)
+    (root / "bin" / "monarchfs").write_text("#!/bin/sh\necho it runs\n")
+    (root / "bin" / "monarchfs").chmod(0o755)
+    shutil.copy(REPOSITORY / "packaging" / "modulefile", root / "share/modulefiles/monarchfs/0.1.0")
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "MODULEPATH": str(root / "share" / "modulefiles"),
+    }
+    loads = subprocess.run(
+        [found[0], "sh" if package == "environment-modules" else "bash", "load", "monarchfs"],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    then = f"{loads.stdout}\ncommand -v monarchfs; monarchfs; echo $MANPATH"
+    done = subprocess.run(
+        ["bash", "-c", then], env=environment, capture_output=True, text=True, check=True
+    )
+    where, says, manual = done.stdout.splitlines()
+    assert where == str(root / "bin" / "monarchfs"), loads.stderr
+    assert says == "it runs"
+    # The empty path stands for the system's pages.
+    assert manual.startswith(f"{root}/share/man:"), manual
