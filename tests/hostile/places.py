@@ -65,7 +65,7 @@ def spoil(path: Path, how: str, untouched: Untouched, chance: random.Random) -> 
         case "cut off":
             os.truncate(path, chance.randrange(max(1, path.stat().st_size)))
         case "garbled":
-            path.write_bytes(_garbled(path.read_bytes(), chance))
+            _garble(path, chance)
         case "overwritten":
             path.write_bytes(chance.randbytes(chance.choice([1, 100, 10_000, 1 << 20])))
         case "deep JSON":
@@ -88,14 +88,19 @@ def spoil(path: Path, how: str, untouched: Untouched, chance: random.Random) -> 
             _replace(path, how, untouched)
 
 
-def _garbled(content: bytes, chance: random.Random) -> bytes:
-    """Some bytes here and there."""
-    found = bytearray(content or b"x")
-    for _ in range(chance.randint(1, 50)):
-        at = chance.randrange(len(found))
-        found[at : at + chance.randint(1, 64)] = chance.randbytes(chance.randint(0, 64))
-        found = found or bytearray(b"x")
-    return bytes(found)
+def _garble(path: Path, chance: random.Random) -> None:
+    """Some bytes here and there; of a huge one, in its first megabyte, and the rest is left."""
+    with open(path, "r+b") as file:
+        found = bytearray(file.read(1 << 20) or b"x")
+        whole = not file.read(1)
+        for _ in range(chance.randint(1, 50)):
+            at = chance.randrange(len(found))
+            found[at : at + chance.randint(1, 64)] = chance.randbytes(chance.randint(0, 64))
+            found = found or bytearray(b"x")
+        file.seek(0)
+        file.write(found)
+        if whole:
+            file.truncate()
 
 
 def _enlarge(path: Path) -> None:
