@@ -23,6 +23,8 @@ from tests.packages.nodes import required_bundle, required_root, unpacked
 from tests.support.surroundings import REPOSITORY
 
 KERNELS = REPOSITORY / "build" / "kernels"
+SUITES = ("bullseye", "bookworm", "trixie", "forky")
+"""Debian's, with Linux 5.10, 6.1, 6.12, and (in autumn 2026) 7.2."""
 ROOT = "trixie"
 """The same for all of them: what differs is the kernel."""
 
@@ -32,7 +34,7 @@ NOT_NEEDED = ("./usr/share/doc", "./usr/share/locale", "./usr/share/man", "./var
 
 
 class Kernel(NamedTuple):
-    """``modules`` is any directory above its ``fuse.ko``; None: that is built in."""
+    """``modules`` is any directory above its ``fuse.ko``, if that is not built in."""
 
     image: Path
     modules: Path | None
@@ -54,11 +56,10 @@ class Seen(NamedTuple):
 
 def debian_kernel(suite: str) -> Kernel:
     """Raises FileNotFoundError."""
-    found = sorted((KERNELS / suite / "boot").glob("vmlinuz-*"))
+    found = sorted((KERNELS / suite).rglob("vmlinuz*"))
     if not found:
         raise FileNotFoundError(f"no kernel of {suite}: .ci/kernels build/kernels")
-    modules = [path for path in (KERNELS / suite).glob("**/lib/modules/*") if path.is_dir()]
-    return Kernel(found[-1], modules[-1])
+    return Kernel(found[-1], KERNELS / suite)
 
 
 def archive(directory: Path, to: Path, leave_out: tuple[str, ...] = ()) -> None:
@@ -162,13 +163,13 @@ def wanted(options: argparse.Namespace) -> Iterator[Kernel]:
     if options.kernel is not None:
         yield Kernel(options.kernel, options.modules)
         return
-    for suite in options.suites or ("bullseye", "bookworm", "trixie"):
+    for suite in options.suites or SUITES:
         yield debian_kernel(suite)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.kernels", description=__doc__)
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help="Debian's (default: all three)")
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help="Debian's (default: all)")
     parser.add_argument("--kernel", type=Path, help="an image (vmlinuz) in place of Debian's")
     parser.add_argument("--modules", type=Path, help="its modules: a directory above fuse.ko")
     parser.add_argument("--accelerator", default="tcg", help="qemu's (default: %(default)s)")
