@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from tests.packages.nodes import required_bundle, required_root, unpacked
 from tests.support.surroundings import REPOSITORY
 
@@ -178,17 +180,26 @@ def main() -> int:
     if platform.machine() != "x86_64" or shutil.which("qemu-system-x86_64") is None:
         print("needs qemu-system-x86_64: apt-get install qemu-system-x86", file=sys.stderr)
         return 2
+    try:
+        archive_of_bundle, root, kernels = (
+            required_bundle(),
+            required_root(ROOT),
+            [*wanted(options)],
+        )
+    except (FileNotFoundError, pytest.skip.Exception) as missing:
+        print(missing, file=sys.stderr)
+        return 2
     found: list[Seen] = []
     with (
         tempfile.TemporaryDirectory(prefix="monarchfs-test-") as name,
-        unpacked(required_bundle()) as bundle,
+        unpacked(archive_of_bundle) as bundle,
     ):
         base = Path(name) / "base.cpio"
-        base_of(required_root(ROOT), bundle, base, Path(name))
-        for number, kernel in enumerate(wanted(options)):
+        base_of(root, bundle, base, Path(name))
+        for number, kernel in enumerate(kernels):
             work = Path(name) / str(number)
             work.mkdir()
-            print(f"{kernel.image}", file=sys.stderr, flush=True)
+            print(f"{number + 1} of {len(kernels)}: {kernel.image}", file=sys.stderr, flush=True)
             seen = boot(kernel, base, work, options.accelerator)
             if seen.failed or not seen.ended:
                 print(seen.output, file=sys.stderr)
