@@ -163,6 +163,8 @@ def base_of(root: Path, bundle: Path, to: Path, work: Path) -> None:
 
 def wanted(options: argparse.Namespace) -> Iterator[Kernel]:
     if options.kernel is not None:
+        if not options.kernel.is_file():
+            raise FileNotFoundError(f"{options.kernel}: there is no such file")
         yield Kernel(options.kernel, options.modules)
         return
     for suite in options.suites or SUITES:
