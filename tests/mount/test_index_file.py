@@ -141,6 +141,7 @@ def test_the_lines_that_others_below_are_a_variation_of() -> None:
         ([HEADER, ["d", "", 1, 1], ["e", [LINK]]], "of no symbolic link"),
         ([HEADER, ["d", "", 1, 1], ["e", [[*LINK, "t" * 4096]]]], "target is too long"),
         ([HEADER, ["d", "", 1, 1], ["e", [["a", 4, *FILE[2:]]]]], "another than the mode's"),
+        ([HEADER, ["d", "", 1, 1], ["e", [[*FILE[:7], 0o170644, *FILE[8:]]]]], "than the mode's"),
         ([HEADER, ["d", "", 1, 1], ["e", [FILE] * 101]], "a line is not known"),
         ([HEADER, ["d", "", 1, 1], ["end", 1, 1]], "does not fit what it holds"),
         ([HEADER, ["d", "", 1, 1]], "cut off"),
