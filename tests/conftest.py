@@ -52,10 +52,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def is_quick(item: pytest.Item) -> bool:
+def in_quick_folder(path: Path) -> bool:
     tests = Path(__file__).parent
-    in_folder = any(item.path.is_relative_to(tests / folder) for folder in QUICK_FOLDERS)
-    return in_folder or item.get_closest_marker("smoke") is not None
+    return any(path.is_relative_to(tests / folder) for folder in QUICK_FOLDERS)
+
+
+def is_quick(item: pytest.Item) -> bool:
+    return in_quick_folder(item.path) or item.get_closest_marker("smoke") is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which nothing is wanted is not imported."""
+    if not collection_path.match("test_*.py"):
+        return None
+    if config.getoption("--slow") and in_quick_folder(collection_path):
+        return True
+    if config.getoption("--quick") and not in_quick_folder(collection_path):
+        return "smoke" not in collection_path.read_text() or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

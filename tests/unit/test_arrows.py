@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -42,16 +43,19 @@ IN_CIRCLES = {
 """C files that include themselves by way of others. Nothing is to be added."""
 
 
-NODES = {
-    path: list(ast.walk(ast.parse(path.read_text("utf-8"))))
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+@cache
+def nodes_of_files() -> dict[Path, list[ast.AST]]:
+    return {
+        path: list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
+@cache
 def imports() -> list[tuple[str, str, str]]:
     """(our unit, its file, the full name it imports), for all of the package."""
     found = []
-    for path, nodes in NODES.items():
+    for path, nodes in nodes_of_files().items():
         relative = path.relative_to(PACKAGE)
         unit = relative.parts[0].removesuffix(".py")
         for node in nodes:
@@ -83,7 +87,6 @@ def may_import() -> dict[str, set[str]]:
     return {unit: set(re.findall(r"`(\w+)`", names)) for unit, names in ROW.findall(table)}
 
 
-IMPORTS = imports()
 INCLUDES = includes()
 MAY_IMPORT = may_import()
 
@@ -92,7 +95,7 @@ def test_the_table_has_every_unit_and_only_what_it_imports() -> None:
     units = {path.stem for path in PACKAGE.glob("*.py")}
     units |= {path.parent.name for path in PACKAGE.glob("*/*.py")}
     assert set(MAY_IMPORT) == units - {"__init__", "__pycache__"}
-    used = {(unit, name.split(".")[1]) for unit, _f, name in IMPORTS if name.count(".")}
+    used = {(unit, name.split(".")[1]) for unit, _f, name in imports() if name.count(".")}
     unused = [
         (unit, other)
         for unit, others in MAY_IMPORT.items()
@@ -105,7 +108,7 @@ def test_the_table_has_every_unit_and_only_what_it_imports() -> None:
 def test_a_module_imports_only_what_it_may() -> None:
     wrong = [
         f"{file} imports {name}"
-        for unit, file, name in IMPORTS
+        for unit, file, name in imports()
         if unit != "__init__" and name.startswith("monarchfs.")
         if name.split(".")[1] not in MAY_IMPORT[unit] | {unit, "__version__"}
     ]
@@ -115,7 +118,7 @@ def test_a_module_imports_only_what_it_may() -> None:
 def test_no_module_imports_itself_by_way_of_others() -> None:
     modules = {module_of(path): path for path in PACKAGE.rglob("*.py")}
     graph: dict[str, set[str]] = {}
-    for _unit, file, name in IMPORTS:
+    for _unit, file, name in imports():
         package = name.rpartition(".")[0]
         is_c_part = (PACKAGE.parent / name.replace(".", "/")).with_suffix(".pyi").exists()
         imported = name if name in modules else package
@@ -154,20 +157,20 @@ def test_what_is_imported_is_declared() -> None:
     text = (PACKAGE.parent / "pyproject.toml").read_text("utf-8")
     lists = re.findall(r"^(?:dependencies|darshan) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
     declared = {re.split(r"[^\w-]", word)[0] for word in re.findall(r'"(.*?)"', "".join(lists))}
-    imported = {name.split(".")[0] for _unit, _file, name in IMPORTS}
+    imported = {name.split(".")[0] for _unit, _file, name in imports()}
     others = imported - sys.stdlib_module_names - {"monarchfs", "tomllib"}
     assert others == {name.replace("-", "_") for name in declared}
 
 
 def test_a_library_has_one_user() -> None:
-    used = {(name.split(".")[0], unit) for unit, _f, name in IMPORTS}
+    used = {(name.split(".")[0], unit) for unit, _f, name in imports()}
     assert {(library, unit) for library, unit in used if library in ONLY_USER} == {
         *ONLY_USER.items()
     }
 
 
 def test_the_supervisor_and_the_command_line_stay_light() -> None:
-    for unit, file, name in IMPORTS:
+    for unit, file, name in imports():
         light = unit == "system" and Path(file).stem not in WITH_TRIO
         if light or unit in ("supervisor", "cli", "control", "config", "text", "hints"):
             assert name.split(".")[0] not in ("trio", "pyfuse3", "lmdb"), f"{file}: {name}"
@@ -180,6 +183,9 @@ def test_the_supervisor_and_the_command_line_stay_light() -> None:
 
 def test_a_class_name_stands_for_one_class() -> None:
     names = Counter(
-        node.name for nodes in NODES.values() for node in nodes if isinstance(node, ast.ClassDef)
+        node.name
+        for nodes in nodes_of_files().values()
+        for node in nodes
+        if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
