@@ -32,6 +32,10 @@ ROOT = "trixie"
 
 MEMORY = "3G"
 SECONDS = 3600.0
+NEEDED = (
+    *("tests/__init__.py", "tests/kernels/smoke.py"),
+    *("tests/support/__init__.py", "tests/support/faultfs.py", "tests/support/layouts.py"),
+)
 NOT_NEEDED = ("./usr/share/doc", "./usr/share/locale", "./usr/share/man", "./var/lib/apt", "./dev")
 
 
@@ -155,8 +159,9 @@ def base_of(root: Path, bundle: Path, to: Path, work: Path) -> None:
     shutil.copy("/bin/busybox", added / "usr" / "bin" / "busybox")
     shutil.copy(Path(__file__).with_name("init"), added / "init")
     (added / "init").chmod(0o755)
-    (added / "tests" / "kernels").mkdir(parents=True)
-    shutil.copy(Path(__file__).with_name("smoke.py"), added / "tests" / "kernels")
+    for needed in NEEDED:
+        (added / "repository" / needed).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / needed, added / "repository" / needed)
     shutil.copytree(bundle, added / "brought", symlinks=True, dirs_exist_ok=True)
     archive(added, to)
 

@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 MONARCHFS = "/brought/bin/monarchfs"
+REPOSITORY = Path(__file__).parents[2]
 SOURCE = Path("/lustre/data")
 MNT = Path("/mnt/data")
 TIER = Path("/scratch/tier")
@@ -217,7 +219,7 @@ def processes() -> list[int]:
 
 
 def killed_supervisor() -> str:
-    """The mount goes, its users get ENOTCONN, and what is resident is there again."""
+    """Its users get ENOTCONN, no process is left, and what is resident is there again."""
     with mounted("--freshness", "immutable"):
         command("warm", str(MNT), "--wait")
         worker = status()["worker"]["pid"]
@@ -227,7 +229,7 @@ def killed_supervisor() -> str:
         until(lambda: not processes(), "all daemons to end")
         assert error_of(lambda: os.listdir(held)) in (errno.ENOTCONN, errno.ECONNABORTED)
         os.close(held)
-        until(lambda: not os.path.ismount(MNT), "the mount to go")
+        command("umount", str(MNT))
         place = ("--tier", f"{TIER / 'data'}=256M", "--state-dir", "/var/cache/state-data")
         command("mount", str(SOURCE), str(MNT), *place, "--freshness", "immutable")
         compare()
@@ -236,27 +238,49 @@ def killed_supervisor() -> str:
     return "mounted again, nothing read again"
 
 
+@contextmanager
+def a_source_that_hangs(point: Path) -> Iterator[Callable[[bool], None]]:
+    """A FUSE mirror of the source; what to call to have it hang, or go on."""
+    point.mkdir(exist_ok=True)
+    process = subprocess.Popen(
+        [sys.executable, "-B", "-m", "tests.support.faultfs", str(SOURCE), str(point)],
+        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    told, answers = process.stdin, process.stdout
+
+    def hang(wanted: bool) -> None:
+        message = {"do": "faults", "hang": ["* *"] if wanted else []}
+        print(json.dumps(message), file=told, flush=True)
+        answers.readline()
+
+    try:
+        assert answers.readline(), "the source is not mounted"
+        yield hang
+    finally:
+        subprocess.run(["umount", "-l", str(point)], check=False)
+        process.kill()
+        process.wait()
+
+
 def hung_source() -> str:
-    """The source is another mount of ours, all of whose daemons are stopped."""
+    """What is resident is read; what is not waits until the source answers."""
     between = Path("/mnt/between")
-    with mounted("--prefetch", "none", point=between):
-        before = set(processes())
-        with mounted("--freshness", "immutable", source=between):
-            command("warm", str(MNT), "--wait")
-            compare()
-            for pid in before:
-                os.kill(pid, signal.SIGSTOP)
-            try:
-                began = time.monotonic()
-                for name in paths(SOURCE):
-                    if (SOURCE / name).is_file():
-                        assert (MNT / name).read_bytes() == (SOURCE / name).read_bytes(), name
-                seconds = time.monotonic() - began
-            finally:
-                for pid in before:
-                    os.kill(pid, signal.SIGCONT)
-            until(lambda: status()["state"] == "serving", "the source to answer")
-            compare()
+    with a_source_that_hangs(between) as hang, mounted("--freshness", "immutable", source=between):
+        command("warm", str(MNT), "--wait")
+        command("evict", str(MNT / "deep" / "er" / "file"))
+        hang(True)
+        waiting = subprocess.Popen(["cat", MNT / "deep" / "er" / "file"], stdout=subprocess.PIPE)
+        began = time.monotonic()
+        for name in paths(SOURCE):
+            if (SOURCE / name).is_file() and not name.startswith("deep"):
+                assert (MNT / name).read_bytes() == (SOURCE / name).read_bytes(), name
+        seconds = time.monotonic() - began
+        assert waiting.poll() is None, "it was read from a source that hangs"
+        hang(False)
+        assert waiting.communicate(timeout=GUARD_SECONDS)[0] == b"deep"
+        compare()
     return f"resident files were read in {seconds:.1f} s meanwhile"
 
 
