@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from monarchfs.peers.web_server import find_nginx
 from monarchfs.prefetch.spans import SPAN_BYTES
 from monarchfs.types import SourceStat
 from tests.support import surroundings
-from tests.support.mounting import Bench, Mount, run, wait_for
+from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
 
 FILES = 300
 """Small ones, in the source of most tests."""
@@ -109,8 +108,8 @@ class Nodes:
     def lose(self, name: str) -> None:
         """Supervisor, worker and web server are killed."""
         mount = self.mounts.pop(name)
-        for victim in processes_of(mount):
-            os.kill(victim, signal.SIGKILL)
+        # One may have ended with another.
+        kill_each(processes_of(mount))
         self.work.mounts.remove(mount)
         run("umount", str(mount.path))
 
