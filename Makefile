@@ -83,11 +83,10 @@ coverage: $(STAMP)
 test-mutants: $(STAMP)
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
-# The bundle in virtual machines with Debian's kernels 5.10, 6.1 and 6.12, or with KERNEL=vmlinuz and
-# MODULES=directory above its fuse.ko; qemu, without hardware's help: half an hour.
-test-kernels: $(STAMP)
+# The bundle in virtual machines with Debian's kernels (.ci/kernels), or with KERNEL=vmlinuz and
+# MODULES=directory above its fuse.ko; qemu, without hardware's help.
+test-kernels: $(STAMP) bundle
 	@$(MAKE) --no-print-directory packages PACKAGES="qemu-system-x86 busybox-static cpio debootstrap"
-	@test -e dist/monarchfs-*-linux-*.tar.gz || $(MAKE) --no-print-directory bundle
 	@.ci/roots build/roots trixie
 	@$(if $(KERNEL),true,.ci/kernels build/kernels)
 	@$(BIN)/python -m tests.kernels $(if $(KERNEL),--kernel $(KERNEL) $(if $(MODULES),--modules $(MODULES))) $(ARGS)
@@ -193,7 +192,7 @@ bundle:
 
 # The same as a package; an rpm needs rpmbuild.
 deb rpm: bundle
-	@echo "$@: $$(packaging/system/build $@ build/bundle/tree/monarchfs-* dist)"
+	@packaging/system/build $@ build/bundle/tree/monarchfs-* dist
 
 # Wheels for machines with the same version of Python, but no network and no compiler.
 wheelhouse: $(STAMP)

@@ -239,7 +239,7 @@ def decode_entry(entry: object) -> FoundName:
         _check(0 < len(target) < 4096, "a target is too long")
     _check(len(attributes) == _STAT_FIELDS, "attributes are missing")
     found = SourceStat(0, ino, *map(_number, attributes, _LIMITS))
-    # The mode may have a type that is none: this is compared as a number.
+    # Numbers are compared: a damaged mode may have no file type.
     _check(stat.S_IFMT(found.mode) >> 12 == kind, "a type is another than the mode's")
     _check(bool(target) == stat.S_ISLNK(found.mode), "a target of no symbolic link, or none of one")
     return FoundName(_name(name), kind, ino, found, target)

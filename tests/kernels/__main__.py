@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import platform
 import re
 import shutil
@@ -30,6 +29,7 @@ SUITES = ("bullseye", "bookworm", "trixie", "forky")
 ROOT = "trixie"
 """The same for all of them: what differs is the kernel."""
 
+UNPACK = {".ko": ["cat"], ".gz": ["gzip", "-dc"], ".xz": ["xz", "-dc"], ".zst": ["zstd", "-dc"]}
 MEMORY = "3G"
 SECONDS = 3600.0
 NEEDED = (
@@ -82,20 +82,16 @@ def archive(directory: Path, to: Path, leave_out: tuple[str, ...] = ()) -> None:
         )  # fmt: skip
 
 
-def with_modules(kernel: Kernel, work: Path) -> Path:
+def with_modules(kernel: Kernel, work: Path) -> None:
     """A directory with what the guest's ``init`` loads."""
     place = work / "modules"
     place.mkdir()
     found = [] if kernel.modules is None else sorted(kernel.modules.rglob("fuse.ko*"))
     for path in found[:1]:
-        data = path.read_bytes()
-        if path.suffix == ".xz":
-            data = lzma.decompress(data)
-        elif path.suffix not in (".ko", ".gz"):
-            data = subprocess.run(["zstd", "-dc", path], check=True, capture_output=True).stdout
-        (place / "fuse.ko").write_bytes(data)
+        unpack = UNPACK[path.suffix]
+        done = subprocess.run([*unpack, path], check=True, stdout=subprocess.PIPE)
+        (place / "fuse.ko").write_bytes(done.stdout)
     (place / "order").write_text("fuse.ko\n" if found else "")
-    return place
 
 
 def machine(image: Path, initial: Path, accelerator: str) -> list[str]:
@@ -152,10 +148,8 @@ def base_of(root: Path, bundle: Path, to: Path, work: Path) -> None:
     """What is the same for all kernels."""
     archive(root, to, NOT_NEEDED)
     added = work / "base"
-    for name in ("dev", "proc", "sys", "bin", "brought"):
+    for name in ("dev", "proc", "sys", "brought", "usr/bin"):
         (added / name).mkdir(parents=True)
-    (added / "bin").rmdir()
-    (added / "usr" / "bin").mkdir(parents=True)
     shutil.copy("/bin/busybox", added / "usr" / "bin" / "busybox")
     shutil.copy(Path(__file__).with_name("init"), added / "init")
     (added / "init").chmod(0o755)

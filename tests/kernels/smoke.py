@@ -45,8 +45,8 @@ def command(*words: str, user: int | None = None, check: bool = True) -> str:
     return done.stdout
 
 
-def status(point: Path = MNT) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(command("status", "--json", str(point)))
+def status() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(command("status", "--json", str(MNT)))
     return found
 
 
@@ -82,35 +82,35 @@ def paths(root: Path) -> list[str]:
     )
 
 
-def compare(point: Path = MNT, source: Path = SOURCE) -> int:
+def compare() -> int:
     """Names, kinds, sizes, times and bytes; how many there are."""
-    names = paths(source)
-    assert paths(point) == names
+    names = paths(SOURCE)
+    assert paths(MNT) == names
     for name in names:
-        ours, theirs = (point / name).lstat(), (source / name).lstat()
+        ours, theirs = (MNT / name).lstat(), (SOURCE / name).lstat()
         assert (ours.st_mode, ours.st_size, ours.st_mtime_ns) == (
             theirs.st_mode, theirs.st_size, theirs.st_mtime_ns), name  # fmt: skip
-        if (source / name).is_symlink():
-            assert os.readlink(point / name) == os.readlink(source / name)
-        elif (source / name).is_file():
-            assert (point / name).read_bytes() == (source / name).read_bytes(), name
+        if (SOURCE / name).is_symlink():
+            assert os.readlink(MNT / name) == os.readlink(SOURCE / name)
+        elif (SOURCE / name).is_file():
+            assert (MNT / name).read_bytes() == (SOURCE / name).read_bytes(), name
     return len(names)
 
 
-def mapped(flags: int, point: Path = MNT) -> None:
+def mapped(flags: int) -> None:
     for name in ("large", "many/7"):
         with (
-            open(point / name, "rb") as file,
+            open(MNT / name, "rb") as file,
             mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ) as pages,
         ):
             assert pages[:] == (SOURCE / name).read_bytes(), f"{name} by mmap"
 
 
-def direct(point: Path = MNT) -> None:
+def direct() -> None:
     """O_DIRECT, whole pages into a page-aligned buffer."""
     for name in ("large", "many/7"):
         expected = (SOURCE / name).read_bytes()
-        fd = os.open(point / name, os.O_RDONLY | os.O_DIRECT)
+        fd = os.open(MNT / name, os.O_RDONLY | os.O_DIRECT)
         try:
             with mmap.mmap(-1, 1 << 20) as buffer:
                 got = b""

@@ -47,6 +47,7 @@ tried() {
 }
 
 step version
+"$(readlink "$(command -v monarchfs)")" --version
 monarchfs --version
 cd "$(dirname "$(readlink "$(command -v monarchfs)")")" && ./monarchfs --version && cd /
 step doctor

@@ -67,7 +67,7 @@ def test_it_runs_read_only_from_any_path_on_a_bare_node(
 ) -> None:
     root = nodes.required_root(suite)
     steps = nodes.tried_on(root, "inside.sh", "bundle", directory, tmp_path, place=PLACE)
-    assert steps["version"] == f"monarchfs {monarchfs.__version__}\n" * 2
+    assert steps["version"] == f"monarchfs {monarchfs.__version__}\n" * 3
     within, kind, outside, *_removed = steps["run"].splitlines()
     assert within == outside
     assert kind == "fuse.monarchfs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -24,7 +23,7 @@ def tried(root: Path, kind: str, brought: Path, tmp_path: Path) -> None:
     layer = tmp_path / "layer"
     layer.mkdir()
     steps = nodes.tried_on(root, "inside.sh", kind, brought, layer)
-    assert steps["version"] == f"monarchfs {monarchfs.__version__}\n" * 2
+    assert steps["version"] == f"monarchfs {monarchfs.__version__}\n" * 3
     assert {line.removeprefix("> ") for line in steps["left"].splitlines()} <= nodes.LEFT, steps
 
 
@@ -83,7 +82,6 @@ def test_mounts_stay_with_their_release(kind: str, next_release: Path, tmp_path:
         check=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
-        env=os.environ,
     )
     root = nodes.required_root("trixie")
     steps = nodes.tried_on(root, "upgrade.sh", kind, tmp_path / "brought", layer)
@@ -94,7 +92,10 @@ def test_mounts_stay_with_their_release(kind: str, next_release: Path, tmp_path:
         assert int(counts[1]) > 0, steps
         assert int(counts[2]) > 0, steps
     # Both releases while each has a mount, and the one that is installed alone afterwards.
-    assert steps["upgrade"].split()[-2:] == [monarchfs.__version__, NEXT]
-    assert steps["rollback"].split()[-2:] == [monarchfs.__version__, NEXT]
-    assert steps["unused"].split()[-1] == monarchfs.__version__
+    assert steps["upgrade"].split()[-3:] == [monarchfs.__version__, NEXT, "theirs"]
+    assert steps["rollback"].split()[-3:] == [monarchfs.__version__, NEXT, "theirs"]
+    assert steps["unused"].split()[-2:] == [monarchfs.__version__, "theirs"]
     assert NEXT not in steps["unused"].split()
+    *_said, last, file = steps["uninstall in use"].split()
+    assert (last, file) == ("/opt/monarchfs/theirs:", "file")
+    assert steps["uninstall in use"].split()[-4:-2] == ["/opt/monarchfs:", "theirs"]

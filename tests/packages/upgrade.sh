@@ -42,7 +42,7 @@ kill_on() {
 }
 # amid RELEASE MOUNTPOINT
 amid() {
-    rm -f /stop
+    rm -f /stop /kills /rounds
     read_on "$2" &
     reader=$!
     kill_on "$2" &
@@ -52,6 +52,10 @@ amid() {
     wait $reader $killer
     echo "$(cat /rounds) rounds, $(wc -l </kills) kills"
 }
+
+# Somebody's own.
+mkdir -p /opt/monarchfs/theirs
+: >/opt/monarchfs/theirs/file
 
 step install
 install_it $kind "$place/old"
@@ -88,10 +92,14 @@ ls /opt/monarchfs
 
 step uninstall in use
 monarchfs mount /lustre/data /mnt/data --tier /scratch/old=64M
+worker=$(worker_of /mnt/data)
 uninstall $kind
+kill -9 "$worker"
 diff -r --no-dereference /lustre/data /mnt/data
 umount /mnt/data
-ls /opt/monarchfs
+replace_by old
+uninstall $kind
+ls /opt/monarchfs /opt/monarchfs/theirs
 
 step wrong
 cat /wrong 2>/dev/null || :
