@@ -169,7 +169,9 @@ class Standbys:
 
     def tell(self, restarts: int, pids: list[int]) -> None:
         """The worker that serves, after ``restarts`` others, and those that may still run: the next
-        supervisor must know when they have stopped. All are children of this process."""
+        supervisor must know when they have stopped. All are children of this process. Called often:
+        whoever has left makes room for others."""
+        self._connections = [one for one in self._connections if not _is_closed(one)]
         if (restarts, pids) == self._told:
             return
         self._told = (restarts, list(pids))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.control import registration
@@ -28,7 +28,7 @@ pytestmark = requires_mounts
 
 ANSWER_SECONDS = 5.0
 MOST_GROWTH_BYTES = 48 << 20
-COMMANDS = sorted({*supervise.COMMANDS, *commands.COMMANDS} - {"umount", "restart"})
+COMMANDS = sorted({*supervise.COMMANDS, *commands.COMMANDS} - {"umount", "restart", "stand_by"})
 
 
 @dataclass
@@ -126,25 +126,36 @@ REQUESTS = st.builds(
     st.sampled_from(COMMANDS) | VALUES,
     st.dictionaries(FIELDS | st.text(max_size=5), VALUES, max_size=4),
 )
+# How it begins, a piece, and how often that follows: a failure's report then fits on a screen.
 LINES = (
-    REQUESTS
-    | st.binary(max_size=200)
-    | st.binary(max_size=50).map(lambda piece: piece * 1500)
-    | st.integers(1, 30_000).map(lambda depth: b'{"command":' + b"[" * depth)
-    | st.integers(1, 70_000).map(lambda size: b'{"command":"' + b"x" * size)
+    st.tuples(REQUESTS | st.binary(max_size=200), st.just(b""), st.just(0))
+    | st.tuples(st.just(b""), st.binary(max_size=50), st.just(1500))
+    | st.tuples(st.just(b'{"command":'), st.just(b"["), st.integers(1, 30_000))
+    | st.tuples(st.just(b'{"command":"'), st.just(b"x"), st.integers(1, 70_000))
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink them takes minutes
+)
 @given(st.lists(st.tuples(LINES, st.sampled_from(["read", "leave", "half", "stay"])), max_size=6))
-@example([(b'{"command":"warm","paths":[""],"what":"copy","wait":true}\n', "leave")] * 6)
-@example([(b'{"command":"why","paths":["class0"]}\n', "leave")] * 6)
-@example([(b'{"command":"refresh","paths":["' + b"a/" * 1000 + b'"]}\n', "read")])
-@example([(b"\n" * 1000, "read"), (b"\0" * 100_000, "half")])
-@example([(b'{"command":"record"}\n', "read"), (b'{"command":"order"}\n', "read")])
-def test_whatever_clients_send(daemon: Daemon, clients: list[tuple[bytes, str]]) -> None:
+@example([((b'{"command":"warm","paths":[""],"what":"copy","wait":true}\n', b"", 0), "leave")] * 6)
+@example([((b'{"command":"why","paths":["class0"]}\n', b"", 0), "leave")] * 6)
+@example([((b'{"command":"refresh","paths":["' + b"a/" * 1000 + b'"]}\n', b"", 0), "read")])
+@example([((b'{"command":"stand_by"}\n', b"", 0), manner) for manner in ("leave", "half", "stay")])
+@example([((b"", b"\n", 1000), "read"), ((b"", b"\0", 100_000), "half")])
+@example(
+    [((b'{"command":"record"}\n', b"", 0), "read"), ((b'{"command":"order"}\n', b"", 0), "read")]
+)
+def test_whatever_clients_send(
+    daemon: Daemon, clients: list[tuple[tuple[bytes, bytes, int], str]]
+) -> None:
     with ExitStack() as stack:
-        for content, manner in clients:
+        for (head, piece, count), manner in clients:
+            content = head + piece * count
             client = stack.enter_context(daemon.connect())
             with suppress(BrokenPipeError, ConnectionResetError):
                 client.sendall(content)

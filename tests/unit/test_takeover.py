@@ -23,6 +23,7 @@ from monarchfs.supervisor.launch import Descriptors, WorkerProcess
 from monarchfs.supervisor.reaper import Reaper
 from monarchfs.supervisor.startup import Mounted
 from monarchfs.supervisor.takeover import (
+    MOST_STANDBYS,
     Handover,
     OrphanedWorker,
     StandbyConnection,
@@ -120,6 +121,12 @@ def test_the_end_is_told_and_waited_for(served: Served) -> None:
     standby.close()
     ending.join(5)
     assert not ending.is_alive()
+
+
+def test_whoever_left_makes_room_for_others(served: Served) -> None:
+    for _ in range(MOST_STANDBYS + 1):
+        served.stand_by().close()
+        served.standbys.tell(0, [])
 
 
 def test_a_supervisor_that_dies_tells_nothing(served: Served) -> None:
