@@ -26,7 +26,7 @@ from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.messages import Back, Unback, parse
 from monarchfs.types import TierSize
-from tests.layers.no_readers import NoReaders
+from tests.layers.whole import NoReaders
 from tests.support.mirror import Mirror
 
 

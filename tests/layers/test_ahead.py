@@ -82,17 +82,6 @@ async def test_nothing_after_a_few_opens_or_where_files_are_large(area: Area) ->
         assert found.allowance.opened_files == 9
 
 
-async def test_what_others_than_python_have_opened_counts(area: Area) -> None:
-    names = area.write_files(60, SIZE, "train/")
-    opened: set[int] = set()
-    async with area.mounted() as mirror, copying_ahead(mirror, opened.__contains__) as found:
-        await read_each(mirror, names[:10])
-        await until(lambda: resident(mirror) == 20, "as many again to be copied")
-        opened |= set(found.allowance.waiting)
-        await until(lambda: resident(mirror) == 40, "more to be copied")
-        assert len(found.allowance.waiting) == 20
-
-
 async def test_half_of_the_room_is_left_to_what_is_opened(area: Area) -> None:
     names = area.write_files(60, 40_000, "train/")
     async with area.mounted([30 * 40_960]) as mirror, copying_ahead(mirror):

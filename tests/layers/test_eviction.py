@@ -11,7 +11,7 @@ import trio.testing
 
 from monarchfs.store.files import replica_path
 from monarchfs.system.memory import MemoryHeadroom
-from monarchfs.types import EvictionPolicy, FreshnessMode, Replica
+from monarchfs.types import EvictionPolicy, Replica
 from tests.support.faults import FaultyTier
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 
@@ -107,26 +107,6 @@ async def test_what_goes_for_a_batch_goes_together_and_what_stays_costs_one_file
         assert await resident(mirror) == set("1456")
 
 
-async def test_given_weights_say_what_stays_and_what_lies_in_the_faster_tier(files: Area) -> None:
-    """Whatever they are changed to meanwhile, each byte is right (``read_all`` compares them)."""
-    async with files.mount([ROOM, ROOM], eviction=WEIGHTED) as mirror:
-        inos = [await mirror.ino(str(number)) for number in range(8)]
-        fast, slow = mirror.cache.tiers
-        mirror.cache.weigh([(inos[n], 8.0 - n) for n in range(8)], replace=False)
-        await read_all(mirror, "01234567" * 2)
-        assert await resident(mirror) == set("01234567")
-        mirror.cache.weigh([(inos[n], float(n)) for n in range(8)], replace=False)
-        ledgers = [mirror.cache.placement.ledger(tier) for tier in mirror.cache.tiers]
-        for _ in range(3):
-            await read_all(mirror, "7654")
-            await until(lambda: not any(one.copies for one in ledgers), "moves")
-        # Some had to go, so that others could change places.
-        assert await resident(mirror) >= set("4567")
-        await read_all(mirror, "0123")
-        await mirror.settled()
-        assert [mirror.replica(ino).tier for ino in inos] == [slow] * 4 + [fast] * 4
-
-
 @pytest.mark.parametrize("eviction", [LRU, WEIGHTED])
 async def test_nothing_moves_to_where_the_one_that_should_go_stays(
     files: Area, monkeypatch: pytest.MonkeyPatch, eviction: EvictionPolicy
@@ -176,18 +156,6 @@ async def test_open_and_pinned_replicas_stay(files: Area) -> None:
         mirror.cache.index.unpin(await mirror.ino("1"))
         await read_all(mirror, "2345")
         assert await resident(mirror) == set("2345")
-
-
-async def test_outdated_versions_go_first(files: Area) -> None:
-    async with files.mounted([ROOM], eviction=LRU, mode=FreshnessMode.OPEN) as mirror:
-        await files.settled()
-        await read_all(mirror, "0123")
-        files.write("3", content(SIZE, 33))
-        await files.settled()
-        assert await mirror.read_file("3") == content(SIZE, 33)
-        await mirror.idle()
-        assert await resident(mirror) == set("0123"), "the old version made room for the new one"
-        assert (mirror.metrics.evictions_outdated, mirror.metrics.evictions_policy) == (1, 0)
 
 
 async def test_a_copy_waits_until_its_room_is_there(files: Area) -> None:

@@ -305,22 +305,6 @@ async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
             assert set(await names(mirror, ino)) == {b"early", b"late"}
 
 
-async def test_absent_names_are_confirmed_together(files: Area, hours: Hours) -> None:
-    await files.settled()
-    async with files.mount(mode=TTL, ttl=60) as mirror:
-        d = await mirror.ino("d")
-        await names(mirror, d)
-        hours.pass_by(61)
-        asked(mirror)
-        for number in range(10):
-            assert isinstance(await mirror.tree.names.lookup(d, b"no%d" % number), Missing)
-        assert asked(mirror) == 1
-        files.write("d/no3", b"now")
-        hours.pass_by(61)
-        assert (await entry(mirror, d, b"no3")).node.stat.size == 3
-        assert isinstance(await mirror.tree.names.lookup(d, b"no4"), Missing)
-
-
 async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> None:
     """``open`` means that the source is asked after the open has begun."""
     async with files.mount(mode=OPEN) as mirror:

@@ -157,14 +157,6 @@ async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: A
         handle.release()
 
 
-async def test_later_and_smaller_files_still_get_their_chance(files: Area) -> None:
-    files.write("small", content(1000))
-    async with files.mounted([300 * KIB], partial_min_bytes=1 << 40) as mirror:
-        await mirror.read_file("large")
-        await mirror.copied("small")
-        assert await mirror.state("large") == "remote"
-
-
 # What outlives a reboot.
 
 

@@ -59,74 +59,6 @@ async def given_back(kernel: Passing) -> None:
     await until(lambda: not kernel.registry.files, "the id to be given back")
 
 
-async def test_a_resident_file_is_passed_through(passing: Mounted) -> None:
-    async with passing("0") as kernel:
-        first = await kernel.open("0")
-        second = await kernel.open("0")
-        assert first.backing_id == second.backing_id == 1
-        assert await kernel.read(first) == content(SIZE, 0)
-        await kernel.release(first)
-        await kernel.release(second)
-        assert await kernel.read_file("0") == (content(SIZE, 0), True)
-        assert (kernel.registry.made, kernel.passthrough.ids) == (1, 1), "it was asked for once"
-        assert kernel.mirror.metrics.passthrough_opens + kernel.threads.opened == 3
-        assert len(kernel.slots) == 0
-
-
-async def test_what_is_open_while_it_is_copied_stays_relayed(passing: Mounted) -> None:
-    async with passing() as kernel:
-        early = await kernel.open("0")
-        assert await kernel.read(early) == content(SIZE, 0)
-        await kernel.mirror.idle()
-        assert kernel.mirror.residency.state(early.ino) == "resident"
-        late = await kernel.open("0")
-        assert (early.backing_id, late.backing_id) == (0, 0)
-        await kernel.release(early)
-        assert (await kernel.read_file("0"))[1] is False
-        await kernel.release(late)
-        assert await kernel.read_file("0") == (content(SIZE, 0), True)
-
-
-async def test_resident_files_are_offered_before_they_are_opened(passing: Mounted) -> None:
-    async with passing("0123") as kernel:
-        mirror = kernel.mirror
-        mirror.nursery.start_soon(kernel.passthrough.run)
-        await until(lambda: kernel.passthrough.ids == 4, "what is there to be offered")
-        await mirror.copied("4")
-        await until(lambda: kernel.passthrough.ids == 5, "what came to be offered")
-        for name in "01234":
-            assert kernel.passthrough.known(await mirror.ino(name)), "no open has to wait"
-            assert await kernel.read_file(name) == (content(SIZE, int(name)), True)
-        assert kernel.registry.made == 5
-
-
-async def test_an_evicted_replica_is_closed_before_its_room_is_given(passing: Mounted) -> None:
-    async with passing("0") as kernel:
-        mirror = kernel.mirror
-        await kernel.read_file("0")
-        (replica,) = kernel.open_replicas()
-        one = await kernel.open("0")
-        assert not mirror.cache.evict(one.ino), "it is open"
-        await kernel.release(one)
-        assert mirror.cache.evict(one.ino)
-        await mirror.idle()
-        assert (kernel.registry.files, kernel.passthrough.ids) == ({}, 0)
-        assert not replica.exists()
-
-
-async def test_a_moved_replica_is_let_go(passing: Mounted) -> None:
-    async with passing("01", [64 * KIB, ALL_ROOM]) as kernel:
-        mirror = kernel.mirror
-        mirror.cache.drop(await mirror.ino("0"), "for the test")
-        await mirror.idle()
-        assert (await kernel.read_file("1"))[1]
-        await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
-        await mirror.idle()
-        assert kernel.registry.files == {}, "the old one is not kept open"
-        assert await kernel.read_file("1") == (content(SIZE, 1), True)
-        assert str(kernel.open_replicas()[0]).startswith(mirror.tiers[0].path)
-
-
 async def test_what_shares_its_file_is_never_passed_through(area: Area, passing: Mounted) -> None:
     """Neither ahead nor at an open; and the tier is not blamed for it."""
     for name in ("large", "late"):
@@ -147,38 +79,6 @@ async def test_what_shares_its_file_is_never_passed_through(area: Area, passing:
         assert kernel.registry.made == 2
         assert (mirror.metrics.passthrough_opens, mirror.metrics.backing_refused) == (0, 0)
         assert kernel.threads.opened == 0
-
-
-async def test_what_came_to_share_a_file(passing: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with passing("0", shares=True) as kernel:
-        # It lay in a file of its own when the open began.
-        monkeypatch.setattr(kernel.passthrough, "known", lambda _: None)
-        assert await kernel.read_file("0") == (content(SIZE, 0), False)
-        assert kernel.registry.made == 0
-
-
-@pytest.mark.parametrize("corrupt", [True, False])
-async def test_a_replica_that_goes_under_an_open(passing: Mounted, corrupt: bool) -> None:
-    """The kernel allows no other mode for its inode, so the file becomes another one."""
-    async with passing("0") as kernel:
-        mirror = kernel.mirror
-        early = await kernel.open("0")
-        assert early.backing_id
-        if corrupt:
-            mirror.cache.corrupt(early.ino)
-        else:
-            mirror.cache.drop(early.ino, "its replica was lost")
-        late = await kernel.open("0")
-        assert late.ino != early.ino
-        assert late.backing_id == 0
-        assert await kernel.read(late) == content(SIZE, 0)
-        await kernel.release(late)
-        await mirror.idle()
-        assert await kernel.read_file("0") == (content(SIZE, 0), True)
-        assert await kernel.read(early) == content(SIZE, 0), "the kernel reads on what it has"
-        await kernel.release(early)
-        await mirror.idle()
-        assert list(kernel.registry.files) == [2]
 
 
 # While the supervisor is asked for an id.
@@ -215,18 +115,6 @@ async def test_a_supervisor_that_is_late(passing: Mounted, monkeypatch: pytest.M
         await kernel.release(one)
         await given_back(kernel)
         assert await kernel.read_file("0") == (content(SIZE, 0), True)
-
-
-async def test_opens_that_wait_together_get_one_answer(passing: Mounted) -> None:
-    async with passing("0") as kernel:
-        async with trio.open_nursery() as nursery:
-            killed = await nursery.start(killed_in_open, kernel)
-            for _ in range(5):
-                nursery.start_soon(kernel.read_file, "0")
-            await trio.lowlevel.checkpoint()
-            killed.cancel()
-        assert kernel.registry.made == 1
-        assert kernel.passthrough.ids == 1
 
 
 async def test_nobody_waits_for_the_answer_any_more(passing: Mounted) -> None:

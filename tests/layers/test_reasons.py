@@ -9,7 +9,6 @@ import pytest
 import trio.testing
 from trio.testing import MockClock
 
-from monarchfs.cache.reasons import Cause, ReasonLog
 from monarchfs.fs import find
 from monarchfs.fs import why as why_module
 from monarchfs.fs.find import Finder
@@ -117,21 +116,6 @@ async def test_evicted_for_another(area: Area) -> None:
         assert await told(mirror, names[0]) == ("evicted", "evicted for another file (just now)")
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-async def test_a_copy_that_failed(files: Area, code: int) -> None:
-    async with files.mount(copy_workers=1) as mirror:
-        mirror.posix.faults.fail("read", code)
-        await mirror.want("a")
-        await mirror.settled()
-        again = "; it is tried again in 1 s" if code == errno.EIO else ""
-        sentence = f"copying failed: {os.strerror(code)} (just now{again})"
-        assert await told(mirror, "a") == ("copying failed", sentence)
-        mirror.posix.faults.end()
-        await mirror.copied("a")
-        assert await told(mirror, "a") == (None, "")
-        assert len(mirror.cache.reasons) == 0
-
-
 async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
     area.write("large", content(8 * MIB))
     await area.settled()
@@ -168,25 +152,6 @@ async def test_one_that_is_too_young(area: Area, clock: MockClock, hours: Hours)
         ino = await mirror.ino("a")
         await until(lambda: mirror.residency.state(ino) == "resident", "the next look")
         assert mirror.reason(ino) == ""
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-async def test_a_tier_that_fails(files: Area, code: int) -> None:
-    async with files.mount() as mirror:
-        mirror.tier.faults.fail("write_whole", code)
-        mirror.tier.faults.fail("probe", code)
-        await mirror.read_file("a")
-        await mirror.idle()
-        cause, sentence = await told(mirror, "a")
-        assert cause in ("copying failed", "no tier in service")
-        assert os.strerror(code) in sentence
-        await mirror.read_file("d/b")
-        await mirror.idle()
-        out = f"no tier is in service: {mirror.tier.path}: "
-        await says(mirror, "d/b", "no tier in service", out, os.strerror(code))
-        await mirror.mend()
-        assert "when it was wanted" in (await told(mirror, "d/b"))[1]
-        await mirror.copied("d/b")
 
 
 async def test_a_tier_that_cannot_be_read(files: Area) -> None:
@@ -271,15 +236,3 @@ async def test_a_source_that_hangs(files: Area, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(OperationError, match="the source does not answer"):
             await finder.find("d/b")
         gate.open()
-
-
-def test_so_many_are_remembered() -> None:
-    reasons = ReasonLog(kept=3)
-    for ino in range(10):
-        reasons.put(ino, Cause.FAILED, "it failed")
-    assert len(reasons) == 3
-    assert [reasons.get(ino) is None for ino in range(10)] == [True] * 7 + [False] * 3
-    reasons.put(7, Cause.NO_ROOM, "no room", 5)
-    reasons.put(10, Cause.FAILED, "it failed")
-    kept = reasons.get(7)
-    assert (reasons.get(8), kept and kept.missing_bytes) == (None, 5), "the oldest word goes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -197,24 +197,6 @@ async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
         await read_locally(mirror, names[:2])
         await copy(mirror, names)
         assert len(own_files(area.tier(1))) == 2
-        await read_locally(mirror, names)
-
-
-async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its directory became another one after there was room for them."""
-    names = area.write_files(2)
-    async with area.mounted(copies=False) as mirror:
-        places = together(mirror, [await mirror.node(name) for name in names])
-        assert [place.shares for place, _ in places] == [True, True]
-        monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
-        mirror.cache._segments.replaced(mirror.tier)
-        for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
-            if result is not True:
-                assert isinstance(result, OSError)
-                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
-        await copy(mirror, names)
         await read_locally(mirror, names)
 
 
@@ -621,18 +603,6 @@ async def moved(mirror: Mirror, name: str) -> Replica:
     return mirror.replica(await mirror.ino(name))
 
 
-async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
-    async with room_above(area, 3) as (mirror, names, _):
-        replica = await moved(mirror, names[1])
-        fast, slow = mirror.tiers
-        assert (replica.tier, replica.segment != 0, replica.durable) == (fast.id, True, False)
-        assert [blocks(fast), blocks(slow)] == [TAKEN, TAKEN]
-        assert own_files(area.tier(1)) == []
-        await read_locally(mirror, names[1:])
-    async with area.mounted([FAST, ALL_ROOM], boot_id=b"second boot") as mirror:
-        await read_locally(mirror, names[1:])
-
-
 async def test_one_gets_a_file_of_its_own(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     real = SegmentFiles.frees_punched
     monkeypatch.setattr(
@@ -669,45 +639,3 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
         assert blocks(mirror.tier) == 0
         await read_locally(mirror, names[1:])
         await until(lambda: not mirror.cache._busy, "the move")
-
-
-def emptied(path: Path) -> None:
-    for child in path.iterdir():
-        shutil.rmtree(child)
-    (path / "parts").mkdir()
-
-
-def replaced(path: Path) -> None:
-    shutil.rmtree(path)
-    path.mkdir()
-
-
-def without_segments(path: Path) -> None:
-    shutil.rmtree(path / "segments")
-
-
-@pytest.mark.parametrize("how", [shutil.rmtree, emptied, replaced, without_segments])
-async def test_a_tier_that_becomes_another_one(area: Area, how: Callable[[Path], None]) -> None:
-    """What it had is read from the source; once it is there again it takes files as before."""
-    async with copied(area, 3, of=6, sound=False) as (mirror, names, _):
-        held = await mirror.open(names[0])
-        how(area.path / "tier1")
-        assert await mirror.read(held, 0, SIZE) == content(SIZE, 0), "it is still open"
-        await mirror.read_each(names)
-        await copy(mirror, names)
-        area.tier(1)
-        held.release()
-        for _ in range(4):
-            await mirror.cache.maintain()
-            await mirror.idle()
-            await copy(mirror, names)
-            await mirror.read_each(names)
-        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
-        inos = [await mirror.ino(name) for name in names]
-        assert mirror.states(inos) == ["resident"] * 6
-        await read_locally(mirror, names)
-        for ino in inos:
-            assert lies_in(mirror.tier, mirror.replica(ino).segment).exists()
-        await mirror.settled()
-    async with area.mounted() as mirror:
-        await read_locally(mirror, names)

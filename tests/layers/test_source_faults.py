@@ -12,7 +12,6 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch.queue import Priority
 from tests.support.faults import Gate
 from tests.support.lookups import stale
 from tests.support.mirror import KIB, MIB, Area, content
@@ -146,39 +145,6 @@ async def test_a_file_that_changes_while_it_is_read(files: Area, change: Change)
         assert await mirror.read_file("large") == path.read_bytes()
 
 
-@pytest.mark.parametrize("name", ["small", "large"])
-async def test_a_file_that_was_replaced_before_its_copy_began(files: Area, name: str) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.ino(name)
-        replace(files.source / name)
-        mirror.copier.jobs.want(ino, Priority.SCANNED)
-        await mirror.settled()
-        assert mirror.metrics.copies_outdated == 1
-        assert mirror.bytes_read(name) == 0
-        assert await mirror.ino(name) != ino
-
-
-@pytest.mark.parametrize("name", ["small", "large"])
-async def test_a_file_that_was_replaced_before_it_is_opened(files: Area, name: str) -> None:
-    async with files.mounted() as mirror:
-        ino = await mirror.ino(name)
-        replace(files.source / name)
-        with stale():
-            await mirror.open_ino(ino)
-        assert await mirror.read_file(name) == OTHER
-
-
-async def test_a_resident_file_outlives_the_source(files: Area) -> None:
-    async with files.mount() as mirror:
-        await mirror.copied("large")
-        mirror.posix.faults.fail("open", errno.EIO)
-        mirror.posix.faults.fail("read", errno.EIO)
-        mirror.posix.faults.fail("found", errno.EIO)
-        assert await mirror.read_file("large", 100_000) == LARGE
-        await mirror.settled()
-        assert mirror.metrics.source_opens == 1
-
-
 async def test_an_error_of_the_source_that_passes_spoils_no_copy(files: Area) -> None:
     """Of a file somebody reads, which goes on where it was."""
     async with files.mounted(copies=False) as mirror:
@@ -247,31 +213,6 @@ async def test_what_a_killed_reader_asked_for_is_kept(files: Area) -> None:
         assert await mirror.read_file("large", 100_000) == LARGE
         await mirror.settled()
         assert mirror.bytes_read("large") == len(LARGE) > read
-
-
-async def test_an_open_that_is_killed_leaves_nothing(files: Area) -> None:
-    async with files.mounted() as mirror:
-        gate = mirror.posix.faults.gate("open")
-        ino = await mirror.ino("large")
-        await killed(partial(mirror.open_ino, ino), gate)
-        assert mirror.copier.jobs.files == {}
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.read_file, "large")
-            await gate.arrived(2)
-            gate.open()
-
-
-async def test_of_two_who_open_the_killed_one_does_not_take_the_other_along(files: Area) -> None:
-    async with files.mounted() as mirror:
-        gate = mirror.posix.faults.gate("open")
-        ino = await mirror.ino("large")
-        async with trio.open_nursery() as nursery, trio.open_nursery() as killed_ones:
-            killed_ones.start_soon(mirror.open_ino, ino)
-            await gate.arrived()
-            nursery.start_soon(mirror.copied, "large")
-            await trio.testing.wait_all_tasks_blocked()
-            killed_ones.cancel_scope.cancel()
-            gate.open()
 
 
 async def test_a_handle_that_moves_to_the_source_when_it_is_killed(files: Area) -> None:

@@ -15,7 +15,6 @@ from trio.testing import MockClock
 
 from monarchfs.fs import attributes as attributes_module
 from monarchfs.fs import unanswered
-from monarchfs.fs.freshness import UNANSWERED_SECONDS
 from monarchfs.fs.tree import Entry
 from monarchfs.fs.unanswered import GRACE_SECONDS, PROBE_SECONDS
 from monarchfs.source.posix import Found, FoundEach, _each
@@ -93,21 +92,6 @@ async def test_what_is_known_is_served_when_the_deadline_is_over(
         assert await ask(mirror, ino) == ino
         assert asked(mirror) == 0
         assert mirror.metrics.stale_answers == 1
-
-
-async def test_the_kernel_keeps_it_briefly(files: Area, clock: MockClock, hours: Hours) -> None:
-    async with known_a_ttl_ago(files, hours) as (mirror, _):
-
-        async def look_up() -> None:
-            found = await entry(mirror, ROOT_INO, b"d")
-            assert found.entry_timeout == found.attr_timeout == UNANSWERED_SECONDS
-
-        gate = mirror.posix.faults.gate(*METADATA)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(look_up)
-            await gate.arrived()
-            clock.jump(5.1)
-        gate.open()
 
 
 async def test_nobody_waits_twice_for_a_source_that_hangs(
@@ -189,36 +173,6 @@ async def a_ttl_ago(
             await mirror.node(name)
         hours.pass_by(61)
         yield mirror, targets
-
-
-async def test_a_storage_target_that_hangs(area: Area, clock: MockClock, hours: Hours) -> None:
-    layouts = {f"f{number}": [number % 3] for number in range(10)}
-    layouts["f9"] = [1, 2]
-    async with a_ttl_ago(area, hours, layouts) as (mirror, targets):
-        targets.dead = {1}
-        await look_up_stale(mirror, clock, targets.gate, "f1", 5)
-        targets.asked()
-        stale = mirror.metrics.stale_answers
-        for _ in range(2):
-            for name in ("f1", "f4", "f7", "f9"):
-                await mirror.node(name)
-                await mirror.tree.attributes.revalidated(await mirror.ino(name))
-        assert targets.asked() == 0, "one call of the source waits, and no more are made"
-        assert mirror.metrics.stale_answers > stale
-        stale = mirror.metrics.stale_answers
-        for name in ("f0", "f2", "f3", "f5"):
-            await mirror.node(name)
-        assert targets.asked() == 4
-        assert mirror.metrics.stale_answers == stale, "the other targets answer"
-        targets.dead.add(2)
-        await look_up_stale(mirror, clock, targets.gate, "f8", 5)
-        targets.dead.clear()
-        targets.asked()
-        targets.gate.open()
-        await until(lambda: not mirror.tree._asking.hanging, "the answers")
-        await mirror.node("f4")
-        assert targets.asked() >= 1, "now, or with the names that were asked for meanwhile"
-        assert mirror.metrics.stale_answers == stale + 1
 
 
 async def test_a_target_is_found_to_be_back(area: Area, clock: MockClock, hours: Hours) -> None:
