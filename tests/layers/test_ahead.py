@@ -82,17 +82,6 @@ async def test_nothing_after_a_few_opens_or_where_files_are_large(area: Area) ->
         assert found.allowance.opened_files == 9
 
 
-async def test_half_of_the_room_is_left_to_what_is_opened(area: Area) -> None:
-    names = area.write_files(60, 40_000, "train/")
-    async with area.mounted([30 * 40_960]) as mirror, copying_ahead(mirror):
-        await read_each(mirror, names[:12])
-        await until(lambda: resident(mirror) > 12, "some to be copied ahead")
-        await looked_again()
-        await mirror.idle()
-        assert resident(mirror) < 28
-        await read_each(mirror, names[12:])
-
-
 async def test_names_are_looked_up_also_where_there_is_no_room(area: Area) -> None:
     names = area.write_files(60, SIZE, "train/")
     async with area.mounted([5 * 8192]) as mirror, copying_ahead(mirror):

@@ -365,19 +365,6 @@ async def know_all(mirror: Mirror) -> None:
         await entry(mirror, ROOT_INO, name)
 
 
-async def test_immutable_is_shown_once_and_for_all(files: Area, hours: Hours) -> None:
-    (files.source / "empty/none").mkdir(parents=True)
-    async with files.mount(mode=IMMUTABLE) as mirror:
-        empty = await mirror.ino("empty/none")
-        assert await shows(mirror, 3, empty) == [None, False, True]
-        assert await shows(mirror, 1) == [None]
-        await know_all(mirror)
-        assert await shows(mirror, 1) == [False]
-        hours.pass_by(1e6)
-        assert await shows(mirror, 1) == [True]
-        assert await shows(mirror, 1, empty) == [True]
-
-
 async def test_ttl_asks_when_it_is_over_and_shows_what_changed(files: Area, hours: Hours) -> None:
     hours.pass_by(1)
     async with files.mount(mode=TTL, ttl=60) as mirror:

@@ -85,33 +85,6 @@ async def test_a_scanned_file_that_is_opened_goes_before_one_that_is_listed(area
         assert inos == sorted(inos, key=[(area.source / "scanned").stat().st_ino].count)[::-1]
 
 
-async def test_a_file_is_not_copied_twice_whoever_wants_it(area: Area) -> None:
-    (name,) = area.write_files(1, 2 * MIB)
-    async with area.mount() as mirror:
-        gate = mirror.posix.faults.gate("read")
-        for priority in (3, 0, 2, 1):
-            await mirror.want(name, priority)
-            await gate.arrived()
-        handle = await mirror.open(name)
-        gate.open()
-        await mirror.idle()
-        await mirror.want(name)
-        await mirror.idle()
-        handle.release()
-        await mirror.settled()
-        assert mirror.bytes_read(name) == 2 * MIB
-        assert mirror.metrics.copies_completed == 1
-
-
-async def test_with_prefetch_none_nothing_is_copied(area: Area) -> None:
-    (name,) = area.write_files(1, 2 * MIB)
-    async with area.mount(keeps=False) as mirror:
-        await mirror.want(name, 0)
-        assert await mirror.read_file(name) == content(2 * MIB, 0)
-        await mirror.settled()
-        assert mirror.metrics.copies_completed == 0
-
-
 # A source that hangs. The clock is moved by hand, the threads are real.
 
 
@@ -236,19 +209,6 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
         calls = mirror.posix.faults.calls["read"]
         await let_pass(mirror, clock, 1000)
         assert mirror.posix.faults.calls["read"] == calls
-
-
-async def test_what_stays_that_way_is_not_tried_again(
-    area: Area, clock: trio.testing.MockClock
-) -> None:
-    (name,) = area.write_files(1)
-    async with area.mount() as mirror:
-        mirror.posix.faults.fail("open", errno.EACCES)
-        await mirror.want(name)
-        await mirror.settled()
-        assert mirror.metrics.copies_failed == 1
-        await let_pass(mirror, clock, 1000)
-        assert mirror.posix.faults.calls["open"] == 1
 
 
 # The scan.

@@ -82,51 +82,6 @@ async def test_who_goes(
         assert why in mirror.reason(await mirror.ino(min(set(read) - set(stay))))
 
 
-async def test_what_goes_for_a_batch_goes_together_and_what_stays_costs_one_file_its_room(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with files.mounted([ROOM], eviction=LRU) as mirror:
-        await read_all(mirror, "0123")
-        inos = [await mirror.ino(str(number)) for number in range(4)]
-        dropped: list[list[int]] = []
-        drop, try_remove = mirror.index.drop_replicas, mirror.cache.readers.try_remove
-
-        def dropping(going: list[int]) -> None:
-            dropped.append(going)
-            drop(going)
-
-        monkeypatch.setattr(mirror.index, "drop_replicas", dropping)
-        monkeypatch.setattr(
-            mirror.cache.readers, "try_remove", lambda ino: ino != inos[1] and try_remove(ino)
-        )
-        nodes = [await mirror.node(name) for name in "456"]
-        places = mirror.cache.reserve_each(nodes, evicts=True)
-        assert dropped == [[inos[0], inos[2]], [inos[3]]], "the last file is asked for anew"
-        wanted = [(place, content(SIZE, n)) for n, place in enumerate(places, 4) if place]
-        assert await mirror.cache.write_each(wanted) == [True] * 3
-        assert await resident(mirror) == set("1456")
-
-
-@pytest.mark.parametrize("eviction", [LRU, WEIGHTED])
-async def test_nothing_moves_to_where_the_one_that_should_go_stays(
-    files: Area, monkeypatch: pytest.MonkeyPatch, eviction: EvictionPolicy
-) -> None:
-    async with files.mount([ROOM, ROOM], eviction=eviction) as mirror:
-        weights = (2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 9.0)
-        inos = [await mirror.ino(str(number)) for number in range(8)]
-        mirror.cache.weigh(list(zip(inos, weights, strict=True)), replace=False)
-        await read_all(mirror, "01234567")
-        refused: list[int] = []
-        monkeypatch.setattr(mirror.cache.readers, "try_remove", refused.append)
-        await read_all(mirror, "777")
-        assert refused
-        await mirror.settled()
-        for tier in mirror.cache.tiers:
-            ledger = mirror.cache.placement.ledger(tier)
-            assert (ledger.copies, ledger.used_bytes <= ledger.capacity_bytes) == (0, True)
-        assert await resident(mirror) == set("01234567")
-
-
 async def test_the_order_outlives_a_mount_as_far_as_it_is_known(files: Area) -> None:
     async with files.mount([ROOM], eviction=LRU) as mirror:
         await read_all(mirror, "0123")
@@ -204,22 +159,6 @@ async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: A
         await mirror.idle()
         assert mirror.used() == blocks(mirror) < used
         await mirror.copied("4")
-
-
-@pytest.mark.parametrize("shares", [True, False])
-async def test_an_eviction_that_was_cut_off_is_finished_by_the_next_mount(
-    files: Area, shares: bool
-) -> None:
-    async with files.mount([ROOM], eviction=LRU, shares=shares, sound=False) as mirror:
-        await read_all(mirror, "0123")
-        # What a crash between the commit and the unlink leaves.
-        mirror.index.drop_replica(await mirror.ino("0"))
-    async with files.mount([ROOM], eviction=LRU, shares=shares) as mirror:
-        used = mirror.used()
-        await until(lambda: blocks(mirror) == used, "its room")
-        mirror.check_books()
-        assert await resident(mirror) == set("123")
-        assert mirror.index.journal() == []
 
 
 async def test_a_smaller_capacity_is_kept_even_by_keep(files: Area) -> None:

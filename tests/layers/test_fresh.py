@@ -180,17 +180,6 @@ async def test_a_read_under_way_is_answered_from_one_version(
         handle.release()
 
 
-async def test_an_outdated_inode_that_nobody_has_open_is_looked_up_again(area: Area) -> None:
-    area.write("f", b"old")
-    async with area.mount(mode=IMMUTABLE) as mirror:
-        old = await mirror.ino("f")
-        assert mirror.files.known_attributes(old) is not None
-        mirror.files.invalidation.noticed(old)
-        assert mirror.files.known_attributes(old) is None
-        with stale():
-            await mirror.files.attributes(old)
-
-
 @changing
 async def test_fstat_below_a_directory_that_was_moved(
     area: Area, hours: Hours, mode: FreshnessMode
@@ -228,16 +217,6 @@ async def test_what_was_just_written_is_believed_for_a_tick(
         assert again.node.ino == found.node.ino
         assert again.attr_timeout > UNSETTLED_SECONDS
         assert (mirror.tree.known.lookup(ROOT_INO, b"f") is None) == (mode is OPEN)
-
-
-async def test_immutable_believes_the_times(area: Area, hours: Hours) -> None:
-    area.write("f", b"1")
-    async with area.mount(mode=IMMUTABLE) as mirror:
-        handle = await mirror.open("f")
-        assert handle.keep_cache
-        handle.release()
-        hours.pass_by(0.5)
-        assert mirror.tree.known.lookup(ROOT_INO, b"f") is not None
 
 
 @changing
@@ -332,52 +311,18 @@ async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> 
 # The kernel is told what to forget by threads, each thing once, and nobody's request waits.
 
 
-class Told:
-    """What the kernel was told; it takes its time while ``blocks`` is not set."""
+async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> None:
+    """Not the end either. Of an inode, its pages count for more than its attributes."""
+    told: list[tuple[int, object]] = []
+    unblocked, passed = threading.Event(), trio.Event()
 
-    def __init__(self) -> None:
-        self.inodes: list[tuple[int, bool]] = []
-        self.entries: list[tuple[int, bytes]] = []
-        self.blocks = threading.Event()
-        self.notifier = Notifier(self._inode, self._entry)
-
-    def _inode(self, ino: int, attributes_only: bool) -> None:
-        assert self.blocks.wait(30)
+    def tell(ino: int, what: object) -> None:
+        assert unblocked.wait(30)
         if ino == 13:
             raise OSError(errno.EIO, "refused")
-        self.inodes.append((ino, attributes_only))
+        told.append((ino, what))
 
-    def _entry(self, parent: int, name: bytes) -> None:
-        self.entries.append((parent, name))
-
-
-async def test_each_thing_once_and_pages_before_attributes() -> None:
-    told = Told()
-    told.blocks.set()
-    notifier = told.notifier
-    for _ in range(3):
-        notifier.invalidate_inode(2, attributes_only=True)
-        notifier.invalidate_inode(3)
-        notifier.invalidate_inode(3, attributes_only=True)
-        notifier.invalidate_entry(1, b"name")
-    notifier.invalidate_inode(13)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(notifier.run)
-        await until(
-            lambda: len(told.inodes) == 2 and bool(told.entries) and bool(notifier.failed),
-            "the kernel to be told",
-        )
-        nursery.cancel_scope.cancel()
-    assert sorted(told.inodes) == [(2, True), (3, False)]
-    assert told.entries == [(1, b"name")]
-    assert (notifier.failed, notifier.waiting) == (1, 0)
-
-
-async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> None:
-    """Not the end either."""
-    told = Told()
-    notifier = told.notifier
-    passed = trio.Event()
+    notifier = Notifier(tell, tell)
 
     async def refresh() -> None:
         await notifier.room()
@@ -386,20 +331,27 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> N
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(notifier.run)
-            count = notify.MOST_WAITING + notify.THREADS + 5
+            count = notify.MOST_WAITING + notify.THREADS
             for ino in range(100, 100 + count):
                 notifier.invalidate_inode(ino)  # as a request does: at once
+            for _ in range(3):
+                notifier.invalidate_inode(2, attributes_only=True)
+                notifier.invalidate_inode(3)
+                notifier.invalidate_inode(3, attributes_only=True)
+                notifier.invalidate_entry(1, b"name")
+                notifier.invalidate_inode(13)
             await trio.testing.wait_all_tasks_blocked()
-            assert notifier.waiting == notify.MOST_WAITING + 5
+            assert notifier.waiting == notify.MOST_WAITING + 4
             nursery.start_soon(refresh)
             nursery.start_soon(refresh)
             await trio.testing.wait_all_tasks_blocked()
             assert not passed.is_set()
-            told.blocks.set()
+            unblocked.set()
             await passed.wait()
-            await until(lambda: len(told.inodes) == count, "the kernel to be told")
-            told.blocks.clear()
+            await until(lambda: (len(told), notifier.failed) == (count + 3, 1), "all to be told")
+            assert {(2, True), (3, False), (1, b"name")} <= set(told)
+            unblocked.clear()
             notifier.invalidate_inode(5)
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
-    told.blocks.set()
+    unblocked.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 
 import pytest
 import trio
@@ -11,11 +10,10 @@ import trio.testing
 
 from monarchfs.prefetch import copier, copy_slots, retries
 from monarchfs.prefetch.copy_idle import CopyIdle
-from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
-from monarchfs.types import FreshnessMode, Node
+from monarchfs.types import FreshnessMode
 from tests.support.faults import Gate, disk_is_full
-from tests.support.mirror import MIB, Area, Mirror, content, until
+from tests.support.mirror import Area, Mirror, content, until
 
 
 @pytest.fixture
@@ -93,20 +91,6 @@ async def test_how_many_it_are_follows_the_time_that_it_takes(
             clock.jump(1.0)  # the source is slow now, and is spared for a while
             await trio.testing.wait_all_tasks_blocked(0.001)
         await check(mirror, names)
-
-
-async def test_large_empty_and_opened_files_are_copied_alone(area: Area) -> None:
-    names = area.write_files(4)
-    area.write("large", content(3 * MIB, 50))
-    area.write("empty", b"")
-    async with area.mount(copies=False) as mirror:
-        handle = await mirror.open(names[0])
-        await begin(mirror, [names[0], "large", names[1], "empty", names[2], names[3]])
-        await mirror.want(names[1], Priority.OPENED)
-        await mirror.idle()
-        assert mirror.source.counters.read_bytes == 40_000 + 3 * MIB
-        handle.release()
-        await check(mirror, [*names, "large", "empty"])
 
 
 async def test_one_that_hangs_holds_up_no_other(area: Area, clock: trio.testing.MockClock) -> None:
@@ -203,60 +187,6 @@ async def test_what_somebody_waits_for_needs_no_turn(area: Area, names: list[str
         assert mirror.source.counters.read_bytes == 60_000
 
 
-class SomeOwners:
-    """Other nodes own the files with these numbers. ``asked``: which were asked for; each waits
-    until ``answers``, and some are late."""
-
-    def __init__(self, theirs: list[int], late: int) -> None:
-        self.theirs = theirs
-        self.asked: list[list[int]] = []
-        self.late = {late}
-        self.answers = trio.Event()
-
-    def elsewhere(self, node: Node) -> bool:
-        return node.ino in self.theirs
-
-    async def ask(self, nodes: Sequence[Node]) -> list[Node]:
-        self.asked.append([node.ino for node in nodes])
-        await self.answers.wait()
-        late, self.late = self.late, set()
-        return [node for node in nodes if node.ino in late]
-
-
-@pytest.mark.parametrize("hurried", [False, True], ids=["nobody waits", "somebody waits"])
-async def test_others_files_are_asked_for_together_and_read_then(
-    area: Area, names: list[str], hurried: bool
-) -> None:
-    """Who waits for a file does not wait for its owner, which may be lost."""
-    async with area.mount(copies=False) as mirror:
-        mirror.arrivals._patience = 0
-        inos = [await mirror.ino(name) for name in names]
-        owners = mirror.arrivals.owners = SomeOwners(inos[1:4], late=inos[2])
-        await begin(mirror, names, together=6)
-        own = [inos[0], *inos[4:]]
-        await until(lambda: mirror.states(own) == ["resident"] * 3, "the node's own")
-        assert owners.asked == [inos[1:4]]
-        assert mirror.source.counters.read_bytes == 30_000
-        if hurried:
-            mirror.copier.hurry(inos[2:3])
-            await until(lambda: mirror.states(inos[2:3]) == ["resident"], "the copy")
-        owners.answers.set()
-        await check(mirror, names)
-        assert owners.asked == [inos[1:4]] + ([] if hurried else [[inos[2]]])
-        assert mirror.source.counters.read_bytes == 60_000
-
-
-async def test_what_others_own_is_copied_last(area: Area, names: list[str]) -> None:
-    async with area.mount(copies=False) as mirror:
-        inos = [await mirror.ino(name) for name in names]
-        mirror.copier.jobs.elsewhere = inos[:3].__contains__
-        for ino in inos:
-            mirror.copier.jobs.want(ino, Priority.SCANNED)
-        queue = mirror.copier.jobs.queue
-        turns = [queue.pop() for _ in inos]
-        assert [turn[0] for turn in turns if turn] == [*inos[3:], *inos[:3]]
-
-
 async def test_what_fails_is_tried_again_and_the_others_are_stored(
     area: Area, names: list[str], clock: trio.testing.MockClock
 ) -> None:
@@ -314,23 +244,3 @@ async def test_one_that_is_too_young_waits_alone(
         while mirror.residency.state(young) != "resident":
             clock.jump(copier.YOUNG_SECONDS)
             await trio.testing.wait_all_tasks_blocked(0.001)
-
-
-async def test_one_whose_place_is_not_known_any_more(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    area.write("d/f", content(1000))
-    names = area.write_files(3)
-    async with area.mount(copies=False) as mirror:
-        node = await mirror.node("d/f")
-        real = mirror.index.dirref
-        mirror.copier.jobs.want(node.ino, Priority.SCANNED)
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                mirror.index, "dirref", lambda ino: None if ino == node.parent else real(ino)
-            )
-            await begin(mirror, names)
-            await until(lambda: mirror.metrics.copies_completed == 3, "the others")
-            await mirror.idle()
-        assert mirror.residency.state(node.ino) == "remote"
-        assert mirror.copier.jobs.retries.due_in(node.ino) is not None

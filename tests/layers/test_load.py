@@ -11,7 +11,7 @@ from monarchfs.fs.load import Load
 from monarchfs.fs.tree import Missing
 from monarchfs.snapshot.export import export
 from monarchfs.types import ROOT_INO, FreshnessMode
-from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, entry, names, stale
+from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, entry, names
 from tests.support.mirror import Area, Mirror, content
 
 
@@ -94,17 +94,6 @@ async def test_where_it_may_change_each_name_is_asked_about(
         assert await mirror.read_file("d/b") == content(21, seed=2)
 
 
-async def test_a_file_that_changed_since_is_noticed_when_it_is_opened(files: Area) -> None:
-    path = await exported(files)
-    files.write("d/b", content(21, seed=2))
-    async with files.mount() as mirror:
-        await load(mirror, path)
-        assert (await mirror.node("d/b")).stat.size == 20
-        with stale():
-            await mirror.open("d/b")
-        assert await mirror.read_file("d/b") == content(21, seed=2)  # the kernel's second try
-
-
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])
 async def test_what_this_node_has_asked_since_is_not_touched(
     files: Area, mode: FreshnessMode
@@ -134,20 +123,3 @@ async def test_what_changed_while_it_was_looked_at_is_asked_for(files: Area) -> 
         await load(mirror, path)
         files.write("young", b"older by now")
         assert (await mirror.node("young")).stat.size == len(b"older by now")
-
-
-@pytest.mark.parametrize("what", ["damaged", "No such file", "of another directory"])
-async def test_a_file_that_is_no_use_leaves_the_source_to_be_asked(
-    files: Area, caplog: pytest.LogCaptureFixture, what: str
-) -> None:
-    """What a damaged one may hold: tests/mount/test_index_file.py."""
-    (files.path / "other").mkdir()
-    path = await exported(files, files.path / "other" if what == "of another directory" else None)
-    if what == "damaged":
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    elif what == "No such file":
-        path.unlink()
-    async with files.mount() as mirror:
-        assert (await load(mirror, path)).state == "failed"
-        await shows_the_source(mirror)
-    assert what in caplog.text

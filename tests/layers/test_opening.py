@@ -69,19 +69,6 @@ async def test_two_who_open_it_share_the_read(area: Area, killed: int) -> None:
         assert mirror.bytes_read("small") == SMALL
 
 
-async def test_a_file_that_cannot_be_read_can_be_opened(area: Area) -> None:
-    """As one of the source can; the error is the read's."""
-    area.write("small", content(SMALL))
-    async with area.mounted(copies=False) as mirror:
-        mirror.posix.faults.fail("read", errno.EIO)
-        handle = await mirror.open("small")
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            await mirror.read(handle, 0, 1000)
-        mirror.posix.faults.end()
-        assert await mirror.read(handle, 0, 1000) == content(1000)
-        handle.release()
-
-
 # What changes between the kernel's two tries.
 
 
@@ -231,16 +218,6 @@ async def test_a_name_that_stands_for_another_file(area: Area, what: str) -> Non
         else:
             assert (ROOT_INO, b"above") in mirror.kernel.entries
         assert await read(mirror, await mirror.ino(path)) == content(30, 2)
-
-
-async def test_numbers_of_an_index_that_is_lost(files: Area) -> None:
-    """Every name is forgotten, once."""
-    async with files.mounted(keeps=False) as mirror:
-        mirror.opens.known = False
-        for unknown in (10**6, 10**6 + 1):
-            with stale("unknown inode"):
-                await read(mirror, unknown)
-        assert sorted(mirror.kernel.entries) == [(ROOT_INO, b"a"), (ROOT_INO, b"d")]
 
 
 async def test_where_opens_are_known_they_say_so(

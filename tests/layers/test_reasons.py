@@ -6,18 +6,15 @@ import errno
 import os
 
 import pytest
-import trio.testing
-from trio.testing import MockClock
 
 from monarchfs.fs import find
 from monarchfs.fs import why as why_module
 from monarchfs.fs.find import Finder
 from monarchfs.fs.why import Why
-from monarchfs.prefetch.copier import YOUNG_SECONDS
 from monarchfs.prefetch.queue import Priority
-from monarchfs.types import EvictionPolicy, OperationError
-from tests.support.lookups import OPEN, TTL, Hours
-from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
+from monarchfs.types import OperationError
+from tests.support.lookups import OPEN
+from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
 
 def why(mirror: Mirror) -> Why:
@@ -108,14 +105,6 @@ async def test_no_room_and_by_how_much(area: Area) -> None:
         await says(mirror, names[0], "evicted")
 
 
-async def test_evicted_for_another(area: Area) -> None:
-    names = area.write_files(2, 60 * KIB)
-    async with area.mount([100 * KIB], eviction=EvictionPolicy.LRU) as mirror:
-        await mirror.copied(names[0])
-        await mirror.copied(names[1])
-        assert await told(mirror, names[0]) == ("evicted", "evicted for another file (just now)")
-
-
 async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
     area.write("large", content(8 * MIB))
     await area.settled()
@@ -136,34 +125,6 @@ async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
         await area.settled()
         await mirror.copied("large")
         assert await told(mirror, "large") == (None, "")
-
-
-async def test_one_that_is_too_young(area: Area, clock: MockClock, hours: Hours) -> None:
-    area.write("a", content(10))
-    hours.pass_by(-10)  # its clock is ahead of ours
-    async with area.mount(mode=TTL) as mirror:
-        await mirror.want("a")
-        await mirror.idle()
-        again = f"tried again in {YOUNG_SECONDS:.0f} s"
-        await says(mirror, "a", "changed a moment ago", "may be changed again", again)
-        hours.pass_by(20)
-        await trio.testing.wait_all_tasks_blocked()
-        clock.jump(YOUNG_SECONDS + 0.01)
-        ino = await mirror.ino("a")
-        await until(lambda: mirror.residency.state(ino) == "resident", "the next look")
-        assert mirror.reason(ino) == ""
-
-
-async def test_a_tier_that_cannot_be_read(files: Area) -> None:
-    async with files.mount() as mirror:
-        await mirror.copied("a")
-        await mirror.copied("d/b")
-        mirror.tier.faults.fail("open_replica", errno.EIO)
-        mirror.tier.faults.fail("probe", errno.EIO)
-        assert await mirror.read_file("a") == content(10)
-        out = f"it is read from the source: {mirror.tier.path}: its disk"
-        await says(mirror, "d/b", "no tier in service", out)
-        await mirror.mend()
 
 
 async def test_a_replica_that_was_lost(files: Area) -> None:

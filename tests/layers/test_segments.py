@@ -404,69 +404,6 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
 # Crashes and reboots.
 
 
-async def test_a_crash_before_the_commit(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = area.write_files(8)
-
-    class Killed(BaseException):
-        pass
-
-    def kill(*_: object) -> None:
-        raise Killed
-
-    async def until_killed() -> None:
-        async with area.mount(copies=False, sound=False) as mirror:
-            await copy(mirror, names[:4])
-            monkeypatch.setattr(mirror.index, "put_replicas", kill)
-            nodes = [await mirror.node(name) for name in names[4:]]
-            await mirror.cache.write_each(together(mirror, nodes))
-
-    with pytest.RaisesGroup(Killed, flatten_subgroups=True):
-        await until_killed()
-    async with area.mounted() as mirror:
-        (segment,) = mirror.tier.segments.found()
-        assert lies_in(mirror.tier, segment).stat().st_size > 7 * TAKEN
-        await until(lambda: blocks(mirror.tier) == 4 * TAKEN, "the gap to be given back")
-        mirror.check_books()
-        await until(lambda: not mirror.index.segments(mirror.tier.id)[segment], "it to be noted")
-        await read_locally(mirror, names[:4])
-        await copy(mirror, names)
-        assert len(mirror.tier.segments.found()) == 2
-        await read_locally(mirror, names)
-
-
-@pytest.mark.parametrize("size", [SIZE, 3 * TAKEN, 1])
-async def test_what_no_record_has_is_given_back(area: Area, size: int) -> None:
-    """Gaps before the first record and between others; bytes behind the last, to the last block
-    also where the file ends amid one; and a segment that was begun and never made."""
-    async with copied(area, 7, sound=False) as (mirror, names, inos):
-        last = max((mirror.replica(ino) for ino in inos), key=lambda replica: replica.offset)
-        scribble(mirror.tier, last, content(size), TAKEN)
-        gone = [n for n in range(7) if mirror.replica(inos[n]).offset // TAKEN in (0, 2, 3)]
-        for number in gone:
-            mirror.index.drop_replica(inos[number])
-        mirror.index.begin_segments(mirror.tier.id, [77])
-    await is_left(area, [name for n, name in enumerate(names) if n not in gone])
-
-
-async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) -> None:
-    async with copied(area, 3, of=6) as (mirror, names, _):
-        await mirror.cache.sync()
-        lost = [mirror.replica(ino) for ino in await copy(mirror, names[3:])]
-        unsynced(mirror)
-        for replica in lost:
-            scribble(mirror.tier, replica, bytes(SIZE), 0)
-    async with area.mounted(boot_id=b"second boot") as mirror:
-        await mirror.read_each(names)
-        await mirror.idle()
-        # More than once, perhaps: the tier takes nothing before it was looked at.
-        assert [bool(mirror.bytes_read(name)) for name in names] == [False] * 3 + [True] * 3
-        await copy(mirror, names)
-        await mirror.settled()
-        assert occupied(mirror) == 6 * TAKEN
-    async with area.mounted(boot_id=b"third boot") as mirror:
-        await read_locally(mirror, names)
-
-
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
     async with copied(area, 3, of=5, sound=False) as (mirror, names, _):
@@ -505,39 +442,6 @@ async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -
         assert occupied(mirror) == 5 * TAKEN
 
 
-@pytest.mark.parametrize("damage", ["missing", "torn", "of another"])
-async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) -> None:
-    async with copied(area, 3) as (_, names, _inos):
-        pass
-    (path,) = (area.tier(1) / "segments").glob("*.list")
-    match damage:
-        case "missing":
-            path.unlink()
-        case "torn":
-            os.truncate(path, path.stat().st_size - 1)
-        case "of another":
-            path.with_suffix("").rename(path.with_name("0" * 15 + "1"))
-            path.rename(path.with_name("0" * 15 + "1.list"))
-    set_aside(str(area.state))
-    async with area.mounted(copies=False) as mirror:
-        await mirror.idle()
-        assert mirror.tier.segments.found() == []
-        assert mirror.used() == 0
-        await copy(mirror, names)
-        await read_locally(mirror, names)
-
-
-async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None:
-    """One was dropped, and a crash came before its room was given back."""
-    async with copied(area, 3, sound=False) as (mirror, names, inos):
-        await mirror.cache.sync()
-        mirror.index.drop_replica(inos[1])
-        await copy(mirror, names[1:2])
-        await mirror.cache.sync()
-    set_aside(str(area.state))
-    await is_left(area, names)
-
-
 async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,26 +461,6 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         assert mirror.index.tier_totals()[mirror.tier.id].found == 3
         await mirror.read_each(names)
-
-
-@pytest.mark.parametrize("known", [True, False])
-async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: bool) -> None:
-    async with copied(area, 3, sound=False) as (mirror, names, inos):
-        (segment,) = {mirror.replica(ino).segment for ino in inos}
-    path = lies_in(mirror.tier, segment)
-    outside = path.rename(area.path / "outside")
-    path.symlink_to(outside)
-    data = outside.read_bytes()
-    if not known:
-        set_aside(str(area.state))
-    async with area.mounted(boot_id=b"second boot", copies=False) as mirror:
-        await mirror.idle()
-        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
-        assert mirror.used() == 0
-        await copy(mirror, names)
-        await read_locally(mirror, names)
-    assert path.is_symlink()
-    assert outside.read_bytes() == data
 
 
 # Moves, and tiers that are not what they were.

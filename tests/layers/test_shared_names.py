@@ -312,17 +312,6 @@ async def test_a_peer_that_is_no_use(many: Area, what: str) -> None:
         assert await b.read_file("d/0007") == b"x" * 7
 
 
-async def test_a_peer_that_says_other_attributes_is_found_out_at_the_open(many: Area) -> None:
-    async with pair(many) as (a, b, owner):
-        stat = (await a.node("d/0005")).stat
-        owner.lies = PeerNames(0, [(b"0005", stat._replace(size=1 << 40), b"")])
-        await listing(b)
-        assert (await told(b, b"0005")).stat.size == 1 << 40
-        with stale():
-            await b.open("d/0005")
-        assert await b.read_file("d/0005") == b"x" * 5
-
-
 async def test_listings_are_shared_and_cost_no_attributes(many: Area, hours: Hours) -> None:
     for number in range(20):
         many.write(f"small/{number}/file", b"x")

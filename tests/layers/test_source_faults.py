@@ -52,18 +52,6 @@ async def test_all_who_wait_get_the_sources_error_and_the_next_reads_on(files: A
             handle.release()
 
 
-@pytest.mark.parametrize("keeps", [True, False])
-async def test_no_permission(files: Area, keeps: bool) -> None:
-    async with files.mounted(keeps=keeps) as mirror:
-        mirror.posix.faults.fail("open", errno.EACCES)
-        for _ in range(2):
-            with pytest.raises(PermissionError):
-                await mirror.open("small")
-        await mirror.settled()
-        mirror.posix.faults.end()
-        assert await mirror.read_file("small") == SMALL
-
-
 async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
     async with files.mount() as mirror:
         files.write("empty", b"")
@@ -198,21 +186,6 @@ async def test_a_reader_that_is_killed_disturbs_nobody(files: Area, keeps: bool)
         if keeps:
             assert mirror.bytes_read("large") <= 128 * KIB * 3
             assert mirror.residency.state(first.ino) == "partial"
-
-
-async def test_what_a_killed_reader_asked_for_is_kept(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        gate = mirror.posix.faults.gate("read")
-        handle = await mirror.open("large")
-        await killed(partial(mirror.read, handle, 0, 1000), gate)
-        handle.release()
-        gate.open()
-        await mirror.settled()
-        assert mirror.residency.state(handle.ino) == "partial"
-        read = mirror.bytes_read("large")
-        assert await mirror.read_file("large", 100_000) == LARGE
-        await mirror.settled()
-        assert mirror.bytes_read("large") == len(LARGE) > read
 
 
 async def test_a_handle_that_moves_to_the_source_when_it_is_killed(files: Area) -> None:

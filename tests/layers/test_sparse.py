@@ -112,16 +112,6 @@ async def test_what_is_between_holes_is_copied(area: Area, seed: int) -> None:
         assert sum(read.size for read in mirror.posix.reads) <= most
 
 
-async def test_zeros_that_are_blocks_in_the_source_become_holes(area: Area) -> None:
-    area.write("f", DATA + bytes(9 * MIB) + DATA)
-    area.write("g", bytes(2 * MIB))
-    make_sparse(area, "a hole", [])
-    async with area.mounted([64 * MIB]) as mirror:
-        for name in ("f", "g", "a hole"):
-            await mirror.copied(name)
-        assert occupied(mirror) < MIB
-
-
 async def test_many_fit_where_their_sizes_would_not(area: Area) -> None:
     for number in range(12):
         make_sparse(area, f"f{number}", [(number * 5 * MIB, DATA)])

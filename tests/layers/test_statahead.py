@@ -16,7 +16,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import cached_listings, directories, statahead, unlisted
+from monarchfs.fs import cached_listings, directories, sibling_names, statahead, unlisted
 from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.source.posix import Found
@@ -406,6 +406,21 @@ async def test_what_changed_meanwhile_is_seen(many: Area, hours: Hours, listed_f
         await d.stat([name for name in ORDER if name not in (gone, changed)])
         assert await d.lacks(gone)
         assert await d.stat([changed]) == {changed: len(b"another")}
+
+
+async def test_names_that_are_known_bring_others(
+    many: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To those who answer look-ups by themselves."""
+    monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 0.0)
+    async with listed(many, mode=IMMUTABLE) as d:
+        await d.stat(ORDER)
+        told: list[bytes] = []
+        d.mirror.tree.siblings._publish = lambda parent, name, entry: told.append(name)
+        d.mirror.tree.recorder.outdate(d.number(b"0003"))
+        for _ in range(FILES):
+            d.mirror.tree.siblings.looked_up(d.ino)
+        assert {*told} == {*ORDER} - {b"0003"}
 
 
 # -- extended attributes

@@ -16,7 +16,7 @@ from monarchfs.cache import groups
 from monarchfs.cache.reasons import Cause
 from monarchfs.fs.files import FileHandle
 from tests.support.faults import FaultyFiles, disk_is_full
-from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
+from tests.support.mirror import MIB, Area, Mirror, content, until
 from tests.support.on_disk import own_files
 
 SMALL, LARGE = content(50_000, 1), content(3 * MIB + 5, 2)
@@ -133,15 +133,6 @@ async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files:
         await mirror.copied("large")
 
 
-async def test_a_small_file_whose_part_is_in_the_way(files: Area) -> None:
-    async with files.mount(shares=False) as mirror:
-        node = await mirror.node("small")
-        os.close(mirror.tier.files.create_part(node.stat.version.replica_name, 7))
-        await mirror.copied("small")
-        await mirror.settled()
-        assert mirror.metrics.tier_errors == 0
-
-
 @pytest.mark.parametrize(
     ("fault", "then"),
     [
@@ -235,18 +226,6 @@ async def test_a_replica_that_fails_under_a_file_that_was_copied_while_open(file
         await reads(mirror, handle, 0, 100_000)
         assert mirror.posix.reads == []
         second.release()
-        handle.release()
-
-
-async def test_a_part_that_cannot_be_read(files: Area) -> None:
-    async with begun(files) as (mirror, handle):
-        cannot_be_read(mirror.tier.path)
-        await reads(mirror, handle, 5, 900)
-        await mirror.idle()
-        assert mirror.metrics.tier_errors == 1
-        assert mirror.metrics.copies_failed == 1
-        assert mirror.residency.state(handle.ino) == "remote"
-        assert "could not be read" in mirror.reason(handle.ino)
         handle.release()
 
 
@@ -361,21 +340,12 @@ async def test_a_tier_whose_room_is_unknown(files: Area, monkeypatch: pytest.Mon
         await mirror.copied("large")
 
 
-async def test_another_tier_takes_its_files(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monarchfs.cache.tiers.SPACE_MAX_AGE_SECONDS", 0.0)
-    async with files.mount([ALL_ROOM, ALL_ROOM]) as mirror:
-        mirror.tiers[0].faults.fail("space", errno.EIO)
-        ino = await mirror.copied("large")
-        assert mirror.residency.tier(ino) == mirror.tiers[1].path
-
-
 @pytest.mark.parametrize(("name", "shares"), [("small", True), ("small", False), ("large", True)])
 async def test_an_index_that_cannot_be_written(
     files: Area, name: str, shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with files.mount(shares=shares) as mirror:
         ino = await mirror.ino(name)
-
         with monkeypatch.context() as patch:
             patch.setattr(mirror.index, "put_replica", disk_is_full)
             patch.setattr(mirror.index, "put_replicas", disk_is_full)

@@ -83,14 +83,6 @@ async def test_a_file_that_is_local_in_part_is_touched(area: Area) -> None:
         assert touches(mirror) == (1, 0)
 
 
-async def test_what_is_read_from_the_source_anyway_is_not_touched(files: Area) -> None:
-    async with files.mount(keeps=False) as mirror:
-        touch = touching(mirror)
-        await mirror.read_file("a")
-        await touch.round()
-        assert touches(mirror) == (0, 0)
-
-
 async def test_too_many_to_remember(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(touch_module, "MOST_REMEMBERED", 1)
     async with resident(files, *FILES) as (mirror, touch):

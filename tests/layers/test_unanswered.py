@@ -15,13 +15,12 @@ from trio.testing import MockClock
 
 from monarchfs.fs import attributes as attributes_module
 from monarchfs.fs import unanswered
-from monarchfs.fs.tree import Entry
 from monarchfs.fs.unanswered import GRACE_SECONDS, PROBE_SECONDS
 from monarchfs.source.posix import Found, FoundEach, _each
-from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
+from monarchfs.types import ROOT_INO, DirRef, Lane
 from tests.support.faults import Gate, disk_is_full
 from tests.support.layouts import plain
-from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, Hours, asked, entry, fails, names
+from tests.support.lookups import METADATA, OPEN, TTL, Hours, asked, entry, fails, names
 from tests.support.mirror import Area, Mirror, until
 
 Ask = Callable[[Mirror, int], Awaitable[object]]
@@ -92,21 +91,6 @@ async def test_what_is_known_is_served_when_the_deadline_is_over(
         assert await ask(mirror, ino) == ino
         assert asked(mirror) == 0
         assert mirror.metrics.stale_answers == 1
-
-
-async def test_nobody_waits_twice_for_a_source_that_hangs(
-    files: Area, clock: MockClock, hours: Hours, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with known_a_ttl_ago(files, hours) as (mirror, ino):
-        gate = mirror.posix.faults.gate(*METADATA)
-        monkeypatch.setattr(type(mirror.source), "responding", False)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.tree.attributes.get, ino)
-            await gate.arrived()
-            clock.jump(0.01)
-        assert mirror.metrics.stale_answers == 1
-        gate.open()
-        await until(lambda: mirror.tree.known.attributes(ino) is not None, "the answer")
 
 
 class Targets:
@@ -225,30 +209,6 @@ async def test_what_hangs_for_an_unknown_reason_is_waited_for_once(
         await until(lambda: not mirror.tree._asking.hanging, "the answers")
         await mirror.node("f3")
         assert targets.asked() >= 1
-
-
-@pytest.mark.parametrize(("mode", "name"), [(IMMUTABLE, b"a"), (OPEN, b"d")])
-async def test_what_is_not_known_is_waited_for_and_open_waits_for_all(
-    files: Area, clock: MockClock, mode: FreshnessMode, name: bytes
-) -> None:
-    async with files.mount(mode=mode, deadline=5) as mirror:
-        if mode is OPEN:
-            await see_everything(mirror)
-        gate = mirror.posix.faults.gate(*METADATA)
-        found: list[Entry] = []
-
-        async def look_up() -> None:
-            found.append(await entry(mirror, ROOT_INO, name))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(look_up)
-            await gate.arrived()
-            clock.jump(3600)
-            await trio.testing.wait_all_tasks_blocked()
-            assert found == []
-            gate.open()
-        assert len(found) == 1
-        assert mirror.metrics.stale_answers == 0
 
 
 @pytest.mark.parametrize("what", ["a name", "a listing"])

@@ -11,7 +11,6 @@ import trio
 
 from monarchfs.prefetch import retries
 from monarchfs.prefetch import warm as warm_module
-from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.warm import WarmCounts, Warming, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, Node, OperationError
 from monarchfs.worker import commands
@@ -124,21 +123,6 @@ async def test_paths_that_meet(area: Area) -> None:
         assert mirror.metrics.copies_completed == 3
 
 
-async def test_what_is_opened_goes_first_and_what_is_scanned_last(area: Area) -> None:
-    for name in ("scanned", "warm", "opened"):
-        area.write(name, content(2 * MIB))
-    async with area.mount(copies=False, copy_workers=1) as mirror:
-        await mirror.want("scanned")
-        warm = warming(mirror).start(What.COPY, [await mirror.node("warm")])
-        await until(lambda: len(mirror.copier.jobs.queue) == 2, "the hint")
-        await mirror.want("opened", Priority.OPENED)
-        mirror.start_copying()
-        await mirror.idle()
-        await warm.done.wait()
-        inos = [(area.source / name).stat().st_ino for name in ("opened", "warm", "scanned")]
-        assert list(dict.fromkeys(read.ino for read in mirror.posix.reads)) == inos
-
-
 async def test_no_room_is_no_failure(area: Area) -> None:
     for number in range(4):
         area.write(f"{number}", content(60 * KIB, number))
@@ -164,14 +148,6 @@ async def test_others_go_for_what_was_asked_for_but_not_its_own(area: Area) -> N
         counts = await warmed(mirror, "new")
         assert (counts.resident, counts.refused) == (2, 2)
         assert mirror.metrics.evictions_policy == 1
-
-
-async def test_a_part_of_a_large_file(area: Area) -> None:
-    area.write("large", content(24 * MIB))
-    async with area.mounted([20 * MIB], partial_min_bytes=MIB) as mirror:
-        counts = await warmed(mirror)
-        assert (counts.resident, counts.refused) == (0, 1)
-        assert 4 * MIB < counts.refused_bytes <= 8 * MIB
 
 
 async def test_what_fails_is_told(area: Area) -> None:
