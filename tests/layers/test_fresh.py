@@ -1,11 +1,13 @@
-"""Files that change in the source: what an open, an open file and a new open show, in each mode."""
+"""Files that change or fail in the source: what an open, an open file and a new open show, in each
+mode; only the source's own errors reach a reader, and no replica is ever a mixture of versions."""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,16 +22,20 @@ from monarchfs.fuse import notify
 from monarchfs.fuse.notify import Notifier
 from monarchfs.prefetch.fill import Fill
 from monarchfs.types import ROOT_INO, Data, FreshnessMode
+from tests.support.faults import Gate
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
-from tests.support.mirror import MIB, Area, Mirror, content, until
+from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 from tests.support.open_directories import close_directories
 
 OLD, NEW = content(3 * MIB, 1), content(3 * MIB, 2)
 
 
 def in_place(path: Path) -> None:
+    """With the times put back as far as that goes."""
+    st = path.stat()
     with path.open("r+b") as file:
         file.write(NEW)
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
 def replaced(path: Path) -> None:
@@ -51,7 +57,8 @@ def moved(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
 
 
-CHANGES = [in_place, replaced, truncated, grown, moved, Path.unlink]
+Change = Callable[[Path], None]
+CHANGES: list[Change] = [in_place, replaced, truncated, grown, moved, Path.unlink]
 
 
 async def show(mirror: Mirror, handle: FileHandle) -> bytes:
@@ -77,7 +84,7 @@ changing = pytest.mark.parametrize("mode", [TTL, OPEN])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("local", ["remote", "partial", "resident"])
 async def test_a_new_open_shows_what_the_source_has(
-    area: Area, hours: Hours, mode: FreshnessMode, change: Callable[[Path], None], local: str
+    area: Area, hours: Hours, mode: FreshnessMode, change: Change, local: str
 ) -> None:
     """Who has it open, and all of it is local, stays with one version."""
     path = area.source / "f"
@@ -115,7 +122,7 @@ async def test_a_new_open_shows_what_the_source_has(
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("who", ["the tree", "a read", "fstat"])
 async def test_what_is_open_and_partly_local_shows_the_source_as_it_is(
-    area: Area, hours: Hours, mode: FreshnessMode, change: Callable[[Path], None], who: str
+    area: Area, hours: Hours, mode: FreshnessMode, change: Change, who: str
 ) -> None:
     area.write("f", OLD)
     await area.settled()
@@ -249,26 +256,6 @@ async def test_pages_from_the_tick_of_a_change_are_not_kept(
 
 
 @changing
-async def test_an_old_listing_is_confirmed_by_one_stat(
-    files: Area, hours: Hours, mode: FreshnessMode
-) -> None:
-    await files.settled()
-    async with files.mount(mode=mode, ttl=60) as mirror:
-        d = await mirror.ino("d")
-        first = await names(mirror, d)
-        for _ in range(3):
-            hours.pass_by(61)
-            lists = mirror.index.listing(d)
-            asked(mirror)
-            assert await names(mirror, d) == first
-            assert asked(mirror) == 1
-            assert mirror.index.listing(d) == lists, "it was not read again"
-        files.write("d/new", b"")
-        hours.pass_by(61)
-        assert set(await names(mirror, d)) == {*first, b"new"}
-
-
-@changing
 async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
     files: Area, hours: Hours, mode: FreshnessMode
 ) -> None:
@@ -355,3 +342,148 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> N
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
     unblocked.set()
+
+
+# Errors of the source, and readers that are killed.
+
+
+async def test_all_who_wait_get_the_sources_error_and_the_next_reads_on(area: Area) -> None:
+    area.write("f", OLD)
+    async with area.mounted(copies=False) as mirror:
+        handles = [await mirror.open("f") for _ in range(3)]
+        gate = mirror.posix.faults.gate("read")
+        mirror.posix.faults.fail("read", errno.EIO, times=1)
+        errors = []
+
+        async def read(number: int) -> None:
+            with pytest.raises(OSError, match="Input/output") as raised:
+                await mirror.read(handles[number], 2 * MIB + number, 1000)
+            errors.append(raised.value.errno)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(read, number)
+            await gate.arrived()
+            await trio.testing.wait_all_tasks_blocked()
+            assert gate.waiting == 1, "one read of the source for all three"
+            gate.open()
+        assert errors == [errno.EIO] * 3
+        assert await mirror.read(handles[0], 7, 1000) == OLD[7:1007]
+        assert mirror.metrics.tier_errors == 0
+        for handle in handles:
+            handle.release()
+
+
+async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
+    files.write("large", OLD)
+    files.write("empty", b"")
+    async with files.mount() as mirror:
+        mirror.posix.faults.fail("open", errno.EACCES)
+        for name in ("a", "large", "empty"):
+            await mirror.want(name)
+            await mirror.settled()
+            assert "Permission denied" in mirror.reason(await mirror.ino(name))
+        assert mirror.metrics.copies_failed == 3
+
+
+@pytest.mark.parametrize("change", CHANGES[:4])
+async def test_a_file_that_changes_while_it_is_copied(area: Area, change: Change) -> None:
+    area.write("f", OLD)
+    path = area.source / "f"
+    async with area.mounted() as mirror:
+        ino = await mirror.ino("f")
+        gate = mirror.posix.faults.gate("read")
+        await mirror.want("f")
+        await gate.arrived(1)
+        gate.release()
+        await gate.arrived(1)  # something of the old version is there
+        change(path)
+        gate.open()
+        await mirror.settled()
+        assert mirror.metrics.copies_outdated == 1
+        assert mirror.metrics.copies_completed == 0
+        assert mirror.residency.state(ino) == "remote"
+        with stale():
+            await mirror.open_ino(ino)
+        # The kernel looks the name up again, and opens what it finds.
+        new = await mirror.copied("f")
+        assert new != ino
+        assert await mirror.read_file("f") == path.read_bytes()
+
+
+@pytest.mark.parametrize("change", CHANGES[:4])
+async def test_a_file_that_changes_while_it_is_read(area: Area, change: Change) -> None:
+    """An open file goes on as it would in the source itself."""
+    area.write("f", OLD)
+    path = area.source / "f"
+    async with area.mounted() as mirror:
+        gate = mirror.posix.faults.gate("read")
+        handle = await mirror.open("f")
+        with path.open("rb", buffering=0) as direct:
+            change(path)
+            gate.open()
+            for offset in (0, 2 * MIB, 1 * MIB - 5, 3 * MIB):
+                expected = os.pread(direct.fileno(), 100_000, offset)
+                assert await mirror.read(handle, offset, 100_000) == expected
+        await mirror.idle()
+        assert mirror.metrics.copies_outdated == 1
+        assert mirror.residency.state(handle.ino) == "remote"
+        handle.release()
+        assert await mirror.read_file("f") == path.read_bytes()
+
+
+async def test_an_error_of_the_source_that_passes_spoils_no_copy(area: Area) -> None:
+    """Of a file somebody reads, which goes on where it was."""
+    area.write("f", OLD)
+    async with area.mounted(copies=False) as mirror:
+        handle = await mirror.open("f")
+        await mirror.read(handle, 0, 1000)
+        await mirror.idle()
+        mirror.posix.faults.fail("read", errno.EIO, times=1)
+        with pytest.raises(OSError, match="Input/output"):
+            await mirror.read(handle, 2 * MIB + 300 * KIB, 1000)
+        await mirror.idle()
+        mirror.start_copying()
+        mirror.copier.jobs.opened(handle.ino)
+        await mirror.idle()
+        assert mirror.residency.state(handle.ino) == "resident"
+        assert mirror.bytes_read("f") == len(OLD)
+        handle.release()
+
+
+# Readers that are killed.
+
+
+async def killed(work: Callable[[], Awaitable[object]], at: Gate) -> None:
+    """Who does this, once one waits there."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(work)
+        await at.arrived()
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_reader_that_is_killed_disturbs_nobody(area: Area, keeps: bool) -> None:
+    area.write("f", OLD)
+    async with area.mount(copies=False, keeps=keeps) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        first, second = await mirror.open("f"), await mirror.open("f")
+        results: list[bytes] = []
+
+        async def read(which: int) -> None:
+            results.append(await mirror.read((first, second)[which], 100, 5000))
+
+        async with trio.open_nursery() as other:
+            await killed(partial(read, 0), gate)
+            first.release()  # while its read is still in the source
+            other.start_soon(read, 1)
+            await trio.testing.wait_all_tasks_blocked()
+            assert results == []
+            gate.open()
+        assert results == [OLD[100:5100]]
+        second.release()
+        await mirror.settled()
+        if keeps:
+            assert mirror.bytes_read("f") <= 128 * KIB * 3
+            assert mirror.residency.state(first.ino) == "partial"

@@ -479,27 +479,6 @@ async def room_above(area: Area, count: int) -> AsyncIterator[tuple[Mirror, list
         yield mirror, names, inos
 
 
-async def moved(mirror: Mirror, name: str) -> Replica:
-    """The replica of a file that is opened, in its new place."""
-    await mirror.read_file(name)
-    await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
-    await mirror.idle()
-    return mirror.replica(await mirror.ino(name))
-
-
-async def test_one_gets_a_file_of_its_own(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SegmentFiles.frees_punched
-    monkeypatch.setattr(
-        SegmentFiles, "frees_punched", lambda self: not self.path.endswith("tier1") and real(self)
-    )
-    async with room_above(area, 2) as (mirror, names, inos):
-        assert mirror.replica(inos[1]).segment
-        replica = await moved(mirror, names[1])
-        assert replica.segment == replica.offset == 0
-        assert blocks(mirror.tiers[1]) == 0
-        await read_locally(mirror, names[1:])
-
-
 @pytest.mark.parametrize("call", ["put_replica", "begin_segments"])
 async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str

@@ -228,13 +228,6 @@ async def test_a_file_that_hangs(many: Area, monkeypatch: pytest.MonkeyPatch) ->
         await d.mirror.idle()
 
 
-async def test_a_batch_that_fails_is_not_the_readers(many: Area) -> None:
-    async with listed(many) as d:
-        d.mirror.posix.faults.fail("found_each", errno.EIO)
-        assert len(await d.stat(d.order)) == FILES
-        assert d.operations()["stat"] <= 2 * FILES
-
-
 async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
     async with listed(many) as d:
         await d.stat(d.order[:1])
@@ -555,22 +548,6 @@ async def test_a_directorys_attributes_go_with_its_change(files: Area) -> None:
         os.setxattr(files.source / "d", "user.x", b"two")
         assert await mirror.ino("d") == d
         assert await mirror.xattrs.get(d, b"user.x") == b"two"
-
-
-async def test_the_attributes_of_this_file_system(files: Area) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.ino("a")
-        assert await mirror.xattrs.get(ino, b"user.monarchfs.state") == b"remote"
-        assert await mirror.xattrs.get(ino, b"user.monarchfs.reason") == b"not opened yet"
-        await mirror.copied("a")
-        assert mirror.xattrs.known(ino, b"user.monarchfs.state") == b"resident"
-        assert mirror.xattrs.known(ino, b"user.monarchfs.tier") == mirror.tier.path.encode()
-        for name in (b"user.monarchfs.reason", b"user.monarchfs.else"):
-            with fails(errno.ENODATA):
-                mirror.xattrs.known(ino, name)
-        assert await mirror.xattrs.list(ino) == []
-        with fails(errno.ENODATA):
-            await mirror.xattrs.get(await mirror.ino("d"), b"user.monarchfs.state")
 
 
 async def test_rights_are_asked_for_once_a_version(files: Area) -> None:

@@ -103,22 +103,6 @@ async def test_a_copy_that_cannot_be_written(
         assert mirror.metrics.copies_failed == 1
 
 
-@pytest.mark.parametrize(("call", "after"), [("create_part", 0), ("write", 2)])
-async def test_a_file_too_large_for_the_tier_is_refused_alone(
-    files: Area, call: str, after: int
-) -> None:
-    """EFBIG: ulimit -f, or more than a file of that file system may have (ext4: 16 TiB)."""
-    async with files.mount() as mirror:
-        mirror.tier.faults.fail(call, errno.EFBIG, after=after)
-        assert await mirror.read_file("large", 300_000) == LARGE
-        await mirror.settled()
-        large = await mirror.ino("large")
-        assert mirror.residency.state(large) == "remote"
-        assert "File too large" in mirror.reason(large)
-        assert mirror.cache.usage.room_for(0)[1][0].out_of_service is None
-        await mirror.copied("small")
-
-
 async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files: Area) -> None:
     async with files.mount(sound=False) as mirror:
         mirror.tier.faults.fail("write", errno.EIO, after=2)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 import trio
 
-from monarchfs.prefetch import retries
 from monarchfs.prefetch import warm as warm_module
 from monarchfs.prefetch.warm import WarmCounts, Warming, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, Node, OperationError
@@ -158,20 +157,6 @@ async def test_what_fails_is_told(area: Area) -> None:
         assert (counts.failed, counts.resident) == (2, files - 2)
         assert counts.error.endswith(": copying failed: Permission denied")
         assert counts.error.split(":")[0].count("/") == 2
-
-
-async def test_what_fails_for_a_while(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "RETRY_SECONDS", (0.01, 0.02, 0.03))
-    area.write("a", content(10))
-    area.write("b", content(10))
-    async with area.mount(copy_workers=1) as mirror:
-        mirror.posix.faults.fail("read", errno.EIO, times=3)
-        counts = await warmed(mirror, "a")
-        assert (counts.copied, counts.failed) == (1, 0)
-        assert mirror.posix.faults.calls["read"] == 4
-        mirror.posix.faults.fail("read", errno.EIO)
-        counts = await warmed(mirror, "b")
-        assert (counts.failed, counts.error) == (1, "b: copying failed: Input/output error")
 
 
 async def test_a_directory_that_cannot_be_listed(area: Area) -> None:
