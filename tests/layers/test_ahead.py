@@ -82,16 +82,6 @@ async def test_nothing_after_a_few_opens_or_where_files_are_large(area: Area) ->
         assert found.allowance.opened_files == 9
 
 
-async def test_names_are_looked_up_also_where_there_is_no_room(area: Area) -> None:
-    names = area.write_files(60, SIZE, "train/")
-    async with area.mounted([5 * 8192]) as mirror, copying_ahead(mirror):
-        await read_each(mirror, names[:20])
-        directory, known = await mirror.ino("train"), mirror.tree.known.lookup
-        short = [os.path.basename(name).encode() for name in names]
-        await until(lambda: all(known(directory, name) for name in short), "the others")
-        assert [mirror.bytes_read(name) for name in names[20:]] == [0] * 40
-
-
 @pytest.mark.parametrize("why", ["they cannot be looked up", "they are gone"])
 async def test_files_that_cannot_be_copied_ahead_cost_nobody_anything(area: Area, why: str) -> None:
     names = area.write_files(40, SIZE, "train/")

@@ -185,17 +185,6 @@ async def test_another_version_is_another_number_and_the_old_one_is_stale(
         assert (kept.node.stat, kept.attr_timeout) == (old.stat, 0.0)
 
 
-async def test_hard_links_share_a_number(files: Area) -> None:
-    os.link(files.source / "a", files.source / "d/link")
-    await files.settled()
-    async with files.mounted(mode=OPEN) as mirror:
-        first, second = await mirror.node("a"), await mirror.node("d/link")
-        assert (first.ino, second.stat.nlink) == (second.ino, 2)
-        await mirror.copied("d/link")
-        assert await mirror.read_file("a") == content(10)
-        assert mirror.posix.reads == []
-
-
 async def test_a_directory_that_was_swapped(files: Area) -> None:
     """Names below it are looked up in the new one, never in a mixture of both."""
     async with files.mounted(mode=OPEN) as mirror:

@@ -409,9 +409,7 @@ async def test_how_many_it_are_follows_the_time_that_it_takes(
         mirror.posix.faults.before("read", lambda: clock.jump(2 * copier.LONG_SECONDS))
         await mirror.want_each(names[40:])
         await until(lambda: mirror.copier.together.value < grown, "a smaller number")
-        while mirror.metrics.copies_completed < 60:
-            clock.jump(1.0)  # the source is slow now, and is spared for a while
-            await trio.testing.wait_all_tasks_blocked(0.001)
+        await go_on(mirror, clock, 60)
         await check(mirror, names)
 
 
@@ -507,20 +505,6 @@ async def test_what_somebody_waits_for_needs_no_turn(area: Area, names: list[str
         mirror.start_copying()
         await check(mirror, names)
         assert mirror.source.counters.read_bytes == 60_000
-
-
-async def test_what_fails_is_tried_again_and_the_others_are_stored(
-    area: Area, names: list[str], clock: trio.testing.MockClock
-) -> None:
-    async with area.mount(copies=False) as mirror:
-        mirror.posix.faults.fail("open", errno.EIO, after=2, times=1)
-        await begin(mirror, names)
-        await until(lambda: mirror.metrics.copies_completed == 5, "the others")
-        await mirror.idle()
-        assert mirror.metrics.copies_failed == 0
-        clock.jump(retries.RETRY_SECONDS[0] + 1)
-        await until(lambda: mirror.metrics.copies_completed == 6, "the second try")
-        await check(mirror, names)
 
 
 async def test_a_file_that_has_changed_is_not_stored(area: Area, names: list[str]) -> None:

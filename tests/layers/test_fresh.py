@@ -432,25 +432,6 @@ async def test_a_file_that_changes_while_it_is_read(area: Area, change: Change) 
         assert await mirror.read_file("f") == path.read_bytes()
 
 
-async def test_an_error_of_the_source_that_passes_spoils_no_copy(area: Area) -> None:
-    """Of a file somebody reads, which goes on where it was."""
-    area.write("f", OLD)
-    async with area.mounted(copies=False) as mirror:
-        handle = await mirror.open("f")
-        await mirror.read(handle, 0, 1000)
-        await mirror.idle()
-        mirror.posix.faults.fail("read", errno.EIO, times=1)
-        with pytest.raises(OSError, match="Input/output"):
-            await mirror.read(handle, 2 * MIB + 300 * KIB, 1000)
-        await mirror.idle()
-        mirror.start_copying()
-        mirror.copier.jobs.opened(handle.ino)
-        await mirror.idle()
-        assert mirror.residency.state(handle.ino) == "resident"
-        assert mirror.bytes_read("f") == len(OLD)
-        handle.release()
-
-
 # Readers that are killed.
 
 

@@ -131,16 +131,6 @@ async def test_who_shares_a_number_with_a_late_open_gets_no_other_version(files:
         handle.release()
 
 
-async def test_what_is_gone_or_refused_is_said_as_the_source_says_it(files: Area) -> None:
-    async with files.mounted(mode=OPEN) as mirror:
-        ino = await mirror.ino("a")
-        (files.source / "a").unlink()
-        with pytest.raises(FileNotFoundError):
-            await mirror.files.open(ino, again=True)
-        with pytest.raises(FileNotFoundError):
-            await mirror.files.attributes(ino, again=True)
-
-
 async def test_attributes_for_the_second_try(files: Area, hours: Hours) -> None:
     async with files.mount(mode=TTL, ttl=60) as mirror:
         old = (await entry(mirror, ROOT_INO, b"a")).node
@@ -151,6 +141,10 @@ async def test_attributes_for_the_second_try(files: Area, hours: Hours) -> None:
         found = await mirror.files.attributes(old.ino, again=True)
         assert (found.node.ino, found.node.stat.size, found.attr_timeout) == (old.ino, 15, 0.0)
         (files.source / "a").unlink()
+        hours.pass_by(61)
+        for ask in (mirror.files.attributes, mirror.files.open):
+            with pytest.raises(FileNotFoundError):
+                await ask(old.ino, again=True)
         (files.source / "a").mkdir()
         hours.pass_by(61)
         # The kernel takes no other type for a number (fs/fuse/dir.c, fuse_do_getattr).

@@ -260,20 +260,6 @@ def lying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SourceStat, "occupied_bytes", few)
 
 
-async def test_it_is_placed_by_its_blocks(area: Area) -> None:
-    data = make_sparse(area, "f", [(0, DATA), (40 * MIB + 5, DATA), (SIZE - 10, b"the end..")])
-    async with area.mounted([2 * MIB]) as mirror:
-        watch_capacity(mirror, 2 * MIB)
-        ino = await mirror.copied("f")
-        record = mirror.replica(ino)
-        assert record.allocated_bytes == occupied(mirror) < MIB
-        assert await mirror.read_file("f") == data
-        assert not mirror.posix.reads
-    async with area.mount([2 * MIB]) as again:
-        assert await again.read_file("f") == data
-        assert not again.posix.reads
-
-
 async def test_holes_are_not_read(area: Area) -> None:
     """Of a file of a terabyte, the blocks around what it has."""
     size, far = 1 << 40, (1 << 39) + 5

@@ -50,20 +50,6 @@ async def test_before_anybody_opened_it(files: Area) -> None:
         await says(mirror, "a", "nothing is copied", "--prefetch none")
 
 
-async def test_a_resident_file_has_none(files: Area) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.copied("a")
-        mirror.cache.index.pin(ino)
-        report = await why(mirror).report("a", {})
-        assert (report["state"], report["cause"], report["reason"]) == ("resident", None, None)
-        assert report["tier"] == mirror.tier.path
-        assert report["local_bytes"] == report["size_bytes"] == 10
-        assert report["allocated_bytes"] > 0
-        assert 0 <= report["since_seconds_ago"] < 60
-        assert report["pinned"]
-        assert report["source_responding"]
-
-
 async def test_files_that_wait_tell_their_turn(area: Area) -> None:
     names = area.write_files(3)
     async with area.mount(copies=False) as mirror:

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -114,19 +115,6 @@ class Owner:
         return decode_question(encode_question(question))
 
 
-class Alone:
-    """For the owner: all names are its own."""
-
-    def divide(self, *_about: object) -> dict[int, list[bytes]]:
-        return {}
-
-    async def ask(self, *_about: object) -> None:
-        raise AssertionError("nobody asks")
-
-    async def list(self, *_about: object) -> None:
-        raise AssertionError("nobody asks")
-
-
 def beside(area: Area) -> Area:
     """Another node's directories, with the same source."""
     path = Path(f"{area.path}-b")
@@ -148,7 +136,8 @@ async def pair(
         other.mount(mode=mode, ttl=60, copies=False) as b,
     ):
         owner = Owner(a)
-        a.tree.shared.bind(Alone())
+        # All names are its own, so it asks nobody.
+        a.tree.shared.bind(SimpleNamespace(divide=lambda *_about: {}))
         b.tree.shared.bind(owner)
         yield a, b, owner
 
