@@ -6,13 +6,17 @@ from __future__ import annotations
 import errno
 import math
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from random import Random
+from unittest import mock
 
 import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch import copier, copy_slots, retries
+from monarchfs.prefetch import ahead, copier, copy_slots, retries
+from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
@@ -26,18 +30,6 @@ async def order(mirror: Mirror) -> list[str]:
     names = {path.stat().st_ino: path.name for path in mirror.area.source.iterdir()}
     seen = dict.fromkeys(names[read.ino] for read in mirror.posix.reads)
     return list(seen)
-
-
-async def test_wanted_files_are_copied_in_the_order_of_their_priorities(area: Area) -> None:
-    names = area.write_files(6)
-    async with area.mount(copy_workers=1, copies=False) as mirror:
-        for name, priority in zip(names, (3, 2, 0, 3, 1, 0), strict=True):
-            await mirror.want(name, priority)
-        mirror.start_copying()
-        await mirror.settled()
-        assert await order(mirror) == [names[number] for number in (2, 5, 4, 1, 0, 3)]
-        assert mirror.metrics.copies_completed == 6
-        assert mirror.source.counters.demand_read_bytes == 0
 
 
 @pytest.mark.parametrize("together", [1, 64], ids=["each alone", "together"])
@@ -550,3 +542,84 @@ async def test_one_that_is_too_young_waits_alone(
         while mirror.residency.state(young) != "resident":
             clock.jump(copier.YOUNG_SECONDS)
             await trio.testing.wait_all_tasks_blocked(0.001)
+
+
+# Small files are copied ahead of a reader that opens many of them; others are not.
+
+
+SIZE = 5_000
+
+
+@asynccontextmanager
+async def copying_ahead(mirror: Mirror) -> AsyncIterator[Ahead]:
+    """Whoever opens ten opens many."""
+    with mock.patch.object(ahead, "MANY", 10):
+        found = Ahead(mirror.tree, mirror.cache, mirror.copier.jobs, lambda _ino: False)
+        mirror.files._on_open = found.opened
+        mirror.start_copying()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(found.run)
+            yield found
+            nursery.cancel_scope.cancel()
+
+
+async def read_each(mirror: Mirror, names: list[str]) -> None:
+    """What is being read is answered from that by the C part; here it is waited for."""
+    for name in names:
+        ino = await mirror.ino(name)
+        await until(lambda: not mirror.copier.jobs.copying(ino), "it to be stored")  # noqa: B023
+        assert await mirror.read_file(name) == (mirror.area.source / name).read_bytes()
+
+
+async def looked_again() -> None:
+    for _ in range(5):
+        await trio.sleep(ahead.LOOK_SECONDS)
+
+
+def resident(mirror: Mirror) -> int:
+    return sum(totals.resident for totals in mirror.index.tier_totals().values())
+
+
+async def test_as_many_again_of_the_same_directory(area: Area) -> None:
+    names, others = area.write_files(60, SIZE, "train/"), area.write_files(30, SIZE, "val/")
+    async with area.mount() as mirror, copying_ahead(mirror):
+        await read_each(mirror, names[:10])
+        await until(lambda: resident(mirror) == 20, "as many again to be copied")
+        await mirror.idle()
+        await looked_again()
+        await mirror.settled()
+        assert resident(mirror) == 20
+        assert [mirror.bytes_read(name) for name in others] == [0] * len(others)
+        # What is opened of it says that more is of use.
+        await read_each(mirror, names[10:30])
+        await until(lambda: resident(mirror) >= 50, "more to be copied")
+        await read_each(mirror, names[30:])
+        await until(lambda: resident(mirror) == 60, "all to be there")
+        await mirror.settled()
+        assert [mirror.bytes_read(name) for name in names] == [SIZE] * len(names)
+
+
+async def test_nothing_after_a_few_opens_or_where_files_are_large(area: Area) -> None:
+    few, large = area.write_files(30, SIZE, "few/"), area.write_files(14, MIB + 1, "large/")
+    async with area.mount() as mirror, copying_ahead(mirror) as found:
+        await read_each(mirror, few[:9] + large[:11])
+        await looked_again()
+        await mirror.settled()
+        assert resident(mirror) == 20
+        assert found.names == 0
+        assert found.allowance.opened_files == 9
+
+
+@pytest.mark.parametrize("why", ["they cannot be looked up", "they are gone"])
+async def test_files_that_cannot_be_copied_ahead_cost_nobody_anything(area: Area, why: str) -> None:
+    names = area.write_files(40, SIZE, "train/")
+    async with area.mount() as mirror, copying_ahead(mirror):
+        if why == "they are gone":
+            for name in names[20:]:
+                os.unlink(area.source / name)
+        else:
+            mirror.posix.faults.fail("found_each", errno.EACCES)
+        await read_each(mirror, names[:20])
+        await looked_again()
+        await mirror.settled()
+        assert resident(mirror) == 20

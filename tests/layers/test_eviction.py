@@ -14,6 +14,7 @@ from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, Replica
 from tests.support.faults import FaultyTier
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+from tests.support.on_disk import Place, spoil
 
 KEEP, LRU = EvictionPolicy.KEEP, EvictionPolicy.LRU
 SIEVE, WEIGHTED = EvictionPolicy.SIEVE, EvictionPolicy.WEIGHTED
@@ -46,14 +47,9 @@ async def read_all(mirror: Mirror, names: str) -> None:
 
 
 def damage(tier: FaultyTier, record: Replica, offset: int) -> None:
-    """Others wrote over three bytes of a replica."""
-    path = Path(tier.path) / replica_path(record.name, record.checksum)
-    if record.segment:
-        path = Path(tier.path) / "segments" / f"{record.segment:016x}"
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(record.offset + offset)
-        file.write(b"\0\0\0")
+    """Others wrote over a byte of a replica."""
+    own, segment = replica_path(record.name, record.checksum), f"segments/{record.segment:016x}"
+    spoil(Place(Path(tier.path, segment if record.segment else own), record.offset), offset)
 
 
 def blocks(mirror: Mirror) -> int:

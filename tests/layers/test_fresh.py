@@ -73,10 +73,6 @@ async def show(mirror: Mirror, handle: FileHandle) -> bytes:
     return data
 
 
-def pass_promise(hours: Hours, mode: FreshnessMode) -> None:
-    hours.pass_by(61 if mode is TTL else 0)
-
-
 changing = pytest.mark.parametrize("mode", [TTL, OPEN])
 
 
@@ -101,7 +97,7 @@ async def test_a_new_open_shows_what_the_source_has(
             await mirror.idle()
             handle.release()
         change(path)
-        pass_promise(hours, mode)
+        hours.pass_by(61 if mode is TTL else 0)
         if change in (moved, Path.unlink):
             assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"f"), Missing)
             with stale():
@@ -133,7 +129,7 @@ async def test_what_is_open_and_partly_local_shows_the_source_as_it_is(
         assert mirror.residency.state(handle.ino) == "copying", "some of it is there"
         with (area.source / "f").open("rb") as direct:
             change(area.source / "f")
-            pass_promise(hours, mode)
+            hours.pass_by(61 if mode is TTL else 0)
             hours.pass_by(1.5)
             if who == "the tree":
                 await mirror.tree.names.lookup(ROOT_INO, b"f")

@@ -318,14 +318,6 @@ async def test_many_fit_where_their_sizes_would_not(area: Area) -> None:
 
 
 @pytest.mark.usefixtures("lying")
-async def test_one_that_turns_out_to_have_more_blocks_asks_for_more_room(area: Area) -> None:
-    area.write("f", content(9 * MIB + 5))
-    async with area.mounted([10 * MIB]) as mirror:
-        watch_capacity(mirror, 10 * MIB)
-        await mirror.copied("f")
-
-
-@pytest.mark.usefixtures("lying")
 @pytest.mark.parametrize("opened", [True, False], ids=["opened", "scanned"])
 async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool) -> None:
     data = area.write("f", content(9 * MIB + 5))

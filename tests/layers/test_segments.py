@@ -22,7 +22,7 @@ from monarchfs.store.segments import SegmentFiles, allocated
 from monarchfs.types import Node, Replica, TierFile
 from tests.support.faults import FaultySegments, FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
-from tests.support.on_disk import own_files
+from tests.support.on_disk import Place, own_files, spoil
 
 SIZE = 10_000
 TAKEN = allocated(SIZE)
@@ -94,11 +94,6 @@ def segment_bytes(tier: FaultyTier, replica: Replica) -> bytes:
         return os.pread(file.fileno(), replica.size, replica.offset)
 
 
-def scribble(tier: FaultyTier, replica: Replica, data: bytes = b"\0\0\0", at: int = 100) -> None:
-    with lies_in(tier, replica.segment).open("r+b") as file:
-        os.pwrite(file.fileno(), data, replica.offset + at)
-
-
 def unsynced(mirror: Mirror) -> None:
     """As if the machine went down now: nothing is synced at the end of this mount."""
     for group in mirror.cache._durability._unsynced.values():
@@ -112,15 +107,6 @@ def together(mirror: Mirror, nodes: list[Node]) -> list[tuple[Reservation, bytes
     """Room for these files, and their bytes."""
     places = mirror.cache.reserve_each(nodes, evicts=False)
     return [(place, content(SIZE, n)) for n, place in enumerate(places) if place is not None]
-
-
-async def written(mirror: Mirror, places: list[tuple[Reservation, bytes]]) -> None:
-    """Write them; what fails is given up, as the copier does."""
-    results = await mirror.cache.write_each(places)
-    for (place, _), result in zip(places, results, strict=True):
-        if isinstance(result, OSError):
-            mirror.cache.tier_failed(place, result)
-            await mirror.cache.abandon(place, Cause.FAILED, "for the test")
 
 
 async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
@@ -149,7 +135,11 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
         mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
         nodes = [await mirror.node(name) for name in names]
         inos = [node.ino for node in nodes]
-        await written(mirror, together(mirror, nodes))
+        places = together(mirror, nodes)
+        for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
+            if isinstance(result, OSError):  # as the copier does
+                mirror.cache.tier_failed(place, result)
+                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
         assert mirror.states(inos).count("remote") == 1
         assert mirror.metrics.copies_completed == 5
         await mirror.settled()
@@ -404,7 +394,8 @@ async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -
         await mirror.cache.sync()
         await copy(mirror, names[5:])  # not in a list
         unsynced(mirror)
-        scribble(mirror.tier, mirror.replica(inos[2]))
+        spoilt = mirror.replica(inos[2])
+        spoil(Place(lies_in(mirror.tier, spoilt.segment), spoilt.offset), 100)
     set_aside(str(area.state))
     async with area.mounted(copies=False) as mirror:
         await mirror.idle()

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -48,26 +49,19 @@ class Operations:
     ``batches``, how many calls of threads that took."""
 
     def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-        self.batches = 0
-        self._batches_before = self._calls()
-        self._before = self._now()
-
-    def _calls(self) -> int:
-        counted = self._mirror.source.counters.calls.values()
-        return sum(sum(counts.durations.counts) for counts in counted)
-
-    def _now(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for (_purpose, kind), counts in self._mirror.source.counters.calls.items():
-            found[kind] = found.get(kind, 0) + counts.operations
-        return found
+        self._counts = mirror.source.counters.calls
+        self._before: Counter[str] = Counter()
+        self._calls = self.batches = 0
+        self()
 
     def __call__(self) -> dict[str, int]:
-        calls = self._calls()
-        self.batches, self._batches_before = calls - self._batches_before, calls
-        before, self._before = self._before, self._now()
-        return {k: n - before[k] for k, n in self._before.items() if n != before[k]}
+        operations, calls = Counter[str](), 0
+        for (_purpose, kind), counts in self._counts.items():
+            operations[kind] += counts.operations
+            calls += sum(counts.durations.counts)
+        asked, self.batches = operations - self._before, calls - self._calls
+        self._before, self._calls = operations, calls
+        return dict(asked)
 
 
 async def stat_each(mirror: Mirror, ino: int, order: list[bytes]) -> dict[bytes, int]:

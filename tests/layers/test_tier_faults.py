@@ -283,16 +283,12 @@ async def test_no_descriptors_left_for_a_suspended_part(files: Area) -> None:
         assert mirror.residency.state(handle.ino) == "partial"
 
 
-async def test_a_part_that_cannot_be_suspended_is_given_up(files: Area) -> None:
-    async with begun(files) as (mirror, handle):
-        mirror.tier.faults.fail("allocated", errno.EIO)
-        handle.release()
-        await mirror.settled()
-        assert mirror.residency.state(handle.ino) == "remote"
-        assert mirror.metrics.tier_errors == 1
+@pytest.mark.parametrize("at_the_end", [False, True])
+async def test_a_part_that_cannot_be_suspended_is_given_up(
+    files: Area, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
+) -> None:
+    """When its file is closed, or at the end of the mount."""
 
-
-async def test_the_same_at_the_end_of_a_mount(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: object, _fd: int) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -301,10 +297,13 @@ async def test_the_same_at_the_end_of_a_mount(files: Area, monkeypatch: pytest.M
         await reads(mirror, handle, 0, 10)
         await mirror.idle()
         monkeypatch.setattr(FaultyFiles, "allocated", broken)
-        mirror.nursery.cancel_scope.cancel()
+        if not at_the_end:
+            handle.release()
+            await mirror.settled()
     assert mirror.metrics.tier_errors == 1
     monkeypatch.undo()
-    handle.release()
+    if at_the_end:
+        handle.release()
     async with files.mount() as again:
         assert again.residency.state(handle.ino) == "remote"
         await again.copied("large")
