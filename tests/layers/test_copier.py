@@ -21,7 +21,7 @@ from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.types import FreshnessMode
-from tests.support.faults import Gate, disk_is_full
+from tests.support.faults import disk_is_full
 from tests.support.mirror import MIB, Area, Mirror, content, until
 
 
@@ -445,21 +445,15 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         assert mirror.source.counters.prefetch_read_bytes == 60_000
 
 
-async def all_but_the_last_are_read(mirror: Mirror, names: list[str]) -> Gate:
-    """Six files of one batch; the last waits at the gate, the others to be stored with it."""
-    mirror.arrivals._patience = 3600
-    gate = mirror.posix.gate_at(mirror.area.source / names[5])
-    await begin(mirror, names, together=6)
-    await gate.arrived()
-    await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
-    return gate
-
-
 async def test_files_wait_to_be_stored_together_but_not_for_the_end(
     area: Area, names: list[str]
 ) -> None:
     async with area.mount(copies=False) as mirror:
-        gate = await all_but_the_last_are_read(mirror, names)
+        mirror.arrivals._patience = 3600
+        gate = mirror.posix.gate_at(area.source / names[5])
+        await begin(mirror, names, together=6)
+        await gate.arrived()
+        await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
         await mirror.copier.files.suspend()
         gate.open()
         await until(lambda: not mirror.whole.busy, "the last one to be read")
@@ -470,20 +464,6 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(
         assert (accounts.reserved_bytes, accounts.files) == (0, 0)
     async with area.mount() as mirror:
         assert mirror.states([await mirror.ino(name) for name in names]) == ["remote"] * 6
-
-
-async def test_what_somebody_waits_for_is_stored_before_the_rest_of_its_batch(
-    area: Area, names: list[str]
-) -> None:
-    async with area.mount(copies=False) as mirror:
-        gate = await all_but_the_last_are_read(mirror, names)
-        ino = await mirror.ino(names[3])
-        mirror.copier.hurry([ino])
-        await until(lambda: mirror.states([ino]) == ["resident"], "the copy")
-        assert not mirror.copier.jobs.pending(ino)
-        gate.open()
-        await check(mirror, names)
-    assert not mirror.arrivals._hurried
 
 
 async def test_what_somebody_waits_for_needs_no_turn(area: Area, names: list[str]) -> None:

@@ -109,6 +109,17 @@ async def test_open_and_pinned_replicas_stay(files: Area) -> None:
         assert await resident(mirror) == set("2345")
 
 
+async def test_what_threads_are_about_to_open_stays_and_another_goes(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mounted([ROOM], eviction=LRU) as mirror:
+        await read_all(mirror, "0123")
+        stays = await mirror.ino("0")
+        monkeypatch.setattr(mirror.cache.readers, "try_remove", lambda ino: ino != stays)
+        await read_all(mirror, "45")
+        assert await resident(mirror) == set("0345")
+
+
 async def test_a_copy_waits_until_its_room_is_there(files: Area) -> None:
     """Readers do not wait, and the tier holds no more than it may at any moment. What is to go may
     be wanted again before it is gone."""

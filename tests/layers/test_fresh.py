@@ -6,8 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from monarchfs.fuse import notify
 from monarchfs.fuse.notify import Notifier
 from monarchfs.prefetch.fill import Fill
 from monarchfs.types import ROOT_INO, Data, FreshnessMode
-from tests.support.faults import Gate
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 from tests.support.open_directories import close_directories
@@ -431,15 +429,6 @@ async def test_a_file_that_changes_while_it_is_read(area: Area, change: Change) 
 # Readers that are killed.
 
 
-async def killed(work: Callable[[], Awaitable[object]], at: Gate) -> None:
-    """Who does this, once one waits there."""
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(work)
-        await at.arrived()
-        await trio.testing.wait_all_tasks_blocked()
-        nursery.cancel_scope.cancel()
-
-
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_a_reader_that_is_killed_disturbs_nobody(area: Area, keeps: bool) -> None:
     area.write("f", OLD)
@@ -452,7 +441,11 @@ async def test_a_reader_that_is_killed_disturbs_nobody(area: Area, keeps: bool) 
             results.append(await mirror.read((first, second)[which], 100, 5000))
 
         async with trio.open_nursery() as other:
-            await killed(partial(read, 0), gate)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read, 0)
+                await gate.arrived()
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
             first.release()  # while its read is still in the source
             other.start_soon(read, 1)
             await trio.testing.wait_all_tasks_blocked()

@@ -205,19 +205,6 @@ async def test_what_a_tmpfs_holds_is_never_durable(files: Area) -> None:
         assert mirror.tier.faults.calls.get("sync", 0) == 0
 
 
-async def test_a_file_of_a_tier_that_is_not_given_is_copied_again(area: Area) -> None:
-    """The replica in the other tier goes once that is given again."""
-    names = area.write_files(2)
-    async with area.mount([64 * KIB, 1 * MIB]) as mirror:
-        for name in names:
-            await mirror.copied(name)
-    async with area.mounted([1 * MIB]) as again:
-        await again.copied(names[1])
-    async with area.mounted([1 * MIB, 1 * MIB]) as third:
-        await third.idle()
-        assert third.index.journal() == []
-
-
 # Files with holes: their copies reserve and use about their blocks, never more than there is.
 
 

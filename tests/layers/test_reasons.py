@@ -47,6 +47,8 @@ async def test_before_anybody_opened_it(files: Area) -> None:
     async with files.mount() as mirror:
         assert await told(mirror, "a") == ("not opened yet", "not opened yet")
     async with files.mount(keeps=False) as mirror:
+        await mirror.want("a")
+        await mirror.settled()
         await says(mirror, "a", "nothing is copied", "--prefetch none")
 
 
@@ -92,18 +94,13 @@ async def test_no_room_and_by_how_much(area: Area) -> None:
 
 
 async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
-    area.write("large", content(8 * MIB))
+    area.write("large", content(2 * MIB))
     await area.settled()
-    async with area.mount(mode=OPEN, copy_workers=1) as mirror:
-        gate = mirror.posix.faults.gate("read")
+    async with area.mount(mode=OPEN) as mirror:
         old = await mirror.ino("large")
+        area.write("large", content(2 * MIB + 1, 2))
         mirror.copier.jobs.want(old, Priority.SCANNED)
-        await gate.arrived()
-        gate.release()
-        await gate.arrived()
-        (area.source / "large").write_bytes(content(8 * MIB + 1, 2))
-        gate.open()
-        await mirror.idle()
+        await mirror.settled()
         assert mirror.reason(old).startswith("it changed in the source while it was copied")
         before = "not opened yet since the version before changed"
         await says(mirror, "large", "changed in the source", before)

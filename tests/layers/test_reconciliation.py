@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import pytest
 import trio
 
+from monarchfs.cache.tier_comparison import MissingFile
+from monarchfs.cache.tiers import Outage
 from monarchfs.index import set_aside
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.types import ReplicaState
@@ -114,6 +116,21 @@ async def test_a_tier_that_was_lost_is_told_in_one_line(
     assert [line for line in lines if "not there" in line or "gone" in line] == [
         f"tier {area.tier(1)} was looked at: {len(names)} copies are not there any more"
     ]
+
+
+async def test_what_a_reader_missed_first_is_not_lost_twice_nor_its_new_copy(files: Area) -> None:
+    async with files.mounted([ALL_ROOM, ALL_ROOM]) as mirror:
+        ino = await mirror.copied("other")
+        record = mirror.replica(ino)
+        # Between the comparison and what is done about it: the reader, and the copy.
+        mirror.cache.drop(ino, "its replica was lost")
+        await mirror.idle()
+        mirror.cache._tiers.begin_outage(mirror.tier.id, Outage.RECONCILIATION, "looked at")
+        await mirror.copied("other")
+        await mirror.cache._reconciliation._mend(mirror.tier, [MissingFile(ino, record)])
+        assert mirror.replica(ino).tier == mirror.tiers[1].id
+        assert mirror.metrics.replicas_lost == 0
+        mirror.cache._tiers.end_outage(mirror.tier.id, Outage.RECONCILIATION)
 
 
 async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -465,3 +465,39 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
         assert blocks(mirror.tier) == 0
         await read_locally(mirror, names[1:])
         await until(lambda: not mirror.cache._busy, "the move")
+
+
+def replaced(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def without_segments(path: Path) -> None:
+    shutil.rmtree(path / "segments")
+
+
+@pytest.mark.parametrize("how", [shutil.rmtree, replaced, without_segments])
+async def test_a_tier_that_becomes_another_one(area: Area, how: Callable[[Path], None]) -> None:
+    """What it had is read from the source; once it is there again it takes files as before."""
+    async with copied(area, 3, of=6, sound=False) as (mirror, names, _):
+        held = await mirror.open(names[0])
+        how(area.path / "tier1")
+        assert await mirror.read(held, 0, SIZE) == content(SIZE, 0), "it is still open"
+        await mirror.read_each(names)
+        await copy(mirror, names)
+        area.tier(1)
+        held.release()
+        for _ in range(4):
+            await mirror.cache.maintain()
+            await mirror.idle()
+            await copy(mirror, names)
+            await mirror.read_each(names)
+        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
+        inos = [await mirror.ino(name) for name in names]
+        assert mirror.states(inos) == ["resident"] * 6
+        await read_locally(mirror, names)
+        for ino in inos:
+            assert lies_in(mirror.tier, mirror.replica(ino).segment).exists()
+        await mirror.settled()
+    async with area.mounted() as mirror:
+        await read_locally(mirror, names)

@@ -234,21 +234,6 @@ async def test_a_copy_that_is_given_up_in_its_last_step(files: Area, name: str) 
         await mirror.copied(name)
 
 
-async def test_a_part_that_cannot_be_read_in_its_last_step(files: Area) -> None:
-    async with files.mounted() as mirror:
-        gate = mirror.tier.faults.gate("finish_part")
-        handle = await mirror.open("large")
-        await gate.arrived()
-        cannot_be_read(mirror.tier.path)
-        await reads(mirror, handle, 20, 1000)
-        await trio.testing.wait_all_tasks_blocked()
-        gate.open()
-        await mirror.idle()
-        assert mirror.metrics.copies_failed == 1
-        mirror.check_books()
-        handle.release()
-
-
 @pytest.mark.parametrize("how", ["truncated", "not opened"])
 async def test_a_part_at_rest_that_was_lost_is_begun_anew(files: Area, how: str) -> None:
     """Nothing of what its record says may be believed of the new one."""
