@@ -43,20 +43,6 @@ async def test_immutable_asks_once_and_never_again(files: Area, hours: Hours) ->
         assert asked(mirror) == 0
 
 
-async def test_another_mount_asks_once_more(files: Area) -> None:
-    async with files.mount(mode=IMMUTABLE) as mirror:
-        old = await entry(mirror, ROOT_INO, b"a")
-        await names(mirror, ROOT_INO)
-    files.write("a", b"other")
-    files.write("new", b"new")
-    async with files.mount(mode=IMMUTABLE) as again:
-        assert set(await names(again, ROOT_INO)) == {b"a", b"d", b"new"}
-        assert (await entry(again, ROOT_INO, b"a")).node.ino != old.node.ino
-        asked(again)
-        await entry(again, ROOT_INO, b"a")
-        assert asked(again) == 0
-
-
 async def test_ttl_asks_again_when_it_is_over(files: Area, hours: Hours) -> None:
     hours.pass_by(1)  # they were not written just now
     async with files.mount(mode=TTL, ttl=60) as mirror:

@@ -196,15 +196,6 @@ async def test_a_replica_made_during_a_sync_is_not_part_of_it(area: Area) -> Non
         assert durable(mirror, *inos) == {True}
 
 
-async def test_what_a_tmpfs_holds_is_never_durable(files: Area) -> None:
-    async with files.mount() as mirror:
-        mirror.tier.memory_backed = True
-        ino = await mirror.copied("large")
-        await mirror.cache.sync()
-        assert durable(mirror, ino) == {False}
-        assert mirror.tier.faults.calls.get("sync", 0) == 0
-
-
 # Files with holes: their copies reserve and use about their blocks, never more than there is.
 
 

@@ -15,11 +15,10 @@ import trio
 import trio.testing
 
 from monarchfs.cache.reasons import Cause
-from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
 from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles, allocated
-from monarchfs.types import Node, Replica, TierFile
+from monarchfs.types import Replica, TierFile
 from tests.support.faults import FaultySegments, FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 from tests.support.on_disk import Place, own_files, spoil
@@ -103,12 +102,6 @@ def unsynced(mirror: Mirror) -> None:
 # Coming.
 
 
-def together(mirror: Mirror, nodes: list[Node]) -> list[tuple[Reservation, bytes]]:
-    """Room for these files, and their bytes."""
-    places = mirror.cache.reserve_each(nodes, evicts=False)
-    return [(place, content(SIZE, n)) for n, place in enumerate(places) if place is not None]
-
-
 async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
     area.write("empty", b"")
     area.write("large", content(3 * MIB))
@@ -135,7 +128,8 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
         mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
         nodes = [await mirror.node(name) for name in names]
         inos = [node.ino for node in nodes]
-        places = together(mirror, nodes)
+        reserved = mirror.cache.reserve_each(nodes, evicts=False)
+        places = [(place, content(SIZE, n)) for n, place in enumerate(reserved) if place]
         for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
             if isinstance(result, OSError):  # as the copier does
                 mirror.cache.tier_failed(place, result)
@@ -149,24 +143,6 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
         assert set(mirror.states(inos)) == {"resident"}
         assert len(mirror.tier.segments.found()) == 2, "one that failed is not written to again"
         assert {mirror.replica(ino).segment for ino in inos} >= {first}
-
-
-async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None:
-    names = area.write_files(4)
-    async with area.mounted(copies=False) as mirror:
-        cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
-        gate = mirror.tier.faults.gate("write_whole")
-        places = together(mirror, nodes)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(cache.write_each, places)
-            await gate.arrived()
-            nursery.start_soon(cache.abandon, places[1][0], Cause.CHANGED, "for the test")
-            await trio.testing.wait_all_tasks_blocked()
-            gate.open()
-        await mirror.settled()
-        states = mirror.states([node.ino for node in nodes])
-        assert states == ["resident", "remote", "resident", "resident"]
-        assert occupied(mirror) == 3 * TAKEN
 
 
 async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(

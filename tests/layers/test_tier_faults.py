@@ -117,6 +117,15 @@ async def test_a_part_that_cannot_be_removed_is_removed_by_the_next_mount(files:
         await mirror.copied("large")
 
 
+async def test_a_small_file_whose_part_is_in_the_way(files: Area) -> None:
+    async with files.mount(shares=False) as mirror:
+        node = await mirror.node("small")
+        os.close(mirror.tier.files.create_part(node.stat.version.replica_name, 7))
+        await mirror.copied("small")
+        await mirror.settled()
+        assert mirror.metrics.tier_errors == 0
+
+
 @pytest.mark.parametrize(
     ("fault", "then"),
     [
