@@ -1,20 +1,156 @@
-"""Names and listings: what changes in the source, and what the mount then says."""
+"""Names, attributes and listings: how often the source is asked, what changes there, and what the
+mount then says."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from monarchfs.fs import cached_listings
-from monarchfs.fs.cached_listings import BARE_SECONDS, LATE_NS, CachedListings
+from monarchfs.fs.cached_listings import LATE_NS
 from monarchfs.fs.freshness import FOREVER_SECONDS
 from monarchfs.fs.tree import Missing
-from monarchfs.types import ROOT_INO, FileType, Lane
+from monarchfs.source import posix
+from monarchfs.source.posix import Found, FoundEach, PosixSource
+from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
 from tests.support.mirror import Area, Mirror, content
 from tests.support.open_directories import close_directories
+from tests.support.runner import open_path, retried, walk
+
+# How often the source is asked.
+
+
+async def test_immutable_asks_once_and_never_again(files: Area, hours: Hours) -> None:
+    async with files.mount(mode=IMMUTABLE) as mirror:
+        asked(mirror)
+        first = await entry(mirror, ROOT_INO, b"a")
+        assert asked(mirror) == 1
+        assert (first.entry_timeout, first.attr_timeout) == (FOREVER_SECONDS, FOREVER_SECONDS)
+        hours.pass_by(1e6)
+        files.write("a", b"other")
+        assert await entry(mirror, ROOT_INO, b"a") == first
+        assert await mirror.tree.attributes.get(first.node.ino) == first
+        assert await mirror.tree.attributes.revalidated(first.node.ino) == first.node
+        await names(mirror, ROOT_INO)
+        asked(mirror)
+        await names(mirror, ROOT_INO)
+        assert asked(mirror) == 0
+
+
+async def test_ttl_asks_again_when_it_is_over(files: Area, hours: Hours) -> None:
+    hours.pass_by(1)  # they were not written just now
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        first = await entry(mirror, ROOT_INO, b"a")
+        assert 59 < first.entry_timeout <= 60
+        assert 59 < first.attr_timeout <= 60
+        asked(mirror)
+        hours.pass_by(50)
+        later = await entry(mirror, ROOT_INO, b"a")
+        assert 9 < later.entry_timeout <= 10
+        assert asked(mirror) == 0
+        hours.pass_by(11)
+        assert (await entry(mirror, ROOT_INO, b"a")).node.ino == first.node.ino
+        assert asked(mirror) == 1
+        hours.pass_by(61)
+        assert (await mirror.tree.attributes.get(first.node.ino)).node.ino == first.node.ino
+        assert asked(mirror) == 1
+        await mirror.tree.attributes.revalidated(first.node.ino)
+        assert asked(mirror) == 0
+
+
+async def test_open_asks_at_every_look_up_and_open(files: Area, hours: Hours) -> None:
+    async with files.mount(mode=OPEN) as mirror:
+        first = await entry(mirror, ROOT_INO, b"a")
+        assert first.entry_timeout == 0
+        asked(mirror)
+        with hours.held():
+            await entry(mirror, ROOT_INO, b"a")
+            await mirror.tree.attributes.revalidated(first.node.ino)
+            assert asked(mirror) == 2
+            assert mirror.tree.known.attributes(first.node.ino) is not None
+        hours.pass_by(1.5)
+        assert mirror.tree.known.attributes(first.node.ino) is None
+        files.write("d/new", b"")
+        d = (await entry(mirror, ROOT_INO, b"d")).node.ino
+        assert set(await names(mirror, d)) == {b"b", b"c", b"new"}
+
+
+async def test_a_complete_listing_answers_for_what_is_not_in_it(files: Area, hours: Hours) -> None:
+    hours.pass_by(1)
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        await names(mirror, ROOT_INO)
+        asked(mirror)
+        hours.pass_by(10)
+        found = await mirror.tree.names.lookup(ROOT_INO, b"new")
+        assert isinstance(found, Missing)
+        assert 49 < found.timeout <= 50
+        assert asked(mirror) == 0
+        # But Lustre's root has this one, and lists it not.
+        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b".lustre"), Missing)
+        assert asked(mirror) == 1
+        hours.pass_by(51)
+        for number in range(10):
+            assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"%d" % number), Missing)
+        assert asked(mirror) == 1, "the directory, for all of them"
+        files.write("new", b"new")
+        hours.pass_by(61)
+        assert (await entry(mirror, ROOT_INO, b"new")).node.stat.size == 3
+        assert asked(mirror) == 2, "the directory, which changed, and the name"
+
+
+async def test_a_listing_that_broke_off_answers_for_nothing(files: Area) -> None:
+    async with files.mount() as mirror:
+        mirror.posix.faults.fail("stat", errno.EIO, times=1)
+        with pytest.raises(OSError, match="Input/output"):
+            await mirror.tree.directories.open(ROOT_INO)
+        assert mirror.tree.known.lookup(ROOT_INO, b"new") is None
+        await entry(mirror, ROOT_INO, b"a")
+
+
+@pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("limit", [143, 255, 1023])
+async def test_a_name_is_too_long_for_the_source_alone(
+    files: Area, mode: FreshnessMode, listed: bool, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One with a lower limit says so even where its listing is known; one with a higher one, that
+    there is no such name."""
+    found = PosixSource.found
+
+    def limited(self: PosixSource, directory: DirRef, name: bytes) -> Found:
+        if len(name) > limit:
+            raise OSError(errno.ENAMETOOLONG, "too long for it")
+        return found(self, directory, name[:255])
+
+    def limited_each(
+        self: PosixSource, directory: DirRef, names: Sequence[bytes], seconds: float
+    ) -> FoundEach:
+        return posix._each(partial(limited, self, directory), names, seconds)
+
+    monkeypatch.setattr(PosixSource, "found", limited)
+    monkeypatch.setattr(PosixSource, "found_each", limited_each)
+    async with files.mount(mode=mode) as mirror:
+        if listed:
+            await mirror.tree.directories.open(ROOT_INO)
+        lookup, ask_each = mirror.tree.names.lookup, mirror.tree.names.ask_each
+        for name in (b"n" * size for size in (144, 255, 256, 503, 504, 1023, 1024)):
+            if len(name) > limit:
+                for _ in range(2):
+                    with pytest.raises(OSError, match="too long for it"):
+                        await lookup(ROOT_INO, name)
+            else:
+                assert isinstance(await lookup(ROOT_INO, name), Missing)
+            (answer,) = await ask_each(ROOT_INO, [name], Lane.BACKGROUND)
+            assert isinstance(answer, OSError) if len(name) > limit else answer is None
+
+
+# What changes.
 
 
 async def test_another_version_is_another_number_and_the_old_one_is_stale(
@@ -33,17 +169,6 @@ async def test_another_version_is_another_number_and_the_old_one_is_stale(
         # Who has it open may go on asking about it.
         kept = await mirror.tree.attributes.get(old.ino)
         assert (kept.node.stat, kept.attr_timeout) == (old.stat, 0.0)
-
-
-async def test_hard_links_share_a_number(files: Area) -> None:
-    os.link(files.source / "a", files.source / "d/link")
-    await files.settled()
-    async with files.mounted(mode=OPEN) as mirror:
-        first, second = await mirror.node("a"), await mirror.node("d/link")
-        assert (first.ino, second.stat.nlink) == (second.ino, 2)
-        await mirror.copied("d/link")
-        assert await mirror.read_file("a") == content(10)
-        assert mirror.posix.reads == []
 
 
 async def test_a_directory_that_was_swapped(files: Area) -> None:
@@ -112,115 +237,89 @@ async def test_where_a_file_was_is_something_else(files: Area, kind: str) -> Non
             assert not (await mirror.node("d/b")).stat.is_regular
 
 
-async def test_links_are_answered_from_what_is_known(files: Area) -> None:
-    (files.source / "link").symlink_to("d/b")
-    async with files.mount(mode=OPEN) as mirror:
-        node = await mirror.node("link")
-        assert mirror.tree.known.target(node.ino) == b"d/b"
-        assert await mirror.tree.attributes.target(node.ino) == b"d/b"
-        (files.source / "link").unlink()
-        (files.source / "link").symlink_to("elsewhere")
-        again = await mirror.node("link")
-        assert again.ino != node.ino
-        assert await mirror.tree.attributes.target(again.ino) == b"elsewhere"
-        with pytest.raises(OSError, match="not a regular file"):
-            await mirror.files.open(again.ino)
+# What the random walks of tests/model found, step by step.
 
 
-async def test_an_unknown_number_is_stale(files: Area) -> None:
-    async with files.mount() as mirror:
-        for ask in (
-            mirror.tree.attributes.get,
-            mirror.tree.attributes.revalidated,
-            mirror.tree.directories.open,
-            mirror.files.open,
-            mirror.tree.attributes.target,
-        ):
-            with stale("."):
-                await ask(12345)
+def swap(first: Path, second: Path) -> None:
+    """Two directories change places."""
+    staged = first.parent / "staged"
+    first.rename(staged)
+    second.rename(first)
+    staged.rename(second)
 
 
-# Listings.
+async def has(mirror: Mirror, path: str, data: bytes) -> None:
+    """At the second try, if need be."""
+    handle = await retried(open_path, mirror, path)
+    assert handle is not None
+    assert await mirror.read(handle, 0, 100) == data
+    handle.release()
 
 
-async def test_cookies_stay_what_they_are(files: Area) -> None:
-    async with files.mount(mode=OPEN) as mirror:
-        d = await mirror.ino("d")
-        for number in range(20):
-            files.write(f"d/n{number}", b"")
-        first = await names(mirror, d)
-        assert len(first) == 22
-        for number in range(0, 20, 2):
-            (files.source / f"d/n{number}").unlink()
-        files.write("d/new", b"")
-        (files.source / "d/n1").rename(files.source / "d/renamed")
-        second = await names(mirror, d)
-        assert set(second) == {b"b", b"c", b"new", b"renamed"} | {
-            b"n%d" % number for number in range(3, 20, 2)
-        }
-        assert all(first[name] == cookie for name, cookie in second.items() if name in first)
-        fresh = {second[b"new"], second[b"renamed"]}
-        assert not fresh & set(first.values()), "never used twice"
-        files.write("d/n0", b"")
-        assert (await names(mirror, d))[b"n0"] not in set(first.values())
-    async with files.mount(mode=OPEN) as again:
-        third = await names(again, await again.ino("d"))
-        assert {name: third[name] for name in second} == second
+async def test_directories_that_moved_twice(area: Area, hours: Hours) -> None:
+    """The way to a file was known from before two moves, one of its directories by another name:
+    asking again along that name alone left the rest of the way as it was."""
+    source = area.source
+    area.write("x/z/a", content(10, 1))
+    area.write("y/a", content(20, 2))
+    area.write("w/z/a", content(30, 3))
+    async with area.mounted(mode=TTL) as mirror:
+        await walk(mirror, "x/z")
+        swap(source / "x/z", source / "y")
+        hours.pass_by(1)
+        assert await walk(mirror, "y") is not None
+        swap(source / "y", source / "x/z")
+        swap(source / "x", source / "w")
+        hours.pass_by(1)
+        close_directories(mirror.posix)
+        await has(mirror, "x/z/a", content(30, 3))
 
 
-async def test_a_reader_of_a_directory_goes_on_across_a_change(files: Area) -> None:
-    for number in range(9):
-        files.write(f"d/n{number}", b"")
-    async with files.mount(mode=OPEN) as mirror:
-        d = await mirror.ino("d")
-        everything = await names(mirror, d)
-        half = mirror.tree.directories.entries(d, 0, 6)
-        seen = {dirent.name for dirent, *_ in half} - {b".", b".."}
-        gone = next(iter(seen))
-        (files.source / "d" / os.fsdecode(gone)).unlink()
-        await names(mirror, d)
-        rest = mirror.tree.directories.entries(d, half[-1][0].cookie, 100)
-        names_of_rest = {dirent.name for dirent, *_ in rest}
-        assert seen | names_of_rest == set(everything)
-        assert not seen & names_of_rest
+async def test_a_file_in_a_directory_that_moved(area: Area, hours: Hours) -> None:
+    """Its directory was found at the second try only, and what lay in it before with it."""
+    source = area.source
+    area.write("x/c", content(10, 1))
+    area.write("x/e", content(20, 2))
+    area.write("y/e", content(30, 3))
+    hours.pass_by(2)
+    async with area.mounted(mode=TTL) as mirror:
+        for path in ("x/c", "x/e", "y/e"):
+            assert await walk(mirror, path) is not None
+        (source / "x/e").unlink()
+        (source / "x/c").rename(source / "y/e")
+        hours.pass_by(1)
+        (source / "y").rename(source / "x/e")
+        hours.pass_by(1)
+        await has(mirror, "x/e/e", content(10, 1))
 
 
-async def test_listing_asks_for_no_attributes(files: Area) -> None:
-    async with files.mount() as mirror:
-        d = await mirror.ino("d")
-        asked(mirror)
-        await mirror.tree.directories.open(d)
-        assert asked(mirror) == 1, "of the directory itself"
-        entries = {e[0].name: e for e in mirror.tree.directories.entries(d, 2, 100)}
-        assert {(e[0].type, e[1]) for e in entries.values()} == {(FileType.REGULAR, None)}
-        b = (await entry(mirror, d, b"b")).node
-        assert b.ino == entries[b"b"][0].shown_ino
-        listed = {e[0].name: e for e in mirror.tree.directories.entries(d, 2, 100)}
-        assert listed[b"b"][1:] == (b, FOREVER_SECONDS, FOREVER_SECONDS)
-        assert listed[b"c"][1] is None
+async def test_a_file_that_was_moved_and_listed(area: Area, hours: Hours) -> None:
+    """The listing told which file it is, but it was looked for where it had lain before."""
+    area.write("x/c", content(10, 1))
+    area.write("y/c", content(20, 2))
+    hours.pass_by(2)
+    async with area.mounted(mode=TTL, keeps=False) as mirror:
+        assert await walk(mirror, "y/c") is not None
+        (area.source / "y/c").rename(area.source / "x/c")
+        assert set(await names(mirror, await mirror.ino("x"))) == {b"c"}
+        await has(mirror, "x/c", content(20, 2))
 
 
-async def test_dots(files: Area) -> None:
-    async with files.mount() as mirror:
-        d = await mirror.ino("d")
-        await mirror.tree.directories.open(d)
-        entries = mirror.tree.directories.entries
-        assert [(e[0].name, e[0].ino) for e in entries(d, 0, 0)] == [(b".", d), (b"..", ROOT_INO)]
-        assert [e[0].name for e in entries(d, 1, 0)] == [b".."]
-        assert [e[0].ino for e in entries(ROOT_INO, 0, 0)] == [ROOT_INO, ROOT_INO]
+async def test_a_file_below_a_listed_directory_that_was_swapped(area: Area, hours: Hours) -> None:
+    """The listing told which directory it is, but its files were looked for where it had lain; that
+    it moved was first noticed by the open, which blamed the file alone."""
+    area.write("y/e", content(20, 2))
+    (area.source / "a").mkdir()
+    hours.pass_by(2)
+    async with area.mounted(mode=TTL, keeps=False) as mirror:
+        assert await walk(mirror, "y/e") is not None
+        swap(area.source / "a", area.source / "y")
+        close_directories(mirror.posix)
+        assert set(await names(mirror, ROOT_INO)) == {b"a", b"y"}
+        await has(mirror, "a/e", content(20, 2))
 
 
 # When the kernel may list a directory from what it has of it.
-
-
-def test_only_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_listings, "MOST_KEPT", 2)
-    kernel = CachedListings()
-    for ino in (1, 2, 3):
-        assert not kernel.opened(ino, 100, 0)
-    assert kernel.opened(3, 100, 0)
-    assert kernel.opened(2, 100, 0)
-    assert not kernel.opened(1, 100, 0)
 
 
 async def shows(mirror: Mirror, times: int, ino: int = ROOT_INO) -> list[bool | None]:
@@ -239,31 +338,6 @@ async def shows(mirror: Mirror, times: int, ino: int = ROOT_INO) -> list[bool | 
 async def know_all(mirror: Mirror) -> None:
     for name in (b"a", b"d"):
         await entry(mirror, ROOT_INO, name)
-
-
-async def test_immutable_is_shown_once_and_for_all(files: Area, hours: Hours) -> None:
-    (files.source / "empty/none").mkdir(parents=True)
-    async with files.mount(mode=IMMUTABLE) as mirror:
-        empty = await mirror.ino("empty/none")
-        assert await shows(mirror, 3, empty) == [None, False, True]
-        assert await shows(mirror, 1) == [None]
-        await know_all(mirror)
-        assert await shows(mirror, 1) == [False]
-        hours.pass_by(1e6)
-        assert await shows(mirror, 1) == [True]
-        assert await shows(mirror, 1, empty) == [True]
-
-
-async def test_names_without_attributes_are_shown_again(files: Area, hours: Hours) -> None:
-    """With attributes, should somebody have asked for them: a look-up each costs more."""
-    async with files.mount(mode=IMMUTABLE) as mirror:
-        assert await shows(mirror, 3) == [None, False, True]
-        await know_all(mirror)
-        assert await shows(mirror, 1) == [True]
-        hours.pass_by(BARE_SECONDS)
-        assert await shows(mirror, 2) == [False, True]
-        hours.pass_by(1e6)
-        assert await shows(mirror, 1) == [True]
 
 
 async def test_ttl_asks_when_it_is_over_and_shows_what_changed(files: Area, hours: Hours) -> None:
@@ -287,12 +361,6 @@ async def test_ttl_asks_when_it_is_over_and_shows_what_changed(files: Area, hour
         # would find them.
         hours.pass_by(LATE_NS / 1e9)
         assert await shows(mirror, 2) == [False, True]
-
-
-async def test_open_is_never_shown_from_memory(files: Area) -> None:
-    async with files.mount(mode=OPEN) as mirror:
-        await know_all(mirror)
-        assert await shows(mirror, 3) == [None, None, None]
 
 
 @pytest.mark.parametrize("change", ["appears", "goes", "is replaced"])

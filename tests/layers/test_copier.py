@@ -1,19 +1,26 @@
-"""What is copied next, how many at once, and what a source that hangs holds up."""
+"""What is copied next, how many at once and together, what a file that fails or a source that hangs
+holds up, and what it does not."""
 
 from __future__ import annotations
 
 import errno
 import math
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from random import Random
+from unittest import mock
 
 import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch import copy_slots, retries
+from monarchfs.prefetch import ahead, copier, copy_slots, retries
+from monarchfs.prefetch.ahead import Ahead
+from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
+from monarchfs.types import FreshnessMode
 from tests.support.faults import disk_is_full
 from tests.support.mirror import MIB, Area, Mirror, content, until
 
@@ -23,18 +30,6 @@ async def order(mirror: Mirror) -> list[str]:
     names = {path.stat().st_ino: path.name for path in mirror.area.source.iterdir()}
     seen = dict.fromkeys(names[read.ino] for read in mirror.posix.reads)
     return list(seen)
-
-
-async def test_wanted_files_are_copied_in_the_order_of_their_priorities(area: Area) -> None:
-    names = area.write_files(6)
-    async with area.mount(copy_workers=1, copies=False) as mirror:
-        for name, priority in zip(names, (3, 2, 0, 3, 1, 0), strict=True):
-            await mirror.want(name, priority)
-        mirror.start_copying()
-        await mirror.settled()
-        assert await order(mirror) == [names[number] for number in (2, 5, 4, 1, 0, 3)]
-        assert mirror.metrics.copies_completed == 6
-        assert mirror.source.counters.demand_read_bytes == 0
 
 
 @pytest.mark.parametrize("together", [1, 64], ids=["each alone", "together"])
@@ -83,33 +78,6 @@ async def test_a_scanned_file_that_is_opened_goes_before_one_that_is_listed(area
         await mirror.settled()
         inos = [read.ino for read in mirror.posix.reads]
         assert inos == sorted(inos, key=[(area.source / "scanned").stat().st_ino].count)[::-1]
-
-
-async def test_a_file_is_not_copied_twice_whoever_wants_it(area: Area) -> None:
-    (name,) = area.write_files(1, 2 * MIB)
-    async with area.mount() as mirror:
-        gate = mirror.posix.faults.gate("read")
-        for priority in (3, 0, 2, 1):
-            await mirror.want(name, priority)
-            await gate.arrived()
-        handle = await mirror.open(name)
-        gate.open()
-        await mirror.idle()
-        await mirror.want(name)
-        await mirror.idle()
-        handle.release()
-        await mirror.settled()
-        assert mirror.bytes_read(name) == 2 * MIB
-        assert mirror.metrics.copies_completed == 1
-
-
-async def test_with_prefetch_none_nothing_is_copied(area: Area) -> None:
-    (name,) = area.write_files(1, 2 * MIB)
-    async with area.mount(keeps=False) as mirror:
-        await mirror.want(name, 0)
-        assert await mirror.read_file(name) == content(2 * MIB, 0)
-        await mirror.settled()
-        assert mirror.metrics.copies_completed == 0
 
 
 # A source that hangs. The clock is moved by hand, the threads are real.
@@ -238,19 +206,6 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
         assert mirror.posix.faults.calls["read"] == calls
 
 
-async def test_what_stays_that_way_is_not_tried_again(
-    area: Area, clock: trio.testing.MockClock
-) -> None:
-    (name,) = area.write_files(1)
-    async with area.mount() as mirror:
-        mirror.posix.faults.fail("open", errno.EACCES)
-        await mirror.want(name)
-        await mirror.settled()
-        assert mirror.metrics.copies_failed == 1
-        await let_pass(mirror, clock, 1000)
-        assert mirror.posix.faults.calls["open"] == 1
-
-
 # The scan.
 
 
@@ -370,3 +325,281 @@ async def test_each_node_scans_in_an_order_of_its_own(
     assert sorted(orders[0]) == sorted(orders[1])
     assert len(orders[0]) == 40
     assert orders[0] != orders[1]
+
+
+# Small files that are copied together: that it is so, and that none of them pays for another.
+
+
+@pytest.fixture
+def names(area: Area) -> list[str]:
+    return area.write_files(6)
+
+
+async def begin(mirror: Mirror, names: list[str], together: int = 64) -> None:
+    """Have them copied, so many at a time."""
+    mirror.copier.together.value = together
+    await mirror.want_each(names)
+    mirror.start_copying()
+
+
+async def check(mirror: Mirror, names: list[str]) -> None:
+    """All are resident and right, and nothing is left over."""
+    await mirror.settled()
+    assert mirror.states([await mirror.ino(name) for name in names]) == ["resident"] * len(names)
+    read = mirror.source.counters.read_bytes
+    await mirror.read_each(names)
+    assert mirror.source.counters.read_bytes == read
+
+
+async def let_it_be_stuck(clock: trio.testing.MockClock) -> None:
+    for _ in range(6):
+        clock.jump(copy_slots.STUCK_SECONDS / 2)
+        await trio.testing.wait_all_tasks_blocked()
+
+
+async def test_many_files_are_few_calls_and_few_transactions(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = area.write_files(100)
+    async with area.mount(copies=False) as mirror:
+        copy_idle = CopyIdle(mirror.copier.jobs, Scan(mirror.tree, mirror.copier.jobs), 0)
+        commits = 0
+        real = mirror.index._write
+
+        def write(*args: object, **options: object) -> object:
+            nonlocal commits
+            commits += 1
+            return real(*args, **options)  # type: ignore[arg-type]
+
+        await mirror.want_each(names)
+        whole, tell = mirror.whole, mirror.whole.misses_events
+        monkeypatch.setattr(mirror.index, "_write", write)
+        monkeypatch.setattr(whole, "misses_events", lambda: [] if whole.busy else tell())
+        mirror.copier.together.value = 50
+        mirror.start_copying()
+        await mirror.idle()
+        assert mirror.copier.jobs.active == 0
+        assert copy_idle.since_uptime_seconds is not None, "the end of the last one is noticed"
+        assert mirror.posix.faults.calls["fetch"] == 2
+        assert commits <= 8
+        assert mirror.metrics.copies_completed == 100
+        counters = mirror.source.counters
+        assert counters.read_bytes == counters.prefetch_read_bytes == 100 * 10_000
+        assert counters.calls["prefetch", "read"].operations == 100
+        await check(mirror, names)
+
+
+async def test_how_many_it_are_follows_the_time_that_it_takes(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    names = area.write_files(60)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        await begin(mirror, names[:40], together=1)
+        await mirror.idle()
+        assert mirror.copier.together.value > 4
+        grown = mirror.copier.together.value
+        mirror.posix.faults.before("read", lambda: clock.jump(2 * copier.LONG_SECONDS))
+        await mirror.want_each(names[40:])
+        await until(lambda: mirror.copier.together.value < grown, "a smaller number")
+        await go_on(mirror, clock, 60)
+        await check(mirror, names)
+
+
+async def test_one_that_hangs_holds_up_no_other(area: Area, clock: trio.testing.MockClock) -> None:
+    names = area.write_files(12)
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        gate = mirror.posix.gate_at(area.source / names[3])
+        await begin(mirror, names)
+        await gate.arrived()
+        await until(lambda: mirror.metrics.copies_completed == 3, "those before it")
+        assert mirror.copier.jobs.active == 9
+        await mirror.read_each(names[:3])
+        assert mirror.source.counters.demand_read_bytes == 0
+        # A reader takes out what has not had its turn.
+        with trio.fail_after(5):
+            await mirror.read_each(names[5:6])
+        assert mirror.copier.jobs.active == 8
+        mirror.whole.lend()
+        await let_it_be_stuck(clock)
+        await until(lambda: mirror.metrics.copies_completed == 11, "the others")
+        await trio.testing.wait_all_tasks_blocked()
+        assert mirror.copier.jobs.active == 1
+        gate.open()
+        await check(mirror, names)
+        assert mirror.source.counters.read_bytes == 120_000
+
+
+async def test_a_tier_that_hangs_has_nothing_written_twice(
+    area: Area, names: list[str], clock: trio.testing.MockClock
+) -> None:
+    async with area.mount(copy_workers=1, copies=False) as mirror:
+        gate = mirror.tier.faults.gate("write_whole")
+        await begin(mirror, names)
+        await gate.arrived()
+        await until(lambda: mirror.source.counters.prefetch_read_bytes == 60_000, "all to be read")
+        await let_it_be_stuck(clock)
+        await mirror.read_each(names)
+        gate.open()
+        await check(mirror, names)
+        assert mirror.tier.faults.calls["write_whole"] == 6
+        assert mirror.source.counters.prefetch_read_bytes == 60_000
+
+
+async def test_files_wait_to_be_stored_together_but_not_for_the_end(
+    area: Area, names: list[str]
+) -> None:
+    async with area.mount(copies=False) as mirror:
+        mirror.arrivals._patience = 3600
+        gate = mirror.posix.gate_at(area.source / names[5])
+        await begin(mirror, names, together=6)
+        await gate.arrived()
+        await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
+        await mirror.copier.files.suspend()
+        gate.open()
+        await until(lambda: not mirror.whole.busy, "the last one to be read")
+        mirror.arrivals.take_events()
+        await trio.testing.wait_all_tasks_blocked()
+        assert mirror.metrics.copies_completed == 0
+        accounts = mirror.cache.placement.ledger(mirror.tier.id)
+        assert (accounts.reserved_bytes, accounts.files) == (0, 0)
+    async with area.mount() as mirror:
+        assert mirror.states([await mirror.ino(name) for name in names]) == ["remote"] * 6
+
+
+async def test_what_somebody_waits_for_needs_no_turn(area: Area, names: list[str]) -> None:
+    async with area.mount(copies=False) as mirror:  # the copier does not run at all
+        mirror.arrivals._patience = 3600
+        await mirror.want_each(names)
+        inos = [await mirror.ino(name) for name in names[2:4]]
+        mirror.copier.hurry(inos)
+        await until(lambda: mirror.states(inos) == ["resident"] * 2, "the copies")
+        mirror.copier.hurry(inos)  # they are there
+        mirror.start_copying()
+        await check(mirror, names)
+        assert mirror.source.counters.read_bytes == 60_000
+
+
+async def test_a_file_that_has_changed_is_not_stored(area: Area, names: list[str]) -> None:
+    async with area.mount(copies=False) as mirror:
+        inos = [await mirror.ino(name) for name in names]
+        area.replace(names[2], b"other")
+        await begin(mirror, names)
+        await mirror.settled()
+        assert mirror.states(inos) == ["resident"] * 2 + ["remote"] + ["resident"] * 3
+        node = mirror.index.node(inos[2])
+        assert node is not None
+        assert node.outdated
+
+
+@pytest.mark.parametrize(
+    ("call", "shares"), [("begin_segments", True), ("put_replicas", True), ("begin_copies", False)]
+)
+async def test_what_cannot_be_recorded_leaves_nothing_behind(
+    area: Area, names: list[str], monkeypatch: pytest.MonkeyPatch, call: str, shares: bool
+) -> None:
+    async with area.mount(copies=False, shares=shares) as mirror:
+        inos = [await mirror.ino(name) for name in names]
+        with monkeypatch.context() as patch:
+            patch.setattr(mirror.index, call, disk_is_full)
+            await begin(mirror, names)
+            await mirror.settled()
+        assert mirror.states(inos) == ["remote"] * 6
+        await mirror.mend()
+        await mirror.want_each(names)
+        await check(mirror, names)
+
+
+async def test_one_that_is_too_young_waits_alone(
+    area: Area, names: list[str], clock: trio.testing.MockClock
+) -> None:
+    await area.settled()
+    async with area.mounted(copies=False, mode=FreshnessMode.TTL) as mirror:
+        (area.source / names[2]).write_bytes(content(10_000, 77))
+        young = await mirror.ino(names[2])
+        await begin(mirror, names)
+        await until(lambda: mirror.metrics.copies_completed >= 5, "the others")
+        await area.settled()
+        while mirror.residency.state(young) != "resident":
+            clock.jump(copier.YOUNG_SECONDS)
+            await trio.testing.wait_all_tasks_blocked(0.001)
+
+
+# Small files are copied ahead of a reader that opens many of them; others are not.
+
+
+SIZE = 5_000
+
+
+@asynccontextmanager
+async def copying_ahead(mirror: Mirror) -> AsyncIterator[Ahead]:
+    """Whoever opens ten opens many."""
+    with mock.patch.object(ahead, "MANY", 10):
+        found = Ahead(mirror.tree, mirror.cache, mirror.copier.jobs, lambda _ino: False)
+        mirror.files._on_open = found.opened
+        mirror.start_copying()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(found.run)
+            yield found
+            nursery.cancel_scope.cancel()
+
+
+async def read_each(mirror: Mirror, names: list[str]) -> None:
+    """What is being read is answered from that by the C part; here it is waited for."""
+    for name in names:
+        ino = await mirror.ino(name)
+        await until(lambda: not mirror.copier.jobs.copying(ino), "it to be stored")  # noqa: B023
+        assert await mirror.read_file(name) == (mirror.area.source / name).read_bytes()
+
+
+async def looked_again() -> None:
+    for _ in range(5):
+        await trio.sleep(ahead.LOOK_SECONDS)
+
+
+def resident(mirror: Mirror) -> int:
+    return sum(totals.resident for totals in mirror.index.tier_totals().values())
+
+
+async def test_as_many_again_of_the_same_directory(area: Area) -> None:
+    names, others = area.write_files(60, SIZE, "train/"), area.write_files(30, SIZE, "val/")
+    async with area.mount() as mirror, copying_ahead(mirror):
+        await read_each(mirror, names[:10])
+        await until(lambda: resident(mirror) == 20, "as many again to be copied")
+        await mirror.idle()
+        await looked_again()
+        await mirror.settled()
+        assert resident(mirror) == 20
+        assert [mirror.bytes_read(name) for name in others] == [0] * len(others)
+        # What is opened of it says that more is of use.
+        await read_each(mirror, names[10:30])
+        await until(lambda: resident(mirror) >= 50, "more to be copied")
+        await read_each(mirror, names[30:])
+        await until(lambda: resident(mirror) == 60, "all to be there")
+        await mirror.settled()
+        assert [mirror.bytes_read(name) for name in names] == [SIZE] * len(names)
+
+
+async def test_nothing_after_a_few_opens_or_where_files_are_large(area: Area) -> None:
+    few, large = area.write_files(30, SIZE, "few/"), area.write_files(14, MIB + 1, "large/")
+    async with area.mount() as mirror, copying_ahead(mirror) as found:
+        await read_each(mirror, few[:9] + large[:11])
+        await looked_again()
+        await mirror.settled()
+        assert resident(mirror) == 20
+        assert found.names == 0
+        assert found.allowance.opened_files == 9
+
+
+@pytest.mark.parametrize("why", ["they cannot be looked up", "they are gone"])
+async def test_files_that_cannot_be_copied_ahead_cost_nobody_anything(area: Area, why: str) -> None:
+    names = area.write_files(40, SIZE, "train/")
+    async with area.mount() as mirror, copying_ahead(mirror):
+        if why == "they are gone":
+            for name in names[20:]:
+                os.unlink(area.source / name)
+        else:
+            mirror.posix.faults.fail("found_each", errno.EACCES)
+        await read_each(mirror, names[:20])
+        await looked_again()
+        await mirror.settled()
+        assert resident(mirror) == 20

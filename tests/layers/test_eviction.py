@@ -11,9 +11,10 @@ import trio.testing
 
 from monarchfs.store.files import replica_path
 from monarchfs.system.memory import MemoryHeadroom
-from monarchfs.types import EvictionPolicy, FreshnessMode, Replica
+from monarchfs.types import EvictionPolicy, Replica
 from tests.support.faults import FaultyTier
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
+from tests.support.on_disk import Place, spoil
 
 KEEP, LRU = EvictionPolicy.KEEP, EvictionPolicy.LRU
 SIEVE, WEIGHTED = EvictionPolicy.SIEVE, EvictionPolicy.WEIGHTED
@@ -46,14 +47,9 @@ async def read_all(mirror: Mirror, names: str) -> None:
 
 
 def damage(tier: FaultyTier, record: Replica, offset: int) -> None:
-    """Others wrote over three bytes of a replica."""
-    path = Path(tier.path) / replica_path(record.name, record.checksum)
-    if record.segment:
-        path = Path(tier.path) / "segments" / f"{record.segment:016x}"
-    path.chmod(0o600)
-    with path.open("r+b") as file:
-        file.seek(record.offset + offset)
-        file.write(b"\0\0\0")
+    """Others wrote over a byte of a replica."""
+    own, segment = replica_path(record.name, record.checksum), f"segments/{record.segment:016x}"
+    spoil(Place(Path(tier.path, segment if record.segment else own), record.offset), offset)
 
 
 def blocks(mirror: Mirror) -> int:
@@ -80,71 +76,6 @@ async def test_who_goes(
         assert await resident(mirror) == set(stay)
         assert mirror.metrics.evictions_policy == (2 if why == "evicted" else 0)
         assert why in mirror.reason(await mirror.ino(min(set(read) - set(stay))))
-
-
-async def test_what_goes_for_a_batch_goes_together_and_what_stays_costs_one_file_its_room(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with files.mounted([ROOM], eviction=LRU) as mirror:
-        await read_all(mirror, "0123")
-        inos = [await mirror.ino(str(number)) for number in range(4)]
-        dropped: list[list[int]] = []
-        drop, try_remove = mirror.index.drop_replicas, mirror.cache.readers.try_remove
-
-        def dropping(going: list[int]) -> None:
-            dropped.append(going)
-            drop(going)
-
-        monkeypatch.setattr(mirror.index, "drop_replicas", dropping)
-        monkeypatch.setattr(
-            mirror.cache.readers, "try_remove", lambda ino: ino != inos[1] and try_remove(ino)
-        )
-        nodes = [await mirror.node(name) for name in "456"]
-        places = mirror.cache.reserve_each(nodes, evicts=True)
-        assert dropped == [[inos[0], inos[2]], [inos[3]]], "the last file is asked for anew"
-        wanted = [(place, content(SIZE, n)) for n, place in enumerate(places, 4) if place]
-        assert await mirror.cache.write_each(wanted) == [True] * 3
-        assert await resident(mirror) == set("1456")
-
-
-async def test_given_weights_say_what_stays_and_what_lies_in_the_faster_tier(files: Area) -> None:
-    """Whatever they are changed to meanwhile, each byte is right (``read_all`` compares them)."""
-    async with files.mount([ROOM, ROOM], eviction=WEIGHTED) as mirror:
-        inos = [await mirror.ino(str(number)) for number in range(8)]
-        fast, slow = mirror.cache.tiers
-        mirror.cache.weigh([(inos[n], 8.0 - n) for n in range(8)], replace=False)
-        await read_all(mirror, "01234567" * 2)
-        assert await resident(mirror) == set("01234567")
-        mirror.cache.weigh([(inos[n], float(n)) for n in range(8)], replace=False)
-        ledgers = [mirror.cache.placement.ledger(tier) for tier in mirror.cache.tiers]
-        for _ in range(3):
-            await read_all(mirror, "7654")
-            await until(lambda: not any(one.copies for one in ledgers), "moves")
-        # Some had to go, so that others could change places.
-        assert await resident(mirror) >= set("4567")
-        await read_all(mirror, "0123")
-        await mirror.settled()
-        assert [mirror.replica(ino).tier for ino in inos] == [slow] * 4 + [fast] * 4
-
-
-@pytest.mark.parametrize("eviction", [LRU, WEIGHTED])
-async def test_nothing_moves_to_where_the_one_that_should_go_stays(
-    files: Area, monkeypatch: pytest.MonkeyPatch, eviction: EvictionPolicy
-) -> None:
-    async with files.mount([ROOM, ROOM], eviction=eviction) as mirror:
-        weights = (2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 9.0)
-        inos = [await mirror.ino(str(number)) for number in range(8)]
-        mirror.cache.weigh(list(zip(inos, weights, strict=True)), replace=False)
-        await read_all(mirror, "01234567")
-        refused: list[int] = []
-        monkeypatch.setattr(mirror.cache.readers, "try_remove", refused.append)
-        await read_all(mirror, "777")
-        assert refused
-        await mirror.settled()
-        for tier in mirror.cache.tiers:
-            ledger = mirror.cache.placement.ledger(tier)
-            assert (ledger.copies, ledger.used_bytes <= ledger.capacity_bytes) == (0, True)
-        assert await resident(mirror) == set("01234567")
 
 
 async def test_the_order_outlives_a_mount_as_far_as_it_is_known(files: Area) -> None:
@@ -178,16 +109,15 @@ async def test_open_and_pinned_replicas_stay(files: Area) -> None:
         assert await resident(mirror) == set("2345")
 
 
-async def test_outdated_versions_go_first(files: Area) -> None:
-    async with files.mounted([ROOM], eviction=LRU, mode=FreshnessMode.OPEN) as mirror:
-        await files.settled()
+async def test_what_threads_are_about_to_open_stays_and_another_goes(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mounted([ROOM], eviction=LRU) as mirror:
         await read_all(mirror, "0123")
-        files.write("3", content(SIZE, 33))
-        await files.settled()
-        assert await mirror.read_file("3") == content(SIZE, 33)
-        await mirror.idle()
-        assert await resident(mirror) == set("0123"), "the old version made room for the new one"
-        assert (mirror.metrics.evictions_outdated, mirror.metrics.evictions_policy) == (1, 0)
+        stays = await mirror.ino("0")
+        monkeypatch.setattr(mirror.cache.readers, "try_remove", lambda ino: ino != stays)
+        await read_all(mirror, "45")
+        assert await resident(mirror) == set("0345")
 
 
 async def test_a_copy_waits_until_its_room_is_there(files: Area) -> None:
@@ -236,22 +166,6 @@ async def test_a_replica_that_cannot_be_removed_counts_until_it_is_gone(files: A
         await mirror.idle()
         assert mirror.used() == blocks(mirror) < used
         await mirror.copied("4")
-
-
-@pytest.mark.parametrize("shares", [True, False])
-async def test_an_eviction_that_was_cut_off_is_finished_by_the_next_mount(
-    files: Area, shares: bool
-) -> None:
-    async with files.mount([ROOM], eviction=LRU, shares=shares, sound=False) as mirror:
-        await read_all(mirror, "0123")
-        # What a crash between the commit and the unlink leaves.
-        mirror.index.drop_replica(await mirror.ino("0"))
-    async with files.mount([ROOM], eviction=LRU, shares=shares) as mirror:
-        used = mirror.used()
-        await until(lambda: blocks(mirror) == used, "its room")
-        mirror.check_books()
-        assert await resident(mirror) == set("123")
-        assert mirror.index.journal() == []
 
 
 async def test_a_smaller_capacity_is_kept_even_by_keep(files: Area) -> None:

@@ -1,4 +1,5 @@
-"""Files that change in the source: what an open, an open file and a new open show, in each mode."""
+"""Files that change or fail in the source: what an open, an open file and a new open show, in each
+mode; only the source's own errors reach a reader, and no replica is ever a mixture of versions."""
 
 from __future__ import annotations
 
@@ -21,15 +22,18 @@ from monarchfs.fuse.notify import Notifier
 from monarchfs.prefetch.fill import Fill
 from monarchfs.types import ROOT_INO, Data, FreshnessMode
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
-from tests.support.mirror import MIB, Area, Mirror, content, until
+from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 from tests.support.open_directories import close_directories
 
 OLD, NEW = content(3 * MIB, 1), content(3 * MIB, 2)
 
 
 def in_place(path: Path) -> None:
+    """With the times put back as far as that goes."""
+    st = path.stat()
     with path.open("r+b") as file:
         file.write(NEW)
+    os.utime(path, ns=(st.st_atime_ns, st.st_mtime_ns))
 
 
 def replaced(path: Path) -> None:
@@ -51,7 +55,8 @@ def moved(path: Path) -> None:
     path.rename(path.with_name("elsewhere"))
 
 
-CHANGES = [in_place, replaced, truncated, grown, moved, Path.unlink]
+Change = Callable[[Path], None]
+CHANGES: list[Change] = [in_place, replaced, truncated, grown, moved, Path.unlink]
 
 
 async def show(mirror: Mirror, handle: FileHandle) -> bytes:
@@ -66,10 +71,6 @@ async def show(mirror: Mirror, handle: FileHandle) -> bytes:
     return data
 
 
-def pass_promise(hours: Hours, mode: FreshnessMode) -> None:
-    hours.pass_by(61 if mode is TTL else 0)
-
-
 changing = pytest.mark.parametrize("mode", [TTL, OPEN])
 
 
@@ -77,7 +78,7 @@ changing = pytest.mark.parametrize("mode", [TTL, OPEN])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("local", ["remote", "partial", "resident"])
 async def test_a_new_open_shows_what_the_source_has(
-    area: Area, hours: Hours, mode: FreshnessMode, change: Callable[[Path], None], local: str
+    area: Area, hours: Hours, mode: FreshnessMode, change: Change, local: str
 ) -> None:
     """Who has it open, and all of it is local, stays with one version."""
     path = area.source / "f"
@@ -94,7 +95,7 @@ async def test_a_new_open_shows_what_the_source_has(
             await mirror.idle()
             handle.release()
         change(path)
-        pass_promise(hours, mode)
+        hours.pass_by(61 if mode is TTL else 0)
         if change in (moved, Path.unlink):
             assert isinstance(await mirror.tree.names.lookup(ROOT_INO, b"f"), Missing)
             with stale():
@@ -115,7 +116,7 @@ async def test_a_new_open_shows_what_the_source_has(
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("who", ["the tree", "a read", "fstat"])
 async def test_what_is_open_and_partly_local_shows_the_source_as_it_is(
-    area: Area, hours: Hours, mode: FreshnessMode, change: Callable[[Path], None], who: str
+    area: Area, hours: Hours, mode: FreshnessMode, change: Change, who: str
 ) -> None:
     area.write("f", OLD)
     await area.settled()
@@ -126,7 +127,7 @@ async def test_what_is_open_and_partly_local_shows_the_source_as_it_is(
         assert mirror.residency.state(handle.ino) == "copying", "some of it is there"
         with (area.source / "f").open("rb") as direct:
             change(area.source / "f")
-            pass_promise(hours, mode)
+            hours.pass_by(61 if mode is TTL else 0)
             hours.pass_by(1.5)
             if who == "the tree":
                 await mirror.tree.names.lookup(ROOT_INO, b"f")
@@ -180,17 +181,6 @@ async def test_a_read_under_way_is_answered_from_one_version(
         handle.release()
 
 
-async def test_an_outdated_inode_that_nobody_has_open_is_looked_up_again(area: Area) -> None:
-    area.write("f", b"old")
-    async with area.mount(mode=IMMUTABLE) as mirror:
-        old = await mirror.ino("f")
-        assert mirror.files.known_attributes(old) is not None
-        mirror.files.invalidation.noticed(old)
-        assert mirror.files.known_attributes(old) is None
-        with stale():
-            await mirror.files.attributes(old)
-
-
 @changing
 async def test_fstat_below_a_directory_that_was_moved(
     area: Area, hours: Hours, mode: FreshnessMode
@@ -230,16 +220,6 @@ async def test_what_was_just_written_is_believed_for_a_tick(
         assert (mirror.tree.known.lookup(ROOT_INO, b"f") is None) == (mode is OPEN)
 
 
-async def test_immutable_believes_the_times(area: Area, hours: Hours) -> None:
-    area.write("f", b"1")
-    async with area.mount(mode=IMMUTABLE) as mirror:
-        handle = await mirror.open("f")
-        assert handle.keep_cache
-        handle.release()
-        hours.pass_by(0.5)
-        assert mirror.tree.known.lookup(ROOT_INO, b"f") is not None
-
-
 @changing
 async def test_pages_from_the_tick_of_a_change_are_not_kept(
     area: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
@@ -270,26 +250,6 @@ async def test_pages_from_the_tick_of_a_change_are_not_kept(
 
 
 @changing
-async def test_an_old_listing_is_confirmed_by_one_stat(
-    files: Area, hours: Hours, mode: FreshnessMode
-) -> None:
-    await files.settled()
-    async with files.mount(mode=mode, ttl=60) as mirror:
-        d = await mirror.ino("d")
-        first = await names(mirror, d)
-        for _ in range(3):
-            hours.pass_by(61)
-            lists = mirror.index.listing(d)
-            asked(mirror)
-            assert await names(mirror, d) == first
-            assert asked(mirror) == 1
-            assert mirror.index.listing(d) == lists, "it was not read again"
-        files.write("d/new", b"")
-        hours.pass_by(61)
-        assert set(await names(mirror, d)) == {*first, b"new"}
-
-
-@changing
 async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
     files: Area, hours: Hours, mode: FreshnessMode
 ) -> None:
@@ -303,22 +263,6 @@ async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
             await files.settled()
             # Long before the promise of ttl is over.
             assert set(await names(mirror, ino)) == {b"early", b"late"}
-
-
-async def test_absent_names_are_confirmed_together(files: Area, hours: Hours) -> None:
-    await files.settled()
-    async with files.mount(mode=TTL, ttl=60) as mirror:
-        d = await mirror.ino("d")
-        await names(mirror, d)
-        hours.pass_by(61)
-        asked(mirror)
-        for number in range(10):
-            assert isinstance(await mirror.tree.names.lookup(d, b"no%d" % number), Missing)
-        assert asked(mirror) == 1
-        files.write("d/no3", b"now")
-        hours.pass_by(61)
-        assert (await entry(mirror, d, b"no3")).node.stat.size == 3
-        assert isinstance(await mirror.tree.names.lookup(d, b"no4"), Missing)
 
 
 async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> None:
@@ -348,52 +292,18 @@ async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> 
 # The kernel is told what to forget by threads, each thing once, and nobody's request waits.
 
 
-class Told:
-    """What the kernel was told; it takes its time while ``blocks`` is not set."""
+async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> None:
+    """Not the end either. Of an inode, its pages count for more than its attributes."""
+    told: list[tuple[int, object]] = []
+    unblocked, passed = threading.Event(), trio.Event()
 
-    def __init__(self) -> None:
-        self.inodes: list[tuple[int, bool]] = []
-        self.entries: list[tuple[int, bytes]] = []
-        self.blocks = threading.Event()
-        self.notifier = Notifier(self._inode, self._entry)
-
-    def _inode(self, ino: int, attributes_only: bool) -> None:
-        assert self.blocks.wait(30)
+    def tell(ino: int, what: object) -> None:
+        assert unblocked.wait(30)
         if ino == 13:
             raise OSError(errno.EIO, "refused")
-        self.inodes.append((ino, attributes_only))
+        told.append((ino, what))
 
-    def _entry(self, parent: int, name: bytes) -> None:
-        self.entries.append((parent, name))
-
-
-async def test_each_thing_once_and_pages_before_attributes() -> None:
-    told = Told()
-    told.blocks.set()
-    notifier = told.notifier
-    for _ in range(3):
-        notifier.invalidate_inode(2, attributes_only=True)
-        notifier.invalidate_inode(3)
-        notifier.invalidate_inode(3, attributes_only=True)
-        notifier.invalidate_entry(1, b"name")
-    notifier.invalidate_inode(13)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(notifier.run)
-        await until(
-            lambda: len(told.inodes) == 2 and bool(told.entries) and bool(notifier.failed),
-            "the kernel to be told",
-        )
-        nursery.cancel_scope.cancel()
-    assert sorted(told.inodes) == [(2, True), (3, False)]
-    assert told.entries == [(1, b"name")]
-    assert (notifier.failed, notifier.waiting) == (1, 0)
-
-
-async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> None:
-    """Not the end either."""
-    told = Told()
-    notifier = told.notifier
-    passed = trio.Event()
+    notifier = Notifier(tell, tell)
 
     async def refresh() -> None:
         await notifier.room()
@@ -402,20 +312,148 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> N
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(notifier.run)
-            count = notify.MOST_WAITING + notify.THREADS + 5
+            count = notify.MOST_WAITING + notify.THREADS
             for ino in range(100, 100 + count):
                 notifier.invalidate_inode(ino)  # as a request does: at once
+            for _ in range(3):
+                notifier.invalidate_inode(2, attributes_only=True)
+                notifier.invalidate_inode(3)
+                notifier.invalidate_inode(3, attributes_only=True)
+                notifier.invalidate_entry(1, b"name")
+                notifier.invalidate_inode(13)
             await trio.testing.wait_all_tasks_blocked()
-            assert notifier.waiting == notify.MOST_WAITING + 5
+            assert notifier.waiting == notify.MOST_WAITING + 4
             nursery.start_soon(refresh)
             nursery.start_soon(refresh)
             await trio.testing.wait_all_tasks_blocked()
             assert not passed.is_set()
-            told.blocks.set()
+            unblocked.set()
             await passed.wait()
-            await until(lambda: len(told.inodes) == count, "the kernel to be told")
-            told.blocks.clear()
+            await until(lambda: (len(told), notifier.failed) == (count + 3, 1), "all to be told")
+            assert {(2, True), (3, False), (1, b"name")} <= set(told)
+            unblocked.clear()
             notifier.invalidate_inode(5)
             await trio.testing.wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
-    told.blocks.set()
+    unblocked.set()
+
+
+# Errors of the source, and readers that are killed.
+
+
+async def test_all_who_wait_get_the_sources_error_and_the_next_reads_on(area: Area) -> None:
+    area.write("f", OLD)
+    async with area.mounted(copies=False) as mirror:
+        handles = [await mirror.open("f") for _ in range(3)]
+        gate = mirror.posix.faults.gate("read")
+        mirror.posix.faults.fail("read", errno.EIO, times=1)
+        errors = []
+
+        async def read(number: int) -> None:
+            with pytest.raises(OSError, match="Input/output") as raised:
+                await mirror.read(handles[number], 2 * MIB + number, 1000)
+            errors.append(raised.value.errno)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(3):
+                nursery.start_soon(read, number)
+            await gate.arrived()
+            await trio.testing.wait_all_tasks_blocked()
+            assert gate.waiting == 1, "one read of the source for all three"
+            gate.open()
+        assert errors == [errno.EIO] * 3
+        assert await mirror.read(handles[0], 7, 1000) == OLD[7:1007]
+        assert mirror.metrics.tier_errors == 0
+        for handle in handles:
+            handle.release()
+
+
+async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
+    files.write("large", OLD)
+    files.write("empty", b"")
+    async with files.mount() as mirror:
+        mirror.posix.faults.fail("open", errno.EACCES)
+        for name in ("a", "large", "empty"):
+            await mirror.want(name)
+            await mirror.settled()
+            assert "Permission denied" in mirror.reason(await mirror.ino(name))
+        assert mirror.metrics.copies_failed == 3
+
+
+@pytest.mark.parametrize("change", CHANGES[:4])
+async def test_a_file_that_changes_while_it_is_copied(area: Area, change: Change) -> None:
+    area.write("f", OLD)
+    path = area.source / "f"
+    async with area.mounted() as mirror:
+        ino = await mirror.ino("f")
+        gate = mirror.posix.faults.gate("read")
+        await mirror.want("f")
+        await gate.arrived(1)
+        gate.release()
+        await gate.arrived(1)  # something of the old version is there
+        change(path)
+        gate.open()
+        await mirror.settled()
+        assert mirror.metrics.copies_outdated == 1
+        assert mirror.metrics.copies_completed == 0
+        assert mirror.residency.state(ino) == "remote"
+        with stale():
+            await mirror.open_ino(ino)
+        # The kernel looks the name up again, and opens what it finds.
+        new = await mirror.copied("f")
+        assert new != ino
+        assert await mirror.read_file("f") == path.read_bytes()
+
+
+@pytest.mark.parametrize("change", CHANGES[:4])
+async def test_a_file_that_changes_while_it_is_read(area: Area, change: Change) -> None:
+    """An open file goes on as it would in the source itself."""
+    area.write("f", OLD)
+    path = area.source / "f"
+    async with area.mounted() as mirror:
+        gate = mirror.posix.faults.gate("read")
+        handle = await mirror.open("f")
+        with path.open("rb", buffering=0) as direct:
+            change(path)
+            gate.open()
+            for offset in (0, 2 * MIB, 1 * MIB - 5, 3 * MIB):
+                expected = os.pread(direct.fileno(), 100_000, offset)
+                assert await mirror.read(handle, offset, 100_000) == expected
+        await mirror.idle()
+        assert mirror.metrics.copies_outdated == 1
+        assert mirror.residency.state(handle.ino) == "remote"
+        handle.release()
+        assert await mirror.read_file("f") == path.read_bytes()
+
+
+# Readers that are killed.
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+async def test_a_reader_that_is_killed_disturbs_nobody(area: Area, keeps: bool) -> None:
+    area.write("f", OLD)
+    async with area.mount(copies=False, keeps=keeps) as mirror:
+        gate = mirror.posix.faults.gate("read")
+        first, second = await mirror.open("f"), await mirror.open("f")
+        results: list[bytes] = []
+
+        async def read(which: int) -> None:
+            results.append(await mirror.read((first, second)[which], 100, 5000))
+
+        async with trio.open_nursery() as other:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read, 0)
+                await gate.arrived()
+                await trio.testing.wait_all_tasks_blocked()
+                nursery.cancel_scope.cancel()
+            first.release()  # while its read is still in the source
+            other.start_soon(read, 1)
+            await trio.testing.wait_all_tasks_blocked()
+            assert results == []
+            gate.open()
+        assert results == [OLD[100:5100]]
+        second.release()
+        await mirror.settled()
+        if keeps:
+            assert mirror.bytes_read("f") <= 128 * KIB * 3
+            assert mirror.residency.state(first.ino) == "partial"

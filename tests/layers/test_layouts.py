@@ -59,20 +59,6 @@ async def test_what_is_on_tape_stays_there(area: Area, size: int, priority: Prio
         assert await mirror.read_file("taped") == content(size)
 
 
-@both_sizes
-async def test_a_reader_has_it_brought_back(area: Area, size: int) -> None:
-    area.write("taped", content(size))
-    async with area.mount() as mirror:
-        give_layouts(mirror, {"taped": TAPED})
-        handle = await mirror.open("taped")
-        await mirror.idle()
-        assert mirror.bytes_read("taped") == 0  # opened is not read
-        assert await mirror.read(handle, 0, size) == content(size)
-        handle.release()
-        await mirror.settled()
-        assert mirror.bytes_read("taped") == size
-
-
 async def test_a_read_of_one_target_ends_where_its_stripe_does(area: Area) -> None:
     area.write("striped", content(16 * MIB))
     async with area.mount(copy_workers=1) as mirror:
@@ -153,18 +139,3 @@ async def test_a_slow_target_alone_gives_way(area: Area, monkeypatch: pytest.Mon
         await mirror.settled()
         assert most[0] == 1
         assert most[1] > 1
-
-
-async def test_a_file_is_read_at_random_where_nothing_lies_before(area: Area) -> None:
-    """Not where the reads between were answered without Python."""
-    area.write("f", content(64 * MIB))
-    async with area.mounted() as mirror:
-        handle = await mirror.open("f")
-        found = []
-        for offset in (60 * MIB, 60 * MIB + (128 << 10), 0):
-            await mirror.read(handle, offset, 4096)
-            fill = mirror.copier.files.get(await mirror.ino("f"))
-            assert fill is not None
-            found.append(fill._at_random)
-        assert found == [True, False, False]
-        handle.release()

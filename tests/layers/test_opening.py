@@ -69,19 +69,6 @@ async def test_two_who_open_it_share_the_read(area: Area, killed: int) -> None:
         assert mirror.bytes_read("small") == SMALL
 
 
-async def test_a_file_that_cannot_be_read_can_be_opened(area: Area) -> None:
-    """As one of the source can; the error is the read's."""
-    area.write("small", content(SMALL))
-    async with area.mounted(copies=False) as mirror:
-        mirror.posix.faults.fail("read", errno.EIO)
-        handle = await mirror.open("small")
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            await mirror.read(handle, 0, 1000)
-        mirror.posix.faults.end()
-        assert await mirror.read(handle, 0, 1000) == content(1000)
-        handle.release()
-
-
 # What changes between the kernel's two tries.
 
 
@@ -144,16 +131,6 @@ async def test_who_shares_a_number_with_a_late_open_gets_no_other_version(files:
         handle.release()
 
 
-async def test_what_is_gone_or_refused_is_said_as_the_source_says_it(files: Area) -> None:
-    async with files.mounted(mode=OPEN) as mirror:
-        ino = await mirror.ino("a")
-        (files.source / "a").unlink()
-        with pytest.raises(FileNotFoundError):
-            await mirror.files.open(ino, again=True)
-        with pytest.raises(FileNotFoundError):
-            await mirror.files.attributes(ino, again=True)
-
-
 async def test_attributes_for_the_second_try(files: Area, hours: Hours) -> None:
     async with files.mount(mode=TTL, ttl=60) as mirror:
         old = (await entry(mirror, ROOT_INO, b"a")).node
@@ -164,6 +141,10 @@ async def test_attributes_for_the_second_try(files: Area, hours: Hours) -> None:
         found = await mirror.files.attributes(old.ino, again=True)
         assert (found.node.ino, found.node.stat.size, found.attr_timeout) == (old.ino, 15, 0.0)
         (files.source / "a").unlink()
+        hours.pass_by(61)
+        for ask in (mirror.files.attributes, mirror.files.open):
+            with pytest.raises(FileNotFoundError):
+                await ask(old.ino, again=True)
         (files.source / "a").mkdir()
         hours.pass_by(61)
         # The kernel takes no other type for a number (fs/fuse/dir.c, fuse_do_getattr).
@@ -231,16 +212,6 @@ async def test_a_name_that_stands_for_another_file(area: Area, what: str) -> Non
         else:
             assert (ROOT_INO, b"above") in mirror.kernel.entries
         assert await read(mirror, await mirror.ino(path)) == content(30, 2)
-
-
-async def test_numbers_of_an_index_that_is_lost(files: Area) -> None:
-    """Every name is forgotten, once."""
-    async with files.mounted(keeps=False) as mirror:
-        mirror.opens.known = False
-        for unknown in (10**6, 10**6 + 1):
-            with stale("unknown inode"):
-                await read(mirror, unknown)
-        assert sorted(mirror.kernel.entries) == [(ROOT_INO, b"a"), (ROOT_INO, b"d")]
 
 
 async def test_where_opens_are_known_they_say_so(

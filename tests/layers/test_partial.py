@@ -1,8 +1,11 @@
-"""Copies that are not complete, and what of all replicas outlives a mount and a reboot."""
+"""Copies that are not complete, of files with holes too, and what outlives a mount and a reboot."""
 
 from __future__ import annotations
 
 import errno
+import random
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import trio
@@ -10,7 +13,9 @@ import trio
 from monarchfs.cache.replicas import Reservation
 from monarchfs.placement import placement
 from monarchfs.prefetch.fetch import CHUNK_BYTES
-from monarchfs.types import ReplicaState
+from monarchfs.prefetch.queue import Priority
+from monarchfs.store.checksum import combine, digests
+from monarchfs.types import ReplicaState, SourceStat
 from tests.support.faults import disk_is_full
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
@@ -123,28 +128,6 @@ async def test_a_file_that_lacked_only_its_last_step_is_finished_unread(
         assert await again.read_file("large", 300_000) == LARGE
 
 
-async def test_room_that_is_too_small_holds_a_part_and_more_room_the_rest(files: Area) -> None:
-    room = 2 * MIB
-    async with files.mount([room]) as mirror:
-        assert await mirror.read_file("large", 300_000) == LARGE
-        await mirror.settled()
-        ino = await mirror.ino("large")
-        record = mirror.replica(ino)
-        kept = record.present.count(1) * CHUNK_BYTES
-        assert room // 2 < kept <= room
-        assert record.allocated_bytes <= room
-        assert mirror.residency.state(ino) == "partial"
-    async with files.mount([room]) as again:
-        assert await again.read_file("large", 300_000) == LARGE
-        await again.settled()
-        assert again.bytes_read("large") <= len(LARGE) - kept
-    async with files.mount([16 * MIB]) as roomy:
-        await roomy.want("large")
-        await roomy.settled()
-        assert await roomy.state("large") == "resident"
-        assert roomy.bytes_read("large") <= len(LARGE) - kept
-
-
 async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: Area) -> None:
     async with files.mounted([100 * KIB]) as mirror:
         handle = await mirror.open("large")
@@ -155,14 +138,6 @@ async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: A
         assert mirror.metrics.copies_refused > 0
         assert mirror.reason(handle.ino).startswith("no room")
         handle.release()
-
-
-async def test_later_and_smaller_files_still_get_their_chance(files: Area) -> None:
-    files.write("small", content(1000))
-    async with files.mounted([300 * KIB], partial_min_bytes=1 << 40) as mirror:
-        await mirror.read_file("large")
-        await mirror.copied("small")
-        assert await mirror.state("large") == "remote"
 
 
 # What outlives a reboot.
@@ -221,23 +196,157 @@ async def test_a_replica_made_during_a_sync_is_not_part_of_it(area: Area) -> Non
         assert durable(mirror, *inos) == {True}
 
 
-async def test_what_a_tmpfs_holds_is_never_durable(files: Area) -> None:
-    async with files.mount() as mirror:
-        mirror.tier.memory_backed = True
-        ino = await mirror.copied("large")
-        await mirror.cache.sync()
-        assert durable(mirror, ino) == {False}
-        assert mirror.tier.faults.calls.get("sync", 0) == 0
+# Files with holes: their copies reserve and use about their blocks, never more than there is.
 
 
-async def test_a_file_of_a_tier_that_is_not_given_is_copied_again(area: Area) -> None:
-    """The replica in the other tier goes once that is given again."""
-    names = area.write_files(2)
-    async with area.mount([64 * KIB, 1 * MIB]) as mirror:
-        for name in names:
-            await mirror.copied(name)
-    async with area.mounted([1 * MIB]) as again:
-        await again.copied(names[1])
-    async with area.mounted([1 * MIB, 1 * MIB]) as third:
-        await third.idle()
-        assert third.index.journal() == []
+SIZE = 64 * MIB
+DATA = content(300 * KIB, 5)
+
+
+def make_sparse(area: Area, name: str, pieces: list[tuple[int, bytes]], size: int = SIZE) -> bytes:
+    """A file with ``pieces`` at their offsets; its bytes."""
+    path = area.source / name
+    with path.open("wb") as opened:
+        opened.truncate(size)
+        for offset, data in pieces:
+            opened.seek(offset)
+            opened.write(data)
+    return path.read_bytes()
+
+
+def occupied(mirror: Mirror) -> int:
+    total = 0
+    for path in Path(mirror.tier.path).rglob("*"):
+        with suppress(FileNotFoundError):  # it has its final name now
+            total += path.stat().st_blocks * 512 if path.is_file() else 0
+    return total
+
+
+def watch_capacity(mirror: Mirror, capacity: int) -> None:
+    """After each write the tier holds no more."""
+
+    def look() -> None:
+        assert occupied(mirror) <= capacity
+
+    mirror.tier.faults.before("after_write", look)
+
+
+@pytest.fixture
+def lying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source says of each large file that it occupies next to nothing."""
+    few = property(lambda stat: min(stat.size, 64 * KIB))
+    monkeypatch.setattr(SourceStat, "occupied_bytes", few)
+
+
+async def test_holes_are_not_read(area: Area) -> None:
+    """Of a file of a terabyte, the blocks around what it has."""
+    size, far = 1 << 40, (1 << 39) + 5
+    path = area.source / "f"
+    with path.open("wb") as opened:
+        opened.truncate(size)
+        for at in (3 * MIB, far):
+            opened.seek(at)
+            opened.write(DATA[:4096])
+    async with area.mounted([2 * MIB]) as mirror:
+        watch_capacity(mirror, 2 * MIB)
+        with trio.fail_after(30):
+            await mirror.want("f")
+            await mirror.idle()
+        assert mirror.residency.state(await mirror.ino("f")) == "resident"
+        assert sum(read.size for read in mirror.posix.reads) <= 4 * 256 * KIB
+        assert occupied(mirror) < MIB
+        handle = await mirror.open("f")
+        for at in (0, 3 * MIB, far, size - 4096):
+            found = await mirror.read(handle, at, 4096)
+            assert found == (DATA[:4096] if at in (3 * MIB, far) else bytes(4096))
+        handle.release()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_is_between_holes_is_copied(area: Area, seed: int) -> None:
+    """Extents of any size, at any offset, in a file whose end may be a hole; its checksum is that
+    of a copy made of all its bytes."""
+    rng = random.Random(seed)
+    size = rng.choice([20 * MIB, 20 * MIB + 1, 20 * MIB - 5000])
+    pieces = [
+        (rng.randrange(size - 400 * KIB), content(rng.choice([1, 5000, 300 * KIB]), n))
+        for n in range(rng.randrange(12))
+    ]
+    data = make_sparse(area, "f", pieces, size)
+    async with area.mounted([64 * MIB], copy_workers=rng.choice([1, 4])) as mirror:
+        await mirror.want("f")
+        await mirror.idle()
+        record = mirror.replica(await mirror.ino("f"))
+        assert record.checksum == combine(digests(data))
+        assert await mirror.read_file("f") == data
+        most = sum(len(piece) + 3 * 256 * KIB for _at, piece in pieces)
+        assert sum(read.size for read in mirror.posix.reads) <= most
+
+
+async def test_many_fit_where_their_sizes_would_not(area: Area) -> None:
+    for number in range(12):
+        make_sparse(area, f"f{number}", [(number * 5 * MIB, DATA)])
+    async with area.mounted([6 * MIB], copy_workers=8) as mirror:
+        watch_capacity(mirror, 6 * MIB)
+        for number in range(12):
+            await mirror.want(f"f{number}", Priority.SCANNED)
+        await mirror.idle()
+        for number in range(12):
+            assert mirror.residency.state(await mirror.ino(f"f{number}")) == "resident"
+
+
+@pytest.mark.usefixtures("lying")
+@pytest.mark.parametrize("opened", [True, False], ids=["opened", "scanned"])
+async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool) -> None:
+    data = area.write("f", content(9 * MIB + 5))
+    async with area.mounted([4 * MIB]) as mirror:
+        watch_capacity(mirror, 4 * MIB)
+        if opened:
+            assert await mirror.read_file("f", 300_000) == data
+        else:
+            await mirror.want("f")
+        await mirror.idle()
+        ino = await mirror.ino("f")
+        record = mirror.replica(ino)
+        assert record.state is ReplicaState.PARTIAL
+        assert 2 * MIB <= record.allocated_bytes <= 4 * MIB
+        assert mirror.reason(ino).startswith("no room for the rest")
+        await mirror.settled()
+        assert await mirror.read_file("f", 300_000) == data
+    async with area.mount([16 * MIB]) as roomy:
+        await roomy.want("f")
+        await roomy.settled()
+        assert roomy.residency.state(await roomy.ino("f")) == "resident"
+        assert roomy.bytes_read("f") <= len(data) - 2 * MIB
+        assert await roomy.read_file("f") == data
+
+
+@pytest.mark.usefixtures("lying")
+async def test_the_promise_holds_for_many_at_once(area: Area) -> None:
+    for number in range(8):
+        area.write(f"f{number}", content(2 * MIB, number))
+    area.write("small", content(100 * KIB, 9))
+    async with area.mounted([7 * MIB], copy_workers=8) as mirror:
+        watch_capacity(mirror, 7 * MIB)
+        for number in range(8):
+            await mirror.want(f"f{number}")
+        await mirror.idle()
+        reasons = [mirror.reason(await mirror.ino(f"f{number}")) for number in range(8)]
+        assert any(reason.startswith("no room") for reason in reasons), reasons
+
+
+async def test_a_suspended_replica_goes_on_in_as_little_room(area: Area) -> None:
+    data = make_sparse(area, "f", [(0, DATA), (40 * MIB, DATA)])
+    async with area.mount([MIB], copies=False) as mirror:
+        handle = await mirror.open("f")
+        assert await mirror.read(handle, 0, 1000) == data[:1000]
+        assert await mirror.read(handle, 20 * MIB, 1000) == bytes(1000)
+        handle.release()
+        await mirror.settled()
+        assert mirror.residency.state(await mirror.ino("f")) == "partial"
+    async with area.mount([MIB]) as again:
+        watch_capacity(again, MIB)
+        await again.want("f")
+        await again.settled()
+        assert again.residency.state(await again.ino("f")) == "resident"
+        assert await again.read_file("f") == data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,23 +161,3 @@ def test_any_order_of_events(
         mock.patch.object(placement, "PARTIAL_ROOM_BYTES", 256 * KIB),
     ):
         trio.run(main, Area(Path(directory)))
-
-
-async def test_a_handle_tells_when_its_file_is_complete(area: Area) -> None:
-    """So that its reads need no Python any more, however long it stays open."""
-    data = area.write("a", content(3 * MIB))
-    async with area.mounted() as mirror:
-        handle = await mirror.open("a")
-        at_first = handle.replica
-        assert at_first is None
-        assert await mirror.read(handle, 0, 100) == data[:100]
-        await mirror.idle()
-        replica = handle.replica
-        assert replica is not None
-        assert os.pread(replica.fd, len(data), 0) == data
-        stopped: list[int] = []
-        mirror.cache.readers.invalidate = stopped.append  # type: ignore
-        mirror.cache.corrupt(handle.ino)
-        assert set(stopped) == {handle.ino}
-        assert await mirror.read(handle, 0, len(data)) == data
-        handle.release()

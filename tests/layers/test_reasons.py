@@ -6,19 +6,15 @@ import errno
 import os
 
 import pytest
-import trio.testing
-from trio.testing import MockClock
 
-from monarchfs.cache.reasons import Cause, ReasonLog
 from monarchfs.fs import find
 from monarchfs.fs import why as why_module
 from monarchfs.fs.find import Finder
 from monarchfs.fs.why import Why
-from monarchfs.prefetch.copier import YOUNG_SECONDS
 from monarchfs.prefetch.queue import Priority
-from monarchfs.types import EvictionPolicy, OperationError
-from tests.support.lookups import OPEN, TTL, Hours
-from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
+from monarchfs.types import OperationError
+from tests.support.lookups import OPEN
+from tests.support.mirror import KIB, MIB, Area, Mirror, content
 
 
 def why(mirror: Mirror) -> Why:
@@ -51,21 +47,9 @@ async def test_before_anybody_opened_it(files: Area) -> None:
     async with files.mount() as mirror:
         assert await told(mirror, "a") == ("not opened yet", "not opened yet")
     async with files.mount(keeps=False) as mirror:
+        await mirror.want("a")
+        await mirror.settled()
         await says(mirror, "a", "nothing is copied", "--prefetch none")
-
-
-async def test_a_resident_file_has_none(files: Area) -> None:
-    async with files.mount() as mirror:
-        ino = await mirror.copied("a")
-        mirror.cache.index.pin(ino)
-        report = await why(mirror).report("a", {})
-        assert (report["state"], report["cause"], report["reason"]) == ("resident", None, None)
-        assert report["tier"] == mirror.tier.path
-        assert report["local_bytes"] == report["size_bytes"] == 10
-        assert report["allocated_bytes"] > 0
-        assert 0 <= report["since_seconds_ago"] < 60
-        assert report["pinned"]
-        assert report["source_responding"]
 
 
 async def test_files_that_wait_tell_their_turn(area: Area) -> None:
@@ -109,42 +93,14 @@ async def test_no_room_and_by_how_much(area: Area) -> None:
         await says(mirror, names[0], "evicted")
 
 
-async def test_evicted_for_another(area: Area) -> None:
-    names = area.write_files(2, 60 * KIB)
-    async with area.mount([100 * KIB], eviction=EvictionPolicy.LRU) as mirror:
-        await mirror.copied(names[0])
-        await mirror.copied(names[1])
-        assert await told(mirror, names[0]) == ("evicted", "evicted for another file (just now)")
-
-
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
-async def test_a_copy_that_failed(files: Area, code: int) -> None:
-    async with files.mount(copy_workers=1) as mirror:
-        mirror.posix.faults.fail("read", code)
-        await mirror.want("a")
-        await mirror.settled()
-        again = "; it is tried again in 1 s" if code == errno.EIO else ""
-        sentence = f"copying failed: {os.strerror(code)} (just now{again})"
-        assert await told(mirror, "a") == ("copying failed", sentence)
-        mirror.posix.faults.end()
-        await mirror.copied("a")
-        assert await told(mirror, "a") == (None, "")
-        assert len(mirror.cache.reasons) == 0
-
-
 async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
-    area.write("large", content(8 * MIB))
+    area.write("large", content(2 * MIB))
     await area.settled()
-    async with area.mount(mode=OPEN, copy_workers=1) as mirror:
-        gate = mirror.posix.faults.gate("read")
+    async with area.mount(mode=OPEN) as mirror:
         old = await mirror.ino("large")
+        area.write("large", content(2 * MIB + 1, 2))
         mirror.copier.jobs.want(old, Priority.SCANNED)
-        await gate.arrived()
-        gate.release()
-        await gate.arrived()
-        (area.source / "large").write_bytes(content(8 * MIB + 1, 2))
-        gate.open()
-        await mirror.idle()
+        await mirror.settled()
         assert mirror.reason(old).startswith("it changed in the source while it was copied")
         before = "not opened yet since the version before changed"
         await says(mirror, "large", "changed in the source", before)
@@ -152,53 +108,6 @@ async def test_a_version_that_changed_under_the_copy(area: Area) -> None:
         await area.settled()
         await mirror.copied("large")
         assert await told(mirror, "large") == (None, "")
-
-
-async def test_one_that_is_too_young(area: Area, clock: MockClock, hours: Hours) -> None:
-    area.write("a", content(10))
-    hours.pass_by(-10)  # its clock is ahead of ours
-    async with area.mount(mode=TTL) as mirror:
-        await mirror.want("a")
-        await mirror.idle()
-        again = f"tried again in {YOUNG_SECONDS:.0f} s"
-        await says(mirror, "a", "changed a moment ago", "may be changed again", again)
-        hours.pass_by(20)
-        await trio.testing.wait_all_tasks_blocked()
-        clock.jump(YOUNG_SECONDS + 0.01)
-        ino = await mirror.ino("a")
-        await until(lambda: mirror.residency.state(ino) == "resident", "the next look")
-        assert mirror.reason(ino) == ""
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-async def test_a_tier_that_fails(files: Area, code: int) -> None:
-    async with files.mount() as mirror:
-        mirror.tier.faults.fail("write_whole", code)
-        mirror.tier.faults.fail("probe", code)
-        await mirror.read_file("a")
-        await mirror.idle()
-        cause, sentence = await told(mirror, "a")
-        assert cause in ("copying failed", "no tier in service")
-        assert os.strerror(code) in sentence
-        await mirror.read_file("d/b")
-        await mirror.idle()
-        out = f"no tier is in service: {mirror.tier.path}: "
-        await says(mirror, "d/b", "no tier in service", out, os.strerror(code))
-        await mirror.mend()
-        assert "when it was wanted" in (await told(mirror, "d/b"))[1]
-        await mirror.copied("d/b")
-
-
-async def test_a_tier_that_cannot_be_read(files: Area) -> None:
-    async with files.mount() as mirror:
-        await mirror.copied("a")
-        await mirror.copied("d/b")
-        mirror.tier.faults.fail("open_replica", errno.EIO)
-        mirror.tier.faults.fail("probe", errno.EIO)
-        assert await mirror.read_file("a") == content(10)
-        out = f"it is read from the source: {mirror.tier.path}: its disk"
-        await says(mirror, "d/b", "no tier in service", out)
-        await mirror.mend()
 
 
 async def test_a_replica_that_was_lost(files: Area) -> None:
@@ -271,15 +180,3 @@ async def test_a_source_that_hangs(files: Area, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(OperationError, match="the source does not answer"):
             await finder.find("d/b")
         gate.open()
-
-
-def test_so_many_are_remembered() -> None:
-    reasons = ReasonLog(kept=3)
-    for ino in range(10):
-        reasons.put(ino, Cause.FAILED, "it failed")
-    assert len(reasons) == 3
-    assert [reasons.get(ino) is None for ino in range(10)] == [True] * 7 + [False] * 3
-    reasons.put(7, Cause.NO_ROOM, "no room", 5)
-    reasons.put(10, Cause.FAILED, "it failed")
-    kept = reasons.get(7)
-    assert (reasons.get(8), kept and kept.missing_bytes) == (None, 5), "the oldest word goes"

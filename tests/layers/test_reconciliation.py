@@ -81,45 +81,6 @@ async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: A
         assert mirror.used() == used + more
 
 
-async def test_a_reboot_that_lost_the_record_of_a_file(files: Area) -> None:
-    """It is not counted, so the tier takes nothing before it was found; then it is removed."""
-    async with files.mount(sound=False) as mirror:
-        await read_both(mirror)
-        await mirror.cache.sync()
-        ino = await mirror.ino("large")
-        record = mirror.replica(ino)
-        mirror.index.drop_replica(ino)
-        mirror.index.file_gone(record.tier, record.name)
-        (path,) = own_files(files.tier(1))
-        path.chmod(0o600)
-    async with files.mounted(boot_id=b"second boot") as mirror:
-        await mirror.idle()
-        assert not path.exists()
-        await read_both(mirror)
-
-
-async def test_a_new_index_takes_over_what_lies_there(files: Area) -> None:
-    async with files.mount() as mirror:
-        await read_both(mirror)
-        await mirror.cache.sync()
-        (noted,) = (files.tier(1) / "segments").glob("*.list")
-        made = {path.stat().st_mtime_ns for path in (*own_files(files.tier(1)), noted)}
-        assert len(made) == 2
-    set_aside(str(files.state))
-    async with files.mounted() as mirror:
-        await mirror.idle()
-        totals = mirror.index.tier_totals()[mirror.tier.id]
-        assert (totals.found, totals.resident) == (2, 0)
-        assert mirror.used() == totals.allocated_bytes > len(LARGE)
-        await read_both(mirror)
-        assert mirror.posix.reads == []
-        assert mirror.metrics.replicas_adopted == 2
-        assert mirror.index.tier_totals()[mirror.tier.id].resident == 2
-        nodes = [await mirror.node(name) for name in ("small", "large")]
-        # When they were made is told, too.
-        assert {mirror.reasons.of(node).since_ns for node in nodes} == made
-
-
 async def test_another_version_is_not_taken_over_and_makes_room(files: Area) -> None:
     await left_behind(files)
     set_aside(str(files.state))
@@ -130,28 +91,6 @@ async def test_another_version_is_not_taken_over_and_makes_room(files: Area) -> 
         assert mirror.metrics.replicas_adopted == 1
         await mirror.copied("large")
         assert mirror.metrics.evictions_outdated == 1
-
-
-async def test_files_that_are_not_replicas_are_neither_counted_nor_removed(files: Area) -> None:
-    await left_behind(files)
-    tier = files.tier(1)
-    fan_out = next(path for path in tier.iterdir() if len(path.name) == 2)
-    name = "0" * 30 + "ab" + "." + "1" * 16
-    outside = files.path / "outside"
-    outside.write_text("precious")
-    planted = [fan_out / "README", tier / "notes", fan_out / f"{fan_out.name}{name[2:]}"]
-    planted[0].write_text("not ours")
-    planted[1].write_text("not ours")
-    planted[2].symlink_to(outside)
-    (tier / "parts" / ("c" * 32)).symlink_to(outside)
-    set_aside(str(files.state))
-    async with files.mount(sound=False) as mirror:
-        await mirror.idle()
-        assert mirror.index.tier_totals()[mirror.tier.id].found == 2
-        await read_both(mirror)
-        assert mirror.posix.reads == []
-    assert outside.read_text() == "precious"
-    assert all(map(os.path.lexists, planted))
 
 
 @pytest.mark.parametrize(("shares", "boot_id"), [(True, b"first boot"), (False, b"second boot")])
@@ -194,24 +133,6 @@ async def test_what_a_reader_missed_first_is_not_lost_twice_nor_its_new_copy(fil
         mirror.cache._tiers.end_outage(mirror.tier.id, Outage.RECONCILIATION)
 
 
-async def test_a_copy_that_a_crash_cut_off_leaves_nothing(files: Area) -> None:
-    async with files.mount(sound=False) as mirror:
-        node = await mirror.node("large")
-        name = node.stat.version.replica_name
-        # What a crash leaves between the rename and the commit.
-        mirror.index.begin_copy(node.ino, mirror.tier.id, name)
-        mirror.tier.files.write_whole(name, LARGE)
-        other = await mirror.node("other")
-        name = other.stat.version.replica_name
-        mirror.index.begin_copy(other.ino, mirror.tier.id, name)
-        os.close(mirror.tier.files.create_part(name, 9_000))
-    async with files.mount() as mirror:
-        assert own_files(files.tier(1)) == []
-        assert mirror.index.journal() == []
-        mirror.check_books()
-        await read_both(mirror)
-
-
 async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
     async with files.mount(copies=False, sound=False) as mirror:
         handle = await mirror.open("large")
@@ -234,17 +155,6 @@ async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
         assert mirror.posix.reads == []
         handle.release()
         await mirror.copied("large")
-
-
-async def test_a_tier_that_is_left_out_keeps_what_it_has(files: Area) -> None:
-    async with files.mount([ALL_ROOM, ALL_ROOM]) as mirror:
-        await read_both(mirror)
-    async with files.mount([]) as mirror:
-        await read_both(mirror)
-        assert mirror.residency.state(await mirror.ino("small")) != "copying"
-    async with files.mounted([ALL_ROOM, ALL_ROOM]) as mirror:
-        await read_both(mirror)
-        assert mirror.posix.reads == []
 
 
 async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -> None:

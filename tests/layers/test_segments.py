@@ -15,14 +15,13 @@ import trio
 import trio.testing
 
 from monarchfs.cache.reasons import Cause
-from monarchfs.cache.replicas import Reservation
 from monarchfs.index import set_aside
 from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles, allocated
-from monarchfs.types import Node, Replica, TierFile
+from monarchfs.types import Replica, TierFile
 from tests.support.faults import FaultySegments, FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
-from tests.support.on_disk import own_files
+from tests.support.on_disk import Place, own_files, spoil
 
 SIZE = 10_000
 TAKEN = allocated(SIZE)
@@ -94,11 +93,6 @@ def segment_bytes(tier: FaultyTier, replica: Replica) -> bytes:
         return os.pread(file.fileno(), replica.size, replica.offset)
 
 
-def scribble(tier: FaultyTier, replica: Replica, data: bytes = b"\0\0\0", at: int = 100) -> None:
-    with lies_in(tier, replica.segment).open("r+b") as file:
-        os.pwrite(file.fileno(), data, replica.offset + at)
-
-
 def unsynced(mirror: Mirror) -> None:
     """As if the machine went down now: nothing is synced at the end of this mount."""
     for group in mirror.cache._durability._unsynced.values():
@@ -106,21 +100,6 @@ def unsynced(mirror: Mirror) -> None:
 
 
 # Coming.
-
-
-def together(mirror: Mirror, nodes: list[Node]) -> list[tuple[Reservation, bytes]]:
-    """Room for these files, and their bytes."""
-    places = mirror.cache.reserve_each(nodes, evicts=False)
-    return [(place, content(SIZE, n)) for n, place in enumerate(places) if place is not None]
-
-
-async def written(mirror: Mirror, places: list[tuple[Reservation, bytes]]) -> None:
-    """Write them; what fails is given up, as the copier does."""
-    results = await mirror.cache.write_each(places)
-    for (place, _), result in zip(places, results, strict=True):
-        if isinstance(result, OSError):
-            mirror.cache.tier_failed(place, result)
-            await mirror.cache.abandon(place, Cause.FAILED, "for the test")
 
 
 async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
@@ -149,7 +128,12 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
         mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
         nodes = [await mirror.node(name) for name in names]
         inos = [node.ino for node in nodes]
-        await written(mirror, together(mirror, nodes))
+        reserved = mirror.cache.reserve_each(nodes, evicts=False)
+        places = [(place, content(SIZE, n)) for n, place in enumerate(reserved) if place]
+        for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
+            if isinstance(result, OSError):  # as the copier does
+                mirror.cache.tier_failed(place, result)
+                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
         assert mirror.states(inos).count("remote") == 1
         assert mirror.metrics.copies_completed == 5
         await mirror.settled()
@@ -161,60 +145,18 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
         assert {mirror.replica(ino).segment for ino in inos} >= {first}
 
 
-async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None:
-    names = area.write_files(4)
-    async with area.mounted(copies=False) as mirror:
-        cache, nodes = mirror.cache, [await mirror.node(name) for name in names]
-        gate = mirror.tier.faults.gate("write_whole")
-        places = together(mirror, nodes)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(cache.write_each, places)
-            await gate.arrived()
-            nursery.start_soon(cache.abandon, places[1][0], Cause.CHANGED, "for the test")
-            await trio.testing.wait_all_tasks_blocked()
-            gate.open()
-        await mirror.settled()
-        states = mirror.states([node.ino for node in nodes])
-        assert states == ["resident", "remote", "resident", "resident"]
-        assert occupied(mirror) == 3 * TAKEN
-
-
-@pytest.mark.parametrize("trial", ["finds it", "fails"])
 async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
-    area: Area, monkeypatch: pytest.MonkeyPatch, trial: str
+    area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with copied(area, 2, of=4) as (_, names, _inos):
         pass
 
-    def frees_punched(_: object) -> bool:
-        if trial == "fails":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return False
-
-    monkeypatch.setattr(SegmentFiles, "frees_punched", frees_punched)
+    monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
     async with area.mounted(copies=False) as mirror:
         await mirror.mend()
         await read_locally(mirror, names[:2])
         await copy(mirror, names)
         assert len(own_files(area.tier(1))) == 2
-        await read_locally(mirror, names)
-
-
-async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its directory became another one after there was room for them."""
-    names = area.write_files(2)
-    async with area.mounted(copies=False) as mirror:
-        places = together(mirror, [await mirror.node(name) for name in names])
-        assert [place.shares for place, _ in places] == [True, True]
-        monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
-        mirror.cache._segments.replaced(mirror.tier)
-        for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
-            if result is not True:
-                assert isinstance(result, OSError)
-                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
-        await copy(mirror, names)
         await read_locally(mirror, names)
 
 
@@ -362,26 +304,16 @@ async def test_one_that_a_power_cut_could_bring_back_is_enough(
         await mirror.cache.sync()
         inos += await copy(mirror, names[1:])
         calls = listen(mirror, monkeypatch)
-        await evict(mirror, inos[1], inos[0], inos[2])
-        # The first goes alone, and the others together when that has gone. Which is first is trio's
-        # to say; what is durable is, at times.
-        synced = ["begin sync", "end sync", "punch"]
-        assert calls[:3] == 3 * ["commit"]
-        assert calls[3:] in (["punch", *synced], [*synced, "punch"])
-
-
-async def test_going_together_costs_one_sync(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with copied(area, 20, sound=False) as (mirror, _, inos):
-        await mirror.cache.sync()
-        calls = listen(mirror, monkeypatch)
-        await evict(mirror, *inos[1:])
-        assert calls.count("commit") == 19
-        assert calls.count("begin sync") <= 2
-        assert calls.count("punch") <= 2
-        # ext4 keeps a block for the map of so many holes: what has data is looked at.
-        (segment,) = mirror.tier.segments.found()
-        assert mirror.tier.segments.data_ranges(segment) == [(0, TAKEN)]
-        assert mirror.used() == TAKEN
+        # The first goes alone, and the others together when that has gone.
+        gate = mirror.tier.faults.gate("remove")
+        assert mirror.cache.evict(inos[1])
+        await gate.arrived()
+        assert mirror.cache.evict(inos[0])
+        assert mirror.cache.evict(inos[2])
+        gate.open()
+        await mirror.idle()
+        assert calls[:4] == ["commit", "punch", "commit", "commit"]
+        assert calls[4:] == ["begin sync", "end sync", "punch"]
 
 
 async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,69 +354,6 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
 # Crashes and reboots.
 
 
-async def test_a_crash_before_the_commit(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = area.write_files(8)
-
-    class Killed(BaseException):
-        pass
-
-    def kill(*_: object) -> None:
-        raise Killed
-
-    async def until_killed() -> None:
-        async with area.mount(copies=False, sound=False) as mirror:
-            await copy(mirror, names[:4])
-            monkeypatch.setattr(mirror.index, "put_replicas", kill)
-            nodes = [await mirror.node(name) for name in names[4:]]
-            await mirror.cache.write_each(together(mirror, nodes))
-
-    with pytest.RaisesGroup(Killed, flatten_subgroups=True):
-        await until_killed()
-    async with area.mounted() as mirror:
-        (segment,) = mirror.tier.segments.found()
-        assert lies_in(mirror.tier, segment).stat().st_size > 7 * TAKEN
-        await until(lambda: blocks(mirror.tier) == 4 * TAKEN, "the gap to be given back")
-        mirror.check_books()
-        await until(lambda: not mirror.index.segments(mirror.tier.id)[segment], "it to be noted")
-        await read_locally(mirror, names[:4])
-        await copy(mirror, names)
-        assert len(mirror.tier.segments.found()) == 2
-        await read_locally(mirror, names)
-
-
-@pytest.mark.parametrize("size", [SIZE, 3 * TAKEN, 1])
-async def test_what_no_record_has_is_given_back(area: Area, size: int) -> None:
-    """Gaps before the first record and between others; bytes behind the last, to the last block
-    also where the file ends amid one; and a segment that was begun and never made."""
-    async with copied(area, 7, sound=False) as (mirror, names, inos):
-        last = max((mirror.replica(ino) for ino in inos), key=lambda replica: replica.offset)
-        scribble(mirror.tier, last, content(size), TAKEN)
-        gone = [n for n in range(7) if mirror.replica(inos[n]).offset // TAKEN in (0, 2, 3)]
-        for number in gone:
-            mirror.index.drop_replica(inos[number])
-        mirror.index.begin_segments(mirror.tier.id, [77])
-    await is_left(area, [name for n, name in enumerate(names) if n not in gone])
-
-
-async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) -> None:
-    async with copied(area, 3, of=6) as (mirror, names, _):
-        await mirror.cache.sync()
-        lost = [mirror.replica(ino) for ino in await copy(mirror, names[3:])]
-        unsynced(mirror)
-        for replica in lost:
-            scribble(mirror.tier, replica, bytes(SIZE), 0)
-    async with area.mounted(boot_id=b"second boot") as mirror:
-        await mirror.read_each(names)
-        await mirror.idle()
-        # More than once, perhaps: the tier takes nothing before it was looked at.
-        assert [bool(mirror.bytes_read(name)) for name in names] == [False] * 3 + [True] * 3
-        await copy(mirror, names)
-        await mirror.settled()
-        assert occupied(mirror) == 6 * TAKEN
-    async with area.mounted(boot_id=b"third boot") as mirror:
-        await read_locally(mirror, names)
-
-
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
     async with copied(area, 3, of=5, sound=False) as (mirror, names, _):
@@ -505,7 +374,8 @@ async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -
         await mirror.cache.sync()
         await copy(mirror, names[5:])  # not in a list
         unsynced(mirror)
-        scribble(mirror.tier, mirror.replica(inos[2]))
+        spoilt = mirror.replica(inos[2])
+        spoil(Place(lies_in(mirror.tier, spoilt.segment), spoilt.offset), 100)
     set_aside(str(area.state))
     async with area.mounted(copies=False) as mirror:
         await mirror.idle()
@@ -521,39 +391,6 @@ async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -
         assert occupied(mirror) == 6 * TAKEN
         await evict(mirror, await mirror.ino(names[0]))
         assert occupied(mirror) == 5 * TAKEN
-
-
-@pytest.mark.parametrize("damage", ["missing", "torn", "of another"])
-async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) -> None:
-    async with copied(area, 3) as (_, names, _inos):
-        pass
-    (path,) = (area.tier(1) / "segments").glob("*.list")
-    match damage:
-        case "missing":
-            path.unlink()
-        case "torn":
-            os.truncate(path, path.stat().st_size - 1)
-        case "of another":
-            path.with_suffix("").rename(path.with_name("0" * 15 + "1"))
-            path.rename(path.with_name("0" * 15 + "1.list"))
-    set_aside(str(area.state))
-    async with area.mounted(copies=False) as mirror:
-        await mirror.idle()
-        assert mirror.tier.segments.found() == []
-        assert mirror.used() == 0
-        await copy(mirror, names)
-        await read_locally(mirror, names)
-
-
-async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None:
-    """One was dropped, and a crash came before its room was given back."""
-    async with copied(area, 3, sound=False) as (mirror, names, inos):
-        await mirror.cache.sync()
-        mirror.index.drop_replica(inos[1])
-        await copy(mirror, names[1:2])
-        await mirror.cache.sync()
-    set_aside(str(area.state))
-    await is_left(area, names)
 
 
 async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
@@ -577,80 +414,19 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
         await mirror.read_each(names)
 
 
-@pytest.mark.parametrize("known", [True, False])
-async def test_what_is_not_ours_in_their_place_is_left_alone(area: Area, known: bool) -> None:
-    async with copied(area, 3, sound=False) as (mirror, names, inos):
-        (segment,) = {mirror.replica(ino).segment for ino in inos}
-    path = lies_in(mirror.tier, segment)
-    outside = path.rename(area.path / "outside")
-    path.symlink_to(outside)
-    data = outside.read_bytes()
-    if not known:
-        set_aside(str(area.state))
-    async with area.mounted(boot_id=b"second boot", copies=False) as mirror:
-        await mirror.idle()
-        assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
-        assert mirror.used() == 0
-        await copy(mirror, names)
-        await read_locally(mirror, names)
-    assert path.is_symlink()
-    assert outside.read_bytes() == data
-
-
 # Moves, and tiers that are not what they were.
-
-
-@asynccontextmanager
-async def room_above(area: Area, count: int) -> AsyncIterator[tuple[Mirror, list[str], list[int]]]:
-    """Of these files the fast tier had the first; its replica goes, and the others lie below."""
-    names = area.write_files(count)
-    async with area.mounted([FAST, ALL_ROOM]) as mirror:
-        inos = [await mirror.copied(name) for name in names]
-        fast, slow = mirror.tiers
-        assert [mirror.replica(ino).tier for ino in inos] == [fast.id] + [slow.id] * (count - 1)
-        assert mirror.cache.drop(inos[0], "for the test")
-        await mirror.idle()
-        yield mirror, names, inos
-
-
-async def moved(mirror: Mirror, name: str) -> Replica:
-    """The replica of a file that is opened, in its new place."""
-    await mirror.read_file(name)
-    await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
-    await mirror.idle()
-    return mirror.replica(await mirror.ino(name))
-
-
-async def test_small_files_move_from_one_segment_to_another(area: Area) -> None:
-    async with room_above(area, 3) as (mirror, names, _):
-        replica = await moved(mirror, names[1])
-        fast, slow = mirror.tiers
-        assert (replica.tier, replica.segment != 0, replica.durable) == (fast.id, True, False)
-        assert [blocks(fast), blocks(slow)] == [TAKEN, TAKEN]
-        assert own_files(area.tier(1)) == []
-        await read_locally(mirror, names[1:])
-    async with area.mounted([FAST, ALL_ROOM], boot_id=b"second boot") as mirror:
-        await read_locally(mirror, names[1:])
-
-
-async def test_one_gets_a_file_of_its_own(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = SegmentFiles.frees_punched
-    monkeypatch.setattr(
-        SegmentFiles, "frees_punched", lambda self: not self.path.endswith("tier1") and real(self)
-    )
-    async with room_above(area, 2) as (mirror, names, inos):
-        assert mirror.replica(inos[1]).segment
-        replica = await moved(mirror, names[1])
-        assert replica.segment == replica.offset == 0
-        assert blocks(mirror.tiers[1]) == 0
-        await read_locally(mirror, names[1:])
 
 
 @pytest.mark.parametrize("call", ["put_replica", "begin_segments"])
 async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    async with room_above(area, 2) as (mirror, names, inos):
+    names = area.write_files(2)
+    async with area.mounted([FAST, ALL_ROOM]) as mirror:
+        inos = [await mirror.copied(name) for name in names]
+        assert [mirror.replica(ino).tier for ino in inos] == [tier.id for tier in mirror.tiers]
+        assert mirror.cache.drop(inos[0], "for the test")
+        await mirror.idle()
         mirror.cache._segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
         tried = trio.Event()
 
@@ -671,12 +447,6 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
         await until(lambda: not mirror.cache._busy, "the move")
 
 
-def emptied(path: Path) -> None:
-    for child in path.iterdir():
-        shutil.rmtree(child)
-    (path / "parts").mkdir()
-
-
 def replaced(path: Path) -> None:
     shutil.rmtree(path)
     path.mkdir()
@@ -686,7 +456,7 @@ def without_segments(path: Path) -> None:
     shutil.rmtree(path / "segments")
 
 
-@pytest.mark.parametrize("how", [shutil.rmtree, emptied, replaced, without_segments])
+@pytest.mark.parametrize("how", [shutil.rmtree, replaced, without_segments])
 async def test_a_tier_that_becomes_another_one(area: Area, how: Callable[[Path], None]) -> None:
     """What it had is read from the source; once it is there again it takes files as before."""
     async with copied(area, 3, of=6, sound=False) as (mirror, names, _):

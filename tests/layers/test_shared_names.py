@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trio
@@ -114,19 +115,6 @@ class Owner:
         return decode_question(encode_question(question))
 
 
-class Alone:
-    """For the owner: all names are its own."""
-
-    def divide(self, *_about: object) -> dict[int, list[bytes]]:
-        return {}
-
-    async def ask(self, *_about: object) -> None:
-        raise AssertionError("nobody asks")
-
-    async def list(self, *_about: object) -> None:
-        raise AssertionError("nobody asks")
-
-
 def beside(area: Area) -> Area:
     """Another node's directories, with the same source."""
     path = Path(f"{area.path}-b")
@@ -148,7 +136,8 @@ async def pair(
         other.mount(mode=mode, ttl=60, copies=False) as b,
     ):
         owner = Owner(a)
-        a.tree.shared.bind(Alone())
+        # All names are its own, so it asks nobody.
+        a.tree.shared.bind(SimpleNamespace(divide=lambda *_about: {}))
         b.tree.shared.bind(owner)
         yield a, b, owner
 
@@ -310,17 +299,6 @@ async def test_a_peer_that_is_no_use(many: Area, what: str) -> None:
         await Refresh(b.tree, b.kernel).run()
         assert await go_through(b) == SIZES
         assert await b.read_file("d/0007") == b"x" * 7
-
-
-async def test_a_peer_that_says_other_attributes_is_found_out_at_the_open(many: Area) -> None:
-    async with pair(many) as (a, b, owner):
-        stat = (await a.node("d/0005")).stat
-        owner.lies = PeerNames(0, [(b"0005", stat._replace(size=1 << 40), b"")])
-        await listing(b)
-        assert (await told(b, b"0005")).stat.size == 1 << 40
-        with stale():
-            await b.open("d/0005")
-        assert await b.read_file("d/0005") == b"x" * 5
 
 
 async def test_listings_are_shared_and_cost_no_attributes(many: Area, hours: Hours) -> None:

@@ -1,4 +1,5 @@
-"""Going through a directory name by name: how often the source is asked, in how many batches."""
+"""Going through a directory name by name: how often the source is asked for attributes, in how many
+batches; extended attributes and rights."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import errno
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +22,10 @@ from monarchfs.fs.refresh import Refresh
 from monarchfs.fs.tree import Entry, Missing
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
-from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, fails, names
 from tests.support.mirror import Area, Mirror, until
 
-FILES = 600
+FILES = 300
 ORDER = [b"%04d" % number for number in range(FILES)]
 SIZES = {name: number for number, name in enumerate(ORDER)}
 SELINUX, ACL = b"security.selinux", b"system.posix_acl_access"
@@ -46,26 +49,19 @@ class Operations:
     ``batches``, how many calls of threads that took."""
 
     def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-        self.batches = 0
-        self._batches_before = self._calls()
-        self._before = self._now()
-
-    def _calls(self) -> int:
-        counted = self._mirror.source.counters.calls.values()
-        return sum(sum(counts.durations.counts) for counts in counted)
-
-    def _now(self) -> dict[str, int]:
-        found: dict[str, int] = {}
-        for (_purpose, kind), counts in self._mirror.source.counters.calls.items():
-            found[kind] = found.get(kind, 0) + counts.operations
-        return found
+        self._counts = mirror.source.counters.calls
+        self._before: Counter[str] = Counter()
+        self._calls = self.batches = 0
+        self()
 
     def __call__(self) -> dict[str, int]:
-        calls = self._calls()
-        self.batches, self._batches_before = calls - self._batches_before, calls
-        before, self._before = self._before, self._now()
-        return {k: n - before[k] for k, n in self._before.items() if n != before[k]}
+        operations, calls = Counter[str](), 0
+        for (_purpose, kind), counts in self._counts.items():
+            operations[kind] += counts.operations
+            calls += sum(counts.durations.counts)
+        asked, self.batches = operations - self._before, calls - self._calls
+        self._before, self._calls = operations, calls
+        return dict(asked)
 
 
 async def stat_each(mirror: Mirror, ino: int, order: list[bytes]) -> dict[bytes, int]:
@@ -185,12 +181,6 @@ async def test_what_is_used_near_its_expiry_is_asked_for_ahead(many: Area, hours
         assert d.operations() == {}
 
 
-async def test_a_few_names_in_no_order_bring_few_others(many: Area) -> None:
-    async with listed(many) as d:
-        await d.stat(random.Random(1).sample(d.order[1:], 8))
-        assert d.operations()["stat"] <= 3 * 8
-
-
 @pytest.mark.parametrize("failing", [b"13579", b"0123456789"], ids=["half of them", "all of them"])
 async def test_names_that_fail_are_asked_for_at_most_twice(many: Area, failing: bytes) -> None:
     """Where half of them do, the others are known soon."""
@@ -232,13 +222,6 @@ async def test_a_file_that_hangs(many: Area, monkeypatch: pytest.MonkeyPatch) ->
         await d.mirror.idle()
 
 
-async def test_a_batch_that_fails_is_not_the_readers(many: Area) -> None:
-    async with listed(many) as d:
-        d.mirror.posix.faults.fail("found_each", errno.EIO)
-        assert len(await d.stat(d.order)) == FILES
-        assert d.operations()["stat"] <= 2 * FILES
-
-
 async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
     async with listed(many) as d:
         await d.stat(d.order[:1])
@@ -259,14 +242,11 @@ async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
 
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
 async def test_names_that_nobody_has_listed_come_in_few_batches(
-    area: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
+    many: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 60)
-    order = in_no_order(250)
-    for name in order:
-        area.write(f"d/{name.decode()}", b"x" * int(name))
+    order = in_no_order()
     hours.pass_by(1)  # else the last ones are in the tick of their making
-    async with looked_up(area, mode=mode) as d:
+    async with looked_up(many, mode=mode) as d:
         singles = []
         found = d.mirror.source.found
 
@@ -275,7 +255,7 @@ async def test_names_that_nobody_has_listed_come_in_few_batches(
             return await found(directory, name, lane)
 
         monkeypatch.setattr(d.mirror.source, "found", single)
-        assert await d.stat(order) == {name: int(name) for name in order}
+        assert await d.stat(order) == SIZES
         asked = d.operations()
         assert asked["stat"] <= len(order) + len(singles) + 1, "the directory's own"
         assert asked["list"] <= 2
@@ -301,19 +281,12 @@ async def test_a_tree_of_small_directories_is_not_listed(area: Area) -> None:
     for number in range(20):
         for name in "abcd":
             area.write(f"{number}/{name}", b"x")
-    many = [b"%d" % number for number in range(40)]
-    for one in many:
-        area.write(f"d/{one.decode()}", b"x")
-    async with looked_up(area) as d:
+    async with area.mount() as mirror:
         for number in range(20):
-            ino = await d.mirror.ino(f"{number}")
-            await stat_each(d.mirror, ino, [b"a", b"b", b"c", b"d"])
-            await d.listing_ends()
+            await stat_each(mirror, await mirror.ino(f"{number}"), [b"a", b"b", b"c", b"d"])
+            await mirror.idle()
         # The root has twenty.
-        assert d.mirror.posix.faults.calls["list"] <= 4
-        await d.stat(many[:20])
-        await d.is_listed()
-        assert d.mirror.tree.directories._unlisted._few == unlisted.FEW
+        assert mirror.posix.faults.calls["list"] <= 4
 
 
 @pytest.mark.parametrize(
@@ -332,25 +305,6 @@ async def test_nothing_is_listed_ahead(
             await d.stat(in_no_order(count))
         await d.mirror.idle()
         assert d.operations() == {"stat": count}
-
-
-async def test_who_took_over_lists_what_is_asked_for_again(many: Area) -> None:
-    async with looked_up(many, mode=TTL) as d:
-        d.mirror.tree.recorder.take_over(0)
-        await d.stat(in_no_order(10))
-        await d.is_listed()
-
-
-async def test_large_ones_are_listed_later(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with looked_up(many) as d:
-        size = (await d.mirror.node("d")).stat.size
-        monkeypatch.setattr(unlisted, "DIRECTORY_BYTES", max(1, size // 40))
-        d.operations()
-        await d.stat(in_no_order(35))
-        await d.mirror.idle()
-        assert d.operations() == {"stat": 35}
-        await d.stat(in_no_order(60))
-        await until(lambda: "list" in d.operations(), "the listing")
 
 
 async def test_one_that_turns_out_to_be_large(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +395,21 @@ async def test_what_changed_meanwhile_is_seen(many: Area, hours: Hours, listed_f
         assert await d.stat([changed]) == {changed: len(b"another")}
 
 
+async def test_names_that_are_known_bring_others(
+    many: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To those who answer look-ups by themselves."""
+    monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 0.0)
+    async with listed(many, mode=IMMUTABLE) as d:
+        await d.stat(ORDER)
+        told: list[bytes] = []
+        d.mirror.tree.siblings._publish = lambda parent, name, entry: told.append(name)
+        d.mirror.tree.recorder.outdate(d.number(b"0003"))
+        for _ in range(FILES):
+            d.mirror.tree.siblings.looked_up(d.ino)
+        assert {*told} == {*ORDER} - {b"0003"}
+
+
 # -- extended attributes
 
 
@@ -470,12 +439,12 @@ async def test_what_hardly_any_file_has_is_asked_for_once_for_all(many: Area) ->
 
 
 async def test_attributes_that_files_have_are_seen(many: Area) -> None:
-    acl = bytes.fromhex("0200000001000600ffffffff02000400e803000004000400ffffffff10000400ffffffff")
-    acl += bytes.fromhex("20000400ffffffff")
+    acl = bytes.fromhex("0200000001000600ffffffff02000140e801300001400140ffffffff10000140ffffffff")
+    acl += bytes.fromhex("20000140ffffffff")
     directory = many.source / "d"
     try:
-        os.setxattr(directory / "0300", ACL, acl)
-        os.setxattr(directory / "0400", b"security.x", b"label")
+        os.setxattr(directory / "0130", ACL, acl)
+        os.setxattr(directory / "0140", b"security.x", b"label")
     except OSError as exc:
         pytest.skip(f"no such attributes here: {exc}")
     async with listed(many) as d:
@@ -488,40 +457,29 @@ async def test_attributes_that_files_have_are_seen(many: Area) -> None:
                 for attr in (ACL, b"security.x"):
                     assert await d.attribute(name, attr) == source_attribute(path, attr)
         assert d.mirror.xattrs.absent(ACL) == errno.ENODATA
-        without = [name for name in d.order if name not in (b"0300", b"0400")]
+        without = [name for name in d.order if name not in (b"0130", b"0140")]
         assert sorted(plain) == sorted(map(d.number, without))
 
 
-async def test_an_acl_that_is_not_listed(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, marked = os.getxattr, many.source / "d/0300"
+@pytest.mark.parametrize("attribute", [ACL, b"security.x"])
+async def test_lists_may_not_tell_all(
+    many: Area, monkeypatch: pytest.MonkeyPatch, attribute: bytes
+) -> None:
+    """A file system that gives attributes that its listxattr leaves out: ACLs, or others, of which
+    one is met soon."""
+    real, marked = os.getxattr, many.source / "d/0130"
 
-    def getxattr(path: bytes, attribute: bytes, *, follow_symlinks: bool = True) -> bytes:
-        if attribute == ACL and os.path.realpath(path) == os.fsencode(marked):
-            return b"an ACL"
-        return real(path, attribute, follow_symlinks=follow_symlinks)
+    def getxattr(path: bytes, asked: bytes, *, follow_symlinks: bool = True) -> bytes:
+        if asked == attribute and os.path.realpath(path) == os.fsencode(marked):
+            return b"value"
+        return real(path, asked, follow_symlinks=follow_symlinks)
 
     async with listed(many) as d:
         monkeypatch.setattr(os, "getxattr", getxattr)
         await d.stat(d.order)
-        for name in d.order:
-            expected = b"an ACL" if name == b"0300" else errno.ENODATA
-            assert await d.attribute(name, ACL) == expected
-
-
-async def test_lists_may_not_tell_all(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that gives attributes that its listxattr leaves out."""
-
-    def getxattr(self: object, directory: object, name: bytes, attribute: bytes) -> bytes:
-        if name == b"0300":
-            return b"value"
-        raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
-
-    async with listed(many) as d:
-        monkeypatch.setattr(type(d.mirror.posix), "getxattr", getxattr)
-        await d.stat(d.order)
-        assert await d.attribute(b"0300", b"security.x") == b"value"
-        assert await d.attribute(b"0301", b"security.x") == errno.ENODATA
-        assert not d.mirror.xattrs.plain(d.number(b"0301"))
+        for name in d.order if attribute == ACL else [b"0130", *d.order]:
+            expected = b"value" if name == b"0130" else errno.ENODATA
+            assert await d.attribute(name, attribute) == expected
 
 
 async def test_a_source_without_attributes(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -541,89 +499,70 @@ async def test_a_source_without_attributes(many: Area, monkeypatch: pytest.Monke
 # -- who answers look-ups by himself
 
 
-class Told:
-    """What of a directory those have been told who answer look-ups by themselves."""
-
-    def __init__(self, d: Directory) -> None:
-        self._d = d
-        self.names: list[bytes] = []
-        d.mirror.tree.siblings._publish = self._tell
-
-    def _tell(self, parent: int, name: bytes, entry: Entry) -> None:
-        known = self._d.mirror.tree.known.lookup(parent, name)
-        assert isinstance(known, Entry)
-        assert known.node == entry.node
-        assert parent == self._d.ino
-        self.names.append(name)
-
-    def by_look_up(self) -> list[bytes]:
-        """Of a name that was known here only."""
-        self.names.clear()
-        self._d.mirror.tree.siblings.looked_up(self._d.ino)
-        return list(self.names)
+def set_xattr(path: Path, name: str, value: bytes) -> None:
+    try:
+        os.setxattr(path, name, value)
+    except OSError as exc:
+        if exc.errno == errno.EOPNOTSUPP:
+            pytest.skip("needs user.* attributes: TMPDIR on ext4 or xfs")
+        raise
 
 
-async def test_names_that_are_asked_for_are_told_of(many: Area) -> None:
-    # A file that was changed a moment ago is not told of.
-    newest = max(file.stat().st_ctime_ns for file in (many.source / "d").iterdir())
-    await until(lambda: time.time_ns() > newest + 100_000_000, "the files to be older")
-    async with looked_up(many, mode=TTL) as d:
-        told = Told(d)
-        await d.stat([b"0400"])
-        assert told.names == [b"0400"]
-        await names(d.mirror, d.ino)
-        await d.stat(ORDER)
-        await until(lambda: set(told.names) == set(ORDER), "all")
+async def test_attributes_are_asked_for_once(files: Area) -> None:
+    set_xattr(files.source / "a", "user.x", b"value")
+    async with files.mount() as mirror:
+        ino = await mirror.ino("a")
+        for _ in range(3):
+            assert await mirror.xattrs.get(ino, b"user.x") == b"value"
+            with fails(errno.ENODATA):
+                await mirror.xattrs.get(ino, b"user.none")
+            assert await mirror.xattrs.list(ino) == [b"user.x"]
+        assert mirror.posix.faults.calls["getxattr"] == 2
+    async with files.mount() as again:
+        await again.ino("a")
+        assert again.xattrs.known(ino, b"user.x") == b"value"
+        with fails(errno.ENODATA):
+            again.xattrs.known(ino, b"user.none")
 
 
-async def test_a_scan_tells_of_names_alone(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with looked_up(many, mode=IMMUTABLE) as d:
-        told, tree = Told(d), d.mirror.tree
-        scanned: list[bytes] = []
-        tree.siblings._publish_name = lambda parent, name, entry: scanned.append(name)
-        await tree.directories.open(d.ino)
-
-        async def scan() -> list[bytes]:
-            scanned.clear()
-            rows = tree.directories.entries(d.ino, directories.PARENT_COOKIE, FILES + 1)
-            await tree.names.find_entries(d.ino, rows, Lane.BACKGROUND, scanned=True)
-            return sorted(scanned)
-
-        assert await scan() == ORDER, "unknown before"
-        assert await scan() == ORDER, "known"
-        monkeypatch.setattr(sibling_names, "MOST_NAMES", FILES)
-        assert await scan() == told.names == []
+async def test_an_error_is_not_remembered_as_an_answer(files: Area) -> None:
+    async with files.mount() as mirror:
+        ino = await mirror.ino("a")
+        mirror.posix.faults.fail("getxattr", errno.EIO, times=1)
+        for code in (errno.EIO, errno.ENODATA):
+            with fails(code):
+                await mirror.xattrs.get(ino, b"user.x")
 
 
-async def test_with_open_nothing_is_told_of(many: Area) -> None:
-    async with looked_up(many, mode=OPEN) as d:
-        told = Told(d)
-        await d.stat(ORDER[:50])
-        assert told.names == []
+async def test_a_directorys_attributes_go_with_its_change(files: Area) -> None:
+    set_xattr(files.source / "d", "user.x", b"one")
+    async with files.mount(mode=OPEN) as mirror:
+        d = await mirror.ino("d")
+        assert await mirror.xattrs.get(d, b"user.x") == b"one"
+        os.setxattr(files.source / "d", "user.x", b"two")
+        assert await mirror.ino("d") == d
+        assert await mirror.xattrs.get(d, b"user.x") == b"two"
 
 
-async def test_known_names_bring_others(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 0.0)
-    async with listed(many, mode=IMMUTABLE) as d:
-        await d.stat(ORDER)
-        told = Told(d)
-        for _ in range(sibling_names.FEW):
-            assert told.by_look_up() == []
-        brought: list[bytes] = []
-        while some := told.by_look_up():
-            assert len(some) <= sibling_names.BATCH
-            brought += some
-        assert sorted(brought) == ORDER
-        # And again, what holds then; after which it is left alone for a while.
-        monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 1000.0)
-        d.mirror.tree.recorder.outdate(d.number(b"0003"))
-        again = [name for _ in range(3 * FILES) for name in told.by_look_up()]
-        assert sorted(again) == sorted({*ORDER} - {b"0003"})
-
-
-async def test_where_more_are_known_than_fit(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sibling_names, "MOST_NAMES", FILES)
-    async with looked_up(many, mode=IMMUTABLE) as d:
-        await d.stat(ORDER)
-        told = Told(d)
-        assert not any(told.by_look_up() for _ in range(FILES))
+async def test_rights_are_asked_for_once_a_version(files: Area) -> None:
+    (files.source / "a").chmod(0o644)
+    async with files.mount(mode=OPEN) as mirror:
+        ino = await mirror.ino("a")
+        assert mirror.xattrs.known_access(ino, os.F_OK) is True
+        assert mirror.xattrs.known_access(ino, os.R_OK) is None
+        for _ in range(2):
+            assert await mirror.xattrs.access(ino, os.R_OK)
+            assert not await mirror.xattrs.access(ino, os.X_OK)
+        assert mirror.posix.faults.calls["access"] == 2
+        with fails(errno.EROFS):
+            await mirror.xattrs.access(ino, os.R_OK | os.W_OK)
+        d = await mirror.ino("d")
+        assert await mirror.xattrs.access(d, os.R_OK | os.X_OK)
+        (files.source / "a").chmod(0o755)
+        assert await mirror.xattrs.access(await mirror.ino("a"), os.X_OK)
+        mirror.posix.faults.fail("access", errno.EIO, times=1)
+        (files.source / "a").chmod(0o700)
+        changed = await mirror.ino("a")
+        with fails(errno.EIO):
+            await mirror.xattrs.access(changed, os.R_OK)
+        assert await mirror.xattrs.access(changed, os.R_OK)

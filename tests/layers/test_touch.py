@@ -10,7 +10,7 @@ import pytest
 
 from monarchfs.prefetch import touch as touch_module
 from monarchfs.prefetch.touch import MOST_GIVEN_UP, Touch
-from tests.support.mirror import MIB, Area, Mirror, content
+from tests.support.mirror import Area, Mirror
 
 
 @pytest.fixture(autouse=True)
@@ -66,29 +66,6 @@ async def test_what_stays_open_is_touched_every_time(files: Area) -> None:
         handle.release()
         await touch.round()
         assert touches(mirror) == (3, 0)
-
-
-async def test_a_file_that_is_local_in_part_is_touched(area: Area) -> None:
-    area.write("large", content(3 * MIB))
-    async with area.mount(tiers=(20 * MIB,), copies=False) as mirror:
-        handle = await mirror.open("large")
-        await mirror.read(handle, 0, 4096)
-        await mirror.idle()
-        touch = touching(mirror)
-        again = await mirror.open("large")
-        again.release()
-        handle.release()
-        await mirror.idle()
-        await touch.round()
-        assert touches(mirror) == (1, 0)
-
-
-async def test_what_is_read_from_the_source_anyway_is_not_touched(files: Area) -> None:
-    async with files.mount(keeps=False) as mirror:
-        touch = touching(mirror)
-        await mirror.read_file("a")
-        await touch.round()
-        assert touches(mirror) == (0, 0)
 
 
 async def test_too_many_to_remember(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from monarchfs.types import ROOT_INO, FreshnessMode, Lane, Node, SourceStat
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, names
 from tests.support.mirror import Area, Mirror, content
 
-FILES = 12
+FILES = 5
 """In each of four directories."""
 
 
@@ -80,14 +80,8 @@ async def check(mirror: Mirror, area: Area, tree: dict[str, bytes]) -> None:
     found = await walked(mirror)
     there = {str(path.relative_to(area.source)) for path in area.source.rglob("*")}
     assert found.keys() == there
-    wrong = []
     for path, data in tree.items():
-        try:
-            if await mirror.read_file(path) != data:
-                wrong.append(f"{path}: bytes of another file")
-        except OSError as error:
-            wrong.append(f"{path}: {error}")
-    assert not wrong, f"{len(wrong)} of {len(tree)} files are wrong: {wrong[:3]}"
+        assert await mirror.read_file(path) == data, path
     assert len({node.ino for node in found.values()}) == len(found)
 
 
@@ -121,35 +115,6 @@ def hidden(area: Area) -> Area:
     area.write("a", content(10))
     area.write("d/b", content(20))
     return area
-
-
-@pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])
-@pytest.mark.parametrize("listed_first", [True, False])
-async def test_a_name_that_no_listing_has_is_found(
-    hidden: Area, hours: Hours, mode: FreshnessMode, listed_first: bool
-) -> None:
-    await hidden.settled()
-    async with hidden.mounted(mode=mode, ttl=60) as mirror:
-        mirror.posix.unlisted = frozenset({SNAPSHOT})
-        if listed_first:
-            assert set(await names(mirror, ROOT_INO)) == {b"a", b"d"}
-        for _time in range(3):
-            assert await mirror.read_file(".snapshot/hourly/f") == b"an older one"
-            number = (await mirror.node(".snapshot")).ino
-            # It shows in no listing here either: nobody copies or walks through snapshots.
-            assert set(await names(mirror, ROOT_INO)) == {b"a", b"d"}
-            assert "a" in await walked(mirror)
-            hours.pass_by(61)
-            hidden.write("new", b"so that it is listed again")
-            (hidden.source / "new").unlink()
-            assert set(await names(mirror, ROOT_INO)) == {b"a", b"d"}
-            if mode is IMMUTABLE:
-                await Refresh(mirror.tree, mirror.kernel).run()
-            assert (await mirror.node(".snapshot")).ino == number
-        (hidden.source / ".snapshot").rename(hidden.path / "elsewhere")
-        hours.pass_by(61)
-        await Refresh(mirror.tree, mirror.kernel).run()
-        assert isinstance(await mirror.tree.names.lookup(ROOT_INO, SNAPSHOT), Missing)
 
 
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])

@@ -9,9 +9,7 @@ from collections.abc import Sequence
 import pytest
 import trio
 
-from monarchfs.prefetch import retries
 from monarchfs.prefetch import warm as warm_module
-from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.warm import WarmCounts, Warming, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, Node, OperationError
 from monarchfs.worker import commands
@@ -124,21 +122,6 @@ async def test_paths_that_meet(area: Area) -> None:
         assert mirror.metrics.copies_completed == 3
 
 
-async def test_what_is_opened_goes_first_and_what_is_scanned_last(area: Area) -> None:
-    for name in ("scanned", "warm", "opened"):
-        area.write(name, content(2 * MIB))
-    async with area.mount(copies=False, copy_workers=1) as mirror:
-        await mirror.want("scanned")
-        warm = warming(mirror).start(What.COPY, [await mirror.node("warm")])
-        await until(lambda: len(mirror.copier.jobs.queue) == 2, "the hint")
-        await mirror.want("opened", Priority.OPENED)
-        mirror.start_copying()
-        await mirror.idle()
-        await warm.done.wait()
-        inos = [(area.source / name).stat().st_ino for name in ("opened", "warm", "scanned")]
-        assert list(dict.fromkeys(read.ino for read in mirror.posix.reads)) == inos
-
-
 async def test_no_room_is_no_failure(area: Area) -> None:
     for number in range(4):
         area.write(f"{number}", content(60 * KIB, number))
@@ -166,14 +149,6 @@ async def test_others_go_for_what_was_asked_for_but_not_its_own(area: Area) -> N
         assert mirror.metrics.evictions_policy == 1
 
 
-async def test_a_part_of_a_large_file(area: Area) -> None:
-    area.write("large", content(24 * MIB))
-    async with area.mounted([20 * MIB], partial_min_bytes=MIB) as mirror:
-        counts = await warmed(mirror)
-        assert (counts.resident, counts.refused) == (0, 1)
-        assert 4 * MIB < counts.refused_bytes <= 8 * MIB
-
-
 async def test_what_fails_is_told(area: Area) -> None:
     files = tree(area)
     async with area.mount(copy_workers=1) as mirror:
@@ -182,20 +157,6 @@ async def test_what_fails_is_told(area: Area) -> None:
         assert (counts.failed, counts.resident) == (2, files - 2)
         assert counts.error.endswith(": copying failed: Permission denied")
         assert counts.error.split(":")[0].count("/") == 2
-
-
-async def test_what_fails_for_a_while(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "RETRY_SECONDS", (0.01, 0.02, 0.03))
-    area.write("a", content(10))
-    area.write("b", content(10))
-    async with area.mount(copy_workers=1) as mirror:
-        mirror.posix.faults.fail("read", errno.EIO, times=3)
-        counts = await warmed(mirror, "a")
-        assert (counts.copied, counts.failed) == (1, 0)
-        assert mirror.posix.faults.calls["read"] == 4
-        mirror.posix.faults.fail("read", errno.EIO)
-        counts = await warmed(mirror, "b")
-        assert (counts.failed, counts.error) == (1, "b: copying failed: Input/output error")
 
 
 async def test_a_directory_that_cannot_be_listed(area: Area) -> None:

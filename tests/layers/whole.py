@@ -1,5 +1,6 @@
-"""What reads small files as a whole in the place of the C part (_misses.c): threads of Python, on a
-source in which a test puts faults."""
+"""What stands in for the kernel and for the C part: a kernel that remembers what it was told to
+forget, and threads of Python that read small files as a whole (as _misses.c does), on a source in
+which a test puts faults."""
 
 from __future__ import annotations
 
@@ -13,10 +14,62 @@ from dataclasses import dataclass
 
 import trio
 
+from monarchfs.cache.readers import NonresidentReads
 from monarchfs.engine.misses import ARCHIVED, CHANGED, LEFT, Misses
 from monarchfs.types import Archived, Lane, Node, Replica, SourceStat
-from tests.layers.no_readers import NoReaders
 from tests.support.faults import FaultySource
+
+
+class RecordingKernel:
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.attributes: list[int] = []
+        self.entries: list[tuple[int, bytes]] = []
+        self.pauses = 0
+
+    def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
+        (self.attributes if attributes_only else self.pages).append(ino)
+
+    async def forget_attributes(self, ino: int) -> None:
+        self.attributes.append(ino)
+        await trio.lowlevel.checkpoint()
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        self.entries.append((parent, name))
+
+    async def room(self) -> None:
+        self.pauses += 1
+        await trio.lowlevel.checkpoint()
+
+    def clear(self) -> None:
+        for told in (self.pages, self.attributes, self.entries):
+            told.clear()
+
+
+class NoReaders:
+    """Where all reads come to Python. As Readers."""
+
+    def __init__(self) -> None:
+        self.nonresident = NonresidentReads()
+
+    def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None: ...
+    def invalidate(self, ino: int) -> None: ...
+    def expire(self, ino: int) -> None: ...
+    def serve(self, tier_id: int, dir_fd: int | None) -> None: ...
+    def catch_up(self) -> None: ...
+
+    def try_remove(self, ino: int) -> bool:
+        return True
+
+    def reading(self, ino: int) -> bool:
+        return False
+
+    def used(self, ino: int) -> bool:
+        return False
+
+    def exclude(self, ino: int, *, excluded: bool) -> bool:
+        return False
+
 
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
 

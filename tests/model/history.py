@@ -44,11 +44,11 @@ class Snapshot:
     contents: dict[int, bytes] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class File:
     """A regular file by itself, which outlives its names where somebody has it open."""
 
-    def __init__(self, data: bytes) -> None:
-        self.content = data
+    content: bytes
 
 
 class EditedSource:

@@ -11,9 +11,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import trio
@@ -68,16 +69,17 @@ HELD = (
 CODES = st.sampled_from([errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
+T = TypeVar("T")
 steps = 0
 
 
+@dataclass
 class Opened:
     """A handle, what it opened, and the file behind it."""
 
-    def __init__(self, handle: FileHandle, content: bytes, file: File | None) -> None:
-        self.handle = handle
-        self.content = content
-        self.file = file
+    handle: FileHandle
+    content: bytes
+    file: File | None
 
 
 class Model(RuleBasedStateMachine):
@@ -360,8 +362,12 @@ class Model(RuleBasedStateMachine):
             + " or ".join(f"{len(a)} {a[:4].hex()}..{a[-4:].hex()}" for a in allowed)
         )
 
-    def pick(self, which: int, paths: list[str]) -> str | None:
-        return paths[which % len(paths)] if paths else None
+    def pick(self, which: int, among: list[T]) -> T | None:
+        return among[which % len(among)] if among else None
+
+    def find(self, which: int, paths: list[str]) -> Node | None:
+        path = self.pick(which, paths)
+        return None if path is None else self.at.do(retried, walk, self.mirror, path)
 
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH, step=st.sampled_from([MIB, 128 * KIB, 50_000]), rest=st.booleans())
@@ -399,26 +405,25 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH, offset=OFFSETS, size=LENGTHS, rest=st.booleans())
     def read_handle(self, which: int, offset: int, size: int, rest: bool) -> None:
-        if not self.handles:
-            return  # no precondition: whether an open worked may depend on time
-        self.check_read(self.handles[which % len(self.handles)], offset, size)
+        # No precondition: whether an open worked may depend on time.
+        if opened := self.pick(which, self.handles):
+            self.check_read(opened, offset, size)
         if rest:
             self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH)
     def close_file(self, which: int) -> None:
-        if not self.handles:
-            return  # no precondition: whether an open worked may depend on time
-        opened = self.handles.pop(which % len(self.handles))
-        self.at.do_now(opened.handle.release)
-        self.at.wait_idle()
+        if opened := self.pick(which, self.handles):
+            self.handles.remove(opened)
+            self.at.do_now(opened.handle.release)
+            self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None)
     @rule(reads=st.lists(st.tuples(WHICH, OFFSETS, LENGTHS), min_size=2, max_size=5))
     def read_at_once(self, reads: list[tuple[int, int, int]]) -> None:
         if not self.handles:
-            return  # no precondition: whether an open worked may depend on time
+            return
         chosen = [(self.handles[which % len(self.handles)], at, size) for which, at, size in reads]
         results: list[tuple[Opened, int, int, bytes]] = []
 
@@ -484,8 +489,7 @@ class Model(RuleBasedStateMachine):
     @rule(which=WHICH)
     def drop(self, which: int) -> None:
         replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas()])
-        if replicas:
-            ino = replicas[which % len(replicas)]
+        if ino := self.pick(which, replicas):
             self.at.do_now(self.mirror.cache.drop, ino, "the test says so")
             self.at.wait_idle()
 
@@ -493,19 +497,14 @@ class Model(RuleBasedStateMachine):
     @rule(which=WHICH, directory=st.booleans(), pin=st.booleans())
     def pin(self, which: int, directory: bool, pin: bool) -> None:
         paths = self.source.directory_paths() if directory else self.source.file_paths()
-        path = self.pick(which, paths)
-        if path is None:
-            return
-        node = self.at.do(retried, walk, self.mirror, path)
-        if node is not None:
-            cache = self.mirror.cache
-            self.at.do_now(cache.index.pin if pin else cache.index.unpin, node.ino)
+        if node := self.find(which, paths):
+            index = self.mirror.cache.index
+            self.at.do_now(index.pin if pin else index.unpin, node.ino)
 
     @precondition(lambda self: self.mount is not None and not self.source_fails)
     @rule(which=WHICH)
     def want(self, which: int) -> None:
-        path = self.pick(which, self.source.file_paths())
-        node = None if path is None else self.at.do(retried, walk, self.mirror, path)
+        node = self.find(which, self.source.file_paths())
         if node is not None and node.stat.is_regular:
             self.at.do_now(self.mirror.copier.jobs.want, node.ino, Priority.SCANNED)
             self.at.wait_idle()
@@ -513,9 +512,8 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.mount is not None)
     @rule()
     def sync(self) -> None:
-        if self.at.waiting:
-            return
-        self.at.do(self.mirror.cache.sync)
+        if not self.at.waiting:
+            self.at.do(self.mirror.cache.sync)
 
     @precondition(lambda self: self.mount is not None)
     @rule()
@@ -586,10 +584,8 @@ class Model(RuleBasedStateMachine):
         offset=st.sampled_from([0, 0, 70_000, 200_000]),
     )
     def edit(self, kind: str, which: int, size: int, offset: int) -> None:
-        paths = self.source.file_paths()
-        if not paths:
+        if (path := self.pick(which, self.source.file_paths())) is None:
             return
-        path = paths[which % len(paths)]
         match kind:
             case "overwrite":
                 self.source.overwrite(path, offset)
@@ -613,10 +609,9 @@ class Model(RuleBasedStateMachine):
         target = self.area.source / path
         if kind == "t":
             # A symbolic link that leads elsewhere from now on.
-            links = self.source.link_paths()
-            if not links:
+            if (link := self.pick(which, self.source.link_paths())) is None:
                 return
-            target = self.area.source / links[which % len(links)]
+            target = self.area.source / link
             target.unlink()
             target.symlink_to(f"again to {size}")
         elif self.source.exists(path) or path.count("/") > 3 or len(self.source.now.stats) > 14:
@@ -641,10 +636,9 @@ class Model(RuleBasedStateMachine):
     def rearrange(self, kind: str, which: int, to: int, name: str) -> None:
         """Rename a file or a directory, have two directories change places, remove one."""
         directories = self.source.directory_paths()
-        paths = self.source.file_paths() if kind == "rename" else directories
-        if not paths:
+        path = self.pick(which, self.source.file_paths() if kind == "rename" else directories)
+        if path is None:
             return
-        path = paths[which % len(paths)]
         if kind == "remove":
             shutil.rmtree(self.area.source / path)
         elif kind == "swap":

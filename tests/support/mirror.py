@@ -47,8 +47,7 @@ from monarchfs.types import (
     TierSize,
     TierTotals,
 )
-from tests.layers.recording import RecordingKernel
-from tests.layers.whole import WholeReaders, WholeReads
+from tests.layers.whole import RecordingKernel, WholeReaders, WholeReads
 from tests.support.accounts import check_accounts
 from tests.support.faults import FaultySource, FaultyTier
 from tests.support.open_directories import keep_no_directories
