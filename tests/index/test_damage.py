@@ -1,12 +1,16 @@
-"""Indexes that cannot be used, and writers that die."""
+"""Indexes that cannot be used, writers that die, disks that fail; how an index opens and closes."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,19 +29,23 @@ from monarchfs.index import (
     set_aside,
 )
 from monarchfs.index.environment import DATABASES
-from monarchfs.types import ROOT_INO, IndexUnusable
+from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError
 from tests.index.tools import (
     DIRECTORY,
     NOW,
     ROOT_SOURCE_INO,
     SEGMENT,
+    add_listing,
     finish_listing,
+    name_of,
+    names_in,
     open_index,
     replica,
     shared,
     source_stat,
     tier_file,
 )
+from tests.support import surroundings
 from tests.support.indexing import record_found
 
 Tables = dict[bytes, Any]
@@ -153,7 +161,7 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
     good = data.read_bytes()
     pages = len(good) // 4096
     rejected = 0
-    for page in range(2, pages, 3):
+    for page in range(2, pages, 7):
         data.write_bytes(good[: page * 4096] + b"\xa5" * 4096 + good[(page + 1) * 4096 :])
         if check_in_child(str(tmp_path)):
             # Only a page that nothing refers to may be garbage: all records are still there. (One
@@ -189,7 +197,6 @@ def full(directory: Path) -> None:
     index.pin(inos[5])
     finish_listing(index, ROOT_INO, 0)
     index.close()
-    assert problems(str(directory)) == []
 
 
 Damage = Callable[[lmdb.Transaction, Tables], object]
@@ -274,6 +281,7 @@ def test_records_that_contradict_each_other_are_found_out(
 
 def test_keys_of_a_wrong_length_are_found_out_by_the_quick_check(tmp_path: Path) -> None:
     full(tmp_path)
+    assert problems(str(tmp_path)) == []
     with written(tmp_path) as (txn, tables):
         txn.put(b"short", b"", db=tables[b"pins"])
     assert not check_in_child(str(tmp_path))
@@ -328,7 +336,7 @@ while True:
 
 def test_a_killed_writer_leaves_all_that_it_told_of(tmp_path: Path) -> None:
     highest = 0
-    for round_ in range(5):
+    for round_ in range(3):
         child = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path), str(round_ * 1_000_000)],
             stdout=subprocess.PIPE,
@@ -347,3 +355,328 @@ def test_a_killed_writer_leaves_all_that_it_told_of(tmp_path: Path) -> None:
         index = open_index(tmp_path)
         assert all(index.node(ino) is not None for ino in told)
         index.close(clean=round_ % 2 == 0)
+
+
+# Opening, closing, growing, syncing
+
+
+def test_a_mark_is_on_the_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    open_index(tmp_path).close()
+    staged, directory = f"{tmp_path}/index/mark.new", f"{tmp_path}/index"
+    assert [path for path in synced if path in (staged, directory)] == 2 * [staged, directory]
+
+
+def test_an_unclean_close_asks_for_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert last_close(str(tmp_path)) is LastClose.NEW
+    open_index(tmp_path).close(clean=False)
+    assert last_close(str(tmp_path)) is LastClose.KILLED
+    answers = [False, True]
+    monkeypatch.setattr("monarchfs.index.recovery.check_in_child", lambda _: answers.pop(0))
+    with pytest.raises(IndexUnusable, match="damaged"):
+        open_index(tmp_path)
+    open_index(tmp_path, trust=True).close(clean=False)
+    assert answers == [True]
+    open_index(tmp_path).close(clean=True)
+    assert answers == []
+    open_index(tmp_path).close()
+
+
+def test_after_a_reboot_an_open_index_and_one_that_was_changed_count_as_crashed(
+    tmp_path: Path,
+) -> None:
+    open_index(tmp_path).close(clean=False)
+    (tmp_path / "index" / "mark").write_text("open 00000000-0000-0000-0000-000000000000")
+    assert last_close(str(tmp_path)) is LastClose.CRASHED
+    (tmp_path / "index" / "mark").unlink()
+    assert last_close(str(tmp_path)) is LastClose.CRASHED
+    open_index(tmp_path).close()
+    assert last_close(str(tmp_path)) is LastClose.CLEAN
+    # The data file was changed behind a clean mark.
+    data = tmp_path / "index" / "data.mdb"
+    os.truncate(data, data.stat().st_size - 4096)
+    assert last_close(str(tmp_path)) is LastClose.CRASHED
+
+
+def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> None:
+    index, stop = open_index(tmp_path, map_bytes=1 << 18), threading.Event()
+
+    def sync() -> None:
+        while not stop.is_set():
+            index.sync()
+
+    with ThreadPoolExecutor(1) as other:
+        syncing = other.submit(sync)
+        try:
+            for i in range(3000):
+                record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+                assert index.dirent(ROOT_INO, b"%d" % i) is not None
+            index.close()
+        finally:
+            stop.set()
+        syncing.result()
+    assert (tmp_path / "index" / "data.mdb").stat().st_size > 1 << 19
+    # A map smaller than the file is no obstacle either.
+    index = open_index(tmp_path, map_bytes=1 << 18)
+    inos = {node.ino for _, node in index.entries(ROOT_INO, 0, 4000) if node is not None}
+    assert len(inos) == 3000
+    record_found(index, ROOT_INO, b"new", source_stat(9999), b"", NOW)
+    index.close()
+
+
+def test_a_suspect_index_is_checked_however_it_was_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [False, True, True]
+    monkeypatch.setattr("monarchfs.index.recovery.check_in_child", lambda _: answers.pop(0))
+    open_index(tmp_path, trust=True).close()
+    mark_suspect(str(tmp_path))
+    with pytest.raises(IndexUnusable, match="damaged"):
+        open_index(tmp_path, trust=True)
+    # Not forgotten before it passed.
+    assert (tmp_path / "suspect").exists()
+    open_index(tmp_path, trust=True).close(clean=False)
+    assert os.listdir(tmp_path) == ["index"]
+    mark_suspect(str(tmp_path))
+    open_index(tmp_path, trust=True).close()
+    assert answers == []
+    open_index(tmp_path, trust=True).close()
+
+
+def test_suspicion_is_no_way_out_of_the_directory(tmp_path: Path) -> None:
+    (tmp_path / "suspect").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic"):
+        mark_suspect(str(tmp_path))
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_numbers_leap_where_a_mount_may_know_some_that_are_not_recorded(tmp_path: Path) -> None:
+    def found(name: bytes) -> int:
+        index = open_index(tmp_path, trust=True)
+        ino = record_found(index, ROOT_INO, name, source_stat(len(name)), b"", NOW).ino
+        index.close(clean=name != b"bb")
+        return ino
+
+    first, second = found(b"a"), found(b"bb")
+    assert first == 16
+    assert second < 30
+    assert found(b"ccc") > second + 1_000_000
+    set_aside(str(tmp_path))
+    assert found(b"d") > 1_000_000
+
+
+# Disks below the index that are full, fail, or become read-only: real ones, on loop devices
+
+
+_EXT4_IOC_SHUTDOWN = 0x8004587D  # fs/ext4/ext4.h; its argument 2: without flushing the journal
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of 32 MiB, mounted."""
+    mounted = tmp_path / "disk"
+    surroundings.mount_ext4(tmp_path / "image", mounted, 32 << 20, "-m", "0")
+    before = shared_memory()
+    try:
+        yield mounted
+        # The index in memory leaves no name behind.
+        assert shared_memory() == before
+    finally:
+        # Lazily: a test that failed may have left the index open.
+        run("umount", "--lazy", str(mounted))
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("monarchfs-index-")}
+
+
+def fill(disk: Path) -> None:
+    """Take what is left of the disk, to the last block."""
+    for size in (1 << 20, 4096):
+        with contextlib.suppress(OSError), open(disk / f"filler-{size}", "wb", buffering=0) as file:
+            while file.write(bytes(size)) == size:
+                pass
+
+
+def abort(disk: Path) -> None:
+    """What ext4 does when it meets an error, with errors=remount-ro."""
+    run("mount", "-o", "remount,abort", str(disk))
+
+
+def shut_down(disk: Path) -> None:
+    """Every access to the disk is EIO from now on."""
+    fd = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(fd, _EXT4_IOC_SHUTDOWN, (2).to_bytes(4, "little"))
+    finally:
+        os.close(fd)
+
+
+def prepared(disk: Path) -> Index:
+    index = open_index(disk)
+    index.begin_boot(b"one")
+    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.put_replica(20, replica(20))
+    index.put_replica(21, replica(21))
+    index.begin_copy(22, 0, name_of(22))
+    index.record_found_files(0, [tier_file(30)])
+    return index
+
+
+def record_until_frozen(index: Index) -> list[int]:
+    """Names are recorded without an error, whatever the disk does."""
+    inos = []
+    for i in range(100_000):
+        inos.append(record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW).ino)
+        if index.frozen is not None:
+            return inos
+    raise AssertionError("the disk never failed")
+
+
+FAILURES = {
+    "full": (fill, "No space left on device|Input/output error"),
+    "read-only": (abort, "Read-only file system"),
+    "failing": (shut_down, "Input/output error"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: str) -> None:
+    fail, message = FAILURES[how]
+    index = prepared(disk)
+    known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
+    assert index.node(known.ino) == known
+    fail(disk)
+    inos = record_until_frozen(index)
+    frozen = index.frozen
+    assert frozen is not None
+    assert any(part in frozen for part in message.split("|"))
+    assert "\n" not in frozen
+    # All that was known is, and names, attributes, listings and pins go on.
+    assert index.node(known.ino) == known
+    assert len(set(inos)) == len(inos)
+    assert all(index.node(ino) is not None for ino in inos)
+    add_listing(index, 700, (b"a", 1), (b"b", 2))
+    assert names_in(index, 700) == [b"a", b"b"]
+    index.put_xattr(known.ino, b"user.a", bytes(1 << 20))
+    index.pin(known.ino)
+    index.mark_outdated(known.ino)
+    assert index.pinned(known.ino)
+    assert index.replica(20) == replica(20)
+    # What lies in the tiers is as the disk says.
+    for refused in (
+        lambda: index.put_replica(known.ino, replica(1)),
+        lambda: index.drop_replica(20),
+        lambda: index.begin_copy(known.ino, 0, name_of(1)),
+        lambda: index.mark_durable([20]),
+        lambda: index.record_found_files(0, [tier_file(1)]),
+        lambda: index.claim(known.ino, name_of(30), 100),
+        lambda: index.begin_segments(0, [SEGMENT]),
+        lambda: index.put_replicas([(known.ino, shared(2, 4096))]),
+        lambda: index.segment_clean(0, SEGMENT),
+        index.sync,
+    ):
+        with pytest.raises(IndexWriteError, match=message):
+            refused()
+    assert index.tier_totals()[0].resident == 2
+    assert index.journal() == [(0, name_of(22))]
+    index.close()
+    if how != "failing":  # there the mark cannot be read
+        assert last_close(str(disk)) is LastClose.KILLED
+
+
+def test_a_write_about_the_tiers_that_meets_the_failure_is_refused(disk: Path) -> None:
+    index = prepared(disk)
+    abort(disk)
+    with pytest.raises(IndexWriteError, match="Read-only"):
+        index.drop_replica(20)
+    assert index.frozen is not None
+    assert index.replica(20) == replica(20)
+    index.close()
+
+
+def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> None:
+    index = prepared(disk)
+    fill(disk)
+    inos = record_until_frozen(index)
+    later = record_found(index, ROOT_INO, b"later", source_stat(5), b"", NOW)
+    index.close()
+    for path in disk.glob("filler-*"):
+        path.unlink()
+    # Blocks are free once the journal's transaction is written.
+    os.sync()
+    assert last_close(str(disk)) is LastClose.KILLED
+    assert check_in_child(str(disk))
+    assert problems(str(disk)) == []
+    index = open_index(disk)
+    assert index.begin_boot(b"one") is False
+    assert index.frozen is None
+    assert index.replica(20) == replica(20)
+    assert index.node(inos[-2]) is not None
+    assert index.node(later.ino) is None
+    # Numbers that only the frozen one gave out are not given to others.
+    new = record_found(index, ROOT_INO, b"new", source_stat(6), b"", NOW)
+    assert new.ino > later.ino
+    index.close()
+    assert last_close(str(disk)) is LastClose.CLEAN
+
+
+@pytest.mark.parametrize("how", ["full", "read-only"])
+@pytest.mark.parametrize("clean", [True, False])
+def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, clean: bool) -> None:
+    index = prepared(disk)
+    known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
+    index.close(clean=clean)
+    FAILURES[how][0](disk)
+    numbers = set()
+    for _ in range(2):
+        index = open_index(disk, trust=True)
+        if how == "read-only":
+            assert index.frozen is not None
+        index.begin_boot(b"one")
+        assert index.node(known.ino) == known
+        assert index.replica(21) == replica(21)
+        numbers.add(record_found(index, ROOT_INO, b"new", source_stat(11), b"", NOW).ino)
+        index.close(clean=False)
+    if how == "read-only":
+        # Each was given in memory only; the kernel may have heard of both.
+        assert len(numbers) == 2
+
+
+def test_others_may_fill_the_disk_without_stopping_commits(disk: Path) -> None:
+    index = prepared(disk)
+    data = disk / "index" / "data.mdb"
+    ahead = data.stat().st_blocks * 512 - data.stat().st_size
+    assert ahead >= 1 << 20
+    fill(disk)
+    for i in range(1000):
+        record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW)
+    assert index.frozen is None
+    index.close(clean=False)
+
+
+def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
+    index = open_index(tmp_path)
+    known = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    # Not even a copy in memory can be made.
+    with surroundings.no_file_larger_than(4096):
+        with pytest.raises(IndexWriteError):
+            record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
+        assert index.frozen is None
+        assert index.dirent(ROOT_INO, b"b") is None
+        assert index.node(known.ino) == known
+    after = record_found(index, ROOT_INO, b"after", source_stat(5000), b"", NOW)
+    assert after.ino > known.ino
+    index.close()
+    assert problems(str(tmp_path)) == []

@@ -630,7 +630,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
 
 TestPlacementMachine = PlacementMachine.TestCase
 TestPlacementMachine.settings = settings(
-    max_examples=200,
+    max_examples=100,
     stateful_step_count=50,
     deadline=None,
     # To say which parts matter takes minutes, and says little of so long a story.

@@ -1,4 +1,4 @@
-"""Where files are placed, as lists of actions, while nothing goes for them."""
+"""Where files are placed, what goes for them, and what moves, as lists of actions."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from monarchfs.placement.events import (
     Accessed,
     Action,
     Dropped,
+    Evict,
     Evicted,
     EvictionFailed,
+    EvictionReason,
     Grant,
     Known,
     Loaded,
+    Move,
     Moved,
     MoveFailed,
+    Owner,
     Place,
     PlacementEvent,
     RefusalReason,
@@ -31,16 +35,23 @@ from monarchfs.placement.events import (
 )
 from monarchfs.placement.ledger import reservation
 from monarchfs.placement.placement import Placement
+from monarchfs.placement.victims import MOST_EXAMINED
 from monarchfs.types import EvictionPolicy, Space
-from tests.placement.tools import BLOCK, GIB, KIB, MIB, ROOMY, FakeLookup, placed, placement_of, run
-from tests.support.accounts import check_accounts
-
-
-def test_a_reservation_is_whole_blocks_and_one_more() -> None:
-    assert reservation(0) == BLOCK
-    assert reservation(1) == reservation(BLOCK) == 2 * BLOCK
-    assert reservation(BLOCK + 1) == 3 * BLOCK
-    assert reservation(9 * GIB) == 9 * GIB + 3 * BLOCK
+from tests.placement.tools import (
+    BLOCK,
+    GIB,
+    KIB,
+    MIB,
+    ROOMY,
+    FakeLookup,
+    Node,
+    evicted,
+    full_node,
+    placed,
+    placement_of,
+    run,
+)
+from tests.support.accounts import check_accounts, writable_bytes
 
 
 def no_room(ino: int, missing: int) -> Refuse:
@@ -247,3 +258,353 @@ def test_a_contradiction_is_an_error_and_changes_nothing(event: PlacementEvent) 
     assert run(placement, Stored([(20, MIB)]), Dropped(21, 0, MIB), Dropped(20, 0, MIB)) == []
     run(placement, Evicted(20), Evicted(21))
     assert placement.ledger(0).usage == (0, GIB)
+
+
+# What goes for another file or under pressure, and what moves instead
+
+
+OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
+PRESSURE = EvictionReason.PRESSURE
+TRACKING = [EvictionPolicy.LRU, EvictionPolicy.SIEVE]
+
+
+def wanted(node: Node, ino: int, blocks: int, evicts: bool = True) -> list[Action]:
+    """A file whose reservation is so many blocks."""
+    return node.run(Wanted(ino, (blocks - 1) * BLOCK, evicts))
+
+
+def refused(ino: int, blocks: int) -> Refuse:
+    return Refuse(ino, RefusalReason.NO_ROOM, blocks * BLOCK)
+
+
+def goes(ino: int, reason: EvictionReason = POLICY, tier: int = 0, blocks: int = 10) -> Evict:
+    return Evict(ino, tier, blocks * BLOCK, reason)
+
+
+def move(ino: int, tier: int, to: int, blocks: int) -> Move:
+    return Move(ino, tier, to, reservation(blocks * BLOCK))
+
+
+@pytest.mark.parametrize("eviction", TRACKING)
+def test_the_coldest_go_for_a_file_that_was_opened_and_no_more_of_them_than_needed(
+    eviction: EvictionPolicy,
+) -> None:
+    node = full_node(eviction)
+    node.run(Accessed(20, 0), Accessed(22, 0))
+    assert wanted(node, 50, 20) == [goes(21), goes(23), placed(50, 0, 19 * BLOCK)]
+
+
+def test_all_go_from_one_tier_the_slowest_where_enough_can() -> None:
+    node = full_node(EvictionPolicy.LRU, 50, 30)
+    node.store(40, 50)
+    node.store(41, 30)
+    assert wanted(node, 50, 40) == [goes(40, tier=1, blocks=50), placed(50, 1, 39 * BLOCK)]
+
+
+@pytest.mark.parametrize("eviction", TRACKING)
+def test_a_bounded_number_is_examined_for_one_event(eviction: EvictionPolicy) -> None:
+    node = Node(3000 * BLOCK, eviction=eviction)
+    for ino in range(3000):
+        node.store(ino + 20, 1)
+    node.lookup.open |= set(range(20, 1520))
+    node.lookup.asked = 0
+    assert wanted(node, 5000, 2) == [refused(5000, 2)]
+    assert node.lookup.asked == MOST_EXAMINED
+    # The next goes on where that one ended.
+    assert len(evicted(wanted(node, 5000, 2))) == 2
+
+
+def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None:
+    node = full_node(EvictionPolicy.KEEP)
+    node.lookup.stale.add(20)
+    assert evicted(wanted(node, 50, 10)) == [20]
+    node.lookup.replicas[20] = (0, 10 * BLOCK)
+    assert wanted(node, 51, 10) == [refused(51, 10)]
+    assert evicted(node.shrink(99)) == [21]
+
+
+def test_empty_files_go_for_inodes_only() -> None:
+    node = Node(10 * BLOCK, eviction=EvictionPolicy.LRU)
+    for ino in (20, 21, 22):
+        node.run(Wanted(ino, 0, True), Stored([(ino, 0)]))
+    node.store(23, 10)
+    assert evicted(wanted(node, 50, 5)) == [23]
+    node.run(Abandoned(50), Evicted(23))
+    node.run(TierSeen(0, 10 * BLOCK, Space(GIB, GIB, 100, 10)))
+    assert wanted(node, 51, 1) == [goes(20, blocks=0), placed(51, 0, 0)]
+    # No file may be made before one is gone.
+    assert writable_bytes(node.placement.ledger(0), 0) == 0
+    node.run(Evicted(20))
+    assert writable_bytes(node.placement.ledger(0), 0) > 0
+
+
+# Files that are kept in part.
+
+BIG = 40 * MIB
+
+
+def big_node(eviction: EvictionPolicy) -> Node:
+    """Ten replicas of 40 MiB, 20 to 29, fill the tier."""
+    node = Node(10 * BIG, eviction=eviction)
+    for ino in range(20, 30):
+        node.store(ino, BIG // BLOCK)
+    return node
+
+
+@pytest.mark.parametrize("eviction", TRACKING)
+def test_a_large_file_of_up_to_a_quarter_of_the_tier_is_placed_whole(
+    eviction: EvictionPolicy,
+) -> None:
+    node = big_node(eviction)
+    size = 100 * MIB - BLOCK
+    assert evicted(node.run(Wanted(50, size, True))) == [20, 21, 22]
+
+
+@pytest.mark.parametrize("eviction", TRACKING)
+def test_a_larger_one_pushes_others_out_of_no_more_than_a_quarter(eviction: EvictionPolicy) -> None:
+    node = big_node(eviction)
+    assert node.run(Wanted(50, GIB, True)) == [
+        goes(20, blocks=BIG // BLOCK),
+        Place(50, 0, 0, False),
+    ]
+    step = 20 * MIB - BLOCK
+    answers = [node.run(RoomWanted(50, step)) for _ in range(6)]
+    # The last step makes it 120 of 400 MiB: it may use what is free, but push out nobody.
+    assert [evicted(answer) for answer in answers] == [[], [], [21], [], [22], []]
+    assert [answer[-1] for answer in answers] == [Grant(50, step)] * 6
+    assert node.run(RoomWanted(50, step)) == [Refuse(50, RefusalReason.NO_ROOM, 20 * MIB)]
+
+
+@pytest.mark.parametrize("eviction", TRACKING)
+def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: EvictionPolicy) -> None:
+    node = big_node(eviction)
+    assert node.run(Wanted(50, GIB))[-1] == Refuse(50, RefusalReason.NO_ROOM, GIB + BLOCK)
+    node.lookup.stale.add(25)
+    assert evicted(node.run(Wanted(50, GIB))) == [25]
+    grown = node.run(RoomWanted(50, BIG - BLOCK), RoomWanted(50, MIB))
+    assert grown == [Grant(50, BIG - BLOCK), Refuse(50, RefusalReason.NO_ROOM, MIB + BLOCK)]
+    node.lookup.stale.add(26)
+    assert evicted(node.run(RoomWanted(50, MIB))) == [26]
+
+
+def owned(node: Node, ino: int, blocks: int, owner: Owner, *, evicts: bool = True) -> list[Action]:
+    return node.run(Wanted(ino, (blocks - 1) * BLOCK, evicts, owner))
+
+
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+@pytest.mark.parametrize("evicts", [False, True])
+def test_foreign_replicas_go_for_a_file_that_this_node_owns_under_every_policy(
+    eviction: EvictionPolicy, evicts: bool
+) -> None:
+    node = full_node(eviction)
+    node.lookup.owned_elsewhere |= {22, 27}
+    assert owned(node, 50, 20, Owner.THIS_NODE, evicts=evicts) == [
+        goes(22),
+        goes(27),
+        placed(50, 0, 19 * BLOCK),
+    ]
+    # Its own go by the policy alone.
+    gone = evicted(owned(node, 51, 10, Owner.THIS_NODE, evicts=evicts))
+    assert gone == ([20] if evicts and eviction is not EvictionPolicy.KEEP else [])
+
+
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_no_replica_of_a_file_that_this_node_owns_goes_for_a_foreign_one(
+    eviction: EvictionPolicy,
+) -> None:
+    node = full_node(eviction)
+    node.lookup.owned_elsewhere |= {24, 26, 50, 51}
+    actions = owned(node, 50, 20, Owner.OTHER_NODE)
+    if eviction is EvictionPolicy.KEEP:
+        assert actions == [refused(50, 20)]
+    else:
+        assert evicted(actions) == [24, 26]
+    assert owned(node, 51, 10, Owner.OTHER_NODE) == [refused(51, 10)]
+
+
+def test_a_part_of_a_file_that_this_node_owns_grows_at_the_cost_of_foreign_replicas() -> None:
+    node = Node(GIB)
+    node.store(20, 100 * MIB // BLOCK)
+    node.store(21, 100 * MIB // BLOCK)
+    node.lookup.owned_elsewhere.add(21)
+    for ino, owner in ((50, Owner.OTHER_NODE), (51, Owner.THIS_NODE)):
+        assert not owned(node, ino, 2 * GIB // BLOCK, owner)[0].whole  # type: ignore[union-attr]
+        room = node.placement.ledger(0).room_bytes()
+        assert node.run(RoomWanted(ino, room - BLOCK)) == [Grant(ino, room - BLOCK)]
+        actions = node.run(RoomWanted(ino, 50 * MIB))
+        assert evicted(actions) == ([] if owner is Owner.OTHER_NODE else [21])
+        node.gone(actions)
+        node.run(Abandoned(ino))
+
+
+# Pressure.
+
+
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPolicy) -> None:
+    node = full_node(eviction)
+    assert node.shrink(100) == []
+    assert node.shrink(75) == [goes(ino, PRESSURE) for ino in (20, 21, 22)]
+    # What is leaving is not missing again.
+    assert node.shrink(75) == []
+    assert evicted(node.shrink(65)) == [23]
+    node.run(*(Evicted(ino) for ino in (20, 21, 22, 23)))
+    assert node.shrink(65) == []
+
+
+def test_what_the_policy_does_not_know_goes_too() -> None:
+    node = Node(100 * BLOCK, eviction=EvictionPolicy.LRU)
+    node.load(0, {20: 30, 21: 30})
+    node.store(22, 40)
+    assert evicted(node.shrink(40)) == [22, 20]
+
+
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_others_files_push_replicas_out_of_the_last_part(eviction: EvictionPolicy) -> None:
+    node = full_node(eviction)
+
+    def seen(free: int, written: int = 0) -> list[int]:
+        space = Space(1000 * BLOCK, free * BLOCK, 0, 0)
+        return evicted(node.run(TierSeen(0, 100 * BLOCK, space, written * BLOCK)))
+
+    assert seen(100) == []
+    assert seen(85) == [20, 21]
+    # They are not gone yet.
+    assert seen(85) == []
+    node.run(Evicted(20), Evicted(21))
+    assert seen(105) == []
+    # Nothing goes for what a copy has written a moment ago.
+    node.run(Wanted(50, 4 * BLOCK))
+    assert seen(101) == []
+    assert seen(98, written=4) == []
+    assert seen(94, written=4) == [22]
+
+
+# Demotion.
+
+
+def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
+    node = full_node(EvictionPolicy.LRU, 5, 1000)
+    node.lookup.stale.add(29)
+    (out, down) = node.shrink(85, demote=True)
+    assert out == goes(29, OUTDATED)
+    assert down == move(20, 0, 2, 10)
+    assert node.shrink(85, demote=True) == []
+    assert node.moved(down) == []
+    assert node.shrink(85, demote=True) == []
+    assert node.placement.ledger(2).used_bytes == 10 * BLOCK
+    # 29 is leaving still.
+    assert node.placement.ledger(0).usage[0] == 90 * BLOCK
+
+
+def test_more_than_may_move_is_evicted() -> None:
+    node = full_node(EvictionPolicy.LRU, 1000)
+    assert node.shrink(82, demote=True) == [move(20, 0, 1, 10), move(21, 0, 1, 10)]
+    assert node.shrink(75, demote=True) == [goes(22, PRESSURE)]
+
+
+def test_without_room_below_or_in_great_need_replicas_do_not_move() -> None:
+    node = full_node(EvictionPolicy.LRU, 5)
+    assert node.shrink(80, demote=True) == [goes(ino, PRESSURE) for ino in (20, 21)]
+    node = full_node(EvictionPolicy.LRU, 1000)
+    assert evicted(node.shrink(75, demote=False)) == [20, 21, 22]
+    node = full_node(EvictionPolicy.LRU, 1000)
+    assert evicted(node.shrink(70, demote=True)) == [20, 21, 22]
+
+
+def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> None:
+    node = full_node(EvictionPolicy.KEEP, 1000)
+    node.shrink(85, demote=True)
+    assert node.run(MoveFailed(20)) == [goes(20, PRESSURE)]
+    node.run(TierSeen(0, 100 * BLOCK, ROOMY))
+    assert node.run(MoveFailed(21)) == []
+    assert node.placement.ledger(1).usage[0] == node.placement.ledger(1).reserved_bytes == 0
+
+
+# Promotion.
+
+
+@pytest.mark.parametrize("eviction", EvictionPolicy)
+def test_what_is_opened_moves_up_where_there_is_room(eviction: EvictionPolicy) -> None:
+    node = full_node(eviction, 50, 1000)
+    node.store(40, 40)
+    node.store(41, 40)
+    assert node.run(Accessed(41, 2), Accessed(40, 1), Accessed(25, 0)) == []
+    node.gone(node.shrink(50))
+    node.shrink(100)
+    (action,) = node.run(Accessed(41, 2))
+    assert action == move(41, 2, 0, 40)
+    # It is on its way.
+    assert node.run(Accessed(41, 2)) == []
+    assert node.placement.ledger(2).usage[0] == 40 * BLOCK
+    node.moved(action)
+    assert node.placement.ledger(2).usage[0] == 0
+    assert node.placement.ledger(0).usage[0] == 90 * BLOCK
+
+
+def swapping_node(slow_blocks: int) -> Node:
+    node = full_node(EvictionPolicy.LRU, slow_blocks)
+    node.store(40, 10)
+    node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
+    # A move reserves a block more than the replica occupies.
+    node.shrink(101)
+    return node
+
+
+def test_with_lru_a_hotter_replica_takes_the_place_of_the_coldest() -> None:
+    node = swapping_node(1000)
+    # 20 was not opened since 40 was stored.
+    (down,) = node.run(Accessed(40, 1))
+    assert down == move(20, 0, 1, 10)
+    assert node.run(Accessed(40, 1)) == []
+    (up,) = node.moved(down)
+    assert up == Move(40, 1, 0, 11 * BLOCK)
+
+
+def test_without_room_below_the_coldest_goes() -> None:
+    node = swapping_node(10)
+    node.lookup.replicas[20] = (0, 11 * BLOCK)
+    node.shrink(102)
+    assert node.run(Accessed(40, 1)) == [goes(20, blocks=11), move(40, 1, 0, 10)]
+
+
+def test_outdated_replicas_make_way_before_others() -> None:
+    node = swapping_node(1000)
+    node.lookup.stale.add(25)
+    node.lookup.replicas[25] = (0, 11 * BLOCK)
+    node.shrink(100)
+    assert node.run(Accessed(40, 1)) == [goes(25, OUTDATED, blocks=11), move(40, 1, 0, 10)]
+
+
+def test_outdated_replicas_that_are_not_enough_go_together_with_the_coldest() -> None:
+    node = full_node(EvictionPolicy.LRU, 1000)
+    node.store(40, 15)
+    node.run(*(Accessed(ino, 0) for ino in range(22, 30)))
+    node.lookup.stale.add(20)
+    assert node.run(Accessed(40, 1)) == []
+    node.lookup.stale = {25}
+    assert node.run(Accessed(40, 1)) == [goes(25, OUTDATED), goes(20), move(40, 1, 0, 15)]
+
+
+def test_what_was_not_opened_twice_does_not_change_places() -> None:
+    node = swapping_node(1000)
+    node.run(Accessed(20, 0))
+    assert node.run(Accessed(40, 1)) == []
+    sieve = full_node(EvictionPolicy.SIEVE, 1000)
+    sieve.store(40, 10)
+    assert sieve.run(Accessed(40, 1), Accessed(40, 1)) == []
+
+
+def test_replicas_whose_sizes_do_not_allow_it_do_not_change_places() -> None:
+    node = full_node(EvictionPolicy.LRU, 1000)
+    node.store(40, 20)
+    node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
+    assert node.run(Accessed(40, 1)) == []
+
+
+def test_what_made_room_for_another_that_is_gone_by_then_is_all_that_moves() -> None:
+    node = swapping_node(1000)
+    (down,) = node.run(Accessed(40, 1))
+    del node.lookup.replicas[40]
+    node.run(Dropped(40, 1, 10 * BLOCK))
+    assert node.moved(down) == []

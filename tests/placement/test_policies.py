@@ -1,68 +1,26 @@
-"""The eviction policies: against a plain model, and against an independent implementation."""
+"""The eviction policies, against plain models."""
 
 from __future__ import annotations
 
-import importlib
 import random
-import sys
-from array import array
+import tracemalloc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.placement import policies
-from monarchfs.placement.policies import Keep, Lru, Policy, Sieve, make_policy
-from monarchfs.placement.weighted import Weighted
+from monarchfs.placement import weighted
+from monarchfs.placement.events import Accessed, Evict, EvictionReason, Move, Wanted, Weighed
+from monarchfs.placement.ledger import reservation
+from monarchfs.placement.policies import Lru, Policy, Sieve
+from monarchfs.placement.weighted import AGEING_OPENS, MARGIN_OPENS, MARGIN_SHARE, Weighted
 from monarchfs.types import EvictionPolicy
+from tests.placement.tools import BLOCK, Node, evicted
 
 Trace = list[int]
-
-
-def zipf(rng: random.Random, files: int, length: int, exponent: float) -> Trace:
-    weights = [1 / rank**exponent for rank in range(1, files + 1)]
-    names = rng.sample(range(100, 100 + 7 * files), files)
-    return rng.choices(names, weights, k=length)
-
-
-def loop(files: int, passes: int) -> Trace:
-    return [ino for _ in range(passes) for ino in range(files)]
-
-
-def epochs(rng: random.Random, files: int, passes: int) -> Trace:
-    return [ino for _ in range(passes) for ino in rng.sample(range(files), files)]
-
-
-def scans(rng: random.Random, files: int, length: int) -> Trace:
-    """Popular files, with now and then a run through files that are read once."""
-    trace: Trace = []
-    popular = zipf(rng, files, length, 1.0)
-    once = 1_000_000
-    for at in range(0, length, 200):
-        trace += popular[at : at + 200]
-        trace += range(once, once + 150)
-        once += 150
-    return trace
-
-
-def traces() -> dict[str, tuple[Trace, int]]:
-    """Traces, each with the number of files that the cache holds."""
-    rng = random.Random(20240611)
-    return {
-        "zipf": (zipf(rng, 2_000, 20_000, 1.0), 200),
-        "flat-zipf": (zipf(rng, 3_000, 20_000, 0.6), 700),
-        "loop-that-fits-not": (loop(300, 30), 200),
-        "loop-that-fits": (loop(300, 10), 300),
-        "epochs": (epochs(rng, 1_000, 15), 500),
-        "scans": (scans(rng, 500, 20_000), 150),
-        "one": (zipf(rng, 20, 1_000, 1.0), 1),
-        "two": (zipf(rng, 20, 1_000, 1.0), 2),
-    }
-
-
-TRACES = traces()
 
 
 def replay(policy: Policy, trace: Trace, capacity: int) -> list[bool]:
@@ -129,15 +87,6 @@ MODELS: list[tuple[Callable[[], Policy], Callable[[Trace, int], list[bool]]]] = 
 ]
 
 
-@pytest.mark.parametrize("trace", ["zipf", "scans", "two"])
-@pytest.mark.parametrize(("policy", "model"), MODELS)
-def test_a_policy_agrees_with_its_model(
-    policy: Callable[[], Policy], model: Callable[[Trace, int], list[bool]], trace: str
-) -> None:
-    requests, capacity = TRACES[trace]
-    assert replay(policy(), requests, capacity) == model(requests, capacity)
-
-
 @given(st.lists(st.integers(0, 12), max_size=200), st.integers(1, 8))
 @settings(max_examples=300, deadline=None)
 def test_a_policy_agrees_with_its_model_on_anything(trace: Trace, capacity: int) -> None:
@@ -145,94 +94,23 @@ def test_a_policy_agrees_with_its_model_on_anything(trace: Trace, capacity: int)
         assert replay(policy(), trace, capacity) == model(trace, capacity)
 
 
-@pytest.mark.parametrize("trace", TRACES)
-@pytest.mark.parametrize("name", ["LRU", "Sieve"])
-def test_a_policy_misses_as_often_as_an_independent_implementation(name: str, trace: str) -> None:
+@pytest.mark.parametrize(("policy", "most_bytes"), [(Lru(), 45), (Sieve(), 35), (Weighted(), 60)])
+def test_a_tracked_replica_costs_a_few_bytes(policy: Policy, most_bytes: int) -> None:
+    """Also when others have taken its place."""
+    count = 20_000
+    tracemalloc.start()
     try:
-        libcachesim = importlib.import_module("libcachesim")
-    except ImportError as error:  # also where a library of its own is missing
-        pytest.skip(f"needs libcachesim ({error}): make setup, Python 3.11, libglib2.0-0")
-    requests, capacity = TRACES[trace]
-    cache = getattr(libcachesim, name)(capacity)
-    request = libcachesim.Request()
-    request.obj_size = 1
-    misses = 0
-    for ino in requests:
-        request.obj_id = ino
-        misses += not cache.get(request)
-    ours = replay(make_policy(EvictionPolicy[name.upper()]), requests, capacity)
-    assert ours.count(False) == misses
-
-
-def test_sieve_keeps_popular_files_through_scans_better_than_lru() -> None:
-    requests, capacity = TRACES["scans"]
-    lru, sieve = (replay(policy(), requests, capacity).count(True) for policy in (Lru, Sieve))
-    assert sieve > lru
-
-
-def names(policy: Policy, tier: int = 0) -> list[int]:
-    return list(policy.victims(tier))
-
-
-def test_keep_wants_to_hear_of_nothing_and_names_nobody() -> None:
-    policy = make_policy(EvictionPolicy.KEEP)
-    assert isinstance(policy, Keep)
-    assert not policy.tracks
-    policy.added(0, 20)
-    assert names(policy) == []
-
-
-@pytest.mark.parametrize("policy", [Lru(), Sieve()], ids=["lru", "sieve"])
-def test_a_spared_replica_is_not_looked_at_again_at_once(policy: Policy) -> None:
-    for ino in range(20, 24):
-        policy.added(0, ino)
-    victims = policy.victims(0)
-    assert [next(victims), next(victims)] == [20, 21]
-    policy.removed(0, 21)
-    # 20 was spared.
-    assert names(policy) == [22, 23, 20]
-
-
-@pytest.mark.parametrize("policy", [Lru(), Sieve()], ids=["lru", "sieve"])
-def test_what_is_told_twice_or_late_does_no_harm(policy: Policy) -> None:
-    policy.removed(0, 20)
-    policy.moved(20, 0, 1)
-    policy.removed(1, 20)
-    policy.accessed(0, 21)
-    policy.added(0, 21)
-    policy.known(0, 21)
-    policy.known(0, 22)
-    policy.known(0, 23)
-    policy.removed(0, 99)
-    # What an earlier mount left is colder than what was opened.
-    assert names(policy) == [23, 22, 21]
-
-
-def test_lru_knows_when_a_replica_was_accessed_and_forgets_it_in_no_move() -> None:
-    policy = Lru()
-    policy.known(0, 20)
-    policy.added(0, 21)
-    policy.accessed(0, 22)
-    first, second, third = (policy.last_access(0, ino) for ino in (20, 21, 22))
-    assert 0 == first < second < third
-    policy.moved(21, 0, 1)
-    assert policy.last_access(1, 21) == second
-    assert policy.last_access(0, 21) == 0
-    policy.accessed(0, 20)
-    assert policy.last_access(0, 20) > third
-
-
-def test_sieve_does_not_pass_over_more_than_a_bounded_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(policies, "VISITED_STEPS", 5)
-    policy = Sieve()
-    for ino in range(20, 40):
-        policy.added(0, ino)
-        policy.accessed(0, ino)
-    # 20 to 24 lost their marks.
-    assert next(policy.victims(0)) == 25
-    assert sorted(names(policy)) == [*range(20, 40)]
+        policy.weigh([(ino, 1.0) for ino in range(1000, 1000 + count)], replace=False)
+        for ino in range(1000, 1000 + count):
+            policy.missed(ino)
+            policy.added(0, ino)
+        assert tracemalloc.get_traced_memory()[0] < most_bytes * count
+        for ino in range(1000, 1000 + count):
+            policy.removed(0, ino)
+            policy.added(0, ino + count)
+        assert tracemalloc.get_traced_memory()[0] < 2 * most_bytes * count
+    finally:
+        tracemalloc.stop()
 
 
 OPERATIONS = st.lists(
@@ -277,26 +155,160 @@ def test_nothing_is_lost_or_invented_whatever_is_told(
                     getattr(policy, operation)(tier, ino)
                     held[tier].add(ino)
         for tier in (0, 1):
-            found = names(policy, tier)
-            assert sorted(found) == sorted(held[tier])
+            assert sorted(policy.victims(tier)) == sorted(held[tier])
 
 
-def _containers(queue: policies._Queue) -> Iterator[object]:
-    yield from vars(queue).values()
-    yield queue._slots.pages
-    yield from queue._slots.pages.values()
+# The policy ``weighted``
 
 
-@pytest.mark.parametrize(("policy", "most_bytes"), [(Lru(), 45), (Sieve(), 35)])
-def test_a_tracked_replica_costs_a_few_bytes(policy: Lru | Sieve, most_bytes: int) -> None:
-    count = 20_000
-    for ino in range(1000, 1000 + count):
+class Counts:
+    """Opens of files, aged, as exact numbers."""
+
+    def __init__(self) -> None:
+        self.opens: dict[int, Fraction] = {}
+        self.period = 0
+
+    def count(self, ino: int) -> None:
+        self.opens[ino] = self.opens.get(ino, Fraction(0)) + 1
+        self.period += 1
+        if self.period >= AGEING_OPENS * len(self.opens):
+            self.period = 0
+            self.opens = {ino: opens / 2 for ino, opens in self.opens.items()}
+
+    def displaces(self, ino: int, victim: int) -> bool:
+        others = self.opens.get(victim, Fraction(0))
+        return self.opens[ino] - others >= MARGIN_OPENS + Fraction(MARGIN_SHARE) * others
+
+
+@given(st.lists(st.integers(0, 12), max_size=300), st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_by_opens_the_one_that_was_opened_least_goes_if_that_is_much_less(
+    trace: list[int], capacity: int
+) -> None:
+    policy, model, held = Weighted(), Counts(), set[int]()
+    for ino in trace:
+        model.count(ino)
+        if ino in held:
+            policy.accessed(0, ino)
+            continue
+        policy.missed(ino)
+        if len(held) == capacity:
+            victim = next(policy.victims(0))
+            assert model.opens[victim] == min(model.opens[one] for one in held)
+            assert policy.displaces(ino, victim) == model.displaces(ino, victim)
+            if not policy.displaces(ino, victim):
+                continue
+            policy.removed(0, victim)
+            held.remove(victim)
         policy.added(0, ino)
-    queue = policy._tiers[0]
-    kept = [item for item in _containers(queue) if isinstance(item, array | bytearray | dict)]
-    assert sum(map(sys.getsizeof, kept)) < most_bytes * count
-    # Slots are used again.
-    for ino in range(1000, 1000 + count):
-        policy.removed(0, ino)
-        policy.added(0, ino + count)
-    assert len(queue.inos) == count + 1
+        held.add(ino)
+
+
+def opened(node: Node, ino: int) -> bool:
+    """Whether a file that was opened is local; else it is copied if it finds room."""
+    if ino in node.lookup.replicas:
+        node.run(Accessed(ino, node.lookup.replicas[ino][0]))
+        return True
+    node.run(Accessed(ino, None))
+    node.store(ino, 10)
+    return False
+
+
+@given(st.integers(0, 1_000_000), st.integers(1, 40), st.integers(1, 40), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_where_each_file_is_read_once_an_epoch_nothing_goes(
+    seed: int, files: int, held: int, given_equal: bool
+) -> None:
+    """Whatever the order, and wherever the ageing falls: what does not fit is missed, no more."""
+    rng, node = random.Random(seed), Node(held * 10 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
+    if given_equal:
+        node.run(Weighed([(20 + n, 7.0) for n in range(files)]))
+    for epoch in range(25):
+        misses = sum(not opened(node, 20 + n) for n in rng.sample(range(files), files))
+        assert misses == (files if epoch == 0 else max(0, files - held))
+
+
+def test_a_popular_file_displaces_and_old_fame_fades() -> None:
+    node = Node(20 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
+    for _ in range(5):
+        opened(node, 20)
+        opened(node, 21)
+    opened(node, 22)
+    assert set(node.lookup.replicas) == {20, 21}
+    for _ in range(60):
+        opened(node, 22)
+        opened(node, 23)
+    assert set(node.lookup.replicas) == {22, 23}
+
+
+def test_given_weights_decide_and_may_change() -> None:
+    node = Node(30 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
+    node.run(Weighed([(20, 1.0), (21, 2.0), (22, 3.0), (23, 2.0), (24, 2.5)]))
+    for ino in (20, 21, 22):
+        opened(node, ino)
+    opened(node, 23)
+    assert set(node.lookup.replicas) == {21, 22, 23}
+    opened(node, 20)  # weighs less than all
+    assert set(node.lookup.replicas) == {21, 22, 23}
+    opened(node, 24)
+    assert len({21, 23} & set(node.lookup.replicas)) == 1
+    node.run(Weighed([(20, 9.0)]))
+    opened(node, 20)
+    assert set(node.lookup.replicas) == {20, 22, 24}
+    # Files that are not named any more weigh nothing.
+    node.run(Weighed([(24, 1.0), (25, 1.0), (26, 1.0)], replace=True))
+    opened(node, 25)
+    opened(node, 26)
+    assert set(node.lookup.replicas) == {24, 25, 26}
+    opened(node, 22)
+    assert set(node.lookup.replicas) == {24, 25, 26}
+
+
+def test_a_large_file_goes_before_only_what_weighs_less() -> None:
+    node = Node(40 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
+    node.run(Weighed([(20, 1.0), (21, 1.0), (22, 5.0), (23, 5.0), (50, 3.0)]))
+    for ino in (20, 21, 22, 23):
+        opened(node, ino)
+    assert evicted(node.run(Wanted(50, 29 * BLOCK, True))) == []
+    assert sorted(evicted(node.run(Wanted(50, 19 * BLOCK, True)))) == [20, 21]
+
+
+def test_pinned_files_do_not_hide_those_that_may_go() -> None:
+    files = 2_500
+    node = Node(files * 10 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
+    node.run(Weighed([(20 + files - 1, 1.0), (10_000, 2.0)]))
+    for n in range(files):
+        opened(node, 20 + n)
+    node.lookup.open |= set(range(20, 20 + files - 1))
+    for _ in range(4):  # each looks at a thousand
+        opened(node, 10_000)
+    assert 10_000 in node.lookup.replicas
+    assert 20 + files - 1 not in node.lookup.replicas
+    # They come back in their turn.
+    node.lookup.open.clear()
+    node.run(Weighed([(10_001, 3.0)]))
+    opened(node, 10_001)
+    assert len({10_000, 10_001} & set(node.lookup.replicas)) == 2
+
+
+def test_the_heavier_file_moves_up_and_the_lightest_of_all_goes() -> None:
+    node = Node(21 * BLOCK, 21 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
+    node.run(Weighed([(20, 3.0), (21, 4.0), (22, 1.0), (23, 9.0)]))
+    for ino in (20, 21, 22, 23):
+        opened(node, ino)
+    need = reservation(10 * BLOCK)
+    gone, down = node.run(Accessed(23, 1))
+    assert gone == Evict(22, 1, 10 * BLOCK, EvictionReason.POLICY)
+    assert down == Move(20, 0, 1, need)
+    node.gone([gone])
+    (up,) = node.moved(down)
+    assert up == Move(23, 1, 0, need)
+    node.moved(up)
+    assert {ino: tier for ino, (tier, _) in node.lookup.replicas.items()} == {20: 1, 21: 0, 23: 0}
+    # No file weighs more than those that lie higher.
+    assert node.run(Accessed(20, 1), Accessed(21, 0), Accessed(23, 0)) == []
+
+
+def test_counts_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weighted, "_LARGE", 4.0)
+    test_a_popular_file_displaces_and_old_fame_fades()

@@ -1,4 +1,5 @@
-"""The facade: stuck calls lend their slots, cancelled calls leave nothing open."""
+"""Calls into the source: those that are stuck lend their slots, those that are cancelled leave
+nothing open, and those that want the same share an answer."""
 
 from __future__ import annotations
 
@@ -6,70 +7,25 @@ import errno
 import os
 import threading
 import time
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import outcome
 import pytest
 import trio
 import trio.testing
 
-from monarchfs.source import Source
+from monarchfs.source import SingleFlight, Source
 from monarchfs.source.lanes import Call, LaneThreads, lend
-from monarchfs.source.releases import Releases
-from monarchfs.types import DirRef, Lane, SourceChanged
+from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
+from monarchfs.types import Lane, MonarchError, SourceChanged
 from tests.source.tools import HangingPosix, open_descriptors, soon
 from tests.support.timing import wait_for
 
 DEMAND, BACKGROUND = Lane.DEMAND, Lane.BACKGROUND
-
-
-async def test_each_function_has_its_asynchronous_twin(root: Path, hanging: HangingPosix) -> None:
-    (root / "d").mkdir()
-    (root / "l").symlink_to("file")
-    os.setxattr(root / "file", "user.a", b"1")
-    source = Source(hanging)
-    here = source.root
-    assert (await source.stat(here, b"file", DEMAND)).size == 8
-    assert await source.readlink(here, b"l", DEMAND) == b"file"
-    assert (await source.found(here, b"l", DEMAND))[1] == b"file"
-    assert len(await source.found_each(here, [b"l", b"d"], BACKGROUND)) == 2
-    assert await source.getxattr(here, b"file", b"user.a", DEMAND) == b"1"
-    assert await source.listxattr(here, b"file", DEMAND) == [b"user.a"]
-    assert await source.access(here, b"file", os.R_OK, DEMAND)
-    assert (await source.statvfs(DEMAND)).f_bsize == os.statvfs(root).f_bsize
-    assert source.counters.operations == 10, "listxattr also asks for the ACL"
-    fd, st = await source.open(here, b"file", DEMAND)
-    assert await source.read(fd, 2, 3, DEMAND) == (b"nte", st.version)
-    assert await source.read(fd, 0, 99, BACKGROUND) == (b"contents", st.version)
-    await source.close(fd, DEMAND)
-    fd, _ = await source.open(here, b"file", DEMAND)
-    source.close_soon(fd)
-    await source.open_directory(here, BACKGROUND)
-    counters = source.counters
-    assert (counters.demand_read_bytes, counters.prefetch_read_bytes) == (3, 8)
-    assert counters.read_bytes == 11
-    assert 0 < counters.seconds < 10
-    async with source.list(here, DEMAND, batch=3) as batches:
-        sizes = [len(entries) async for entries in batches]
-    assert sizes == [3, 1]
-
-
-async def test_errors_are_raised_and_only_trouble_is_counted(
-    hanging: HangingPosix, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    source = Source(hanging)
-    with pytest.raises(FileNotFoundError):
-        await source.stat(source.root, b"none", DEMAND)
-    with pytest.raises(SourceChanged):
-        await source.stat(DirRef(b"none", 1), b"x", DEMAND)
-    assert source.counters.errors == 0
-    monkeypatch.setattr(os, "fstatvfs", fail)
-    with pytest.raises(OSError, match="Input/output error"):
-        await source.statvfs(DEMAND)
-    assert source.counters.errors == 1
-    assert source.counters.operations == 3
 
 
 async def test_lanes_do_not_wait_for_each_other(
@@ -156,11 +112,10 @@ async def test_responding_goes_by_the_deadline(
 async def test_a_file_opened_for_a_cancelled_caller_is_closed(hanging: HangingPosix) -> None:
     source = Source(hanging)
     before = open_descriptors()
-    with trio.CancelScope() as scope:
-        async with trio.open_nursery() as callers:
-            callers.start_soon(source.open, source.root, b"hang", DEMAND)
-            await soon(lambda: hanging.inside == 1)
-            scope.cancel()
+    async with trio.open_nursery() as callers:
+        callers.start_soon(source.open, source.root, b"hang", DEMAND)
+        await soon(lambda: hanging.inside == 1)
+        callers.cancel_scope.cancel()
     assert open_descriptors() == before + 1
     hanging.release.set()
     await soon(lambda: open_descriptors() == before)
@@ -214,20 +169,6 @@ def test_a_call_that_finished_as_its_caller_was_cancelled_is_disposed_of() -> No
     assert disposed == ["RESULT"]
 
 
-async def test_an_abandoned_read_is_counted_when_it_comes_back(hanging: HangingPosix) -> None:
-    source = Source(hanging)
-    fd, _ = await source.open(source.root, b"file", DEMAND)
-    with trio.CancelScope() as scope:
-        async with trio.open_nursery() as callers:
-            callers.start_soon(source.read, fd, 1, 100, BACKGROUND)
-            await soon(lambda: hanging.inside == 1)
-            scope.cancel()
-    assert source.counters.read_bytes == 0
-    hanging.release.set()
-    await soon(lambda: source.counters.prefetch_read_bytes == 7)
-    await source.close(fd, DEMAND)
-
-
 async def test_a_listing_left_early_or_cancelled_closes_its_directory(
     root: Path, hanging: HangingPosix, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,11 +187,120 @@ async def test_a_listing_left_early_or_cancelled_closes_its_directory(
         return real_fsencode(name)
 
     monkeypatch.setattr(os, "fsencode", slow_fsencode)
-    with trio.CancelScope() as scope:
-        async with trio.open_nursery() as callers, source.list(source.root, DEMAND) as batches:
-            callers.start_soon(batches.__anext__)
-            await soon(lambda: hanging.inside == 1)
-            scope.cancel()
+    async with trio.open_nursery() as callers, source.list(source.root, DEMAND) as batches:
+        callers.start_soon(batches.__anext__)
+        await soon(lambda: hanging.inside == 1)
+        callers.cancel_scope.cancel()
     assert open_descriptors() > before
     hanging.release.set()
     await soon(lambda: open_descriptors() == before)
+
+
+# Files are closed by threads of their own
+
+
+class Fake:
+    """Threads that are there once they are asked for, unless ``refuses``."""
+
+    refuses = False
+
+    def __call__(
+        self, run: Callable[[], None], deliver: Callable[[outcome.Outcome[None]], None]
+    ) -> None:
+        if self.refuses:
+            raise RuntimeError("can't start new thread")
+        threading.Thread(target=lambda: deliver(outcome.capture(run)), daemon=True).start()
+
+
+def test_few_threads_close_files_and_more_where_those_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    hang = threading.Event()
+    clock = SimpleNamespace(seconds=0.0)
+    clock.monotonic = lambda: clock.seconds
+    monkeypatch.setattr("monarchfs.source.releases.time", clock)
+    done: list[int] = []  # list.append() is atomic
+    releases = Releases(stuck_seconds=1.0, start_thread=Fake())
+
+    def wait(number: int) -> None:
+        assert hang.wait(30)
+        done.append(number)
+
+    for number in range(1000):
+        releases.soon(partial(wait, number))
+    assert releases.threads == FEW_THREADS
+    for _ in range(2 * MOST_THREADS):
+        clock.seconds += 1
+        releases.go_on()
+    assert (releases.threads, releases.pending) == (MOST_THREADS, 1000)
+    hang.set()
+    wait_for(lambda: not releases.pending, "all files to be closed")
+    assert sorted(done) == list(range(1000))
+    assert releases.threads == 0
+
+
+def test_what_fails_is_logged_and_the_rest_is_done(caplog: pytest.LogCaptureFixture) -> None:
+    start = Fake()
+    releases = Releases(start_thread=start)
+    start.refuses = True
+    ends = os.pipe()
+    releases.soon(lambda: os.close(ends[0]))
+    releases.soon(lambda: os.close(-1))
+    releases.soon(lambda: os.close(ends[1]))
+    assert (releases.pending, releases.threads) == (3, 0)
+    assert caplog.text.count("wait for a thread: can't start new thread") == 1
+    start.refuses = False
+    releases.go_on()
+    wait_for(lambda: not releases.pending, "all files to be closed")
+    assert "Bad file descriptor" in caplog.text
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+
+
+# Single flight
+
+
+class Awkward(MonarchError):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} {two}")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "bad", "name"), SourceChanged("changed"), Awkward(1, 2)]
+)
+async def test_every_caller_gets_the_error_in_its_own_raise(
+    error: Exception, nursery: trio.Nursery
+) -> None:
+    flights = SingleFlight(nursery)
+    seen = []
+
+    async def fail() -> None:
+        await trio.lowlevel.checkpoint()
+        raise error
+
+    async def caller() -> None:
+        with pytest.raises(type(error)) as caught:
+            await flights.run_once("key", fail)
+        seen.append(caught.value)
+
+    async with trio.open_nursery() as callers:
+        for _ in range(10):
+            callers.start_soon(caller)
+    assert [str(one) for one in seen] == [str(error)] * 10
+    assert len({len(traceback.extract_tb(one.__traceback__)) for one in seen}) == 1
+    if isinstance(error, OSError):
+        assert len({id(one) for one in seen}) == 10
+        assert {getattr(one, "errno", None) for one in seen} == {errno.EIO}
+
+
+async def test_a_run_whose_nursery_is_cancelled_lands_with_an_error() -> None:
+    async with trio.open_nursery() as callers, trio.open_nursery() as runs:
+        flights = SingleFlight(runs)
+
+        async def caller() -> None:
+            with pytest.raises(OSError, match="not connected") as caught:
+                await flights.run_once("key", trio.sleep_forever)
+            assert caught.value.errno == errno.ENOTCONN
+
+        callers.start_soon(caller)
+        await trio.testing.wait_all_tasks_blocked()
+        runs.cancel_scope.cancel()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.source.layout import Layout, Part, parse
+from monarchfs.source.layout import parse
 from tests.support import surroundings
 from tests.support.layouts import MIB, RELEASED, plain
 
@@ -36,44 +36,52 @@ def composite(components: list[tuple[int, int, int, bytes]]) -> bytes:
     )
 
 
-def test_one_target() -> None:
-    layout = parse(plain([7]))
-    assert layout == Layout(False, (Part(0, EOF, MIB, (7,)),))
-    assert layout is not None
-    assert [layout.target(offset) for offset in (0, 5 * MIB, 1 << 50)] == [7, 7, 7]
-    assert layout.span(0, 8 * MIB) == 8 * MIB  # all of it lies together
-
-
-@pytest.mark.parametrize("pool", [None, b"flash"])
-def test_stripes_in_turn(pool: bytes | None) -> None:
-    layout = parse(plain([3, 1, 4], 4 * MIB, pool=pool))
-    assert layout is not None
-    assert [layout.target(n * 4 * MIB) for n in range(6)] == [3, 1, 4, 3, 1, 4]
-    assert layout.target(4 * MIB - 1) == 3
-    assert layout.span(0, 8 * MIB) == 4 * MIB
-    assert layout.span(0, MIB) == MIB
-
-
-def test_a_progressive_layout() -> None:
-    layout = parse(
-        composite(
-            [
-                (0x10, 0, MIB, plain([5])),
-                (0x10, MIB, 64 * MIB, plain([1, 2], 4 * MIB)),
-                (0, 64 * MIB, EOF, plain([], 16 * MIB)),  # no object yet: the file is shorter
-            ]
-        )
-    )
+@pytest.mark.parametrize(
+    ("value", "targets", "spans"),
+    [
+        # All of it lies together.
+        pytest.param(plain([7]), {0: 7, 5: 7, 1 << 30: 7}, {(0, 8): 8}, id="one target"),
+        pytest.param(
+            plain([3, 1, 4], 4 * MIB, pool=b"flash"),
+            {0: 3, 3: 3, 4: 1, 8: 4, 12: 3, 16: 1, 20: 4},
+            {(0, 8): 4, (0, 1): 1},
+            id="stripes in turn, in a pool",
+        ),
+        pytest.param(
+            composite(
+                [
+                    (0x10, 0, MIB, plain([5])),
+                    (0x10, MIB, 64 * MIB, plain([1, 2], 4 * MIB)),
+                    (0, 64 * MIB, EOF, plain([], 16 * MIB)),  # no object yet: it is shorter
+                ]
+            ),
+            {0: 5, 1: 1, 4: 2, 8: 1, 63: 2, 64: None},
+            {(0, 8): 8, (1, 8): 4},
+            id="a progressive layout",
+        ),
+        pytest.param(
+            composite([(0x11, 0, EOF, plain([5])), (0x10, 0, EOF, plain([6]))]),
+            {0: 6},
+            {},
+            id="a mirror that is behind",
+        ),
+        pytest.param(
+            composite([(0x10, 0, MIB, b"\x01" * 40), (0x10, MIB, EOF, plain([2]))]),
+            {0: None, 1: 2},
+            {},
+            id="a component that is not known",
+        ),
+    ],
+)
+def test_where_bytes_lie(
+    value: bytes, targets: dict[int, int | None], spans: dict[tuple[int, int], int]
+) -> None:
+    """Offsets and lengths in MiB."""
+    layout = parse(value)
     assert layout is not None
     assert not layout.released
-    assert [layout.target(n * MIB) for n in (0, 1, 4, 8, 63, 64)] == [5, 1, 2, 1, 2, None]
-    assert (layout.span(0, 8 * MIB), layout.span(MIB, 8 * MIB)) == (8 * MIB, 4 * MIB)
-
-
-def test_a_mirror_that_is_behind_is_not_read() -> None:
-    layout = parse(composite([(0x11, 0, EOF, plain([5])), (0x10, 0, EOF, plain([6]))]))
-    assert layout is not None
-    assert layout.target(0) == 6
+    assert {at: layout.target(at * MIB) for at in targets} == targets
+    assert {span: layout.span(span[0] * MIB, span[1] * MIB) // MIB for span in spans} == spans
 
 
 @pytest.mark.parametrize(
@@ -105,12 +113,6 @@ def test_what_an_archive_holds(value: bytes, released: bool) -> None:
 )
 def test_what_is_no_layout_known_here(value: bytes) -> None:
     assert parse(value) is None
-
-
-def test_a_component_that_is_not_known_is_left_out() -> None:
-    layout = parse(composite([(0x10, 0, MIB, b"\x01" * 40), (0x10, MIB, EOF, plain([2]))]))
-    assert layout is not None
-    assert (layout.target(0), layout.target(MIB)) == (None, 2)
 
 
 @given(st.sampled_from([b"", plain([])[:4], composite([])[:4]]), st.binary(max_size=300))

@@ -1,4 +1,4 @@
-"""The blocking functions, on files of every kind."""
+"""The blocking functions, on files of every kind, and reads past the page cache."""
 
 from __future__ import annotations
 
@@ -6,22 +6,24 @@ import errno
 import fcntl
 import mmap
 import os
-import shutil
+import random
 import signal
 import socket
 import stat
-import subprocess
-import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from monarchfs.engine.units import Unit
 from monarchfs.source import PosixSource
 from monarchfs.source import posix as posix_module
+from monarchfs.source.direct import TRIALS, DirectDescriptor
 from monarchfs.source.posix import Found
 from monarchfs.system.file_system_type import FUSE
-from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat
+from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat, SourceVersion
 from tests.source.tools import everything, open_descriptors, ref
 from tests.support import surroundings
 from tests.support.on_disk import cached_pages
@@ -29,49 +31,22 @@ from tests.support.on_disk import cached_pages
 
 def test_stat_says_what_lstat_says(root: Path, posix: PosixSource) -> None:
     (root / "f").write_bytes(b"x" * 5000)
-    os.link(root / "f", root / "hard")
     os.utime(root / "f", ns=(-5, 7_000_000_123))
     (root / "l").symlink_to("f")
     (root / "d").mkdir(mode=0o2711)
-    for name in ("f", "hard", "l", "d"):
+    for name in ("f", "l", "d"):
         st = os.lstat(root / name)
         assert posix.stat(ref(root), name.encode()) == SourceStat.of(st, st.st_dev)
-        assert posix.stat(ref(root), name.encode()).device == 0
-    assert posix.stat(ref(root), b"").ino == posix.root.ino == os.stat(root).st_ino
     assert posix.stat(ref(root, b"d"), b"") == posix.stat(ref(root), b"d")
-    with pytest.raises(FileNotFoundError):
-        posix.stat(ref(root), b"none")
+    assert posix.stat(ref(root), b"").ino == posix.root.ino == os.stat(root).st_ino
 
 
-def test_names_of_any_bytes(root: Path, posix: PosixSource) -> None:
-    names = {bytes([byte]) * 3 for byte in range(1, 256) if byte != ord("/")}
-    names |= {bytes(range(1, 47)), bytes(range(48, 256)), "ü".encode(), b"\xc3", b"y" * 255}
-    for name in names:
-        with open(os.path.join(os.fsencode(root), name), "wb") as file:
-            file.write(name)
-    entries = everything(posix, ref(root), batch=7)
-    assert {entry.name for entry in entries} == names
-    for entry in entries:
-        assert posix.found(ref(root), entry.name)[0].ino == entry.ino
-        fd, _ = posix.open(ref(root), entry.name)
-        assert posix.read(fd, 0, 1000)[0] == entry.name
-        posix.close(fd)
-
-
-def test_found_brings_the_target_of_a_link(root: Path, posix: PosixSource) -> None:
-    for number, target in enumerate([b"f", b"/absolute/\xff", b"../../up", b"t" * 4095]):
-        os.symlink(target, os.fsencode(root) + b"/%d" % number)
-        st, found = posix.found(ref(root), b"%d" % number)
-        assert (found, st.is_symlink, st.size) == (target, True, len(target))
-        assert posix.readlink(ref(root), b"%d" % number) == target
-    (root / "f").touch()
-    assert posix.found(ref(root), b"f")[1] == b""
-    with pytest.raises(OSError, match="Invalid argument"):
-        posix.readlink(ref(root), b"f")
-
-
-def shown(answer: Found | OSError) -> object:
+def shown(call: Callable[[], Found | OSError]) -> object:
     """But for the time of access of links, which reading them changes."""
+    try:
+        answer = call()
+    except OSError as error:
+        answer = error
     if isinstance(answer, OSError):
         return answer.errno, str(answer)
     return answer[0]._replace(atime_ns=0), answer[1]
@@ -86,23 +61,11 @@ def test_found_each_answers_as_found_does(root: Path, posix: PosixSource) -> Non
         with suppress(OSError, OverflowError):
             os.utime(root / os.fsdecode(name), (when, when))
     here = ref(root)
-    names = [
-        *os.listdir(os.fsencode(root)),
-        b"none",
-        b".",
-        b"..",
-        b"",
-        b"d/x",
-        b"nul\0",
-        b"x" * 256,
-    ]
+    names = [*os.listdir(os.fsencode(root)), *(b"none", b".", b"..", b"", b"d/x", b"nul\0")]
+    names.append(b"x" * 256)
     for name, answer in zip(names, posix.found_each(here, names), strict=True):
-        assert shown(answer) == shown(posix.found_each(here, [name])[0]), name
-        try:
-            alone: Found | OSError = posix.found(here, name)
-        except OSError as error:
-            alone = error
-        assert shown(answer) == shown(alone), name
+        together, alone = shown(lambda: answer), shown(lambda: posix.found(here, name))  # noqa: B023
+        assert together == shown(lambda: posix.found_each(here, [name])[0]) == alone, name  # noqa: B023
     assert posix.found_each(here, []) == []
     with pytest.raises(SourceChanged):
         posix.found_each(DirRef(b"d", 1), [b"f"])
@@ -114,6 +77,17 @@ def test_found_each_ends_when_its_time_is_over(root: Path, posix: PosixSource) -
     here = ref(root)
     for names in ([b"f", b"d"], [b"d", b"f"], [b"none", b"f"]):
         assert len(posix.found_each(here, names, 0.0)) == 1
+
+
+def test_xattrs_are_those_of_the_entry(root: Path, posix: PosixSource) -> None:
+    (root / "f").touch()
+    (root / "l").symlink_to("f")
+    os.setxattr(root / "f", b"user.\xc3\xff", b"value\0\xfe")
+    assert posix.listxattr(ref(root), b"f") == [b"user.\xc3\xff"]
+    assert posix.getxattr(ref(root), b"f", b"user.\xc3\xff") == b"value\0\xfe"
+    assert posix.listxattr(ref(root), b"l") == []
+    with pytest.raises(OSError, match="No data available"):
+        posix.getxattr(ref(root), b"l", b"user.\xc3\xff")
 
 
 def special_files(root: Path) -> dict[bytes, FileType]:
@@ -150,63 +124,17 @@ def test_special_files_are_listed_and_not_opened(root: Path, posix: PosixSource)
         posix.open(ref(root), b"d")
 
 
-def test_a_listing_can_be_left_early(root: Path, posix: PosixSource) -> None:
-    for number in range(10):
-        (root / str(number)).touch()
-    before = open_descriptors()
-    batches = posix.list(ref(root), 4)
-    assert len(next(batches)) == 4
-    batches.close()
-    assert open_descriptors() == before
-    assert [len(batch) for batch in posix.list(ref(root), 4)] == [4, 4, 2]
-    assert [len(batch) for batch in posix.list(ref(root), 5)] == [5, 5]
-    with pytest.raises(SourceChanged):
-        next(posix.list(DirRef(b"none", 1), 4))
-
-
-@surroundings.program("strace")
-def test_listing_20000_names_costs_no_stat_each(root: Path, tmp_path: Path) -> None:
-    fd = os.open(root, os.O_RDONLY)
-    for number in range(20_000):
-        os.mknod(b"%d" % number, dir_fd=fd)
-    os.close(fd)
-    program = (
-        "import os, sys\n"
-        "from monarchfs.source import PosixSource\n"
-        "posix = PosixSource(os.open(sys.argv[1], os.O_PATH))\n"
-        "print(sum(len(batch) for batch in posix.list(posix.root, 1000)))\n"
-    )
-    trace = tmp_path / "trace"
-    filters = "trace=stat,lstat,newfstatat,statx,getdents64"
-    listing = subprocess.run(
-        ["strace", "-f", "-qq", "-o", trace, "-e", filters, sys.executable, "-c", program, root],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert listing.stdout == "20000\n", listing.stderr
-    shutil.rmtree(root)  # sooner than pytest would
-    calls = trace.read_text().splitlines()
-    assert any("getdents64" in line for line in calls)
-    assert len(calls) < 5_000  # the interpreter's own start takes some hundreds
-
-
-def test_read_gives_data_and_the_version_after_it(root: Path, posix: PosixSource) -> None:
-    data = os.urandom(300_000)
-    (root / "f").write_bytes(data)
-    fd, st = posix.open(ref(root), b"f")
-    assert not os.get_inheritable(fd)
-    assert os.get_blocking(fd)
-    assert posix.read(fd, 1000, 200_000) == (data[1000:201_000], st.version)
-    assert posix.read(fd, 299_990, 1000) == (data[-10:], st.version)
-    assert posix.read(fd, 300_000, 1000)[0] == b""
-    with open(root / "f", "ab") as file:
-        file.write(b"more")
-    more, version = posix.read(fd, 299_990, 1000)
-    assert more == data[-10:] + b"more"
-    assert version == posix.stat(ref(root), b"f").version != st.version
-    posix.close(fd)
+@surroundings.requires_root
+def test_a_directory_whose_names_alone_may_be_read(root: Path, posix: PosixSource) -> None:
+    (root / "d").mkdir()
+    os.mkfifo(root / "d" / "fifo")
+    (root / "d").chmod(0o744)
+    directory = ref(root, b"d")
+    os.seteuid(65534)
+    try:
+        assert [entry.type for entry in everything(posix, directory)] == [FileType.UNKNOWN]
+    finally:
+        os.seteuid(0)
 
 
 def test_what_was_read_is_not_kept_in_memory_too(root: Path, posix: PosixSource) -> None:
@@ -274,6 +202,7 @@ def test_open_waits_for_a_lease_as_any_reader_would(root: Path, posix: PosixSour
     try:
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fd, _ = posix.open(ref(root), b"f")
+        assert (os.get_inheritable(fd), os.get_blocking(fd)) == (False, True)
         assert posix.read(fd, 0, 10)[0] == b"leased"
         posix.close(fd)
     finally:
@@ -285,21 +214,62 @@ def test_open_waits_for_a_lease_as_any_reader_would(root: Path, posix: PosixSour
 def test_which_listings_have_all_names_that_a_look_up_finds(
     root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(posix_module, "file_system_type", lambda fd: 0xEF53)
-    assert posix.known_to_list_all(ref(root)) is None
     (root / "Name").write_bytes(b"")
-    assert posix.lists_all(ref(root), b"")
-    assert posix.lists_all(ref(root), b"Name")
-    # Two files, which differ in that.
-    (root / "nAME").write_bytes(b"")
-    assert posix.lists_all(ref(root), b"Name")
+    (root / "nAME").write_bytes(b"")  # another file
+    for kind, known in ((0xEF53, None), (0x0BD00BD0, True), (0x6969, False), (FUSE, False)):
+        monkeypatch.setattr(posix_module, "file_system_type", lambda fd, kind=kind: kind)
+        assert posix.lists_all(ref(root), b"Name") is (known is not False)
+        assert posix.known_to_list_all(ref(root)) is known
+    assert posix.known_to_list_all(DirRef(b".lustre/fid", 2)) is False
     # One file, as a directory says that finds names in any case.
+    monkeypatch.setattr(posix_module, "file_system_type", lambda fd: 0xEF53)
     (root / "nAME").unlink()
     os.link(root / "Name", root / "nAME")
     assert not posix.lists_all(ref(root), b"Name")
-    assert posix.known_to_list_all(ref(root)) is None
-    for kind, known in ((0x0BD00BD0, True), (0x6969, False), (FUSE, False)):
-        monkeypatch.setattr(posix_module, "file_system_type", lambda fd, kind=kind: kind)
-        assert posix.lists_all(ref(root), b"Name") is known
-        assert posix.known_to_list_all(ref(root)) is known
-    assert posix.known_to_list_all(DirRef(b".lustre/fid", 2)) is False
+    assert posix.lists_all(ref(root), b"")
+
+
+# Reads past the page cache
+
+
+CHUNK = 128 << 10
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    (tmp_path / "f").write_bytes(b"x")
+    fd = os.open(tmp_path / "f", os.O_RDONLY)
+    yield fd
+    os.close(fd)
+
+
+def test_threads_that_open_it_at_once_have_the_same(fd: int) -> None:
+    descriptor, before = DirectDescriptor(), open_descriptors()
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: descriptor.get(fd), range(200)))
+    assert found == {descriptor.get(fd)}
+    assert descriptor.take_opens() >= 1
+    assert descriptor.take_opens() == 0
+    os.close(descriptor.close())
+    assert descriptor.get(fd) == -1, "its number may stand for another file by then"
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("past", [0, 1, 4095, 4096, CHUNK + 5])
+def test_the_same_bytes_come_either_way(root: Path, posix: PosixSource, past: int) -> None:
+    """Also those that were written a moment ago and are on no disk."""
+    data = random.Random(past).randbytes((2 << 20) + past)
+    (root / "f").write_bytes(data)
+    fd, stat = posix.open(ref(root), b"f")
+    st_dev, st_ino, size, mtime_ns, ctime_ns = stat.version
+    version = SourceVersion(st_dev or posix.device, st_ino, size, mtime_ns, ctime_ns)
+    ways, descriptor = set(), DirectDescriptor()
+    for _ in range(2 * TRIALS):
+        unit = Unit(1, CHUNK, size, chunk_bytes=CHUNK, version=version, device=posix.device)
+        assert posix.read_unit(fd, descriptor, unit) == size - CHUNK
+        assert unit.peek(CHUNK, size) == data[CHUNK:]
+        ways.add(unit.direct)
+    for opened in (descriptor.close(), fd):
+        if opened >= 0:
+            posix.close(opened)
+    assert False in ways

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_mounts import NOBODY, device_mode, interpreter_for
-from tests.support.mounting import Bench, Mount, as_user, bench, requires_fuse, requires_root
+from tests.support.mounting import REPOSITORY, as_user, bench, requires_fuse, requires_root
 
 pytestmark = requires_root
 
@@ -62,14 +62,9 @@ trio.run(main, {"any": run_sync, "low priority": run_sync_at(5)}[sys.argv[2]], i
 @pytest.mark.parametrize("threads", [0, 1])
 @pytest.mark.parametrize("kind", ["any", "low priority"])
 def test_calls_wait_for_the_threads_that_there_are(kind: str, threads: int) -> None:
-    python = interpreter_for(NOBODY)
-    root = str(Path(__file__).parents[2])
+    words = [interpreter_for(NOBODY), "-c", CALLS, str(REPOSITORY), kind, str(threads)]
     done = subprocess.run(
-        as_user(NOBODY, [python, "-c", CALLS, root, kind, str(threads)]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
+        as_user(NOBODY, words), capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("calls wait for threads: can't start new thread") == 1
@@ -98,7 +93,15 @@ print(count, "files")
 def test_readers_of_a_mount_get_no_error(prefetch: str) -> None:
     """Names and large files are Python's to ask for, small ones the C part's."""
     with device_mode(0o666), bench() as work:
-        mount = _mounted(work, prefetch)
+        source = work.path / "src"
+        for number in range(6):
+            (source / f"d{number}").mkdir(parents=True)
+            for size in (100, 100_000, 3_000_000):
+                name = str(size + number)
+                (source / f"d{number}" / name).write_bytes(os.urandom(size + number))
+        interpreter_for(NOBODY)
+        work.path.chmod(0o1777)
+        mount = work.mount(source, "--prefetch", prefetch, user=NOBODY)
         worker = mount.worker_pid()
         limits = Path(f"/proc/{worker}/limits").read_text()
         (hard,) = re.findall(r"Max processes +\S+ +(\S+)", limits)
@@ -118,14 +121,3 @@ def limit(pid: int, processes: str) -> None:
     """The soft limit of a process of nobody's, set by nobody."""
     command = ["prlimit", f"--pid={pid}", f"--nproc={processes}:"]
     subprocess.run(as_user(NOBODY, command), check=True)
-
-
-def _mounted(work: Bench, prefetch: str) -> Mount:
-    source = work.path / "src"
-    for number in range(6):
-        (source / f"d{number}").mkdir(parents=True)
-        for size in (100, 100_000, 3_000_000):
-            (source / f"d{number}" / str(size + number)).write_bytes(os.urandom(size + number))
-    interpreter_for(NOBODY)
-    work.path.chmod(0o1777)
-    return work.mount(source, "--prefetch", prefetch, user=NOBODY)

@@ -1,21 +1,22 @@
-"""Segments on real file systems: what is written and read, given back, refused, and failed."""
+"""Segments on real file systems: what is written and read, noted, given back, refused."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from monarchfs.store import ReplicaLost, Tier, _records
+from monarchfs.store import ReplicaLost, Tier, _records, listed
 from monarchfs.store.checksum import checksum
 from monarchfs.store.segments import Allocator, SegmentFiles, allocated
-from monarchfs.types import Data, TierFile
+from monarchfs.types import TierFile
 from tests.store.tools import KIB, code_of, files_below, mode_of, name_of, needs_root
 from tests.support.surroundings import no_file_larger_than
 
@@ -84,85 +85,14 @@ def test_records_are_written_read_and_given_back(anywhere: SegmentFiles) -> None
     assert own.verify(begun[0], places[2][1], sizes[2], checksum(data[2]))
     assert not own.verify(begun[0], places[3][1], sizes[3], checksum(data[3]))
 
-    own.remove(begun[0])
-    own.remove(begun[0])
+    for _ in range(2):
+        own.remove(begun[0])
     assert own.found() == []
-    assert own.blocks(begun[0]) == 0
     assert own.data_ranges(begun[0]) == []
+    assert own.blocks(begun[0]) == 0
     own.punch(begun[0], [(0, 4096)])
-
-
-def test_layout(path: Path, tier: Tier) -> None:
-    assert not (path / "segments").exists()
-    assert tier.segments.found() == []
-    assert tier.segments.blocks(TWO) == 0
-    tier.segments.remove(TWO)
     with pytest.raises(ReplicaLost):
-        tier.segments.open(TWO, 0)
-    tier.segments.punch(TWO, [(0, 4096)])
-    assert not (path / "segments").exists()
-    tier.segments.create(TWO)
-    tier.segments.lists.append(TWO, [TierFile(name_of(1), 1, 1, 4096, True)])
-    assert files_below(path) == {"segments/fedcba9876543210", "segments/fedcba9876543210.list"}
-    assert mode_of(path / "segments") == 0o700
-    assert mode_of(path / "segments/fedcba9876543210") == 0o600
-    tier.segments.remove(TWO)
-    assert files_below(path) == set()
-
-
-def test_zeros_are_written(anywhere: SegmentFiles) -> None:
-    own = anywhere
-    results = own.write_each([(ONE, 0, bytes(128 * KIB)), (ONE, 256 * KIB, b"x" * 4096)])
-    assert codes(results) == [None] * 2
-    assert own.data_ranges(ONE) == [(0, 128 * KIB), (256 * KIB, 260 * KIB)]
-    own.punch(ONE, [(4 * KIB, 4 * KIB), (64 * KIB, 4 * KIB)])
-    assert own.data_ranges(ONE) == [
-        (0, 4 * KIB),
-        (8 * KIB, 64 * KIB),
-        (68 * KIB, 128 * KIB),
-        (256 * KIB, 260 * KIB),
-    ]
-
-
-def test_the_checksum_of_what_is_written_is_that_of_the_file(own: SegmentFiles) -> None:
-    at = 0
-    for size in (
-        128 * KIB - 1,
-        128 * KIB,
-        (1 << 20),
-        8 * (1 << 20) - 1,
-        8 * (1 << 20),
-        8 * (1 << 20) + 1,
-        17 * (1 << 20),
-    ):
-        data = os.urandom(size)
-        assert own.write_each([(ONE, at, data)]) == [checksum(data)], size
-        at += allocated(size)
-
-
-def test_any_buffer_is_data(own: SegmentFiles) -> None:
-    view = memoryview(b"-abc-")[1:4]
-    records: list[tuple[int, int, Data]] = [
-        (ONE, 0, b"abc"),
-        (ONE, 4096, bytearray(b"abc")),
-        (ONE, 8192, view),
-    ]
-    assert codes(own.write_each(records)) == [None] * 3
-    assert [record(own, ONE, n * 4096, 3) for n in range(3)] == [b"abc"] * 3
-    assert own.write_each([]) == []
-    with pytest.raises(TypeError):
-        _records.put_each([(1, 0, "text")])  # type: ignore[list-item]
-
-
-def test_a_shorter_segment_is_lost(own: SegmentFiles) -> None:
-    own.write_each([(ONE, 4096, b"good")])
-    os.close(own.open(ONE, 4100))
-    with pytest.raises(ReplicaLost):
-        own.open(ONE, 4101)
-    with pytest.raises(ReplicaLost):
-        own.verify(ONE, 4096, 5, 0)
-    with pytest.raises(ReplicaLost):
-        own.verify(TWO, 0, 1, 0)
+        own.open(begun[0], 0)
 
 
 def test_verifying_is_paced_and_reads_no_neighbour(own: SegmentFiles) -> None:
@@ -171,12 +101,6 @@ def test_verifying_is_paced_and_reads_no_neighbour(own: SegmentFiles) -> None:
     asked: list[int] = []
     assert own.verify(ONE, 4096, len(data), checksum(data), asked.append)
     assert asked == [1 << 20, 1 << 20, 5]
-
-    def stop(_: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        own.verify(ONE, 4096, len(data), checksum(data), stop)
 
 
 # One writer
@@ -217,36 +141,14 @@ def test_a_segment_that_was_taken_away_is_not_written_to(path: Path, own: Segmen
     assert record(own, 3, 0, 1) == b"c"
 
 
-def test_few_descriptors_are_kept(path: Path, own: SegmentFiles) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    numbers = range(1, 201)
-    assert codes(own.write_each([(n, 0, b"%d" % n) for n in numbers])) == [None] * 200
-    own.punch(1, [(4096, 4096)])
+def test_few_descriptors_are_kept_and_all_segments_written_to(own: SegmentFiles) -> None:
+    before, numbers = len(os.listdir("/proc/self/fd")), range(1, 101)
+    for at in (0, 4096):
+        written = own.write_each([(n, at, b"%03d" % n) for n in numbers])
+        assert codes(written) == [None] * len(numbers)
+    own.punch(1, [(8192, 4096)])
     assert len(os.listdir("/proc/self/fd")) - before == 64 + 1  # and the directory
-    # Those that were closed are still written to.
-    assert codes(own.write_each([(n, 4096, b"more") for n in numbers])) == [None] * 200
-    for n in numbers:
-        assert record(own, n, 0, 4100).rstrip(b"\0") == (b"%d" % n).ljust(4096, b"\0") + b"more"
-    for n in numbers:
-        own.remove(n)
-    assert len(os.listdir("/proc/self/fd")) - before == 1
-    assert files_below(path) == set()
-
-
-def test_four_threads_write_at_once(own: SegmentFiles) -> None:
-    allocator = Allocator(1 << 20)
-    batches = []
-    for number in range(60):
-        data = [os.urandom(1000 * (1 + (number + n) % 40)) for n in range(16)]
-        places, _ = allocator.place([len(each) for each in data])
-        batches.append([(*place, each) for place, each in zip(places, data, strict=True)])
-    with ThreadPoolExecutor(4) as pool:
-        for results in pool.map(own.write_each, batches):
-            assert codes(results) == [None] * 16
-        list(pool.map(own.punch, own.found(), [[(2 << 20, 4096)]] * 60))
-    for batch in batches:
-        for segment, offset, written in batch:
-            assert record(own, segment, offset, len(written)) == written
+    assert [record(own, n, 4096, 3) for n in numbers] == [b"%03d" % n for n in numbers]
 
 
 # Failures
@@ -306,17 +208,6 @@ def test_a_failed_punch_is_raised_after_the_others_were_tried(own: SegmentFiles)
     with pytest.raises(OSError, match="Invalid argument"):
         own.punch(ONE, [(0, 4096), (0, 0), (8192, 4096)])
     assert own.data_ranges(ONE) == [(4096, 8192), (12288, 64 * KIB)]
-
-
-def test_room_that_a_failure_keeps_is_logged(
-    own: SegmentFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(_records, "put_each", lambda records: [(errno.EIO, 0)] * len(records))
-    monkeypatch.setattr(_records, "punch", lambda _fd, _ranges: errno.EOPNOTSUPP)
-    with caplog.at_level(logging.WARNING):
-        (result,) = own.write_each([(ONE, 0, b"x")])
-    assert code_of(result) == errno.EIO
-    assert "could not give back 4096 bytes" in caplog.text
 
 
 # What is not ours
@@ -381,6 +272,163 @@ def test_what_extents_take_is_measured(disk: Path) -> None:
     assert again.trees.bytes == taken
     again.remove(ONE)
     assert again.trees.bytes == 0
-    again.trees.measure()
-    assert again.trees.bytes == 0
     again.close()
+
+
+PAGE = 4096
+
+
+@given(
+    steps=st.lists(st.none() | st.lists(st.integers(0, 12 * PAGE), max_size=8), max_size=20),
+    segment_bytes=st.sampled_from([PAGE, 8 * PAGE, 8 * PAGE + 1, 10 * PAGE - 1]),
+    align=st.sampled_from([PAGE, 2 * PAGE]),
+)
+def test_records_have_places_of_their_own(
+    steps: list[list[int] | None], segment_bytes: int, align: int
+) -> None:
+    """Sizes to place, or None to seal. Without room a segment is not gone on with."""
+    numbers = count(1)
+    allocator = Allocator(segment_bytes, align, lambda: next(numbers))
+    taken: dict[int, list[tuple[int, int]]] = {}
+    sealed: set[int] = set()
+    for step in steps:
+        if step is None:
+            sealed |= set(taken)
+            allocator.seal()
+            continue
+        places, begun = allocator.place(step)
+        assert {segment for segment, _ in places} >= set(begun)
+        assert not set(begun) & set(taken)
+        for (segment, offset), size in zip(places, step, strict=True):
+            assert segment in {*taken, *begun} - sealed
+            assert offset % align == 0
+            end = offset + max(allocated(size, align), align)
+            assert end <= segment_bytes or offset == 0
+            taken.setdefault(segment, []).append((offset, end))
+    for ranges in taken.values():
+        assert [0, *(end for _, end in ranges)][:-1] == [offset for offset, _ in ranges]
+        assert ranges[-1][1] <= segment_bytes or len(ranges) == 1
+
+
+# The lists beside segments
+
+
+LIST = f"{FILE}.list"
+
+
+def row(number: int, offset: int, size: int = 4096, allocated: int | None = None) -> TierFile:
+    blocks = -(-size // 4096) * 4096 if allocated is None else allocated
+    return TierFile(name_of(number), number << 50, size, blocks, True, 0, ONE, offset)
+
+
+def untimed(rows: list[TierFile]) -> list[TierFile]:
+    return [each._replace(made_ns=0) for each in rows]
+
+
+@pytest.fixture
+def begun(path: Path, tier: Tier) -> Tier:
+    """A tier with a segment of 64 KiB."""
+    (result,) = tier.segments.write_each([(ONE, 0, os.urandom(64 * KIB))])
+    assert isinstance(result, int)
+    return tier
+
+
+def test_what_is_noted_is_found(path: Path, begun: Tier) -> None:
+    segments = begun.segments
+    assert segments.noted(ONE) == []
+    segments.lists.append(ONE, [])
+    assert not (path / LIST).exists()
+    rows = [row(1, 0, 5000), row(2, 8 * KIB, 1), row(3, 12 * KIB)]
+    segments.lists.append(ONE, [row(9, 0), row(9, 64 * KIB)])  # overwritten, and past the end
+    segments.lists.append(ONE, rows[1:])
+    segments.lists.append(ONE, rows[:1])
+    found = segments.noted(ONE)
+    assert untimed(found) == rows
+    assert {each.made_ns for each in found} == {os.stat(path / LIST).st_mtime_ns}
+    assert [mode_of(each) for each in (path / LIST, path / FILE)] == [0o600] * 2
+    assert mode_of(path / "segments") == 0o700
+    # Not another segment's, by whatever name.
+    os.rename(path / LIST, path / f"segments/{TWO:016x}.list")
+    segments.create(TWO)
+    os.truncate(path / f"segments/{TWO:016x}", 64 * KIB)
+    assert segments.noted(TWO) == []
+
+
+def test_a_list_torn_or_damaged_at_every_byte(path: Path, begun: Tier) -> None:
+    batches = [[row(1, 0), row(2, 4 * KIB)], [row(3, 8 * KIB)], [row(4, 12 * KIB)]]
+    ends, intact = [0], b""
+    for batch in batches:
+        begun.segments.lists.append(ONE, batch)
+        intact = (path / LIST).read_bytes()
+        ends.append(len(intact))
+    for length in range(len(intact) + 1):
+        whole = sum(length >= end for end in ends[1:])
+        expected = [each for batch in batches[:whole] for each in batch]
+        (path / LIST).write_bytes(intact[:length])
+        assert untimed(begun.segments.noted(ONE)) == expected
+        # The same where that byte is another one.
+        damaged = intact[:length] + bytes(byte ^ 0x81 for byte in intact[length : length + 1])
+        (path / LIST).write_bytes(damaged + intact[length + 1 :])
+        assert untimed(begun.segments.noted(ONE)) == expected
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_any_bytes_are_a_list_of_nothing(data: bytes, begins_well: bool) -> None:
+    batch = listed.batch(ONE, [row(1, 0)]) if begins_well else b""
+    found = listed.rows(ONE, batch + data, 0)
+    assert [each.name for each in found] == [name_of(1)] * begins_well
+
+
+rows_of_any_place = st.lists(
+    st.builds(
+        row,
+        st.integers(0, 2**12),
+        st.integers(0, 20).map(lambda n: n * 2048) | st.just(2**63),
+        st.integers(0, 4 * 4096) | st.just(2**64 - 1),
+        st.just(0),
+    )
+)
+
+
+@given(rows_of_any_place)
+def test_what_is_kept_overlaps_nothing_kept_or_later(found: list[TierFile]) -> None:
+    kept = listed.sound(found, segment_bytes=32768, align=4096)
+    blocks: set[int] = set()
+    expected = []
+    for each in reversed(found):
+        if each.offset % 4096 or not each.size or each.offset + each.size > 32768:
+            continue
+        own = set(range(each.offset // 4096, -(-(each.offset + each.size) // 4096)))
+        if own & blocks:
+            continue
+        blocks |= own
+        expected.append(each._replace(allocated_bytes=len(own) * 4096))
+    assert kept == sorted(expected, key=lambda each: each.offset)
+
+
+def test_of_a_huge_list_little_is_read(path: Path, begun: Tier) -> None:
+    begun.segments.lists.append(ONE, [row(1, 0)])
+    os.truncate(path / LIST, 1 << 40)
+    assert untimed(begun.segments.noted(ONE)) == [row(1, 0)]
+    # One that is intact all along, and longer than what is read.
+    batch = listed.batch(ONE, [row(n, n * 4096) for n in range(16)] * 64)
+    with open(path / LIST, "wb") as file:
+        for _ in range(2 * listed.MAX_BYTES // len(batch)):
+            file.write(batch)
+    found = begun.segments.noted(ONE)
+    assert [each.offset for each in found] == [n * 4096 for n in range(16)]
+    # A number of rows that no memory could hold.
+    header = listed._HEADER.pack(b"mfsl", 1, 2**32 - 1, 0)
+    (path / LIST).write_bytes(header + bytes(1000))
+    assert begun.segments.noted(ONE) == []
+
+
+def test_a_batch_without_room_tears_nothing(path: Path, begun: Tier) -> None:
+    begun.segments.lists.append(ONE, [row(1, 0)])
+    size = os.stat(path / LIST).st_size
+    with no_file_larger_than(size + 10), pytest.raises(OSError, match="too large") as error:
+        begun.segments.lists.append(ONE, [row(2, 4 * KIB)])
+    assert error.value.errno == errno.EFBIG
+    assert os.stat(path / LIST).st_size == size
+    begun.segments.lists.append(ONE, [row(3, 4 * KIB)])
+    assert untimed(begun.segments.noted(ONE)) == [row(1, 0), row(3, 4 * KIB)]

@@ -1,22 +1,35 @@
-"""Tiers on real directories: layout, parts, what is listed, verified and tried, and vanishing."""
+"""Tiers on real directories: replicas, parts, what is listed, verified, tried and read, no room."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
 import random
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from monarchfs.store import ReplicaLost, Tier, read_full
-from monarchfs.store.checksum import checksum, combine, digests
-from monarchfs.types import SourceVersion, TierFile
-from tests.store.tools import BLOCK, KIB, NAME, content, files_below, mode_of, name_of, whole
+from monarchfs.engine.units import Unit
+from monarchfs.store import ReplicaLost, Tier, read_full, read_nowait
+from monarchfs.store.checksum import BLOCK_BYTES, checksum, combine, digests
+from monarchfs.types import SourceStat, SourceVersion, TierFile
+from tests.store.tools import (
+    BLOCK,
+    KIB,
+    NAME,
+    content,
+    files_below,
+    mode_of,
+    name_of,
+    needs_root,
+    open_tier,
+    whole,
+)
 from tests.support.on_disk import Place, cached_pages, spoil
 
 GOOD = checksum(b"good")
@@ -41,6 +54,13 @@ def test_each_field_of_the_version_is_in_the_name() -> None:
     assert len({each.replica_name for each in [base, *others, *shifted]}) == 8
 
 
+def test_a_checksum_is_that_of_a_digest_for_each_block() -> None:
+    data = os.urandom(2 * BLOCK + 1)
+    blocks = [data[:BLOCK], data[BLOCK:-1], data[-1:]]
+    assert digests(data) == b"".join(xxh3_64_digest(block) for block in blocks)
+    assert checksum(memoryview(data)) == combine(digests(data)) == xxh3_64_intdigest(digests(data))
+
+
 # Complete replicas
 
 
@@ -58,22 +78,14 @@ def test_a_whole_replica_is_written_opened_and_removed(path: Path, tier: Tier) -
     assert read_full(fd, 0, 10_000) == data
     assert tier.files.allocated(fd) == 12 * KIB
     os.close(fd)
-    with pytest.raises(ReplicaLost):
-        tier.files.open(NAME, checksum(data) ^ 1, 10_000)
 
     tier.files.remove(NAME, checksum(data) ^ 1)
     assert files_below(path) == {whole(data)}
-    tier.files.remove(NAME, checksum(data))
-    tier.files.remove(NAME, checksum(data))
+    for _ in range(2):
+        tier.files.remove(NAME, checksum(data))
     assert files_below(path) == set()
     with pytest.raises(ReplicaLost):
         tier.files.open(NAME, checksum(data), 10_000)
-
-
-@pytest.mark.parametrize("data", [b"", bytearray(b"abc"), memoryview(b"xabcx")[1:4]])
-def test_whole_replicas_of_any_buffer(tier: Tier, data: bytes) -> None:
-    tier.files.write_whole(NAME, data)
-    assert content(tier, bytes(data)) == bytes(data)
 
 
 def test_writing_again_replaces(path: Path, tier: Tier) -> None:
@@ -123,15 +135,6 @@ def test_a_part_is_sparse_filled_and_finished(path: Path, tier: Tier) -> None:
         tier.files.open_part(NAME, size)
 
 
-def test_a_part_of_another_size_is_refused(tier: Tier) -> None:
-    os.close(tier.files.create_part(NAME, 99))
-    with pytest.raises(ReplicaLost, match="Has 99 bytes instead of 100"):
-        tier.files.open_part(NAME, 100)
-    tier.files.remove_part(NAME)
-    tier.files.remove_part(NAME)
-    os.close(tier.files.create_part(NAME, 100))
-
-
 def test_only_the_file_that_was_written_is_finished(path: Path, tier: Tier) -> None:
     fd = tier.files.create_part(NAME, 4)
     tier.files.write(fd, 0, b"good")
@@ -146,39 +149,17 @@ def test_only_the_file_that_was_written_is_finished(path: Path, tier: Tier) -> N
     assert files_below(path) == {f"parts/{NAME.hex()}"}
 
 
-@pytest.mark.parametrize(
-    ("offset", "size"), [(1, BLOCK), (0, BLOCK - 1), (BLOCK, BLOCK + 1), (4 * KIB, 4 * KIB)]
-)
-def test_only_whole_blocks_have_digests(tier: Tier, offset: int, size: int) -> None:
-    fd = tier.files.create_part(NAME, 3 * BLOCK)
-    with pytest.raises(ValueError, match="not whole blocks"):
-        tier.files.write(fd, offset, bytes(size))
-    assert tier.files.write(fd, BLOCK, b"") == b""
-    os.close(fd)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "allocated_chunks"),
-    [("zzzz", 0), ("zxzz", 1), ("xzzx", 2), ("xxxx", 4), ("zzx", 1), ("xz", 1), ("zs", 1)],
-)
-def test_chunks_of_zeros_stay_holes(tier: Tier, pattern: str, allocated_chunks: int) -> None:
-    chunk = 64 * KIB
-    kinds = {
-        "z": bytes(chunk),
-        "x": b"\1" * chunk,
-        "s": b"\0" * (chunk // 2) + b"\1" + b"\0" * (chunk // 2 - 1),
-    }
+@pytest.mark.parametrize(("pattern", "chunks"), [("zzzz", 0), ("xzzx", 2), ("zzx", 1), ("zs", 1)])
+def test_chunks_of_zeros_stay_holes(tier: Tier, pattern: str, chunks: int) -> None:
+    chunk, slack = 64 * KIB, 2 * 4 * KIB
+    kinds = {"z": bytes(chunk), "x": b"\1" * chunk, "s": bytes(chunk - 1) + b"\1"}
     data = b"".join(kinds[kind] for kind in pattern) + bytes(100)
     fd = tier.files.create_part(NAME, BLOCK + len(data))
     assert tier.files.write(fd, BLOCK, data) == digests(data)
     assert read_full(fd, 0, BLOCK + len(data)) == bytes(BLOCK) + data
     os.fsync(fd)
-    slack = 2 * 4 * KIB
-    assert allocated_chunks * chunk <= tier.files.allocated(fd) <= allocated_chunks * chunk + slack
-    total = combine(digests(bytes(BLOCK)) + digests(data))
-    tier.files.finish_part(fd, NAME, total)
+    assert chunks * chunk <= tier.files.allocated(fd) <= chunks * chunk + slack
     os.close(fd)
-    assert tier.files.verify(NAME, total, BLOCK + len(data))
 
 
 def test_writes_go_on_after_short_ones(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,45 +192,6 @@ def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tie
     assert tier.files.complete(0xAB) == tier.files.parts() == []
 
 
-def test_a_tier_goes_on_in_another_directory(path: Path, tmp_path: Path, tier: Tier) -> None:
-    tier.files.write_whole(NAME, b"good")
-    fd = tier.files.open(NAME, GOOD, 4)
-    segments = tier.segments
-    segments.create(1)
-    before = len(os.listdir("/proc/self/fd"))
-    assert not reopen(tier, path)
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert tier.segments is segments
-    assert content(tier, b"good") == b"good"
-
-    path.rename(tmp_path / "before")
-    path.mkdir()
-    assert content(tier, b"good") == b"good"
-    assert reopen(tier, path)
-    assert not reopen(tier, path)
-    # What is open stays so, and who had the earlier segments may still use them.
-    assert read_full(fd, 0, 4) == b"good"
-    os.close(fd)
-    assert (segments.found(), tier.segments.found()) == ([1], [])
-    with pytest.raises(ReplicaLost):
-        tier.files.open(NAME, GOOD, 4)
-    tier.probe()
-    tier.files.write_whole(NAME, b"more")
-    tier.segments.create(2)
-    tier.sync()
-    assert files_below(path) == {whole(b"more"), f"segments/{2:016x}"}
-    assert files_below(tmp_path / "before") == {whole(b"good"), f"segments/{1:016x}"}
-
-
-def test_a_directory_that_cannot_be_opened_changes_nothing(path: Path, tier: Tier) -> None:
-    tier.files.write_whole(NAME, b"good")
-    fd = os.open(path / whole(b"good"), os.O_RDONLY)
-    with pytest.raises(NotADirectoryError):
-        tier.reopen(fd)
-    os.close(fd)
-    assert content(tier, b"good") == b"good"
-
-
 # Listing and marking
 
 
@@ -262,6 +204,8 @@ def test_files_are_listed_in_order_with_what_they_are(path: Path, tier: Tier) ->
     tier.files.write_whole(b"\xac" * 16, b"not here")
     tier.sync()
     tier.files.mark_synced([(name_of(5), checksum(b"x" * 5)), (name_of(6), 0)])
+    assert mode_of(path / whole(b"x" * 5, name_of(5))) == 0o400
+    (path / whole(b"x" * 7, name_of(7))).chmod(0o444)  # whoever did that, it was not us
     expected = [
         TierFile(name_of(n), checksum(data), len(data), 4 * KIB if data else 0, n == 5)
         for n, data in [(3, b"another"), *((n, b"x" * n) for n in range(20))]
@@ -274,20 +218,6 @@ def test_files_are_listed_in_order_with_what_they_are(path: Path, tier: Tier) ->
     assert [file.name for file in tier.files.complete(0xAC)] == [b"\xac" * 16]
     assert tier.files.complete(0xAD) == []
     assert not (path / "ad").exists()
-
-
-def test_parts_are_listed_in_order(tier: Tier) -> None:
-    assert tier.files.parts() == []
-    for number in (3, 1, 2):
-        os.close(tier.files.create_part(name_of(number), number * BLOCK))
-    fd = tier.files.open_part(name_of(2), 2 * BLOCK)
-    tier.files.write(fd, 0, b"x" * BLOCK)
-    os.close(fd)
-    assert [part._replace(made_ns=0) for part in tier.files.parts()] == [
-        TierFile(name_of(1), 0, BLOCK, 0, False),
-        TierFile(name_of(2), 0, 2 * BLOCK, BLOCK, False),
-        TierFile(name_of(3), 0, 3 * BLOCK, 0, False),
-    ]
 
 
 def test_only_proper_names_are_listed(path: Path, tmp_path: Path, tier: Tier) -> None:
@@ -310,24 +240,12 @@ def test_only_proper_names_are_listed(path: Path, tmp_path: Path, tier: Tier) ->
         (path / file).touch()
     before = files_below(path)
     assert [file.name for file in tier.files.complete(0xAB)] == [NAME]
-    assert [file.name for file in tier.files.parts()] == [NAME]
+    assert [part._replace(made_ns=0) for part in tier.files.parts()] == [
+        TierFile(NAME, 0, 4, 0, False)
+    ]
     tier.files.discard(bytes.fromhex(proper))
     tier.probe()
     assert files_below(path) == before
-
-
-def test_synced_is_what_the_mode_says(path: Path, tier: Tier) -> None:
-    tier.files.write_whole(NAME, b"good")
-    assert not tier.files.complete(0xAB)[0].synced
-    tier.files.mark_synced([(NAME, GOOD), (name_of(1), GOOD), (b"\0" * 16, GOOD)])
-    assert mode_of(path / whole(b"good")) == 0o400
-    assert tier.files.complete(0xAB)[0].synced
-    assert tier.files.verify(NAME, GOOD, 4)
-    tier.files.mark_synced([(NAME, GOOD)])
-    (path / whole(b"good")).chmod(0o444)  # whoever did that, it was not us
-    assert not tier.files.complete(0xAB)[0].synced
-    tier.files.remove(NAME, GOOD)
-    assert tier.files.complete(0xAB) == []
 
 
 def test_discarding_takes_all_of_a_name_and_nothing_else(path: Path, tier: Tier) -> None:
@@ -339,17 +257,13 @@ def test_discarding_takes_all_of_a_name_and_nothing_else(path: Path, tier: Tier)
     tier.files.mark_synced([(NAME, GOOD)])
     os.close(tier.files.create_part(NAME, 100))
     os.close(tier.files.create_part(name_of(8), 100))
-    tier.files.discard(NAME)
-    assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
-    tier.files.discard(NAME)
-    tier.files.discard(b"\0" * 16)
-    assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
+    for name in (NAME, NAME, b"\0" * 16):
+        tier.files.discard(name)
+        assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
     assert not (path / "00").exists()
 
 
 # Verifying
-
-SIZES = [0, 1, 4096, BLOCK, MIB - 1, MIB, MIB + 1, 3 * MIB + 12_345]
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
@@ -371,33 +285,23 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
 
 
 @pytest.mark.parametrize("direct", ["as it is", "set", "read"])
-@pytest.mark.parametrize("size", SIZES)
 def test_every_byte_is_verified(
-    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, size: int, direct: str
+    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, direct: str
 ) -> None:
     if direct != "as it is":
         refuse_direct(monkeypatch, direct)
-    data = os.urandom(size)
-    _, total = tier.files.write_whole(NAME, data)
-    paced: list[int] = []
-    assert tier.files.verify(NAME, total, size, paced.append)
-    assert sum(paced) == size
-    assert all(0 < count <= MIB for count in paced)
-    for at in {0, size // 2, size - 1} if size else set():
-        spoil(Place(path / whole(data), 0), at)
-        assert not tier.files.verify(NAME, total, size)
-        spoil(Place(path / whole(data), 0), at)
-    assert tier.files.verify(NAME, total, size)
-
-
-def test_short_reads_are_gone_on_from(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = os.urandom(2 * MIB + 5)
-    _, total = tier.files.write_whole(NAME, data)
-    real = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, to, at: real(fd, (to[0][:300_000],), at))
-    paced: list[int] = []
-    assert tier.files.verify(NAME, total, len(data), paced.append)
-    assert paced[:4] == [MIB, MIB - 300_000, MIB - 600_000, MIB - 900_000]
+    for size in (0, 1, 4096, BLOCK, MIB - 1, MIB, MIB + 1, 3 * MIB + 12_345):
+        data = os.urandom(size)
+        _, total = tier.files.write_whole(NAME, data)
+        paced: list[int] = []
+        assert tier.files.verify(NAME, total, size, paced.append), size
+        assert sum(paced) == size
+        assert all(0 < count <= MIB for count in paced)
+        for at in {0, size // 2, size - 1} if size else set():
+            spoil(Place(path / whole(data), 0), at)
+            assert not tier.files.verify(NAME, total, size), (size, at)
+            spoil(Place(path / whole(data), 0), at)
+        assert tier.files.verify(NAME, total, size), size
 
 
 def test_what_is_not_there_cannot_be_verified(path: Path, tier: Tier) -> None:
@@ -446,36 +350,14 @@ def test_verifying_leaves_nothing_in_the_page_cache(
     assert tier.files.verify(NAME, total, len(data))
     assert cached(path / whole(data)) == 0
 
+    # Also where reads are short, and where it is ended on the way.
     whole_reads = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, to, at: whole_reads(fd, (to[0][:4096],), at))
-    turns = iter(("first", "second"))
-
-    def pace(_: int) -> None:
-        next(turns)
-
-    with pytest.raises(StopIteration):
-        tier.files.verify(NAME, total, len(data), pace)
-    assert cached(path / whole(data)) == 0
-
-
-def takes_direct(path: Path) -> bool:
-    (path / "notes").touch()
-    with contextlib.suppress(OSError):
-        os.close(os.open(path / "notes", os.O_RDONLY | os.O_DIRECT))
-        return True
-    return False
-
-
-def test_verifying_keeps_what_was_cached(path: Path, tier: Tier) -> None:
-    if tier.memory_backed or not takes_direct(path):
-        pytest.skip("needs O_DIRECT: TMPDIR on ext4 or xfs")
-    data = os.urandom(4 * MIB)
-    _, total = tier.files.write_whole(NAME, data)
-    tier.sync()
-    before = cached(path / whole(data))
-    assert before > 0
+    monkeypatch.setattr(os, "preadv", lambda fd, to, at: whole_reads(fd, (to[0][:300_000],), at))
     assert tier.files.verify(NAME, total, len(data))
-    assert cached(path / whole(data)) == before
+    paced: Iterator[list[int]] = iter(([], []))
+    with pytest.raises(StopIteration):
+        tier.files.verify(NAME, total, len(data), lambda count: next(paced).append(count))
+    assert cached(path / whole(data)) == 0
 
 
 # Trying
@@ -520,3 +402,168 @@ def test_a_probe_reports_what_fails(
         assert error.value.errno == errno.EIO
     assert files_below(path) == set()
     tier.probe()
+
+
+# Reading
+
+
+def test_reading_at_once_is_all_or_nothing(tier: Tier) -> None:
+    data = os.urandom(200_000)
+    tier.files.write_whole(NAME, data)
+    fd = tier.files.open(NAME, checksum(data), 200_000)
+    read_full(fd, 0, 200_000)
+    assert read_nowait(fd, 0, 200_000, memory_backed=True) == data
+    if not tier.memory_backed:
+        assert read_nowait(fd, 0, 200_000) == data
+        assert read_nowait(fd, 199_000, 1_000) == data[199_000:]
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert read_nowait(fd, 0, 200_000) in (None, data)  # None, but for a disk of no latency
+    for memory_backed in (False, True):
+        assert read_nowait(fd, 199_000, 2_000, memory_backed=memory_backed) is None
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            read_nowait(-1, 0, 1, memory_backed=memory_backed)
+    os.close(fd)
+
+
+@pytest.mark.parametrize("answer", [errno.EAGAIN, errno.EOPNOTSUPP, 0, 5])
+def test_what_is_only_partly_in_memory_is_not_read_at_once(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch, answer: int
+) -> None:
+    def preadv(fd: int, buffers: object, offset: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        if answer > 5:
+            raise OSError(answer, os.strerror(answer))
+        return answer
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert read_nowait(0, 0, 10) is None
+
+
+def test_reading_in_full_never_returns_less(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = os.urandom(5_000)
+    tier.files.write_whole(NAME, data)
+    fd = tier.files.open(NAME, checksum(data), 5_000)
+    with pytest.raises(ReplicaLost, match="Replica ends at 5000"):
+        read_full(fd, 1_000, 4_001)
+    real_pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: real_pread(fd, min(size, 999), at))
+    assert read_full(fd, 1, 4_999) == data[1:]
+    with pytest.raises(ReplicaLost, match="Replica ends at 5000"):
+        read_full(fd, 1_000, 4_001)
+    os.close(fd)
+
+
+# Without room, without leave to write, in memory
+
+
+def test_a_unit_that_finds_no_room_says_so(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x" * BLOCK_BYTES)
+    source, full = os.open(tmp_path / "f", os.O_RDONLY), os.open("/dev/full", os.O_WRONLY)
+    try:
+        version = SourceStat.of(os.fstat(source), 0).version
+        unit = Unit(1, 0, BLOCK_BYTES, chunk_bytes=BLOCK_BYTES, version=version, device=0)
+        assert unit.read(source)
+        with pytest.raises(OSError, match="No space left"):
+            unit.write(full, 1.0)
+        assert list(unit.stored()) == []
+    finally:
+        os.close(source)
+        os.close(full)
+
+
+@needs_root
+def test_no_room_leaves_nothing_behind(small: Path) -> None:
+    tier = open_tier(small)
+    data = os.urandom(5 * BLOCK)
+    assert tier.files.write_whole(name_of(1), data) == (len(data), checksum(data))
+    with pytest.raises(OSError, match="No space left") as error:
+        tier.files.write_whole(name_of(2), data)
+    assert error.value.errno == errno.ENOSPC
+    assert files_below(small) == {whole(data, name_of(1))}
+
+    fd = tier.files.create_part(name_of(3), len(data))
+    with pytest.raises(OSError, match="No space left"):
+        tier.files.write(fd, 0, data)
+    os.close(fd)
+    with pytest.raises(OSError, match="No space left"):
+        tier.probe()
+    tier.files.remove_part(name_of(3))
+    space = tier.space()
+    assert space.total_bytes == 1024 * KIB
+    assert space.free_bytes == 1024 * KIB - 5 * BLOCK
+    assert space.total_inodes == 64
+    assert space.free_inodes == 64 - 4  # the root, parts, a fan-out directory, a replica
+    tier.close()
+
+
+@needs_root
+def test_no_inodes_leaves_nothing_behind(small: Path) -> None:
+    tier = open_tier(small)
+    stored = 0
+    while tier.space().free_inodes >= 2:  # a replica may need a fan-out directory as well
+        tier.files.write_whole(bytes([stored]) * 16, b"x")
+        stored += 1
+    for number in range(tier.space().free_inodes):
+        (small / f"filler {number}").touch()
+    before = files_below(small)
+    with pytest.raises(OSError, match="No space left"):
+        tier.files.write_whole(bytes([stored]) * 16, b"x")
+    assert stored > 20
+    assert files_below(small) == before
+    tier.close()
+
+
+@needs_root
+def test_a_read_only_tier_serves_and_refuses(small: Path) -> None:
+    tier = open_tier(small)
+    _, total = tier.files.write_whole(NAME, b"good")
+    tier.close()
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    tier = open_tier(small)
+    fd = tier.files.open(NAME, total, 4)
+    assert read_nowait(fd, 0, 4, memory_backed=tier.memory_backed) == b"good"
+    os.close(fd)
+    assert tier.files.verify(NAME, total, 4)
+    for write in (
+        lambda: tier.files.write_whole(name_of(5), b"other"),
+        lambda: tier.files.create_part(name_of(5), 5),
+        lambda: tier.files.remove(NAME, total),
+        lambda: tier.files.discard(NAME),
+        lambda: tier.files.mark_synced([(NAME, total)]),
+        tier.probe,
+    ):
+        with pytest.raises(OSError, match="Read-only") as error:
+            write()
+        assert error.value.errno == errno.EROFS
+    with pytest.raises(ReplicaLost):
+        tier.files.open(name_of(5), total, 5)
+    assert [file.name for file in tier.files.complete(0xAB)] == [NAME]
+    tier.close()
+
+
+@needs_root
+def test_memory_is_known_as_such_and_a_sync_reports_errors(small: Path, disk: Path) -> None:
+    tier = open_tier(small)
+    in_memory = tier.memory_backed
+    tier.sync()
+    fd = os.open(disk, os.O_RDONLY)
+    assert tier.reopen(fd)
+    os.close(fd)
+    assert (in_memory, tier.memory_backed) == (True, False)
+    tier.sync()
+    tier.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        tier.sync()
+
+
+@needs_root
+def test_a_file_system_that_counts_nothing_has_no_room(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "ramfs", "none", tmp_path], check=True)
+    try:
+        tier = open_tier(tmp_path)
+        with pytest.raises(OSError, match="has no size"):
+            tier.space()
+        tier.close()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)

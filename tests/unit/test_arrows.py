@@ -18,7 +18,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "ARCHITECTURE.md"
 ROW = re.compile(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", re.MULTILINE)
 
 MOUNT_PARTS = {
-    *("connection", "mount", "mountinfo", "protocol", "requests", "handle_table", "unmount"),
+    *("connection", "mount", "mountinfo", "protocol", "requests", "handle_table", "unmount")
 }
 WITH_TRIO = {"http_server", "low_priority", "threads"}
 ONLY_USER = {"lmdb": "index", "pyfuse3": "fuse"}

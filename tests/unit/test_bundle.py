@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_the_program_runs_the_python_beside_it(program: Path) -> None:
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_links_to_the_program_are_followed(program: Path, tmp_path: Path, relative: bool) -> None:
+def test_links_are_followed(program: Path, tmp_path: Path, relative: bool) -> None:
     commands = tmp_path / "commands"
     commands.mkdir()
     first, second = commands / "first", commands / "second"
@@ -68,47 +69,30 @@ def test_links_to_the_program_are_followed(program: Path, tmp_path: Path, relati
         found = said(link)[0]
         assert os.path.samefile(found, python_of(program))
         assert ".." not in Path(found).parts
-
-
-def test_a_link_to_the_directory_stays_so_that_another_release_can_follow(
-    program: Path, tmp_path: Path
-) -> None:
+    (tmp_path / "bin").symlink_to(program.parent)
+    assert said(tmp_path / "bin" / "monarchfs")[0] == python_of(program)
+    # One to the release stays, so that another release can follow.
     current, link = tmp_path / "current", tmp_path / "monarchfs"
     current.symlink_to(program.parents[1])
     link.symlink_to(current / "bin" / "monarchfs")
     assert said(link)[0] == str(current / "python" / "bin" / "python3")
 
 
-def test_a_link_to_the_directory_of_programs_is_followed(program: Path, tmp_path: Path) -> None:
-    (tmp_path / "bin").symlink_to(program.parent)
-    assert said(tmp_path / "bin" / "monarchfs")[0] == python_of(program)
-
-
-def wrong(directory: Path, glibc: str) -> list[str]:
-    return list(check.complaints(directory, check.elf_files(directory), glibc))
-
-
-def test_the_check_sees_a_newer_glibc(tmp_path: Path) -> None:
-    (tmp_path / "part.so").write_bytes(Path(_units.__file__).read_bytes())
-    assert wrong(tmp_path, "2.99") == []
-    (line,) = wrong(tmp_path, "2.1")
-    assert re.fullmatch(r"part\.so: needs glibc 2\.[\d.]+, newer than 2\.1", line)
-
-
-def test_the_check_sees_a_library_that_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "part.so").write_bytes(Path(_session.__file__).read_bytes())
-    lines = [line for line in wrong(tmp_path, "2.99") if "needs lib" in line]
-    assert len(lines) == 1
-    assert re.fullmatch(r"part\.so: needs libfuse3\.so\.\d, which is not in the bundle", lines[0])
-
-
-def test_the_check_reads_what_readelf_reads() -> None:
-    """Of this Python, or of what it consists of."""
-    elf = check.read_elf(Path("/proc/self/exe").resolve())
-    assert elf is not None
-    assert elf.interpreter.startswith("/lib")
-    assert "libc.so.6" in elf.needed
-    assert elf.glibc > (2,)
+@pytest.mark.parametrize(
+    ("part", "glibc", "said"),
+    [
+        (_units, "2.99", ""),
+        (_units, "2.1", r"part\.so: needs glibc 2\.[\d.]+, newer than 2\.1"),
+        (_session, "2.99", r"part\.so: needs libfuse3\.so\.\d, which is not in the bundle"),
+    ],
+)
+def test_the_check_sees_what_is_too_new_or_not_there(
+    tmp_path: Path, part: ModuleType, glibc: str, said: str
+) -> None:
+    (tmp_path / "part.so").write_bytes(Path(str(part.__file__)).read_bytes())
+    lines = list(check.complaints(tmp_path, check.elf_files(tmp_path), glibc))
+    assert len(lines) == bool(said)
+    assert re.fullmatch(said, "".join(lines))
 
 
 def test_what_is_taken_from_the_index_is_what_pyproject_asks_for() -> None:

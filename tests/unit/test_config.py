@@ -1,12 +1,17 @@
-"""Sizes, layers of settings, defaults, and the JSON between supervisor and worker."""
+"""Settings: values, layers, files, the environment, for whom they count, what workers are told."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pwd
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given
@@ -23,16 +28,14 @@ from monarchfs.config import (
     User,
     values,
 )
-from monarchfs.config import places as places_module
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.options import OPTIONS
+from monarchfs.config.personal import read_personal
 from monarchfs.config.places import (
     DefaultPlaces,
     build_config,
-    dataset_id,
     default_places,
     resolve_user,
-    runtime_dirs_to_search,
 )
 from monarchfs.config.settings import (
     Settings,
@@ -41,7 +44,11 @@ from monarchfs.config.settings import (
     merge,
     split_options,
 )
-from monarchfs.types import TierSize, UsageError
+from monarchfs.slurm import daemon
+from monarchfs.types import EvictionPolicy, TierSize, UsageError
+from tests.support import surroundings
+from tests.support.fake_mounts import NOBODY, Area, area, device_mode
+from tests.support.mounting import MONARCHFS, requires_fuse, requires_root
 
 GIB = 1 << 30
 DAY = 86400
@@ -89,12 +96,11 @@ REFUSED: list[tuple[Callable[[object], object], str, list[object]]] = [
             *("0x10", "5%G", "99999P", "\u0661G", True, None, [1]),
         ],
     ),
-    (values.parse_tier, "^tier ", ["", "/scratch", "=1G", "/scratch=", "/scratch=lots"]),
     # Sizes and rates that nobody can mean.
     (
         values.parse_tier,
         r"^tier /dev/shm: .*\b\d+G$",
-        [f"/dev/shm={text}" for text in ("16", "500", "1048575", "1B", "16B", "0.5K", "63K")],
+        [f"/dev/shm={text}" for text in ("500", "1048575", "1B", "63K")],
     ),
     (values.parse_rate, r"means bytes per second: .* as in \d+M$", ["20", "200", "1000"]),
     (
@@ -141,28 +147,8 @@ def parse(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(["mount", "/src", "/mnt", *arguments])
 
 
-def test_later_layers_win(tmp_path: Path) -> None:
-    file = tmp_path / "monarchfs.toml"
-    file.write_text(
-        'tier = ["/one=1G", "/two=2G"]\nfreshness = "open"\ncopy-workers = 2\n'
-        'log_level = "debug"\nlocal_threads = 3\n'
-    )
-    given = parse(
-        *("--config", str(file), "-o", "tier=/opt=5G,freshness=ttl=5,copy_workers=9"),
-        *("-o", "tier=/opt2=6G,allow_other", "--freshness", "immutable"),
-    )
-    assert settings_from(given) == Settings(
-        tier=(TierSpec("/opt", size(5 * GIB)), TierSpec("/opt2", size(6 * GIB))),
-        freshness=FreshnessSetting(FreshnessMode.IMMUTABLE),
-        copy_workers=9,
-        log_level="debug",
-        local_threads=3,
-        allow_other=True,
-    )
-
-
 TEXTS = {
-    "tier": "/dev/shm=16G",
+    "tier": "/dev/shm=0.3%",
     "state_dir": "/state",
     "prefetch": "all",
     "freshness": "ttl=1h",
@@ -193,7 +179,8 @@ def test_every_option_from_everywhere(tmp_path: Path, key: str) -> None:
     value, default = option.parse(text), getattr(Settings(), key)
     assert value != default
     (tmp_path / "monarchfs.toml").write_text(f'{key} = "{text}"\n')
-    assert_survives_json(config_of(merge({key: value})))
+    config = config_of(merge({key: value}))
+    assert Config.from_json(config.to_json().encode("ascii").decode()) == config
     ways = [["--config", str(tmp_path / "monarchfs.toml")], ["-o", f"{key}={text}"]]
     ways.append(["-o", f"{key.replace('_', '-')}={text}"])
     if option.help:
@@ -209,16 +196,6 @@ def test_every_option_from_everywhere(tmp_path: Path, key: str) -> None:
             settings_from(parse(), environ={variable: "no sense"})
 
 
-def test_without_options_all_is_default() -> None:
-    assert settings_from(parse()) == Settings()
-    assert Settings().freshness == FreshnessSetting(FreshnessMode.TTL, 60.0)
-    assert Settings().prefetch == (PrefetchMode.AUTO, None)
-
-
-def test_every_key_is_a_setting_and_the_other_way_round() -> None:
-    assert set(OPTIONS) == set(Settings.__dataclass_fields__)
-
-
 def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = settings_from(
@@ -232,47 +209,22 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 
 # Mount options
 
-GENERIC = [
-    *("ro", "nosuid", "nodev", "noatime", "nodiratime", "relatime", "sync", "exec", "auto"),
-    *("noauto", "nofail", "_netdev", "user", "users", "comment=me", "x-systemd.automount"),
-    "defaults",
-]
-
-
-def test_generic_mount_options_change_nothing() -> None:
-    for option in GENERIC:
-        assert merge(from_mount_options([option])) == Settings(), option
-
-
-@pytest.mark.parametrize(
-    "option", ["rw", "suid", "dev", "fsname=x", "remount", "colour=red", "tier", "freshness", "%"]
-)
-def test_impossible_mount_options_are_refused(option: str) -> None:
-    with pytest.raises(UsageError, match="mount option") as caught:
-        from_mount_options([f"ro,{option}"])
-    assert "\n" not in str(caught.value)
-
 
 def test_what_a_mount_option_says_last_counts_and_user_with_a_value_is_ours() -> None:
+    assert merge(from_mount_options(["ro", "nosuid", "_netdev", "users"])) == Settings()
     assert merge(from_mount_options(["noexec"])).noexec
     assert not merge(from_mount_options(["noexec,exec"])).noexec
     assert merge(from_mount_options(["user=alice"])).user == "alice"
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_options_are_divided_at_commas_that_are_not_escaped() -> None:
+    for text, words in (
         (r"ro,tier=/a\,b\\c=1G,,x-y", ["ro", r"tier=/a,b\c=1G", "x-y"]),
         ('tier="/a,b=1G",ro', ["tier=/a,b=1G", "ro"]),
         (r"user=a\"b", ['user=a"b']),
         ('a"",b', ["a", "b"]),
-    ],
-)
-def test_options_are_divided_at_commas_that_are_not_escaped(text: str, words: list[str]) -> None:
-    assert split_options(text) == words
-
-
-def test_a_quotation_mark_that_is_not_closed() -> None:
+    ):
+        assert split_options(text) == words
     with pytest.raises(UsageError, match="not closed"):
         split_options('tier="/a=1G')
 
@@ -304,9 +256,7 @@ def test_escaped_options_are_split_as_they_were(words: list[str]) -> None:
             for content in (
                 *('tier = "/scratch"', "tier = []", "tier = [5]", 'tier = ["/a=1G", "/a=2G"]'),
                 *("allow_other = 3", "copy_workers = true", "source_deadline_seconds = -1"),
-                *("start_timeout_seconds = 0", 'prefetch = ""', 'log_level = "loud"'),
-                *('evict = "mru"', 'scrub = "fast"', "scrub = true", "metrics_port = 0"),
-                *("metrics_port = 65536", "metrics_port = 9464.5", "metrics_port = true"),
+                *("scrub = true", "metrics_port = 65536", "metrics_port = 9464.5"),
             )
         ),
     ],
@@ -321,22 +271,6 @@ def test_what_is_wrong_in_a_file_is_told_with_line_and_key(
     for word in (f"configuration {file}", *words):
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    (tmp_path / "bytes.toml").write_bytes(b"# one\nuser = '\xff'\n")
-    for path, words in (
-        (tmp_path / "bytes.toml", "line 2: not TOML: no UTF-8"),
-        (Path("/dev/zero"), "larger than 1 MiB"),
-        (tmp_path, "Is a directory"),
-        (tmp_path / "no.toml", r"no\.toml.*No such file"),
-    ):
-        with pytest.raises(UsageError, match=words):
-            from_file(str(path))
-
-
-def test_a_machine_without_a_file(tmp_path: Path) -> None:
-    assert from_system_file(str(tmp_path / "none.toml")) == {}
 
 
 @pytest.mark.parametrize(("mode", "word"), [(0o664, "written by others"), (0o646, "others")])
@@ -357,51 +291,14 @@ def test_the_machines_file_is_roots_alone(tmp_path: Path, mode: int, word: str) 
 # What the worker is told
 
 
-def config_of(settings: Settings, source: str = "/lustre/data") -> Config:
+def config_of(settings: Settings) -> Config:
     return build_config(
         settings,
-        source=source,
+        source="/lustre/\udcff",
         mountpoint="/mnt",
         user=User("alice", 1000, 1000, (1000, 27)),
         places=DefaultPlaces("/cache", "/run/x"),
     )
-
-
-def assert_survives_json(config: Config) -> None:
-    assert Config.from_json(config.to_json().encode("ascii").decode()) == config
-
-
-@given(
-    st.binary(min_size=1, max_size=40),
-    st.floats(0.1, 100),
-    st.floats(0, 1e7),
-    st.integers(1, 1 << 60),
-)
-def test_a_config_survives_json(raw: bytes, percent: float, seconds: float, count: int) -> None:
-    path = "/" + os.fsdecode(raw.replace(b"\0", b"x"))
-    settings = Settings(
-        tier=(TierSpec(path, TierSize(percent=percent)), TierSpec("/t", size(count))),
-        freshness=FreshnessSetting(FreshnessMode.TTL, seconds),
-        touch_source=seconds,
-        scrub=count,
-    )
-    config = config_of(settings, source=path)
-    assert (config.scrub_bytes_per_second, config.touch_source_seconds) == (count, seconds)
-    assert_survives_json(config)
-
-
-def test_the_default_tier_and_state_follow_the_places() -> None:
-    config = config_of(Settings())
-    identity = dataset_id("/lustre/data", 1000)
-    assert config.tiers == (TierSpec("/cache", TierSize(percent=50.0)),)
-    assert config.state_dir == f"/cache/state/{identity}"
-    assert (config.dataset_id, config.runtime_dir) == (identity, "/run/x")
-
-
-def test_a_datasets_name_depends_on_source_and_user() -> None:
-    names = {dataset_id(*key) for key in (("/a", 0), ("/a", 1), ("/b", 0), ("/a\udcff", 0))}
-    assert len(names) == 4
-    assert dataset_id("/a", 0) == dataset_id("/a", 0)
 
 
 def test_a_users_cache_is_local(tmp_path: Path) -> None:
@@ -417,19 +314,6 @@ def test_a_users_cache_is_local(tmp_path: Path) -> None:
     assert (
         default_places(1000, environ, lambda path: False).cache_dir == f"{tmp_path}/xdg/monarchfs"
     )
-
-
-def test_roots_places_are_the_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(places_module, "ROOT_RUNTIME_DIR", f"{tmp_path}/monarchfs")
-    assert default_places(0, {"HOME": "/root"}, lambda path: True) == DefaultPlaces(
-        "/var/cache/monarchfs", f"{tmp_path}/monarchfs"
-    )
-
-
-def test_root_looks_where_users_keep_their_sockets() -> None:
-    dirs = runtime_dirs_to_search(0, {}, {0, 1000})
-    assert {"/run/monarchfs", "/run/user/1000/monarchfs", "/tmp/monarchfs-1000/run"} <= set(dirs)
-    assert "/run/user/1001/monarchfs" not in runtime_dirs_to_search(1000, {}, {1001})
 
 
 def test_the_user_behind_sudo_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +337,196 @@ def test_only_root_mounts_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_user(None, {"SUDO_UID": "0"}).uid == 1234567
 
 
-@pytest.mark.parametrize("name", ["no-such-user", "4294967294", "-1", "99999999999999999999"])
-def test_an_unknown_user_is_named(name: str) -> None:
-    with pytest.raises(UsageError, match="there is no user"):
-        resolve_user(name, {})
+# From the environment and a user's own file
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of configuration of who runs this, root or not; HOME is its parent."""
+    entry = pwd.getpwuid(os.geteuid())
+    mine = pwd.struct_passwd((*entry[:5], str(tmp_path), entry[6]))
+    monkeypatch.setattr("monarchfs.config.personal.pwd.getpwuid", lambda _uid: mine)
+    system = tmp_path / "system.toml"
+    # Whose file it has to be is another matter.
+    monkeypatch.setattr(
+        "monarchfs.cli.mount.from_system_file",
+        lambda: from_file(str(system)) if system.exists() else {},
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".config" / "monarchfs").mkdir(parents=True)
+    return tmp_path / ".config"
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o644)
+    return path
+
+
+def test_the_nearer_to_the_command_the_stronger(home: Path) -> None:
+    threads = "copy_workers = {0}\nsource_threads = {0}\nlocal_threads = {0}\n"
+    tiers = 'tier = ["/one=1G", "/two=2G"]\n'
+    write(home.parent / "system.toml", tiers + threads.format(1) + "scrub = '1M'\nevict = 'lru'\n")
+    write(home / "monarchfs.toml", threads.format(2) + "scrub = '2M'\n")
+    other = write(home / "other.toml", threads.format(3))
+    environ = {"HOME": str(home.parent), "MONARCHFS_COPY_WORKERS": "4"}
+    environ["MONARCHFS_SOURCE_THREADS"] = "4"
+    words = ["--freshness", "open", "-o", "copy_workers=5,freshness=ttl=5,allow_other"]
+    words += ["-o", "tier=/opt=5G", "-o", "tier=/opt2=6G"]
+    without_the_standard_files = Settings(
+        tier=(TierSpec("/opt", size(5 * GIB)), TierSpec("/opt2", size(6 * GIB))),
+        allow_other=True,
+        copy_workers=5,
+        source_threads=4,
+        local_threads=3,
+        freshness=FreshnessSetting(FreshnessMode.OPEN),
+    )
+    wanted = replace(
+        without_the_standard_files, local_threads=2, scrub=2 << 20, evict=EvictionPolicy.LRU
+    )
+    assert settings_from(parse(*words), environ=environ) == wanted
+    named = parse(*words, "--config", str(other))
+    assert settings_from(named, environ=environ) == without_the_standard_files
+    environ["MONARCHFS_CONFIG"] = str(other)
+    assert settings_from(parse(*words), environ=environ) == without_the_standard_files
+    null = parse("--config", "/dev/null")
+    assert settings_from(null, environ=environ).local_threads == Settings().local_threads
+
+
+@pytest.mark.parametrize("name", ["monarchfs.toml", "monarchfs/config.toml"])
+def test_the_users_file(home: Path, name: str) -> None:
+    file = write(home / name, 'tier = "/scratch=1G"\n')
+    environ = {"HOME": str(home.parent)}
+    assert settings_from(parse(), environ=environ).tier == (
+        TierSpec("/scratch", TierSize(bytes=1 << 30)),
+    )
+    assert read_personal(environ, None).file == str(file)
+    file.chmod(0o666)
+    with pytest.raises(UsageError, match="written by others"):
+        settings_from(parse(), environ=environ)
+    write(file, "freshnes = 1\n")
+    with pytest.raises(UsageError, match=rf"{name}, line 1: .* did you mean freshness"):
+        settings_from(parse(), environ=environ)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UsageError, match="not a file of yours"):
+        settings_from(parse(), environ=environ)
+
+
+def test_the_variable_of_tiers_takes_several() -> None:
+    environ = {"MONARCHFS_TIER": r"/dev/shm=16G,/scr\,atch=80%"}
+    assert [tier.path for tier in settings_from(parse(), environ=environ).tier or ()] == [
+        *("/dev/shm", "/scr,atch")
+    ]
+
+
+def test_what_slurms_jobs_are_told_is_no_setting() -> None:
+    told = {"MONARCHFS_ROOT": "/run/x", "MONARCHFS_DATA_PATH": "/run/y", "MONARCHFS_WARNING": "no"}
+    assert settings_from(parse(), environ=told) == Settings()
+    assert read_personal(told, None).unknown == ()
+    assert read_personal({"MONARCHFS_TEIR": "x"}, None).unknown == ("MONARCHFS_TEIR",)
+    assert settings_from(parse(), environ={"MONARCHFS_FOREGROUND": "1"}).foreground is False
+
+
+@requires_root
+@pytest.mark.parametrize(
+    ("arguments", "sudo"), [(["--user", NOBODY], ""), (["-o", f"user={NOBODY}"], ""), ([], "1000")]
+)
+def test_root_takes_nothing_from_whom_it_acts_for(
+    home: Path, arguments: list[str], sudo: str
+) -> None:
+    write(home / "monarchfs.toml", "copy_workers = 2\n")
+    environ = {
+        "HOME": str(home.parent),
+        "SUDO_UID": sudo,
+        "MONARCHFS_STATE_DIR": "/etc",
+        "MONARCHFS_CONFIG": str(home / "monarchfs.toml"),
+    }
+    settings = settings_from(parse(*arguments), environ=environ)
+    assert (settings.state_dir, settings.copy_workers) == (None, Settings().copy_workers)
+    environ["SUDO_UID"] = ""
+    mine = settings_from(parse(), environ=environ)
+    assert (mine.state_dir, mine.copy_workers) == ("/etc", 2)
+
+
+@requires_root
+def test_roots_own_file_is_not_that_of_whose_home_it_was_left(tmp_path: Path) -> None:
+    (tmp_path / ".config").mkdir()
+    write(tmp_path / ".config" / "monarchfs.toml", "copy_workers = 2\n")
+    environ = {"HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path / ".config")}
+    assert read_personal(environ, None).file != str(tmp_path / ".config" / "monarchfs.toml")
+
+
+def test_a_prolog_and_mount8_hand_nothing_on(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MONARCHFS_FRESHNESS", "nonsense")
+    assert not [name for name in daemon.clean_environment() if name.startswith("MONARCHFS_")]
+    (tmp_path / "mnt").mkdir()
+    helper = [sys.executable, "-m", "monarchfs.cli.mount_helper", "-f"]
+    done = subprocess.run(
+        [*helper, f"{tmp_path}/none", f"{tmp_path}/mnt"], capture_output=True, text=True
+    )
+    assert "none does not exist" in done.stderr
+
+
+@pytest.fixture
+def users_area() -> Iterator[Area]:
+    with (
+        TemporaryDirectory(prefix="monarchfs-test-") as place,
+        device_mode(0o666),
+        area(Path(place), NOBODY) as opened,
+    ):
+        yield opened
+
+
+@requires_root
+@requires_fuse
+def test_an_ordinary_users_own_count(users_area: Area) -> None:
+    work = users_area
+    (work.path / "src" / "file").write_text("content")
+    (work.path / "conf").mkdir()
+    file = write(work.path / "conf" / "monarchfs.toml", f'state_dir = "{work.path}/state"\n')
+    os.chown(file, pwd.getpwnam(NOBODY).pw_uid, -1)
+    environment = {**work.environment, "XDG_CONFIG_HOME": str(work.path / "conf")}
+    environment["MONARCHFS_TIER"] = f"{work.path}/tier=10M"
+
+    def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            work.command(*words),
+            capture_output=True,
+            text=True,
+            cwd=work.path,
+            env={**environment, **more},
+            timeout=60,
+            check=False,
+        )
+
+    done = command("mount", "src", "mnt", MONARCHFS_FRESHNESS="soon")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "environment variable MONARCHFS_FRESHNESS: " in done.stderr
+    done = command("mount", "src", "mnt")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (work.path / "state").is_dir()
+    assert (work.path / "tier").is_dir()
+    assert command("umount", "mnt").returncode == 0
+
+    done = command("doctor", "src", "--quick", "--json", MONARCHFS_TEIR="x")
+    (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "configuration"]
+    assert check["files"][-1] == str(file)
+    assert check["variables"] == ["MONARCHFS_TIER"]
+    assert "MONARCHFS_TEIR" in check["detail"]
+
+
+@requires_fuse
+def test_switches_of_run_have_variables(tmp_path: Path) -> None:
+    if os.geteuid() == 0 and (why := surroundings.no_namespaces()):
+        pytest.skip(why)
+    environment = {**os.environ, "MONARCHFS_STRICT": "yes"}
+    environment.pop("SUDO_UID", None)
+    command = [*MONARCHFS, "run", str(tmp_path), "--tier", f"{tmp_path}/no/such=1G"]
+    for more, code in (([], 2), (["--user", NOBODY], 0 if os.geteuid() == 0 else 2)):
+        done = subprocess.run(
+            [*command, *more, "--", "true"], env=environment, capture_output=True, check=False
+        )
+        assert done.returncode == code

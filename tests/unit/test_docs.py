@@ -1,4 +1,4 @@
-"""The documents and man pages say what the program can do, no less and no more."""
+"""The documents and man pages say what the program can do, and promises name their tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,8 @@ TROUBLESHOOTING = (REPOSITORY / "docs" / "TROUBLESHOOTING.md").read_text()
 COMMANDS = commands_of(build_parser())
 LONG_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 OF_OTHER_PROGRAMS = {
-    "--vfs-cache-mode",
-    "--only-values",
-    "--bind",
-    "--comment",
-    "--monarchfs",
-    "--data",
-    "--now",
-    "--table",
-    "--no-index",
-    "--find-links",
+    *("--vfs-cache-mode", "--only-values", "--bind", "--comment", "--monarchfs", "--data"),
+    *("--now", "--table", "--no-index", "--find-links"),
 }
 """Options in the documents that are getfattr's, a container's, sbatch's, a training script's,
 systemctl's, rclone's, pip's or packaging/bundle/check.py's."""
@@ -128,40 +119,25 @@ def test_configuration_has_every_form_and_the_default(key: str) -> None:
         assert OPTIONS[key].parse(said[1]) == default
 
 
-def example() -> str:
-    text = sections(CONFIGURATION, "##")["A complete example"]
-    found = re.search(r"^```toml\n(.*?)^```$", text, flags=re.M | re.S)
-    assert found is not None
-    return found[1]
-
-
-def test_the_example_changes_nothing_as_it_stands(tmp_path: Path) -> None:
-    assert example().startswith(f"# {SYSTEM_FILE}")
-    (tmp_path / "example.toml").write_text(example())
-    assert from_file(str(tmp_path / "example.toml")) == {}
-
-
-def test_the_example_has_every_option_at_its_default(tmp_path: Path) -> None:
-    (tmp_path / "example.toml").write_text(re.sub(r"^#(?=[a-z_]+ = )", "", example(), flags=re.M))
-    layer = from_file(str(tmp_path / "example.toml"))
+def test_the_example_has_every_option_at_its_default_and_changes_nothing(tmp_path: Path) -> None:
+    text, file = sections(CONFIGURATION, "##")["A complete example"], tmp_path / "example.toml"
+    (example,) = re.findall(r"^```toml\n(.*?)^```$", text, flags=re.M | re.S)
+    assert example.startswith(f"# {SYSTEM_FILE}")
+    file.write_text(example)
+    assert from_file(str(file)) == {}
+    file.write_text(re.sub(r"^#(?=[a-z_]+ = )", "", example, flags=re.M))
+    layer = from_file(str(file))
     assert set(layer) == {field.name for field in fields(Settings)}
     for key, value in layer.items():
         default = getattr(Settings(), key)
         assert default is None or value == default, key
 
 
-def fstab_lines() -> Iterator[list[str]]:
-    for document in (CONFIGURATION, USAGE, TROUBLESHOOTING):
-        for line in document.splitlines():
-            words = line.split()
-            if len(words) == 6 and words[2] == "monarchfs":
-                yield words
-
-
 def test_lines_of_fstab_can_be_used() -> None:
-    lines = list(fstab_lines())
-    assert lines
-    for words in lines:
+    lines = [line.split() for line in (CONFIGURATION + USAGE + TROUBLESHOOTING).splitlines()]
+    mounts = [words for words in lines if len(words) == 6 and words[2] == "monarchfs"]
+    assert mounts
+    for words in mounts:
         for option in words[3].split(","):
             assert is_known_option(option), option
 
@@ -250,3 +226,36 @@ def test_groff_has_nothing_to_complain_about(pages: list[Path]) -> None:
         assert "monarchfs mount" in done.stdout or page.name == "mount.monarchfs.8"
         assert "/lustre/imagenet" in done.stdout
         assert "tier=/scratch=80%,allow_other" in done.stdout or page.name == "monarchfs.1"
+
+
+# Promises and their tests
+
+
+ROOT = REPOSITORY
+NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
+
+
+@pytest.mark.parametrize("document", ["SEMANTICS.md", "SECURITY.md"])
+def test_the_tests_that_promises_name_exist(document: str) -> None:
+    text = (ROOT / "docs" / document).read_text()
+    named = NAMED.findall(text)
+    assert len(named) > 15
+    for path, function in named:
+        source = (ROOT / path).read_text()
+        assert f"def {function or 'test_'}" in source, (path, function)
+
+
+def test_every_promise_names_one() -> None:
+    text = (ROOT / "docs" / "SEMANTICS.md").read_text()
+    promises = text.partition("## What is not promised")[0]
+    for promise in re.split(r"^- \*\*", promises, flags=re.MULTILINE)[1:]:
+        assert NAMED.search(promise), promise.partition("**")[0]
+
+
+def test_every_hostile_surface_names_one() -> None:
+    text = (ROOT / "docs" / "SECURITY.md").read_text()
+    table = text.partition("## What may be hostile")[2].partition("## Who may read")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for row in rows:
+        assert NAMED.search(row), row

@@ -17,6 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from monarchfs.cli import cache as cache_module
@@ -37,6 +39,7 @@ from monarchfs.insight.recording import AnsweredBy
 from monarchfs.inventory.discovery import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
 from monarchfs.inventory.trees import Size
 from monarchfs.plan.fitting import PlannedTier
+from monarchfs.plan.sharing import plan_sharing
 from monarchfs.plan.times import SourceSpeed, TierSpeed
 from monarchfs.slurm.leftovers import Leftover
 from monarchfs.types import Space
@@ -276,3 +279,21 @@ def test_plan(shown: Shown, golden: Golden) -> None:
     told = json.dumps(combine("/s", whole, [fast, disk], rates, 10))
     shown.put("# as an object", *unfolded(told + "\n"))
     golden("plan.txt", str(shown))
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.integers(1, 1000),
+    st.sampled_from(["auto", "replicate", "partition"]),
+)
+def test_each_byte_comes_from_somewhere(dataset: int, room: int, nodes: int, share: str) -> None:
+    found = plan_sharing(
+        *(dataset, room, nodes), own_first=share != "replicate", keeps_foreign=share != "partition"
+    )
+    kept = found.own_bytes + found.foreign_bytes
+    for reads, local in ((found.first_epoch, 0), (found.later_epoch, kept)):
+        assert min(reads.source_bytes, reads.network_bytes) >= 0
+        assert abs(reads.source_bytes / nodes + reads.network_bytes + local - dataset) < 4
+    assert found.own_bytes + found.foreign_bytes <= min(room, dataset) + 1
+    assert found.first_epoch.source_bytes >= dataset - 1

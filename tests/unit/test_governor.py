@@ -1,4 +1,4 @@
-"""How copies that nobody waits for give way to others: lists of reads, and simulated sources."""
+"""What is copied, in what order, and how copies give way to others: in simulated sources, too."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.prefetch.governor import SLOW_TIMES, Governor, Lowest, TargetWindow
+from monarchfs.prefetch.ahead import MANY, MOST_AHEAD, Allowance, Walks
+from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
+from monarchfs.prefetch.governor import Governor
+from monarchfs.prefetch.queue import CopyQueue, Priority
 from monarchfs.prefetch.rate_limiter import BURST_SECONDS, RateLimiter
+from monarchfs.prefetch.readahead import Readahead
 
 MIB = 1 << 20
 BANDWIDTH = 150e6
@@ -116,24 +120,6 @@ def test_it_gives_way_to_others_and_comes_back(floor: float, readers: int, share
     assert copies.governor.reason is None
 
 
-def test_a_lower_floor_leaves_less_and_never_nothing() -> None:
-    copies, others = node(floor=0.05), Party(10, 30, 4)
-    simulate(Source(), [copies, others], 40)
-    assert others.rate(15, 30) > 0.9 * BANDWIDTH
-    assert copies.rate(15, 30) > 0.02 * BANDWIDTH
-    assert copies.rate(35, 40) > 0.95 * BANDWIDTH
-
-
-def test_it_says_why() -> None:
-    copies = node()
-    assert copies.governor is not None
-    simulate(Source(), [copies, Party(10, 30, 8)], 29)
-    assert copies.governor.share == 0.25
-    assert copies.governor.pressure > SLOW_TIMES
-    assert copies.governor.reason is not None
-    assert "the source was" in copies.governor.reason
-
-
 def test_our_own_load_never_becomes_the_usual_however_long_it_lasts() -> None:
     copies, others = node(), Party(600, 620, 4)
     simulate(Source(), [copies, others], 620)
@@ -203,62 +189,6 @@ def test_readers_of_our_own_are_no_others() -> None:
     assert governor.reason is None
 
 
-@dataclass
-class Read:
-    seconds: float
-    size: int
-    pause: float
-
-
-READS = st.builds(Read, st.floats(1e-6, 30), st.integers(0, 1 << 30), st.floats(0, 5))
-
-
-@given(
-    st.integers(1, 16), st.floats(0.01, 1), st.lists(READS, max_size=200), st.lists(st.booleans())
-)
-def test_whatever_is_read_the_floor_is_kept_and_nothing_is_lost(
-    most: int, floor: float, reads: list[Read], hangs: list[bool]
-) -> None:
-    window, now, under_way = TargetWindow(floor * most, most), 0.0, 0
-    end_before = iter([*hangs, *itertools.repeat(False, len(reads))])
-    for read in reads:
-        wait = window.wait(now)
-        if wait is None:
-            assert under_way >= 1
-            window.ended(now, read.seconds)
-            under_way -= 1
-            continue
-        assert 0 <= wait <= 1
-        now += wait
-        assert window.wait(now + 1e-9) == pytest.approx(0, abs=1e-6)
-        window.began()
-        under_way += 1
-        assert under_way <= most
-        now += read.pause
-        window.record(now, read.seconds, read.size, 1, (0, 0))
-        if not next(end_before):
-            window.ended(now, read.seconds)
-            under_way -= 1
-        assert min(floor * most, 1.0) <= window.size <= most
-        assert 0 < window.share <= 1
-
-
-@given(st.lists(st.one_of(st.floats(0.001, 1000), st.none()), max_size=300))
-def test_the_lowest_of_the_last_periods(steps: list[float | None]) -> None:
-    lowest, periods = Lowest(), [math.inf]
-    for step in steps:
-        if step is None:
-            lowest.next_period()
-            periods.append(math.inf)
-        else:
-            lowest.see(step)
-            periods[-1] = min(periods[-1], step)
-        recent = min(periods[-12:])
-        assert recent == math.inf or lowest.value <= recent
-        if step is not None:
-            assert lowest.value == recent
-
-
 @given(
     st.integers(1, 1 << 30),
     st.lists(st.tuples(st.integers(0, 1 << 30), st.floats(0, 10)), min_size=1, max_size=50),
@@ -275,3 +205,173 @@ def test_the_rate_is_kept_whatever_is_copied(rate: int, reads: list[tuple[int, f
         assert total <= rate * (now + BURST_SECONDS) * (1 + 1e-6) + 1
         rate_limiter.began(now, size)
         total += size
+
+
+# The queue of copies, and the window of a reader
+
+
+CHANGES = st.tuples(st.sampled_from("car"), st.integers(0, 15), st.integers(1, 8))
+
+
+@given(st.lists(CHANGES, max_size=40))
+def test_chunks_are_claimed_once_and_only_what_arrived_is_saved(
+    changes: list[tuple[str, int, int]],
+) -> None:
+    """What is claimed arrives or is released."""
+    chunks, model, claims = ChunkMap(1000, 64), [MISSING] * 16, list[tuple[int, int]]()
+    for change, which, most in changes:
+        if change == "c" and (run := chunks.next_missing(which, most)):
+            assert run[0] // most == (run[1] - 1) // most, "it crosses an aligned boundary"
+            assert set(model[slice(*run)]) == {MISSING}
+            chunks.claim(*run)
+            claims.append(run)
+            model[slice(*run)] = [CLAIMED] * (run[1] - run[0])
+        elif change == "c":
+            assert MISSING not in model
+        elif claims:
+            run = claims.pop(which % len(claims))
+            (chunks.arrive if change == "a" else chunks.release)(*run)
+            model[slice(*run)] = [PRESENT if change == "a" else MISSING] * (run[1] - run[0])
+        assert [chunks.state(chunk) for chunk in range(16)] == model
+    again = ChunkMap(1000, 64, chunks.saved())
+    assert [again.state(chunk) == PRESENT for chunk in range(16)] == [s == PRESENT for s in model]
+    assert again.present_count == chunks.present_count == model.count(PRESENT)
+    with pytest.raises(ValueError, match="chunks recorded"):
+        ChunkMap(1000, 64, b"\1" * 3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Priority)))))
+def test_the_queue_gives_each_file_once_by_best_priority(jobs: list[tuple[int, Priority]]) -> None:
+    queue = CopyQueue()
+    best: dict[int, Priority] = {}
+    for ino, priority in jobs:
+        changed = queue.push(ino, priority)
+        assert changed == (ino not in best or priority < best[ino])
+        best[ino] = min(priority, best.get(ino, priority))
+    assert len(queue) == len(best)
+    popped = []
+    while (job := queue.pop()) is not None:
+        popped.append(job)
+    assert dict(popped) == best
+    assert len(popped) == len(best)
+    assert [p for _i, p in popped] == sorted(p for _i, p in popped)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Priority)[:-1]))),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+def test_a_look_at_the_next_ones_leaves_the_others_in_their_order(
+    jobs: list[tuple[int, Priority]], count: int, taken: int
+) -> None:
+    queue, twin = CopyQueue(), CopyQueue()
+    for ino, priority in jobs:
+        queue.push(ino, priority)
+        twin.push(ino, priority)
+    in_turn = list(iter(twin.pop, None))
+    for priority in Priority:
+        same = [ino for ino, its in in_turn if its is priority is in_turn[0][1]]
+        assert queue.next(priority, count) == same[:count]
+    dropped = queue.next(queue.first, count)[:taken]
+    queue.drop(dropped)
+    assert not any(ino in queue for ino in dropped)
+    assert list(iter(queue.pop, None)) == in_turn[len(dropped) :]
+
+
+def test_a_sequential_reader_gets_a_growing_window() -> None:
+    ahead = Readahead(32)
+    stops = [ahead.advance(chunk, chunk + 1) for chunk in range(40)]
+    windows = [stop - chunk for chunk, stop in enumerate(stops)]
+    assert max(windows) > 16
+    assert max(stops) >= 40
+    assert sum(stop > chunk + 1 for chunk, stop in enumerate(stops)) < 12, "not in portions"
+
+
+def test_a_random_reader_gets_none() -> None:
+    ahead = Readahead(32)
+    for first in (100, 7, 55, 300, 12, 80):
+        assert ahead.advance(first, first + 2) == first + 2
+
+
+def test_a_reader_that_jumps_starts_anew() -> None:
+    ahead = Readahead(32)
+    for chunk in range(20):
+        ahead.advance(chunk, chunk + 1)
+    assert ahead.advance(500, 501) == 501
+    assert 502 < ahead.advance(501, 502) <= 502 + 4
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 8)), max_size=60))
+def test_it_never_asks_for_less_than_the_read_or_more_than_the_window(
+    reads: list[tuple[int, int]],
+) -> None:
+    ahead = Readahead(16)
+    furthest = 0
+    for first, count in reads:
+        furthest = max(furthest, first + count)
+        assert first + count <= ahead.advance(first, first + count) <= furthest + 16
+
+
+# What is copied ahead of a reader
+
+
+def allowance(files: int, size: int = 1) -> Allowance:
+    allowance = Allowance()
+    for _ in range(files):
+        allowance.opened(size)
+    return allowance
+
+
+def test_nothing_before_many_were_opened() -> None:
+    assert [allowance(files, 1000).room for files in (MANY - 1, MANY)] == [0, MANY * 1000]
+
+
+def test_so_many_wait_at_most() -> None:
+    some, ino = allowance(MANY, 1 << 30), 0
+    while some.room > 0:
+        some.take(ino := ino + 1, 1)
+    assert ino == MOST_AHEAD
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["miss", "hit", "take"]), st.integers(0, 30), st.integers(1, 1000)
+        )
+    )
+)
+def test_what_waits_is_never_more_than_was_opened_and_one_file(
+    events: list[tuple[str, int, int]],
+) -> None:
+    some = allowance(MANY, 10)
+    opened, waiting = MANY * 10, dict[int, int]()
+    for what, ino, size in events:
+        if what == "miss":
+            some.opened(size)
+            opened += size
+        elif what == "hit":
+            assert some.hit(ino) == (ino in waiting)
+            opened += waiting.pop(ino, 0)
+        elif some.room > 0:
+            some.take(ino, size)
+            waiting[ino] = size
+        assert some.opened_bytes == opened
+        assert some.waiting_bytes == sum(waiting.values())
+        assert sum(waiting.values()) <= opened + 1000
+
+
+def test_what_was_found_where_something_was_opened_last_comes_first() -> None:
+    walks = Walks()
+    assert walks.take(10, 100) == []
+    for directory in (1, 2):
+        walks.opened_in(directory)
+        walks.found(directory, [(10 * directory + n, 5) for n in range(4)])
+    walks.found(3, [])
+    assert walks.found_files == 8
+    assert walks.take(3, 100) == [(20, 5), (21, 5), (22, 5)]
+    walks.opened_in(1)
+    assert walks.take(10, 6) == [(10, 5), (11, 5)], "until they have so many bytes"
+    assert walks.take(10, 0) == []
+    assert walks.take(10, 100) == [(12, 5), (13, 5), (23, 5)]
+    assert walks.found_files == 0

@@ -1,10 +1,10 @@
-"""What is open: the table of files, against a dictionary and across the death of its user; and how
-the kernel reads them."""
+"""What outlives a worker: the table of open files, against a dictionary, and counts."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 
@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 
 from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
 from monarchfs.fuse.handle_table import (
-    HEADER_BYTES,
     RESENT,
     HandleSlot,
     HandleTable,
     backing_ids,
+    make_memory,
     make_table,
     open_slots,
 )
 from monarchfs.fuse.handles import Handles
-from monarchfs.fuse.iomodes import CACHED, IoModes
 from monarchfs.fuse.session import hooks
-from monarchfs.types import OperationError
+from monarchfs.metrics import Metrics
+from monarchfs.metrics.persistent import PersistentCounts
+from monarchfs.source.lanes import SourceCounters
+from monarchfs.types import Lane
 
 
 def view(table: int) -> HandleTable:
@@ -109,14 +111,6 @@ def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     assert first.released == 2
 
 
-def test_a_worker_killed_in_the_middle_of_an_open(table: int) -> None:
-    slots = view(table)
-    slots.add(7, 100)
-    os.pwrite(table, bytes(8), HEADER_BYTES)  # the inode number is what is written last
-    assert list(view(table)) == []
-    assert view(table).add(8, 102)
-
-
 def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
     size = os.fstat(table).st_size
     for wrong in (0, size - 1, size + 1):
@@ -126,96 +120,138 @@ def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
         fcntl.fcntl(table, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
-@pytest.mark.parametrize("at", [0, 8, 12])
-def test_what_is_no_table(table: int, at: int) -> None:
-    os.pwrite(table, b"\xff" * 4, at)
-    with pytest.raises(OperationError, match="not a table of open files of this release"):
-        view(table)
-
-
-def test_what_is_open_is_counted_by_inode(table: int) -> None:
-    """Whoever opened it: its replica is not to be evicted."""
-    slots = view(table)
-    numbers = [slots.add(70, 100), slots.add(70, 102), slots.add(2**40, 104)]
-    assert slots.add(70, 100 | RESENT) == numbers[0]
-    slots.close()
-    assert not hooks.resident_used(70)
-    slots = view(table)
-    assert hooks.resident_used(70)
-    assert hooks.resident_used(2**40)
-    assert not hooks.resident_retire(70)
-    for number in numbers:
-        slots.end(number)
-        slots.end(number)
-    assert not hooks.resident_used(70)
-    assert not hooks.resident_used(2**40)
-    assert hooks.resident_retire(70)
-    slots.close()
-
-
-# The modes of open inodes, against the counters that the kernel keeps (fs/fuse/iomode.c).
-
-
-class Inode:
-    """fuse_inode: ``cached`` counts opens through the page cache; ``backing`` is the file that is
-    read instead, with its opens."""
-
-    def __init__(self) -> None:
-        self.cached = 0
-        self.passed = 0
-        self.backing = 0
-
-    def may_open(self, mode: int) -> bool:
-        if mode == CACHED:
-            return not self.backing  # fuse_file_io_open
-        if self.cached:
-            return False  # fuse_inode_uncached_io_start: iocachectr > 0
-        return self.backing in (0, mode)
-
-    def open(self, mode: int) -> None:
-        if mode == CACHED:
-            self.cached += 1
-        else:
-            self.passed, self.backing = self.passed + 1, mode
-
-    def release(self, mode: int) -> None:
-        if mode == CACHED:
-            self.cached -= 1
-        else:
-            self.passed -= 1
-            self.backing = self.backing if self.passed else 0
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(0, 3))))
-def test_what_the_kernel_accepts_is_what_is_known(steps: list[tuple[bool, int, int]]) -> None:
-    modes, inodes, opens = IoModes(), {n: Inode() for n in (1, 2, 3)}, list[tuple[int, int]]()
-    for opening, ino, mode in steps:
-        inode = inodes[ino]
-        known = modes.get(ino)
-        assert inode.may_open(mode) == (known in (None, mode))
-        if opening and inode.may_open(mode):
-            inode.open(mode)
-            first = modes.opened(ino, mode)
-            assert first == (known is None)
-            opens.append((ino, mode))
-        elif opening:
-            with pytest.raises(ValueError, match="is open in mode"):
-                modes.opened(ino, mode)
-        elif opens:
-            ino, mode = opens.pop(mode % len(opens))
-            inodes[ino].release(mode)
-            left = any(one == ino for one, _mode in opens)
-            assert modes.closed(ino) == (None if left else mode)
-        assert len(modes) == len({ino for ino, _mode in opens})
-    with pytest.raises(KeyError):
-        modes.closed(4)
-
-
-MANY_SMALL = ResidentReplicas(1_000_000, 110_000_000_000)
-
-
 @pytest.mark.parametrize("free_opens", [True, False])
 def test_auto_has_the_worker_read_many_small_files_whose_opens_are_free(free_opens: bool) -> None:
     for replicas in (ResidentReplicas(0, 0), ResidentReplicas(100, 100 << 30)):
         assert kernel_reads(replicas, free_opens=free_opens)
-    assert kernel_reads(MANY_SMALL, free_opens=free_opens) is not free_opens
+    many_small = ResidentReplicas(1_000_000, 110_000_000_000)
+    assert kernel_reads(many_small, free_opens=free_opens) is not free_opens
+
+
+# Counts that go on from what an earlier worker has counted
+
+
+SIZE = 64 << 10
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = make_memory("test-counts", SIZE)
+    yield fd
+    os.close(fd)
+
+
+def counted() -> dict[str, object]:
+    """Parts in which something of every kind was counted."""
+    metrics, source = Metrics(), SourceCounters()
+    metrics.local_opens = 3
+    metrics.requests.read_local.observe(20_000)
+    metrics.requests.read_local.observe(1 << 60)
+    metrics.copy_failed(errno.EIO)
+    metrics.copy_refused("no room")
+    metrics.tier_failed("/tier", errno.ENOSPC)
+    source.seconds = 1.5
+    source.stuck = 7
+    source.of(Lane.DEMAND, "read").operations = 5
+    return {"mount": metrics, "source": source}
+
+
+def metrics_of(parts: dict[str, object]) -> Metrics:
+    metrics = parts["mount"]
+    assert isinstance(metrics, Metrics)
+    return metrics
+
+
+def fresh() -> dict[str, object]:
+    metrics = Metrics()
+    metrics.errors_of_tier("/tier")
+    return {"mount": metrics, "source": SourceCounters()}
+
+
+def restored(memory: int) -> dict[str, object]:
+    parts = fresh()
+    PersistentCounts(memory, parts).restore()
+    return parts
+
+
+def test_the_next_one_goes_on_from_what_was_saved(memory: int) -> None:
+    before = counted()
+    PersistentCounts(memory, before).save()
+    after = restored(memory)
+    source = before["source"]
+    assert isinstance(source, SourceCounters)
+    source.stuck = 0  # what is so now, not what was counted
+    assert repr(plain(after)) == repr(plain(before))
+    PersistentCounts(memory, after).save()
+    # Counted once, however many go on from it.
+    assert repr(plain(restored(memory))) == repr(plain(before))
+
+
+def plain(parts: dict[str, object]) -> object:
+    """Parts as something that can be compared: histograms compare by identity."""
+
+    def of(part: object) -> object:
+        if isinstance(part, dict):
+            return {str(key): of(value) for key, value in part.items()}
+        names = getattr(part, "__dataclass_fields__", None) or getattr(part, "__slots__", None)
+        return part if names is None else {name: of(getattr(part, name)) for name in names}
+
+    return of(parts)
+
+
+def test_one_killed_while_it_saves_leaves_what_was_saved_before(memory: int) -> None:
+    parts = counted()
+    kept = PersistentCounts(memory, parts)
+    kept.save()
+    saved = os.pread(memory, SIZE, 0)
+    metrics_of(parts).local_opens = 4
+    kept.save()
+    # All of the second one but its last store.
+    os.pwrite(memory, saved[:8], 0)
+    assert metrics_of(restored(memory)).local_opens == 3
+
+
+def put(memory: int, document: bytes, length: int | None = None) -> None:
+    size = len(document) if length is None else length
+    os.pwrite(memory, size.to_bytes(8, "little") + document, 8)
+    os.pwrite(memory, (1).to_bytes(8, "little"), 0)
+
+
+def test_what_makes_no_sense_is_refused(memory: int) -> None:
+    for document in (b"nonsense", b"[1]", b"null", b"[" * 5000, b"\xff\xfe", b""):
+        put(memory, document)
+        parts = fresh()
+        with pytest.raises(ValueError, match=r"."):
+            PersistentCounts(memory, parts).restore()
+        assert repr(plain(parts)) == repr(plain(fresh()))
+    put(memory, b"{}", 1 << 63)
+    with pytest.raises(ValueError, match="too long"):
+        restored(memory)
+
+
+def test_what_another_release_has_otherwise_is_passed_over(memory: int) -> None:
+    other = {
+        "mount": {
+            "local_opens": 2,
+            "requests": {"open_local": {"counts": [1, 2], "total_ns": 5}, "unknown": {}},
+            "source_opens": "many",
+            "relayed_bytes": True,
+            "copy_errors": {"by_name": {"EIO": 1, "EOTHER": 9}},
+            "of_tomorrow": 4,
+        },
+        "unknown": {"x": 1},
+        "source": 5,
+    }
+    put(memory, json.dumps(other).encode())
+    expected = fresh()
+    metrics_of(expected).local_opens = 2
+    metrics_of(expected).copy_errors.by_name["EIO"] = 1
+    assert repr(plain(restored(memory))) == repr(plain(expected))
+
+
+def test_more_than_fits_is_said(memory: int) -> None:
+    parts = counted()
+    for number in range(2000):
+        metrics_of(parts).tier_failed(f"/tiers/{number}", errno.EIO)
+    with pytest.raises(ValueError, match="too many"):
+        PersistentCounts(memory, parts).save()

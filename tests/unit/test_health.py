@@ -1,9 +1,10 @@
-"""When a tier is taken out of service, probed, and put back."""
+"""When a tier is out of service, probed, and put back; and whether it is as the index says."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections import defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,19 @@ from monarchfs.cache.health import (
     NOT_THE_TIERS,
     Health,
 )
+from monarchfs.cache.tier_comparison import (
+    Ambiguous,
+    Finding,
+    MissingFile,
+    NotSynced,
+    Orphan,
+    Row,
+    WrongBlocks,
+    WrongChecksumName,
+    WrongSize,
+    compare,
+)
+from monarchfs.types import Replica, ReplicaState, TierFile
 
 
 def error(code: int) -> OSError:
@@ -29,14 +43,6 @@ def test_a_failed_write_takes_it_out_but_what_it_holds_is_served() -> None:
     assert health.since == 5.0
     assert health.readable
     assert not health.failed(6.0, error(errno.EIO), reading=False), "it is out already"
-
-
-def test_a_failed_disk_is_not_read_either() -> None:
-    health = Health()
-    assert health.failed(0.0, error(errno.EIO), reading=True)
-    assert not health.readable
-    assert health.probed(1.0, None)
-    assert health.readable
 
 
 def test_one_lost_replica_and_errors_of_the_process_say_nothing_of_the_tier() -> None:
@@ -102,3 +108,67 @@ def test_it_always_comes_back(steps: list[tuple[str, int | None, float]]) -> Non
         assert health.probe_due(now + LAST_PROBE_SECONDS)
         assert health.probed(now + LAST_PROBE_SECONDS, None)
     assert health.reason is None
+
+
+# What the index says beside what lies there
+
+
+# Few names and values, so that they meet.
+names = st.integers(0, 12).map(lambda n: bytes([n]) * 16)
+records = st.builds(
+    Replica,
+    tier=st.just(1),
+    state=st.sampled_from(ReplicaState),
+    name=st.just(b""),
+    size=st.integers(0, 1),
+    allocated_bytes=st.sampled_from([0, 4096]),
+    durable=st.booleans(),
+    created_ns=st.just(0),
+    checksum=st.integers(0, 2),
+)
+rows_of_names = st.dictionaries(names, records).map(
+    lambda found: [
+        (name, 100 + name[0], one._replace(name=name)) for name, one in sorted(found.items())
+    ]
+)
+files_of_names = st.dictionaries(
+    st.tuples(names, st.integers(0, 2)),
+    st.tuples(st.integers(0, 1), st.sampled_from([0, 4096]), st.booleans()),
+).map(
+    lambda found: [
+        TierFile(name, checksum, size, allocated, synced)
+        for (name, checksum), (size, allocated, synced) in sorted(found.items())
+    ]
+)
+
+
+def expected(rows: list[Row], files: list[TierFile]) -> set[Finding]:
+    """The same by looking up each name, without any order."""
+    lying: dict[bytes, list[TierFile]] = defaultdict(list)
+    for one in files:
+        lying[one.name].append(one)
+    found: set[Finding] = set()
+    for name, ino, record in rows:
+        here = lying.pop(name, [])
+        complete = record.state is not ReplicaState.PARTIAL
+        own = [one for one in here if complete and one.checksum == record.checksum]
+        found |= {WrongChecksumName(ino, record, one) for one in here if one not in own}
+        if complete and not own:
+            found.add(MissingFile(ino, record))
+        for one in own:
+            if one.size != record.size:
+                found.add(WrongSize(ino, record, one))
+            elif one.allocated_bytes != record.allocated_bytes:
+                found.add(WrongBlocks(ino, record, one.allocated_bytes))
+            if record.durable and not one.synced:
+                found.add(NotSynced(ino, record))
+    for here in lying.values():
+        found |= {Orphan(one) if len(here) == 1 else Ambiguous(one) for one in here}
+    return found
+
+
+@given(rows_of_names, files_of_names)
+def test_the_merge_finds_what_looking_up_finds(rows: list[Row], files: list[TierFile]) -> None:
+    found = compare(rows, files)
+    assert len(found) == len(set(found))
+    assert set(found) == expected(rows, files)

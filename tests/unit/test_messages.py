@@ -1,13 +1,20 @@
-"""What a worker's words become: one of a few types, whatever they are; and how many are logged."""
+"""What a worker's words become: one of a few types, whatever they are; and that logs stay short."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from monarchfs.config import User
+from monarchfs.supervisor.logs import log_file_handler
 from monarchfs.supervisor.messages import (
     MOST_OFFERED,
     MOST_WORDS,
@@ -23,12 +30,8 @@ from monarchfs.supervisor.messages import (
     parse,
     printable,
 )
-from monarchfs.supervisor.worker_logging import (
-    LINES_AT_ONCE,
-    LINES_PER_SECOND,
-    Throttle,
-    WorkerLogging,
-)
+from monarchfs.system import logs
+from monarchfs.system.logs import INTERVAL_SECONDS, MOST_LINES, FewOfEach
 from tests.support.fake_mounts import is_plain
 
 VALUES = st.recursive(
@@ -113,14 +116,6 @@ def test_a_part_that_makes_no_sense_is_left_out_and_counted() -> None:
     assert parse(say(event="status", number=3, status=[])) == StatusReport(3, {}, 1)
 
 
-@pytest.mark.parametrize(
-    "path", ["", "/", "/etc/passwd", "a/../b", "..", "a//b", "./a", "a\0", "ä", "x" * 256]
-)
-def test_a_path_that_leads_elsewhere_is_none(path: str) -> None:
-    with pytest.raises(MalformedMessage, match="no file"):
-        parse(say(event="back", number=1, files=[[0, path, 1]]))
-
-
 @given(st.text())
 @example("a\nb\r\x1b[2J\u202e\u2028\udcff")
 def test_words_are_one_line(text: str) -> None:
@@ -131,39 +126,86 @@ def test_words_are_one_line(text: str) -> None:
         assert shown == text
 
 
-@given(st.lists(st.floats(0, 100), max_size=200))
-def test_a_throttle_lets_so_many_through(steps: list[float]) -> None:
-    throttle, now, said = Throttle(0.5, 5), 100.0, 0
-    for step in steps:
-        now += step
-        said += throttle.take(now)
-        assert said <= 5 + 0.5 * (now - 100.0) + 1e-6
-    # Who waits long enough is heard.
-    assert throttle.take(now + 2.001)
+# Logs
 
 
-def test_a_count_takes_no_turn_of_a_line() -> None:
-    """However often the count is asked for while lines come."""
-    throttle, said, counts = Throttle(0.5, 1), 0, 0
-    for step in range(1000):
-        counts += throttle.take_for_count(step / 10)
-        said += throttle.take(step / 10)
-        counts += throttle.take_for_count(step / 10)
-    assert (said, counts, throttle.left_out) == (50, 0, 950)
-    assert throttle.take_for_count(103.0)
+ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
+log = logging.getLogger("monarchfs.of_this_test")
 
 
-def test_what_was_left_out_is_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    now = 0.0
-    hearing = WorkerLogging(lambda: now)
-    for _ in range(1000):
-        hearing.drop("it is no JSON")
-    hearing.tick()
-    assert (hearing.not_understood, len(caplog.messages)) == (1000, LINES_AT_ONCE)
-    now += 1 / LINES_PER_SECOND
-    hearing.tick()
-    assert caplog.messages[-1] == f"{1000 - LINES_AT_ONCE} more lines about workers were left out"
-    now += 1 / LINES_PER_SECOND
-    hearing.tick()
-    assert len(caplog.messages) == LINES_AT_ONCE + 1
+def many(count: int) -> None:
+    for number in range(count):
+        log.warning("replica %d is gone", number)
+
+
+def test_what_is_told_of_each_file_is_told_of_a_few(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    said = FewOfEach(lambda: now)
+    with caplog.filtering(said):
+        many(10_000)
+        log.warning("something else")
+        first = [f"replica {n} is gone" for n in range(MOST_LINES)] + ["something else"]
+        said.report()
+        assert caplog.messages == first
+        now += INTERVAL_SECONDS
+        said.report()
+        rest = (
+            f"and {10_000 - MOST_LINES} more like this in 60 s, the last one: replica 9999 is gone"
+        )
+        assert caplog.messages[MOST_LINES + 1 :] == [rest]
+        # A new interval: told again.
+        many(1)
+        assert caplog.messages[-1] == "replica 0 is gone"
+        # Nothing is left untold at the end.
+        many(MOST_LINES + 1)
+        said.report(all_of_them=True)
+        assert caplog.messages[-1].startswith("and 2 more like this in 0 s")
+
+
+WRITES = """
+import logging, os, sys
+from monarchfs.system import logs
+directory = os.open(sys.argv[1], os.O_RDONLY)
+logs.MOST_BYTES = 10_000
+logging.basicConfig(handlers=[logs.BoundedLog(directory, "worker.log")])
+for number in range(1000):
+    logging.warning("line %d of what a worker says", number)
+os.write(2, b"the last words\\n")
+"""
+
+
+@pytest.mark.parametrize("beside", ["nothing", "link"])
+def test_a_workers_log_is_bounded(tmp_path: Path, beside: str) -> None:
+    path, other = tmp_path / "worker.log", tmp_path / "other"
+    other.write_text("keep me")
+    if beside == "link":
+        (tmp_path / "worker.log.1").symlink_to(other)
+    with open(path, "a") as stderr:
+        subprocess.run(
+            [sys.executable, "-c", WRITES, str(tmp_path)], stderr=stderr, check=True, timeout=30
+        )
+    before = (tmp_path / "worker.log.1").read_text()
+    assert path.read_text().endswith("the last words\n")
+    assert max(len(before), path.stat().st_size) < 10_200
+    assert before.splitlines()[-1].startswith("WARNING:root:line ")
+    assert other.read_text() == "keep me"
+    assert sorted(os.listdir(tmp_path)) == ["other", "worker.log", "worker.log.1"]
+
+
+def test_a_supervisors_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MOST_BYTES", 10_000)
+    path = tmp_path / "log"
+    (tmp_path / "log.1").write_text("of long ago")
+    # Two mounts may share a file.
+    handlers = [log_file_handler(str(path), ME) for _ in range(2)]
+    for number in range(1000):
+        record = log.makeRecord("x", logging.INFO, "f", 1, f"line {number} of a mount", (), None)
+        handlers[number % 2].handle(record)
+    for handler in handlers:
+        handler.close()
+    text = (tmp_path / "log.1").read_text() + path.read_text()
+    assert text.endswith("line 999 of a mount\n")
+    numbers = [int(line.split()[1]) for line in text.splitlines()]
+    assert numbers == list(range(numbers[0], 1000))
+    assert max(path.stat().st_size, (tmp_path / "log.1").stat().st_size) < 10_200
+    assert sorted(os.listdir(tmp_path)) == ["log", "log.1"]

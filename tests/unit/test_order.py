@@ -1,16 +1,33 @@
-"""An announced order: who reads in it is followed, who does not costs little."""
+"""Orders of files, announced or learned: who reads in one is followed, others cost little."""
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
+import trio
+import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.prefetch.fetch_threads import FetchThreads
+from monarchfs.engine.misses import WindowState
+from monarchfs.prefetch import window
+from monarchfs.prefetch.governor import Governor
+from monarchfs.prefetch.learned_order import MOST_AHEAD, NEAR, SURE, LearnedOrder
 from monarchfs.prefetch.order import LAG, Order
-from monarchfs.types import Node, SourceStat
+from monarchfs.prefetch.window import IDLE_SECONDS, LOOK_SECONDS, Window
+from monarchfs.prefetch.window_size import FIRST_DISTANCE, WindowSize
+from monarchfs.system.process_stat import start_ticks
+from monarchfs.types import Node, OperationError, SourceStat
+from monarchfs.worker import said as module
+from monarchfs.worker.announcing import Announcing
+from monarchfs.worker.said import DIRECTORY, KeptOrder, Said
 
 SIZE = 100_000
 DISTANCE = 40 * SIZE
@@ -124,16 +141,6 @@ def test_a_wrong_order_is_given_up_at_little_cost(seed: int, share: float) -> No
     assert len(reading.fetched) <= 0.02 * (len(numbers) - len(local))
 
 
-def test_readers_that_begin_in_the_middle_are_found() -> None:
-    numbers = list(range(6 * LAG))
-    reading = Reading(order_of(numbers), set())
-    reading.look()
-    for number in numbers[5 * LAG : 5 * LAG + 400]:
-        reading.open(number)
-    assert not reading.given_up
-    assert len(reading.fetched & {1000 + n for n in range(5 * LAG, 5 * LAG + 400)}) > 300
-
-
 def test_files_that_others_read_do_not_end_an_order() -> None:
     """Half of the opens are of files that are not in the list."""
     numbers = list(range(2000))
@@ -167,36 +174,6 @@ def test_names_are_taken_as_they_came() -> None:
     assert [found.ino for found in order.next_files(10, SIZE * 10)] == [1001, 1002]
 
 
-def test_threads_grow_until_the_source_takes_longer() -> None:
-    threads = FetchThreads(64)
-    for _ in range(5):
-        threads.adapt(0.01, late=True)
-    assert threads.count == 64
-    for _ in range(20):
-        threads.adapt(0.05, late=True)
-    assert threads.count < 16
-    before = threads.count
-    threads.adapt(0.01, late=False)
-    assert threads.count == before
-
-
-def test_what_was_opened_is_not_wanted_any_more() -> None:
-    order = order_of([1, 2])
-    order.found([node(int(name)) for name in order.take(10)])
-    first, second = order.next_files(10, DISTANCE)
-    assert order.wants(first.ino)
-    order.fetch(first)
-    order.fetch(second)
-    assert not order.wants(first.ino)
-    assert order.takes_back(first.ino)  # it could not be fetched
-    order.opened(first.ino, SIZE, 0.0)
-    assert not order.wants(first.ino)
-    assert not order.takes_back(first.ino)
-    order.opened(second.ino, SIZE, 0.0)
-    assert order.ended
-    assert order.fetched_bytes == 0
-
-
 def test_what_comes_next_is_awaited_until_it_was_opened_or_nobody_reads_on() -> None:
     names = LAG + 100
     order = order_of(list(range(1, names + 1)))
@@ -227,7 +204,370 @@ def test_an_order_that_has_begun_is_found_by_its_first_open() -> None:
     assert next(order.next_files(10, DISTANCE)).ino == 3002
 
 
-def test_files_that_were_announced_by_their_inode_numbers_are_found() -> None:
-    order = Order(b"\0".join(b"/%d" % number for number in range(1001, 1500)), begun=True)
-    assert order.seek(b"no/such/path", 1300)
-    assert order.take(1) == [b"/1301"]
+# An order that nobody announced
+
+
+def shuffled(files: int, seed: int) -> list[int]:
+    return random.Random(seed).sample(range(1000, 1000 + files), files)
+
+
+def side_by_side(order: list[int], readers: int, seed: int) -> list[int]:
+    """By readers that take turns, but not strictly."""
+    rest, chance = list(order), random.Random(seed)
+    return [rest.pop(chance.randrange(min(readers, len(rest)))) for _ in order]
+
+
+class Learning:
+    def __init__(self) -> None:
+        self.order = LearnedOrder()
+        self.given: dict[int, int] = {}  # and how many before it
+        self.taken = self.reached = 0
+
+    def followed(self) -> bool:
+        return self.order.followed
+
+    def read(self, files: Iterable[int]) -> int:
+        """How many had been given out before they were opened."""
+        known = 0
+        for ino in files:
+            known += ino in self.given
+            self.reached = max(self.reached, self.given.pop(ino, 0))
+            self.order.opened(ino)
+            taken = self.order.take(self.taken - self.reached)
+            assert not taken or self.order.followed
+            self.given.update(
+                zip(taken, range(self.taken + 1, self.taken + 1 + len(taken)), strict=True)
+            )
+            self.taken += len(taken)
+            assert self.taken - self.reached <= MOST_AHEAD
+        return known
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    files=st.integers(600, 3000),
+    readers=st.integers(1, 8),
+    kept=st.sampled_from([0, 0.3, 0.6]),
+)
+def test_an_order_that_comes_again(seed: int, files: int, readers: int, kept: float) -> None:
+    """Some of its files are local after the first epoch."""
+    reading = Learning()
+    order = shuffled(files, seed)
+    assert reading.read(side_by_side(order, readers, seed)) == 0
+    local = set(random.Random(seed).sample(order, int(kept * files)))
+    order = [ino for ino in order if ino not in local]
+    reading.read(side_by_side(order, readers, seed + 1))
+    if len(order) >= 600:
+        for epoch in (2, 3):
+            known = reading.read(side_by_side(order, readers, seed + epoch))
+            assert known >= 0.9 * len(order) - NEAR
+
+
+def test_one_that_was_lost_has_to_agree_for_longer() -> None:
+    reading = Learning()
+    order = shuffled(5000, 1)
+    reading.read([*order, *order[:1000]])
+    assert reading.followed()
+    reading.order.lost()
+    assert not reading.followed()
+    assert reading.order.times_learned == 1
+    reading.given.clear()
+    reading.taken = reading.reached = 0
+    assert 1700 < reading.read(order[2000:4000]) <= 2000 - 2 * SURE
+    assert reading.order.times_learned == 2
+
+
+# What jobs have said, for the worker that comes next
+
+
+WEIGHTS = st.dictionaries(st.integers(1, 20), st.floats(0, 1e9), max_size=5)
+
+
+def files_of(state: Path) -> list[str]:
+    return os.listdir(state / DIRECTORY) if (state / DIRECTORY).exists() else []
+
+
+@given(st.lists(st.tuples(WEIGHTS, st.booleans(), st.booleans()), max_size=12))
+def test_weights_are_what_was_given(
+    tmp_path_factory: pytest.TempPathFactory, history: list[tuple[dict[int, float], bool, bool]]
+) -> None:
+    """Also if the worker changes in between, or later weights replaced many."""
+    state = str(tmp_path_factory.mktemp("state"))
+    said, expected, given = Said(state, 1), dict[int, float](), False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MOST_SUPERSEDED", 100)
+        for weights, replace, restarts in history:
+            if restarts:
+                said = Said(state, 1)
+                assert said.weights() == (expected if given else None)
+            said.keep_weights(list(weights.items()), replace=replace)
+            expected = {**({} if replace else expected), **weights}
+            given = True
+            assert (Path(state) / DIRECTORY / "weights").stat().st_size < 1000
+    assert Said(state, 1).weights() == (expected if given else None)
+
+
+def test_a_weight_that_was_half_written_says_nothing(tmp_path: Path) -> None:
+    Said(str(tmp_path), 1).keep_weights([(5, 1.0)], replace=False)
+    with (tmp_path / DIRECTORY / "weights").open("ab") as file:
+        file.write(b"half")
+    said = Said(str(tmp_path), 1)
+    assert said.weights() == {5: 1.0}
+    said.keep_weights([(6, 2.0)], replace=False)
+    assert Said(str(tmp_path), 1).weights() == {5: 1.0, 6: 2.0}
+
+
+def test_orders_are_kept_until_they_are_over(tmp_path: Path) -> None:
+    said = Said(str(tmp_path), 1)
+    one, two = KeptOrder("one/../", b"a\0b\n", 17, 4), KeptOrder("two", b"c", 0, None)
+    said.keep_order(one)
+    said.keep_order(two)
+    assert Said(str(tmp_path), 1).orders() == [one, two]
+    said.keep_order(one._replace(names=b"d"))
+    assert [order.names for order in said.orders()] == [b"c", b"d"]
+    for _ in range(2):
+        said.forget_order("one/../")
+    assert said.orders() == [two]
+    said.keep_weights([(1, 1.0)], replace=True)
+    said.clear()
+    assert (said.orders(), said.weights(), files_of(tmp_path)) == ([], None, [])
+
+
+def test_what_another_mount_left_or_was_half_written_is_removed(tmp_path: Path) -> None:
+    said = Said(str(tmp_path), 1)
+    said.keep_order(KeptOrder("one", b"a", 1, 1))
+    said.keep_weights([(1, 1.0)], replace=True)
+    (kept,) = (path for path in (tmp_path / DIRECTORY).iterdir() if path.name != "weights")
+    half = kept.with_name(kept.name + ".new")
+    half.write_bytes(kept.read_bytes())
+    (tmp_path / DIRECTORY / "order-x").write_bytes(b"no JSON")
+    assert len(said.orders()) == 1
+    assert sorted(files_of(tmp_path)) == sorted([kept.name, "weights"])
+    later = Said(str(tmp_path), 2)
+    assert (later.orders(), later.weights(), files_of(tmp_path)) == ([], None, [])
+
+
+def test_what_cannot_be_kept_costs_nobody_anything(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / DIRECTORY).write_text("no directory")
+    said = Said(str(tmp_path), 1)
+    said.keep_order(KeptOrder("one", b"a", 1, 1))
+    said.keep_weights([(1, 1.0)], replace=False)
+    said.forget_order("one")
+    said.clear()
+    assert (said.orders(), said.weights()) == ([], None)
+    assert "not kept" in caplog.text
+
+
+# Who announces
+
+
+class Orders:
+    """In place of the window: what was announced, with whether its announcer has exited."""
+
+    def __init__(self) -> None:
+        self.announced: list[tuple[str, bytes, bool]] = []
+
+    def announce(self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool) -> None:
+        assert begun
+        self.announced.append((name, names, exited()))
+
+
+def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:
+    said, orders, lives = Said(str(tmp_path), 1), Orders(), start_ticks(os.getpid())
+    assert lives is not None
+    said.keep_order(KeptOrder("dead", b"a", 2**22 + 1, 5))
+    said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))
+    said.keep_order(KeptOrder("living", b"c\0d", os.getpid(), lives))
+    said.keep_order(KeptOrder("unknown", b"e", 0, None))  # of another pid namespace
+    trio.run(Announcing(cast(Any, orders), said).resume)
+    assert orders.announced == [
+        *(("dead", b"a", True), ("other", b"b", True)),
+        *(("living", b"c\0d", False), ("unknown", b"e", False)),
+    ]
+    assert [order.stream for order in said.orders()] == [name for name, *_ in orders.announced]
+
+
+# The window's task, with a clock of our own, and memory that is only a set
+
+
+EACH = 1 << 20
+FILES = 90
+WINDOW_BYTES = 64 * EACH
+
+
+def listed(ino: int) -> Node:
+    stat = SourceStat(0, ino, EACH, NO_TIME, NO_TIME, NO_TIME, 0o100644, 1, 0, 0, 0, 0, 4096)
+    return Node(ino, stat, 1, b"%d" % ino, 0, False, b"")
+
+
+class Memory:
+    """What ``Misses`` does for the window: files that were asked for are ``held`` at once, until
+    they are opened or dropped. ``asked`` has all of them, as often as they were."""
+
+    source_seconds = 0.001
+
+    def __init__(self) -> None:
+        self.took_ns = 0
+        self.each_ns = 1_000_000
+        self.held: set[int] = set()
+        self.asked: list[int] = []
+        self.hits: list[int] = []
+
+    def unopened(self, nodes: Iterable[Node]) -> list[Any]:
+        return []
+
+    def window(self, nodes: Sequence[Node], threads: int, most_bytes: int) -> list[int]:
+        self.held.update(node.ino for node in nodes)
+        self.asked += [node.ino for node in nodes]
+        self.took_ns += len(nodes) * self.each_ns
+        return []
+
+    def window_drop(self, inos: Sequence[int]) -> None:
+        self.held.difference_update(inos)
+
+    def window_limit(self, size: int) -> None:
+        pass
+
+    def window_state(self) -> WindowState:
+        read, hits = len(self.asked), len(self.hits)
+        return WindowState(len(self.held) * EACH, read, read * EACH, self.took_ns, hits=hits)
+
+
+class Following:
+    """A window that follows orders of the files 1 to ``FILES`` or others. Changing: the clock."""
+
+    def __init__(self, clock: trio.testing.MockClock, nursery: trio.Nursery) -> None:
+        self.clock = clock
+        self.memory = Memory()
+        self.governor = Governor(4, 0.25, lambda: (0, 0))
+        index = SimpleNamespace(
+            replicas_of=lambda _inos: {},
+            nodes_of=lambda inos: {ino: listed(ino) for ino in inos},
+            dirref=lambda _ino: SimpleNamespace(path=b""),
+        )
+        room = SimpleNamespace(room_for=lambda _size: (None, []))
+        self.window = Window(
+            cast(Any, SimpleNamespace(nodes=self._nodes)),
+            cast(Any, SimpleNamespace()),
+            cast(Any, SimpleNamespace(index=index, usage=room)),
+            cast(Any, SimpleNamespace(observers=[], keeps=False, files={})),
+            cast(Any, self.memory),
+            WindowSize(cast(Any, self.memory), WINDOW_BYTES, 8, self.governor),
+            lambda _ino: False,
+            evicts=False,
+        )
+        nursery.start_soon(self.window.run)
+
+    async def _nodes(self, names: Sequence[bytes]) -> list[Node | None]:
+        return [listed(int(name)) for name in names]
+
+    def announce(self, stream: str, inos: Iterable[int], exited: Callable[[], bool]) -> None:
+        self.window.announce(stream, b"\0".join(b"%d" % ino for ino in inos), exited)
+
+    def open(self, ino: int) -> None:
+        if ino in self.memory.held:
+            self.memory.hits.append(ino)
+        self.memory.held.discard(ino)
+        self.window.opened(listed(ino), False)
+
+    async def wait(self, seconds: float = 2 * LOOK_SECONDS) -> None:
+        """Until the window has done what there is to do, ``seconds`` from now."""
+        await trio.testing.wait_all_tasks_blocked()
+        self.clock.jump(seconds)
+        for _ in range(3):
+            await trio.testing.wait_all_tasks_blocked()
+            self.clock.jump(LOOK_SECONDS)
+        await trio.testing.wait_all_tasks_blocked()
+
+
+def follow(test: Callable[[Following], Awaitable[None]]) -> None:
+    clock = trio.testing.MockClock()
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            await test(Following(clock, nursery))
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=clock)
+
+
+def in_a_window(test: Callable[[Following], Awaitable[None]]) -> Callable[[], None]:
+    return lambda: follow(test)
+
+
+@in_a_window
+async def test_a_deserted_order_does_not_share_the_distance(following: Following) -> None:
+    memory, exited = following.memory, False
+    one, two = range(1, FILES + 1), range(101, 101 + FILES)
+    following.announce("one", one, lambda: exited)
+    following.announce("two", two, lambda: False)
+    await following.wait()
+    for place in range(20):
+        following.open(one[place])
+        following.open(two[place])
+        await following.wait()
+    each = FIRST_DISTANCE // EACH // 2
+    assert len(memory.held.intersection(one)) == each
+    assert len(memory.held.intersection(two)) == each
+    exited = True
+    # Two goes on, one does not.
+    for place in range(20, 40):
+        following.open(two[place])
+        await following.wait(1.0)
+    assert not memory.held.intersection(one)
+    assert len(memory.held.intersection(two)) == 2 * each
+
+
+@in_a_window
+async def test_an_order_without_opens_is_held_after_its_announcer(following: Following) -> None:
+    """The command ``monarchfs order`` exits before the job begins."""
+    following.announce("one", range(1, FILES + 1), lambda: True)
+    await following.wait()
+    before = set(following.memory.held)
+    await following.wait(IDLE_SECONDS / 2)
+    assert following.memory.held == before != set()
+    await following.wait(IDLE_SECONDS / 2)
+    assert not following.window.orders
+
+
+@in_a_window
+async def test_a_slow_source_brings_the_readers_nearer(following: Following) -> None:
+    """The window's reads alone make the governor hold back, and let go."""
+    memory, governor = following.memory, following.governor
+    following.window.size.distance = WINDOW_BYTES
+    following.announce("one", range(1, 1000), lambda: False)
+    await following.wait()
+    most = WINDOW_BYTES // EACH
+    opened = 0
+
+    async def read(seconds: float) -> None:
+        nonlocal opened
+        opened += 1
+        following.open(opened)
+        await following.wait(seconds)
+
+    for slower, steps, pause, share in ((1, 100, 0.2, 1.0), (4, 100, 1.0, 0.25), (1, 200, 0.2, 1)):
+        memory.each_ns = slower * 1_000_000
+        for _ in range(steps):
+            await read(pause)
+        assert governor.share == share
+        assert len(memory.held) == most * share
+
+
+@in_a_window
+async def test_orders_of_processes_that_exited_go_first(following: Following) -> None:
+    inos = list(range(1, FILES + 1))
+    most = 3 * len(b"\0".join(b"%d" % ino for ino in inos)) + 16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(window, "MOST_NAME_BYTES", most)
+        for stream in ("first", "second", "third"):
+            following.announce(stream, inos, partial(stream.__ne__, "second"))
+        following.announce("fourth", inos, lambda: False)
+        assert list(following.window.orders) == ["second", "third", "fourth"]
+        following.announce("fifth", inos, lambda: False)
+        with pytest.raises(OperationError, match="too much memory"):
+            following.announce("sixth", inos, lambda: False)
+        assert list(following.window.orders) == ["second", "fourth", "fifth"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import random
 import socket
@@ -39,10 +38,9 @@ RELEASE = struct.Struct("=QIIQ")
 IOCTL = struct.Struct("=QIIQII")
 OUT = struct.Struct("=IiQ")
 OPENED = struct.Struct("=QIi")
-FUSE_LOOKUP, FUSE_FORGET, FUSE_BATCH_FORGET = 1, 2, 42
+FUSE_LOOKUP = 1
 FUSE_OPEN, FUSE_READ, FUSE_RELEASE, FUSE_IOCTL = 14, 15, 18, 39
-KEEP_CACHE, PASSTHROUGH = 2, 128
-ENOSYS = 38
+KEEP_CACHE = 2
 ALWAYS = (1 << 63) - 1
 MOST_FILES = 4
 MINUTE_NS = 60 * 10**9
@@ -64,26 +62,22 @@ class Reading(ctypes.Structure):
     """As in _resident.h."""
 
     _fields_ = (
-        ("ino", ctypes.c_uint64),
-        ("start", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-        ("stamp", ctypes.c_uint32),
-        ("fd", ctypes.c_int),
-        ("place", ctypes.c_int),
+        *(("ino", ctypes.c_uint64), ("start", ctypes.c_uint64), ("size", ctypes.c_uint64)),
+        *(("stamp", ctypes.c_uint32), ("fd", ctypes.c_int), ("place", ctypes.c_int)),
     )
 
 
 class Threads:
     """Of one process, which can start them once only: hence the functions that a process runs."""
 
-    def __init__(self, directory: Path, *, free_opens: bool = False) -> None:
+    def __init__(self, directory: Path) -> None:
         # Not by start_relay: that needs a session of libfuse.
         self.hooks: ModuleType = hooks
         self.tier = directory / "tier"
         self.tier.mkdir()
         self.table = make_table(16)
         hooks.table_attach(self.table)
-        hooks.resident_start(MOST_FILES, os.geteuid(), MINUTE_NS, free_opens, True)
+        hooks.resident_start(MOST_FILES, os.geteuid(), MINUTE_NS, False, True)
         self.serve(True)
         self.kernel, device = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.kernel.settimeout(10)
@@ -91,7 +85,7 @@ class Threads:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
         self.library = library = ctypes.CDLL(hooks.__file__, use_errno=True)
         library.counts_start((ctypes.c_uint64 * len(BOUNDS))(*BOUNDS), len(BOUNDS))
-        news = library.relay_start(device.detach(), 4, 8, free_opens)
+        news = library.relay_start(device.detach(), 4, 8, False)
         assert news >= 0
 
     @property
@@ -119,10 +113,10 @@ class Threads:
         path.write_bytes(data)
         return File(ino, path, name, checksum, data)
 
-    def put(self, file: File, until_ns: int = ALWAYS, *, seen: bool = False) -> None:
+    def put(self, file: File, until_ns: int = ALWAYS) -> None:
         replica = (3, file.name, file.checksum, len(file.data))
         place = (file.segment, file.offset)
-        assert self.hooks.resident_put(file.ino, *replica, until_ns, seen, *place)
+        assert self.hooks.resident_put(file.ino, *replica, until_ns, False, *place)
 
     def make_segment(self, number: int, sizes: dict[int, int]) -> dict[int, File]:
         """A segment with a record of such a size for each inode; other bytes between them."""
@@ -141,14 +135,10 @@ class Threads:
 
     def enter(self, ino: int) -> Reading:
         """Begin to read it, as a thread."""
-        reading = Reading()
-        enter = self.library.resident_enter
+        reading, enter = Reading(), self.library.resident_enter
         enter.restype = ctypes.c_bool
         assert enter(ctypes.c_uint64(ino), ctypes.c_uint64(0), ctypes.byref(reading))
         return reading
-
-    def leave(self, reading: Reading) -> None:
-        self.library.resident_leave(ctypes.byref(reading))
 
     def added(self, ino: int, size: int = 10_000, until_ns: int = ALWAYS) -> File:
         file = self.make(ino, size)
@@ -259,12 +249,9 @@ def reads(directory: Path) -> None:
     threads.read_by_python(8)
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 4, 1, b"a\0"))
     threads.hooks.resident_stop(7)
-    threads.hooks.resident_stop(7)
     threads.read_by_python(7)
     assert not threads.kept_open()
-    threads.put(file)
-    threads.read(file, 5, 10)
-    answered = struct.pack("=Q", len(places) + 200)
+    answered = struct.pack("=Q", len(places) + 199)
     wait_for(lambda: os.pread(threads.table, 8, ANSWERED) == answered, "all answers to be counted")
 
     # Whether it is a terminal (Python asks at each open), its flags, its stripes.
@@ -289,15 +276,12 @@ def opens(directory: Path) -> None:
     assert again != number
     assert threads.hooks.table_length() == 2
     assert {slot[:3] for slot in threads.hooks.table_list()} == {(number, 7, 20), (again, 7, 22)}
-    threads.release(number)
-    threads.release(number)
-    threads.release(12345 << 32)
+    for unknown in (number, number, 12345 << 32):
+        threads.release(unknown)
     assert threads.hooks.resident_used(7)
     # One that Python has something for is ended there.
     assert threads.hooks.table_own(again)
     threads.released_by_python(again, 7)
-    assert threads.hooks.table_end(again) is None
-    assert not threads.hooks.table_own(again)
     assert threads.hooks.table_length() == 0
 
     # Opened by Python: where it is too late to believe what is known, or the clock was set back.
@@ -385,12 +369,6 @@ def trouble(directory: Path) -> None:
     assert len(threads.kept_open()) == MOST_FILES
     threads.retire(*files)
 
-    with pytest.raises(ValueError, match="16 bytes"):
-        threads.hooks.resident_put(1, 3, b"name", 0, 0, 0, False, 0, 0)
-    with pytest.raises(OSError, match="Invalid argument"):
-        threads.hooks.resident_tier(64, -1)
-    assert not threads.hooks.resident_put(1, 64, bytes(16), 0, 0, 0, False, 0, 0)
-
 
 def segments(directory: Path) -> None:
     threads = Threads(directory)
@@ -411,9 +389,6 @@ def segments(directory: Path) -> None:
     threads.release(threads.open(7)[0])
 
     # Another place is another replica; in a file of its own, too.
-    moved = threads.make_segment(number + 1, {8: 110_000, 9: 1 << 20})
-    threads.put(moved[8])
-    threads.read(moved[8])
     other = threads.make_segment(number + 2, {50: 5000, 8: 5000})[8]
     threads.put(other)
     threads.read(other)
@@ -425,13 +400,6 @@ def segments(directory: Path) -> None:
     threads.put(files[8])
     threads.read(files[8], 50_000, 50_000)
     assert threads.kept_open() == [str(files[8].path)], "what was left is not kept open"
-
-    # A tier that is not read for a while.
-    threads.serve(False)
-    threads.read_by_python(7)
-    assert not threads.kept_open()
-    threads.serve(True)
-    threads.read(files[7])
 
     # Not all of it is there, or it is not ours.
     for ino, spoil in enumerate(
@@ -446,10 +414,6 @@ def segments(directory: Path) -> None:
         threads.read_by_python(ino)
     place = (3, bytes(16), 0, len(files[11].data), ALWAYS, False, number)
     assert not hooks.resident_put(30, *place, 1 << 32)
-    assert hooks.resident_put(30, *place, (1 << 32) - 1)
-    threads.read_by_python(30)
-    while len(threads.kept_open()) > 1:
-        hooks.resident_stop(30)
 
     # No more descriptors than were allowed, and none of a segment that nobody has records in.
     many = [threads.make_segment(n, {2 * n: 9000, 2 * n + 1: 70_000}) for n in range(100, 110)]
@@ -465,61 +429,28 @@ def segments(directory: Path) -> None:
 def holding(directory: Path) -> None:
     """A record is held for as long as it is being read, whatever becomes of its inode."""
     threads = Threads(directory)
-    hooks = threads.hooks
-    places = [threads.make_segment(number, {7: 5000, 8: 5000}) for number in (1, 2, 3)]
-    own = threads.make(7, 5000)
-    threads.put(places[0][7])
-    threads.put(places[0][8])
+    hooks, leave = threads.hooks, threads.library.resident_leave
+    places = [threads.make_segment(number, {7: 5000})[7] for number in (1, 2)]
+    threads.put(places[0])
     first = threads.enter(7)
-    assert (first.start, first.size) == (places[0][7].offset, 5000)
+    assert (first.start, first.size) == (places[0].offset, 5000)
     assert not hooks.resident_retire(7)
-    assert hooks.resident_retire(8), "only another one of the segment is being read"
-    assert not hooks.resident_reading(7), "nothing was taken away"
-    hooks.resident_stop(7)
     hooks.resident_stop(7)
     assert hooks.resident_reading(7)
     assert not hooks.resident_retire(7)
-    threads.read_by_python(7)
-
-    # It comes back at another place, twice, and is read there.
-    threads.put(places[1][7])
+    # It comes back at another place, and is read there, also when the tier goes.
+    threads.put(places[1])
     second = threads.enter(7)
-    threads.put(places[1][7])
-    threads.leave(first)
+    leave(ctypes.byref(first))
     assert not hooks.resident_reading(7)
     assert not hooks.resident_retire(7)
-    threads.put(places[2][7])
-    third = threads.enter(7)
-    assert hooks.resident_reading(7)
-    threads.put(own)
-    fourth = threads.enter(7)
-    assert os.pread(fourth.fd, 5000, fourth.start) == own.data
-    threads.leave(third)
-    assert hooks.resident_reading(7), "the second one is still at it"
-    assert os.pread(second.fd, 5000, second.start) == places[1][7].data
-    threads.leave(second)
-    assert not hooks.resident_reading(7)
-    threads.leave(fourth)
-    assert threads.kept_open() == [str(own.path)]
-    assert hooks.resident_retire(7)
-
-    # The tier goes meanwhile, and no descriptor is free.
-    for ino in range(100, 100 + MOST_FILES):
-        threads.added(ino)
-    busy = [threads.enter(ino) for ino in range(100, 100 + MOST_FILES)]
-    threads.put(places[0][8])
-    alone = threads.enter(8)
-    assert alone.place == -1
-    assert not hooks.resident_retire(8)
+    assert os.pread(second.fd, 5000, second.start) == places[1].data
     threads.serve(False)
-    hooks.resident_stop(8)
-    assert hooks.resident_reading(8)
-    threads.leave(alone)
-    for reading in busy:
-        assert not hooks.resident_reading(reading.ino)
-        threads.leave(reading)
-    assert not hooks.resident_reading(8)
-    assert hooks.resident_retire(8)
+    hooks.resident_stop(7)
+    assert hooks.resident_reading(7)
+    leave(ctypes.byref(second))
+    assert not hooks.resident_reading(7)
+    assert hooks.resident_retire(7)
     assert not threads.kept_open()
 
 
@@ -547,128 +478,6 @@ def other_owner(path: Path) -> None:
         os.chown(path, 12345, -1)
     else:
         path.unlink()
-
-
-def free(directory: Path) -> None:
-    """Opens that the kernel is not to send again."""
-    threads = Threads(directory, free_opens=True)
-    file = threads.added(7, 300_000)
-    threads.send(FUSE_OPEN, 2, 7, OPEN.pack(os.O_RDONLY, 0))
-    assert threads.answer() == (2, ENOSYS, b"")
-    threads.read(file, 4096, 4096)  # the first
-    threads.read(file, 8192, 4096)
-    threads.read(file, 0, 4096)  # from the beginning: as if it was opened again
-    assert threads.opened() == (2, 600_000, 0)
-    assert threads.hooks.resident_opened() == [7, 7]
-    other = threads.make(8, 10)
-    threads.put(other, seen=True)
-    threads.read(other, 5, 10)
-    assert threads.hooks.resident_opened() == []
-    # Nobody hears of them: they are counted all the same.
-    threads.read_many(other, [(0, 100)] * (65_536 + 10))
-    assert threads.opened() == (65_536 + 12, 600_000 + 655_460, 10)
-    told = 0
-    while inos := threads.hooks.resident_opened():
-        told += len(inos)
-        assert set(inos) == {8}
-    assert told == 65_536
-
-
-def ahead(directory: Path) -> None:
-    """The tier is read when a file is opened of which the kernel has no pages, and only then."""
-    threads = Threads(directory)
-    file = threads.make_segment(5, {7: 300_000})[7]
-    threads.put(file)
-    fd = os.open(file.path, os.O_RDONLY)
-    os.fsync(fd)
-    memory = mmap.mmap(fd, 0, mmap.MAP_PRIVATE)
-    page = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + file.offset
-    in_memory = ctypes.c_ubyte()
-
-    def cached() -> bool:
-        # A read would have the kernel read ahead, even with RWF_NOWAIT.
-        assert threads.library.mincore(ctypes.c_void_p(page), 4096, ctypes.byref(in_memory)) == 0
-        return bool(in_memory.value & 1)
-
-    def drop() -> bool:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return not cached()
-
-    def opened_and_cached() -> bool:
-        threads.release(threads.open(7)[0])
-        return cached()
-
-    if not drop():
-        return  # a file system in memory
-    one, batch = struct.pack("=Q", 1), struct.pack("=IIQQQQ", 2, 0, 99, 1, 7, 1)
-    for opcode, forgotten in ((FUSE_FORGET, one), (FUSE_BATCH_FORGET, batch)):
-        # A thread may come to this open before another one comes to what was forgotten.
-        wait_for(opened_and_cached, "the replica to be read ahead", 10)
-        wait_for(drop, "its pages to be dropped", 10)
-        number, _flags = threads.open(7)
-        threads.release(number)
-        assert not cached(), "the kernel may have its pages"
-        threads.send(opcode, 0, 7, forgotten)
-    for opcode in (FUSE_FORGET, FUSE_BATCH_FORGET):
-        threads.send(opcode, 0, 7, b"")  # too short
-    threads.read(file)
-    os.close(fd)
-
-
-def backed(directory: Path) -> None:
-    """Opens that are answered with a backing file, as long as the inode is lent."""
-    threads = Threads(directory)
-    hooks = threads.hooks
-    hooks.answer_opens(False)
-    threads.added(7)
-    threads.opened_by_python(7)
-    assert hooks.backed_delegate(7, 42)
-    assert hooks.backed_delegate(8, 43)
-    threads.opened_by_python(8)  # it is not resident
-    opened = [threads.open(7, unique=unique) for unique in (20, 22, 24)]
-    assert {flags for _number, flags in opened} == {PASSTHROUGH}
-    assert {slot[3] for slot in hooks.table_list()} == {42}
-    assert threads.numbers.backed_opens == 3
-    assert hooks.resident_opened() == [7, 7, 7]
-    assert not hooks.resident_retire(7)
-    threads.opened_by_python(7, os.O_RDWR)
-    # Lost, outdated: for Python to decide.
-    hooks.resident_expire(7)
-    threads.opened_by_python(7)
-    threads.release(opened.pop()[0])
-
-    # What lies in a segment is opened without an id, and read by the threads.
-    record = threads.make_segment(5, {70: 5000})[70]
-    threads.put(record)
-    first, second = (threads.open(70, unique=unique) for unique in (30, 32))
-    assert (first[1], second[1]) == (KEEP_CACHE, KEEP_CACHE)
-    assert {slot[3] for slot in hooks.table_list() if slot[1] == 70} == {0}
-    threads.read(record)
-    threads.release(first[0])
-    assert not hooks.resident_retire(70)
-    hooks.resident_expire(70)
-    threads.opened_by_python(70)
-    # Python takes it over, before it answers an open itself. From then on it may have an id again.
-    threads.put(threads.make(70, 5000))
-    assert (hooks.backed_cached(70), hooks.backed_cached(70)) == (1, 0)
-    threads.opened_by_python(70)
-    threads.released_by_python(second[0], 70)
-    assert threads.numbers.backed_opens == 3
-    assert hooks.resident_opened() == [70, 70]
-
-    # Taken back with what is open, of which Python hears the end.
-    mine = hooks.table_add(7, 100, 42)
-    assert hooks.backed_reclaim(7) == 2
-    assert hooks.backed_reclaim(7) == 0
-    threads.added(7)
-    threads.opened_by_python(7)
-    for number in (opened[0][0], opened[1][0], mine):
-        threads.released_by_python(number, 7)
-    assert hooks.table_length() == 0
-    assert hooks.backed_delegate(7, 44)
-    number, _ = threads.open(7, unique=30)
-    threads.release(number)
-    assert hooks.backed_reclaim(7) == 0
 
 
 def from_source(directory: Path) -> None:
@@ -716,22 +525,15 @@ def from_source(directory: Path) -> None:
     with path.open("ab") as end_of_it:
         end_of_it.write(b"more")
     threads.read_by_python(7)
-    assert not hooks.nonresident_source(7, fd, len(data), 0, 0)
-    hooks.nonresident_stop(7)
-    assert hooks.nonresident_source(7, fd, len(data), 0, 0), "the source is not asked for it"
-    threads.read_by_python(7)
     os.truncate(path, len(data))
     hooks.nonresident_stop(7)
     assert put()
-    assert put()
     threads.read(file, 100, 10)
-    hooks.nonresident_stop(7)
     hooks.nonresident_stop(7)
     threads.read_by_python(7)
     # What is resident comes from the tier.
     assert put()
-    resident = threads.added(7)
-    threads.read(resident)
+    threads.read(threads.added(7))
     hooks.resident_stop(7)
     threads.read(file)
     hooks.nonresident_no_source(7)
@@ -844,30 +646,16 @@ def filling(directory: Path) -> None:
 
     # Who reads as far as is said is told of, once.
     hooks.nonresident_ahead(7, 3)
-    threads.read(file, 0, 2 * chunk)
     threads.left_to_python(lambda: threads.read(file, 0, 2 * chunk + 1))
     queued = threads.numbers.queued
     threads.read(file, 0, 5 * chunk)
     assert threads.numbers.queued == queued
-
-    # What is missing comes from the source, and is asked of it together or not at all.
-    source = directory / "source"
-    source.write_bytes(data)
-    fd = os.open(source, os.O_RDONLY)
-    st = os.fstat(fd)
-    assert hooks.nonresident_source(7, fd, st.st_size, st.st_mtime_ns, st.st_ctime_ns)
-    threads.read(file, 6 * chunk, 2 * chunk)
-    threads.read_by_python(7, 5 * chunk, 2 * chunk)
-    hooks.nonresident_no_source(7)
-    threads.read_by_python(7, 6 * chunk, 2 * chunk)
-    threads.read(file, 0, 5 * chunk)
 
     # The end: nobody waits for ever, and nothing stays open.
     threads.left_to_python(lambda: hooks.nonresident_stop(7))
     threads.read_by_python(7, 0, 10)
     assert not arrive(0, 1)
     assert not in_use
-    os.close(fd)
     part.close()
     wait_for(lambda: not psutil.Process().open_files(), "all files to be closed")
 
@@ -894,11 +682,7 @@ def names(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what",
-    [
-        *(reads, opens, trouble, segments, holding, free, ahead, backed),
-        *(from_source, filling, names),
-    ],
+    "what", [*(reads, opens, trouble, segments, holding), *(from_source, filling, names)]
 )
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     done = subprocess.run(
@@ -908,11 +692,3 @@ def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"
-
-
-def test_a_session_that_was_not_begun_has_no_threads() -> None:
-    assert not hooks.start_relay(0, 0, 1, 1, False, BOUNDS)
-    with pytest.raises(TypeError):
-        hooks.table_end("number")
-    with pytest.raises(OverflowError):
-        hooks.table_end(-1)

@@ -1,11 +1,29 @@
-"""What follows a worker's death, and when one is taken to hang: lists of events, no processes."""
+"""What follows a worker's death, when one is taken to hang, and what standbys know: no mounts."""
 
 from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.config import User
+from monarchfs.config.places import DefaultPlaces, build_config
+from monarchfs.config.settings import Settings
+from monarchfs.fuse.handle_table import make_table
+from monarchfs.supervisor.launch import Descriptors, WorkerProcess
+from monarchfs.supervisor.lock import LOCK, take_lock
+from monarchfs.supervisor.reaper import Reaper
 from monarchfs.supervisor.restart_policy import (
     KILLED_PAUSE_SECONDS,
     LONG_LIFE_SECONDS,
@@ -18,6 +36,13 @@ from monarchfs.supervisor.restart_policy import (
     Verdict,
     WorkerLife,
 )
+from monarchfs.supervisor.takeover import (
+    MOST_STANDBYS,
+    Handover,
+    StandbyConnection,
+    Standbys,
+    own,
+)
 from monarchfs.supervisor.vital_signs import (
     ASLEEP_SECONDS,
     BUSY_SECONDS,
@@ -28,6 +53,7 @@ from monarchfs.supervisor.vital_signs import (
     Signs,
     VitalSigns,
 )
+from monarchfs.types import OperationError
 
 GOOD = WorkerLife(5.0, answered=True, waited=True)
 IDLE = WorkerLife(5.0, answered=False, waited=False)
@@ -61,11 +87,6 @@ def test_short_lives_are_a_loop_whatever_they_answered() -> None:
     assert verdicts[: MOST_EARLY - 1] == [AT_ONCE] * (MOST_EARLY - 1)
     assert verdicts[MOST_EARLY - 1] == SAFE
     assert verdicts[-1] == END
-
-
-def test_one_good_life_ends_a_row() -> None:
-    assert after(*[USELESS, USELESS, USELESS, GOOD] * 5)[-1] == AT_ONCE
-    assert after(*[*[EARLY] * (MOST_EARLY - 1), GOOD] * 5)[-1] == AT_ONCE
 
 
 def test_safe_mode_is_not_left_by_itself() -> None:
@@ -169,7 +190,7 @@ def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Work
             return
 
 
-# -- hanging
+# Hanging
 
 
 def looks(*steps: tuple[float, Signs]) -> list[float]:
@@ -186,10 +207,6 @@ def looks(*steps: tuple[float, Signs]) -> list[float]:
 def first_look(*signs: Signs) -> float:
     """When it is taken to hang, half a second between looks, from the first one on."""
     return looks(*[(0.5, one) for one in signs])[0] - 0.5
-
-
-def test_one_that_beats_does_not_hang() -> None:
-    assert looks(*[(0.5, Signs(n, 100)) for n in range(100)]) == []
 
 
 ASLEEP = Activity(runs=False, cpu_seconds=1.0, rests=True)
@@ -241,13 +258,7 @@ ACTIVITIES = st.none() | st.builds(
 )
 LOOKS = st.tuples(
     st.floats(0, 5),
-    st.builds(
-        Signs,
-        st.integers(0, 3),
-        st.none() | st.integers(0, 3),
-        st.just(0),
-        ACTIVITIES,
-    ),
+    st.builds(Signs, st.integers(0, 3), st.none() | st.integers(0, 3), st.just(0), ACTIVITIES),
 )
 
 
@@ -281,3 +292,173 @@ def test_threads_that_are_all_busy_for_long() -> None:
     assert looks(*steps(5))[0] == 0.5 + BUSY_SECONDS
     assert looks(*steps(0)) == []
     assert looks(*[(0.5, Signs(n, 3, stuck_since=n + 1)) for n in range(60)]) == []
+
+
+# What passes from a supervisor to its standbys, and the lock that one of them has
+
+
+@pytest.fixture
+def handover(tmp_path: Path) -> Iterator[Handover]:
+    def opened() -> int:
+        return os.open(tmp_path, os.O_RDONLY)
+
+    made = Handover(
+        build_config(
+            Settings(),
+            source="/s",
+            mountpoint="/m",
+            user=User("alice", 1000, 1000, (4, 5)),
+            places=DefaultPlaces("/cache", "/run/x"),
+        ),
+        Descriptors(
+            opened(), opened(), opened(), (opened(), opened()), make_table(), opened(), None
+        ),
+        (opened(), opened(), opened()),
+        mount_ns=5,
+        init_request=b"\0\xff init",
+        stack_depth=1,
+        source_root=(2, 3),
+        connection=44,
+    )
+    yield made
+    made.close()
+
+
+class Served:
+    """A supervisor's side behind a socket, for one client at a time."""
+
+    def __init__(self, handover: Handover, listener: socket.socket) -> None:
+        self.standbys, self.listener = Standbys(handover), listener
+
+    def stand_by(self) -> StandbyConnection:
+        def take() -> None:
+            connection, _ = self.listener.accept()
+            connection.recv(1 << 16)
+            self.standbys.add(connection)
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        try:
+            return StandbyConnection(self.listener.getsockname())
+        finally:
+            thread.join()
+
+
+@pytest.fixture
+def served(handover: Handover, tmp_path: Path) -> Iterator[Served]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(tmp_path / "sock"))
+        listener.listen()
+        made = Served(handover, listener)
+        yield made
+        made.standbys.end()
+
+
+def same_files(one: Handover, other: Handover) -> bool:
+    pairs = zip(one.all_descriptors, other.all_descriptors, strict=True)
+    return all(os.path.sameopenfile(a, b) and a != b for a, b in pairs)
+
+
+def test_a_standby_has_what_the_supervisor_has(handover: Handover, served: Served) -> None:
+    served.standbys.tell(3, [os.getpid()])
+    with closing(served.stand_by()) as standby:
+        got = standby.handover
+        assert same_files(got, handover)
+        assert replace(got, descriptors=handover.descriptors, locks=handover.locks) == handover
+        assert (standby.restarts, len(standby.workers), standby.ended) == (3, 1, False)
+        assert standby.lives()
+        assert served.standbys.wanted()
+        served.standbys.tell(4, [os.getpid(), os.getppid()])
+        assert standby.lives()
+        assert (standby.restarts, len(standby.workers)) == (4, 2)
+    assert not served.standbys.wanted()
+
+
+def test_the_end_is_told_and_waited_for(served: Served) -> None:
+    standby = served.stand_by()
+    ending = threading.Thread(target=served.standbys.end)
+    ending.start()
+    while standby.lives() and not standby.ended:
+        continue
+    assert standby.ended
+    standby.close()
+    ending.join(5)
+    assert not ending.is_alive()
+
+
+def test_whoever_left_makes_room_for_others(served: Served) -> None:
+    for _ in range(MOST_STANDBYS + 1):
+        served.stand_by().close()
+        served.standbys.tell(0, [])
+
+
+def test_one_alone_may_start_the_next_supervisor(served: Served) -> None:
+    with closing(served.stand_by()) as first, closing(served.stand_by()) as second:
+        mine, others = own(first.handover), own(second.handover)
+        assert mine is not None
+        assert others is None
+        os.close(mine)
+        again = own(second.handover)
+        assert again is not None
+        os.close(again)
+
+
+@pytest.mark.parametrize("change", [{"speaks": 0}, {"config": "{}"}, {"locks": 3}])
+def test_what_cannot_be_understood_is_refused(
+    handover: Handover, served: Served, change: dict[str, object]
+) -> None:
+    original = Handover.to_json
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Handover, "to_json", lambda self: original(self) | change)
+        with pytest.raises(OperationError):
+            served.stand_by()
+    served.standbys.end()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@dataclass
+class Dead:
+    """A worker that was killed (``reaper.DeadWorker``)."""
+
+    reaped: bool = False
+    quiet: bool = False
+
+    def is_quiet(self) -> bool:
+        return self.reaped or self.quiet
+
+
+@pytest.mark.parametrize("quiet", [True, False], ids=["one that hung", "one that ran on"])
+def test_requests_are_repeated_when_the_worker_before_is_gone(quiet: bool) -> None:
+    """What it had taken, but not read to the end, was not repeated when its successor came."""
+    mount, serving, dead = Mock(journal=False), cast(WorkerProcess, "a worker"), Dead(quiet=quiet)
+    reaper = Reaper(mount)
+    reaper.add(dead)
+    assert reaper.all_quiet() is quiet
+    reaper.overtaken(hurried=not quiet)
+    reaper.tick(serving)
+    assert (mount.resend.call_count, reaper.waits) == (0, not quiet)
+    dead.quiet, dead.reaped = True, quiet
+    for _ in range(2):
+        reaper.tick(serving)
+    assert (mount.resend.call_count, reaper.waits) == (1, False)
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that gives up removes the file. The next one locks another file."""
+    real = fcntl.flock
+
+    def give_up_before(descriptor: int, operation: int) -> None:
+        monkeypatch.undo()
+        (tmp_path / LOCK).unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", give_up_before)
+    user = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
+    state = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    lock = take_lock(state, user)
+    assert os.path.samestat(os.fstat(lock), (tmp_path / LOCK).stat())
+    os.close(lock)
+    os.close(state)

@@ -1,5 +1,5 @@
 """``status``: rates from reports, words for people, the screen at any width, a terminal left as it
-was; the worst that it and ``umount`` can be asked."""
+was; and any command whose output cannot be written."""
 
 from __future__ import annotations
 
@@ -23,22 +23,29 @@ import psutil
 import pytest
 from rich.console import Console
 
-from monarchfs.cli import status as cli_status
 from monarchfs.cli.main import main
 from monarchfs.cli.rates import HISTORY, History, number, rates_between
 from monarchfs.cli.screen import draw
 from monarchfs.cli.status_text import format_report
 from monarchfs.cli.text import ASCII_SPARKS, format_share, sparkline
 from monarchfs.cli.watch import Moment, lines
-from monarchfs.control.registration import Registered, Registration
 from monarchfs.fuse.mountinfo import read_mountinfo
-from monarchfs.supervisor.recover import FoundMount
 from monarchfs.text.sizes import format_bytes, format_seconds
-from monarchfs.types import OperationError
 from tests.support import surroundings
 from tests.support.fake_daemon import changed, healthy
-from tests.support.mounting import MONARCHFS, Bench, requires_fuse, requires_root, wait_for
+from tests.support.mounting import (
+    MONARCHFS,
+    Bench,
+    Mount,
+    bench,
+    requires_fuse,
+    requires_mounts,
+    requires_root,
+    run,
+    wait_for,
+)
 from tests.support.timing import Stopwatch
+from tests.support.trees import write_files
 
 REPORT = changed(healthy(), prefetch={"queued": 40, "active": 10, "left_bytes": 5 << 20})
 
@@ -79,11 +86,6 @@ def test_rates_between_two_reports() -> None:
     assert (rates.copied_files, rates.evicted_files) == (4, 1)
 
 
-def test_of_nothing_there_is_no_share() -> None:
-    rates = rates_between(0.0, REPORT, 1.0, later(1))
-    assert (rates.local_share, rates.local_bytes_share, rates.latency_seconds) == (None, None, None)
-
-
 def history_of(*reports: tuple[float, dict[str, Any]]) -> History:
     history = History()
     for at, report in reports:
@@ -91,23 +93,23 @@ def history_of(*reports: tuple[float, dict[str, Any]]) -> History:
     return history
 
 
-def test_another_worker_counts_anew() -> None:
-    history = history_of((0.0, REPORT))
-    fresh = later(1, served={"local_opens": -10})
-    fresh["worker"]["pid"] = 8
+@pytest.mark.parametrize(
+    "sections",
+    [
+        pytest.param({"served": {"local_opens": -10}, "worker": {"pid": 1}}, id="another worker"),
+        pytest.param({"source_io": {"operations": -1}}, id="the same number, counts go back"),
+        pytest.param({"uptime_seconds": 1.0}, id="the same number, begun later"),
+    ],
+)
+def test_another_worker_counts_anew(sections: dict[str, Any]) -> None:
+    history, fresh = history_of((0.0, REPORT)), later(1, **sections)
     assert history.add(1.0, fresh).rates is None
     after = copy.deepcopy(fresh)
-    after["served"]["local_opens"] = 5
+    after["served"]["local_opens"] += 5
+    after["uptime_seconds"] += 1
     view = history.add(2.0, after)
     assert view.rates is not None
     assert view.rates.local_share == 1.0
-
-
-@pytest.mark.parametrize(
-    "sections", [{"source_io": {"operations": -1}}, {"uptime_seconds": 1.0}], ids=["counts", "up"]
-)
-def test_a_new_mount_with_the_same_worker_number_counts_anew(sections: dict[str, Any]) -> None:
-    assert history_of((0.0, REPORT)).add(1.0, later(1, **sections)).rates is None
 
 
 def test_an_old_report_gives_no_rates_and_stays_visible() -> None:
@@ -187,31 +189,6 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
 )
 def test_words(shown: str, text: str) -> None:
     assert shown == text
-
-
-# The worst that can be asked
-
-
-def found(number: int) -> FoundMount:
-    registration = Registration(f"/mnt{number}", 0, "/src", 0, os.getpid(), 0, "/state", 0)
-    return FoundMount(f"/mnt{number}", "/src", None, Registered("/nowhere", 0, registration))
-
-
-def test_many_that_say_nothing_take_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-
-    def request(registered: Registered, message: object, seconds: float) -> dict[str, Any]:
-        given.append(seconds)
-        raise OperationError(f"no answer within {seconds:g} s")
-
-    monkeypatch.setattr(cli_status, "request", request)
-    monkeypatch.setattr(FoundMount, "supervisor_alive", True)
-    monkeypatch.setattr(cli_status, "_ANSWER_SECONDS", 0.0)  # the time for all of them is over
-    monkeypatch.setattr(cli_status, "_LEAST_ANSWER_SECONDS", 0.01)
-    reports = cli_status.reports_of([found(number) for number in range(40)])
-    assert [report["mountpoint"] for report in reports] == [f"/mnt{n}" for n in range(40)]
-    assert {report["state"] for report in reports} == {"silent"}
-    assert max(given) <= 0.01
 
 
 # In a chroot it is none.
@@ -310,22 +287,29 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
         os.close(slave)
 
 
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Bench, Mount]]:
+    with bench() as work:
+        source = write_files(work.path / "source", {f"file{n}": bytes(100_000) for n in range(5)})
+        mount = work.mount(source)
+        subprocess.run(f"cat {mount.path}/* >/dev/null", shell=True, check=True)
+        mount.wait_idle()
+        yield work, mount
+
+
 @pytest.fixture
-def mounted(work: Bench) -> Any:
-    source = work.path / "source"
-    source.mkdir()
-    for index in range(5):
-        (source / f"file{index}").write_bytes(os.urandom(100_000))
-    mount = work.mount(source)
-    for index in range(5):
-        subprocess.run(["cat", f"{mount.path}/file{index}"], stdout=subprocess.DEVNULL, check=True)
-    mount.wait_idle()
-    return mount
+def mounted(served: tuple[Bench, Mount]) -> Mount:
+    return served[1]
 
 
-@requires_root
-@requires_fuse
-def test_the_terminal_is_left_as_it_was(mounted: Any) -> None:
+def live(test: Any) -> Any:
+    for mark in requires_mounts:
+        test = mark(test)
+    return test
+
+
+@live
+def test_the_terminal_is_left_as_it_was(mounted: Mount) -> None:
     for end in ("ctrl-c", "SIGTERM"):
         with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
             screen.wait_for("5 resident")
@@ -340,9 +324,8 @@ def test_the_terminal_is_left_as_it_was(mounted: Any) -> None:
             assert screen.process.returncode == expected
 
 
-@requires_root
-@requires_fuse
-def test_another_size_of_the_terminal_and_no_colours(mounted: Any) -> None:
+@live
+def test_another_size_of_the_terminal_and_no_colours(mounted: Mount) -> None:
     with terminal("status", "--watch", "60", str(mounted.path), NO_COLOR="1") as screen:
         screen.wait_for("5 resident")
         screen.forget()
@@ -365,32 +348,8 @@ def test_another_size_of_the_terminal_and_no_colours(mounted: Any) -> None:
         assert "╭" in screen.text()
 
 
-@requires_root
-@requires_fuse
-def test_a_worker_that_hangs_and_a_mount_that_goes_and_comes_back(
-    work: Bench, mounted: Any
-) -> None:
-    with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
-        screen.wait_for("5 resident")
-        worker = mounted.worker_pid()
-        os.kill(worker, signal.SIGSTOP)
-        screen.wait_for("worker not answering")
-        os.kill(worker, signal.SIGCONT)
-        screen.forget()
-        screen.wait_for("serving, ")
-        assert mounted.umount().returncode == 0
-        screen.wait_for("not mounted")
-        screen.forget()
-        work.mount(mounted.source, point=mounted.path)
-        screen.wait_for("serving, ")
-        screen.type(b"q")
-        screen.assert_left_alone()
-        assert screen.process.returncode == 0
-
-
-@requires_root
-@requires_fuse
-def test_keys_are_heard_while_nothing_answers(mounted: Any) -> None:
+@live
+def test_keys_are_heard_while_nothing_answers(mounted: Mount) -> None:
     with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
         screen.wait_for("5 resident")
         supervisor = psutil.Process(mounted.worker_pid()).ppid()
@@ -405,34 +364,8 @@ def test_keys_are_heard_while_nothing_answers(mounted: Any) -> None:
             os.kill(supervisor, signal.SIGCONT)
 
 
-@requires_root
-@requires_fuse
-def test_top_on_a_terminal(work: Bench, mounted: Any) -> None:
-    reads = f"while cat {mounted.path}/file*; do :; done >/dev/null"
-    with subprocess.Popen(["sh", "-c", reads]) as reader:
-        try:
-            with terminal("top", str(mounted.path), "--interval", "0.2") as screen:
-                screen.wait_for("not seen: reads from the page cache")
-                screen.wait_for(" cat ")
-                screen.resize(12, 70)
-                screen.forget()
-                screen.wait_for("and ")
-                screen.type(b"q")
-                screen.assert_left_alone()
-                assert screen.process.returncode == 0
-        finally:
-            reader.terminate()
-    with terminal("top", str(mounted.path), "--interval", "0.2") as screen:
-        screen.wait_for("not seen")
-        assert mounted.umount().returncode == 0
-        screen.assert_left_alone()
-        assert screen.process.returncode == 1
-        assert "is not a monarchfs mount" in screen.text()
-
-
-@requires_root
-@requires_fuse
-def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Any) -> None:
+@live
+def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Mount) -> None:
     command = [*MONARCHFS, "status", str(mounted.path), "--watch", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -451,3 +384,166 @@ def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Any)
             assert report["files"]["resident"] == 5
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
+
+
+@live
+def test_a_worker_that_hangs_and_a_mount_that_goes_and_comes_back(
+    served: tuple[Bench, Mount],
+) -> None:
+    work, mounted = served
+    with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
+        screen.wait_for("5 resident")
+        worker = mounted.worker_pid()
+        os.kill(worker, signal.SIGSTOP)
+        screen.wait_for("worker not answering")
+        os.kill(worker, signal.SIGCONT)
+        screen.forget()
+        screen.wait_for("serving, ")
+        assert mounted.umount().returncode == 0
+        screen.wait_for("not mounted")
+        screen.forget()
+        work.mount(mounted.source, point=mounted.path)
+        screen.wait_for("serving, ")
+        screen.type(b"q")
+        screen.assert_left_alone()
+        assert screen.process.returncode == 0
+
+
+# Where output cannot be written: what a command did decides its exit code, and one line tells.
+
+
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    # It would have every letter written at once, and nothing left for the interpreter's end.
+    if name != "PYTHONUNBUFFERED" and not name.startswith(("SUDO_", "XDG_", "SLURM_"))
+}
+NO_ROOM = "monarchfs: cannot write the output: No space left on device\n"
+ENDS = {
+    "full": 'exec "$@" 2>/dev/full',
+    "closed": 'exec "$@" 2>&-',
+    "all closed": 'exec "$@" <&- >&- 2>&-',
+    "no reader": 'exec "$@"',
+}
+
+
+@contextmanager
+def without_reader() -> Iterator[int]:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+
+
+def ended(
+    *arguments: str,
+    shell: str = 'exec "$@"',
+    stdout: Any = subprocess.PIPE,
+    stderr: Any = subprocess.PIPE,
+    **environment: str,
+) -> tuple[int, str, str]:
+    """A command: its exit code, what it printed and its standard error."""
+    done = subprocess.run(
+        ["sh", "-c", shell, "sh", *MONARCHFS, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        text=True,
+        cwd="/",
+        env={**ENVIRONMENT, **environment},
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout or "", done.stderr or ""
+
+
+def through(end: str, *arguments: str) -> tuple[int, str]:
+    """A command whose standard error is as ``end`` says."""
+    with without_reader() as broken:
+        stderr = broken if end == "no reader" else subprocess.DEVNULL
+        return ended(*arguments, shell=ENDS[end], stderr=stderr)[:2]
+
+
+@pytest.fixture
+def storage(work: Bench) -> list[str]:
+    (work.path / "source").mkdir()
+    (work.path / "source" / "file").write_text("content")
+    (work.path / "mnt").mkdir()
+    return ["--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"]
+
+
+@live
+@pytest.mark.parametrize("end", ENDS)
+def test_run_ends_as_its_command_did(work: Bench, storage: list[str], end: str) -> None:
+    options = [*storage, "--report", "--json", "/dev/full"]
+    command = ["--", "sh", "-c", f"echo ran >>{work.path}/ran; exit 3"]
+    assert through(end, "run", f"{work.path}/source", *options, *command) == (3, "")
+    # And where a line says that nothing could be mounted.
+    nowhere = ["--tier", f"{work.path}/no/such=10M", "--report"]
+    assert through(end, "run", f"{work.path}/source", *nowhere, *command) == (3, "")
+    assert (work.path / "ran").read_text() == "ran\n" * 2
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_error_nobody_can_read_is_the_same_error(end: str) -> None:
+    assert through(end, "umount") == (2, "")
+    assert through(end, "status", "/nowhere") == (1, "")
+
+
+@pytest.mark.parametrize("command", ["exporter --once", "status"])
+def test_without_streams_nothing_else_changes(command: str) -> None:
+    code, shown, _ = ended(*command.split())
+    assert shown
+    closed = ended(*command.split(), shell='exec "$@" <&- >&-', stdout=subprocess.DEVNULL)
+    assert closed == (code, "", "")
+
+
+@live
+@pytest.mark.parametrize("end", ["full", "all closed", "no reader"])
+def test_a_mount_is_made_and_served_all_the_same(work: Bench, storage: list[str], end: str) -> None:
+    source, point = work.path / "source", work.path / "mnt"
+    options = [*storage, "--log-level", "debug"]
+    try:
+        assert through(end, "mount", f"{source}", f"{point}", *options) == (0, "")
+        assert (point / "file").read_text() == "content"
+        assert through(end, "warm", f"{point}", "--wait")[0] == 0
+    finally:
+        assert run("umount", f"{point}").returncode == 0
+
+
+@live
+def test_a_mount_in_the_foreground_logs_to_a_full_disk(work: Bench, storage: list[str]) -> None:
+    point = work.path / "mnt"
+    command = [*MONARCHFS, "mount", f"{work.path}/source", f"{point}", *storage]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(
+            [*command, "--foreground", "--log-level", "debug"],
+            stdin=subprocess.DEVNULL,
+            stdout=full,
+            stderr=full,
+            env=ENVIRONMENT,
+        )
+    try:
+        wait_for(lambda: process.poll() is not None or os.path.ismount(point), "the mount")
+        assert (point / "file").read_text() == "content"
+        assert run("umount", f"{point}").returncode == 0
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("--version", "gc --help", "completion bash", "status", "status --json"),
+        pytest.param("exporter --once", marks=requires_root),
+        # Where nothing can be mounted there is a problem to tell of, and that alone fails.
+        pytest.param("doctor --json --quick", marks=requires_fuse),
+    ],
+)
+def test_output_that_cannot_be_written_is_told_in_one_line(line: str) -> None:
+    with open("/dev/full", "w") as full:
+        assert ended(*line.split(), stdout=full) == (1, "", NO_ROOM)
