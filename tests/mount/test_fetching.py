@@ -27,11 +27,6 @@ mount --prefetch all
   source_io.prefetch_read_bytes 90000
   source_io.demand_read_bytes 0
 """,
-    "what somebody names is copied where nothing else is": f"""
-mount --prefetch none
-command warm --wait
-{ALL}
-""",
     "a reader is answered from the read that was begun ahead": f"""
 slow read seconds=0.3
 mount --prefetch all
@@ -66,5 +61,6 @@ def test_case(work: Bench, case: str) -> None:
 
 
 def test_there_are_more_directories_than_are_kept_open(work: Bench) -> None:
-    script = "file {0..999}/file 100; mount --freshness immutable --prefetch all"
-    play(work, script + "; until files.resident = 1000; read")
+    """512 (`monarchfs.source.dirs`)."""
+    script = "file {0..599}/file 100; mount --freshness immutable --prefetch all"
+    play(work, script + "; until files.resident = 600; read")
