@@ -4,7 +4,6 @@ tries to get round them."""
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import pwd
@@ -21,13 +20,9 @@ import pytest
 
 from monarchfs.config import Config, DataPath, TierSpec, User
 from monarchfs.fuse import handle_table
-from monarchfs.fuse.handle_table import HandleTable, backing_ids, make_table
-from monarchfs.fuse.session import hooks
 from monarchfs.store.segments import SMALL_BYTES
-from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused, check, most_ids
 from monarchfs.supervisor.beneath import find_beneath
-from monarchfs.supervisor.messages import Back, Offer, Unback
 from monarchfs.types import OperationError, TierSize
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, interpreter_for
@@ -116,79 +111,29 @@ def test_no_other_file_system_is_entered(tmp_path: Path) -> None:
         os.close(directory)
 
 
-def config(directory: Path, data_path: DataPath = DataPath.AUTO) -> Config:
-    tiers = (TierSpec(str(directory), TierSize(bytes=1)),)
+def config(data_path: DataPath) -> Config:
+    tiers = (TierSpec("/", TierSize(bytes=1)),)
     user = User("me", os.getuid(), os.getgid())
     return Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user, data_path=data_path)
 
 
-class Kernel:
-    """Registers whatever it is given; there is memory for three files."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, directory: Path) -> None:
-        self.ids: set[int] = set()
-        self.numbers = itertools.count(1)
-        patch.setattr(backing, "register", self._register)
-        patch.setattr(backing, "unregister", lambda _fuse, number: self.ids.remove(number))
-        self.table = make_table(16)
-        self.directory = os.open(directory, os.O_PATH)
-        self.supervisor = BackingFiles(config(directory), -1, [self.directory], self.table)
-        self.supervisor.most = 3
-        self.supervisor._devices = frozenset((directory.stat().st_dev,))
-        (directory / "file").touch()
-        self.file = Offer(0, "file", (directory / "file").stat().st_ino)
-
-    def _register(self, _fuse: int, _descriptor: int) -> int:
-        number = next(self.numbers)
-        self.ids.add(number)
-        return number
-
-    def back(self, *offers: Offer) -> dict[str, Any]:
-        return self.supervisor.answer(Back(1, offers))
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Kernel]:
-    made = Kernel(monkeypatch, tmp_path)
-    yield made
-    os.close(made.table)
-    os.close(made.directory)
-
-
-def test_ids_are_bounded_and_closed(kernel: Kernel) -> None:
+def test_how_many() -> None:
     assert [most_ids(memory) for memory in (0, 16 << 30, 4 << 40)] == [1, 16 << 10, MOST_IDS]
-    assert kernel.back(kernel.file, kernel.file)["ids"] == [1, 2]
-    answer = kernel.back(kernel.file, kernel.file)
-    assert (answer["ids"], answer["error"]) == ([3, 0], errno.ENOSPC)
-    for _ in range(2):
-        kernel.supervisor.answer(Unback(2, (1, 3, 9, 1 << 63)))
-        assert kernel.ids == {2}
-    assert kernel.back(kernel.file)["ids"] == [4]
-    assert len(kernel.supervisor) == 2
 
 
-def test_another_worker_keeps_what_is_open(kernel: Kernel) -> None:
-    assert kernel.back(kernel.file, kernel.file, kernel.file)["ids"] == [1, 2, 3]
-    slots = HandleTable(kernel.table, hooks)
-    slots.add(7, 2, 1)
-    closed = slots.add(8, 4, 2)
-    slots.end(closed)
-    slots.add(9, 6, 0)
-    slots.add(10, 8, 77)  # never made
-    assert backing_ids(kernel.table) == {1, 77}
-    slots.close()
-    kernel.supervisor.close_unused()
-    assert kernel.ids == {1}
-    # A table that says it is larger than it is.
+def test_a_table_that_says_it_is_larger_than_it_is() -> None:
+    table = handle_table.make_table(16)
     high_water = b"\xff" * handle_table._HIGH_WATER.size
-    os.pwrite(kernel.table, high_water, handle_table._HIGH_WATER_AT)
-    assert backing_ids(kernel.table) == {1, 77}
+    os.pwrite(table, high_water, handle_table._HIGH_WATER_AT)
+    assert handle_table.backing_ids(table) == set()
+    os.close(table)
 
 
 @requires_root
 @pytest.mark.parametrize("data_path", DataPath)
-def test_what_is_asked_of_the_kernel(data_path: DataPath, kernel: Kernel) -> None:
-    backing_files = BackingFiles(config(Path("/"), data_path), -1, [kernel.directory], -1)
+def test_what_is_asked_of_the_kernel(data_path: DataPath) -> None:
+    directory = os.open("/", os.O_PATH)
+    backing_files = BackingFiles(config(data_path), -1, [directory], -1)
     backing_files.prepare(LINUX_6_18)
     passes = data_path in (DataPath.AUTO, DataPath.PASSTHROUGH)
     assert backing_files.stack_depth == (1 if passes else 0)
@@ -199,7 +144,8 @@ def test_what_is_asked_of_the_kernel(data_path: DataPath, kernel: Kernel) -> Non
         backing_files.prepare(request(0))
         assert backing_files.stack_depth == 0
     with pytest.raises(OperationError, match="FUSE_INIT failed"):
-        BackingFiles(config(Path("/")), -1, [kernel.directory], -1).prepare(b"")
+        BackingFiles(config(DataPath.AUTO), -1, [directory], -1).prepare(b"")
+    os.close(directory)
 
 
 @pytest.fixture

@@ -16,7 +16,9 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import trio
@@ -72,18 +74,14 @@ os.umask(0o177)
 listener.bind(sys.argv[1])
 listener.listen(4)
 print("ready", flush=True)
-for _ in range(2):
-    connection, _ = listener.accept()
-    print(peers.may_ask(connection, os.geteuid()), flush=True)
+print(peers.may_ask(listener.accept()[0], os.geteuid()), flush=True)
 """
 
 
 @requires_root
-@pytest.mark.parametrize("namespace", [(), ("unshare", "--user", "--map-current-user")])
-def test_root_may_ask_also_from_outside_of_a_user_namespace(
-    place: Path, namespace: tuple[str, ...]
-) -> None:
-    """And a user may not who gets around the socket's mode, where users can be told apart."""
+def test_root_may_ask_also_from_outside_of_a_user_namespace(place: Path) -> None:
+    """There, users cannot be told apart."""
+    namespace = ("unshare", "--user", "--map-current-user")
     probe = as_user(NOBODY, [*namespace, "true"])
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
         pytest.skip(
@@ -100,10 +98,6 @@ def test_root_may_ask_also_from_outside_of_a_user_namespace(
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(path)
                 assert asked.stdout.readline() == "True\n"
-            os.chmod(path, 0o666)
-            connect = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
-            subprocess.run(as_user("daemon", [python, "-c", connect, path]), check=True, timeout=20)
-            assert asked.stdout.readline() == f"{bool(namespace)}\n"
         finally:
             asked.kill()
 
@@ -195,15 +189,13 @@ class Told(Reports):
     """With what was asked of the worker, and which clients were answered."""
 
     def __init__(self) -> None:
-        self.hears = True
         self.asked: list[int] = []
         self.answered: list[Any] = []
         super().__init__(self._ask_worker, self.answered.append)
 
     def _ask_worker(self, number: int) -> bool:
-        if self.hears:
-            self.asked.append(number)
-        return self.hears
+        self.asked.append(number)
+        return True
 
     def wanted_by(self, *clients: Any, now: float) -> None:
         for client in clients:
@@ -221,30 +213,6 @@ def test_a_report_answers_who_asked_before_it() -> None:
     assert told.answered == ["first", "second", "third"]
     assert (told.latest, told.came) == ({"state": "third"}, 0.4)
     assert not told.overdue(100)
-
-
-def test_a_worker_that_does_not_answer_is_waited_for_once() -> None:
-    told = Told()
-    told.wanted_by("first", now=0.0)
-    assert told.deadlines == [ANSWER_SECONDS]
-    told.tick(ANSWER_SECONDS - 0.1)
-    assert told.answered == []
-    told.tick(ANSWER_SECONDS)
-    assert told.answered == ["first"]
-    assert told.overdue(ANSWER_SECONDS)
-    told.wanted_by("second", now=ANSWER_SECONDS + 1)
-    assert told.answered == ["first", "second"], "at once"
-    assert told.asked == [1], "it has enough to answer"
-    told.arrived(1, {}, 10.0)
-    assert not told.overdue(10.0)
-    told.wanted_by("third", now=10.0)
-    assert told.asked == [1, 2]
-    told.give_up()
-    assert (told.answered[2:], told.deadlines) == (["third"], [])
-    told.hears = False
-    told.wanted_by("fourth", now=10.0)
-    assert told.answered[3:] == ["fourth"], "nobody waits where none hears"
-    assert told.overdue(10.0 + ANSWER_SECONDS)
 
 
 def test_a_report_is_asked_for_now_and_then() -> None:
@@ -385,11 +353,11 @@ def test_a_worker_that_hangs_is_reported_in_time(root_work: Area) -> None:
     root_work.mount(mode="patient")
     worker = status(root_work)["worker"]["pid"]
     os.kill(worker, signal.SIGSTOP)
-    for _ in range(2):
+    for seconds in (ANSWER_SECONDS + 2, ANSWER_SECONDS):  # it is waited for once
         started = Stopwatch()
         done = root_work.run("status", "mnt", "--json")
         report = json.loads(done.stdout)
-        started.check(ANSWER_SECONDS + 2)
+        started.check(seconds)
         assert (done.returncode, report["state"]) == (1, "worker not answering")
         assert report["worker"]["pid"] == worker
         assert report["uptime_seconds"] >= report["age_seconds"] > 1
@@ -436,9 +404,6 @@ def test_a_worker_refuses_in_one_line_and_goes_on(work: Bench) -> None:
     assert found is not None
     requests: list[tuple[dict[str, Any], str]] = [
         ({"command": "pin"}, ""),
-        ({"command": "refresh", "paths": ["nosuch"]}, "o such file"),
-        ({"command": "evict", "paths": ["nosuch/below"]}, "o such file"),
-        ({"command": "unpin", "paths": ["file/below"]}, "file"),
         ({"command": "nosuch", "paths": []}, "unknown command"),
         ({"command": "", "paths": ["x" * 255]}, ""),
         ({"command": "__init__"}, "unknown command"),
@@ -487,15 +452,8 @@ def test_a_command_with_a_mistake_in_it_costs_only_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Whatever a command runs into, the worker goes on."""
-
-    class Broken:
-        def knows(self, command: str) -> bool:
-            return True
-
-        async def answer(self, request: dict[str, Any], stream: object) -> None:
-            raise KeyError(request["command"])
-
-    broken: Any = Broken()
+    answer = AsyncMock(side_effect=KeyError("x"))
+    broken: Any = SimpleNamespace(knows=lambda _: True, answer=answer)
     ours, theirs = socket.socketpair()
     with ours:
         trio.run(commands.answer_client, broken, {"command": "x"}, theirs.detach())
@@ -595,29 +553,19 @@ def test_what_is_no_socket(tmp_path: Path) -> None:
             control_client.Connection(f"{tmp_path}/{name}", 1)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"junk",
-        b"[" * 60_000,
-        b"{}",
-        b'{"mountpoint": 5}',
-        json.dumps(dict.fromkeys(registration.Registration.__slots__, None)).encode(),
-        b"\0" * (1 << 20),
-    ],
-    ids=["empty", "junk", "nested", "no fields", "wrong type", "nulls", "huge"],
-)
-def test_odd_registrations_are_passed_over(tmp_path: Path, content: bytes) -> None:
+def test_odd_registrations_are_passed_over(tmp_path: Path) -> None:
     runtime = tmp_path / "run"
     runtime.mkdir(mode=0o700)
-    (runtime / "a.json").write_bytes(content)
     os.mkfifo(runtime / "b.json")
     (runtime / "c.json").mkdir()
     (runtime / "d.json").symlink_to("/etc/passwd")
     (runtime / "e.json").symlink_to("e.json")
     entry = registration.Registration("/mnt", 0, "/src", os.geteuid(), os.getpid(), 0, "/state", 0)
     (runtime / "good.json").write_text(entry.to_json())
-    assert [one.entry for one in registration.find_mounts([str(runtime)])] == [entry]
+    nulls = json.dumps(dict.fromkeys(registration.Registration.__slots__, None)).encode()
+    odd = (b"", b"junk", b"[" * 60_000, b"{}", b'{"mountpoint": 5}', nulls, b"\0" * (1 << 20))
+    for content in odd:
+        (runtime / "a.json").write_bytes(content)
+        assert [one.entry for one in registration.find_mounts([str(runtime)])] == [entry]
     runtime.chmod(0o777)
     assert registration.find_mounts([str(runtime)]) == []

@@ -84,21 +84,6 @@ def comes_to(work: Area, state: str) -> dict[str, Any]:
     return worker
 
 
-@as_root
-def test_a_crash_loop_ends_in_safe_mode(work: Area, waits_for: Waits) -> None:
-    work.mount()
-    waits_for("die")
-    worker = comes_to(work, "safe mode")
-    assert worker["restarts"] == 4
-    assert worker["last_death"]["why"] == "the worker ended with exit code 7"
-    assert "the next one only serves the source" in log_of(work)
-    assert (work.path / "state" / "suspect").exists()
-    # Safe mode is left on purpose, and not by itself.
-    assert kill_worker(work, signal.SIGKILL)["state"] == "safe mode"
-    assert work.run("restart", "mnt").returncode == 0
-    assert status(work)["state"] == "serving"
-
-
 CHANGED_CLI = """
 import functools, sys
 
