@@ -6,13 +6,14 @@ import os
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support import surroundings
 from tests.support.mounting import Bench, requires_mounts, wait_for
+from tests.support.trees import write_files
 
 pytestmark = requires_mounts
 
@@ -46,11 +47,9 @@ def checking(pid: int, reader: threading.Thread) -> set[str]:
     """Threads that are in fstat(2)."""
     found = set()
     for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
+        with suppress(OSError):
             if (task / "syscall").read_text().split()[0] in CHECKS:
                 found.add(task.name)
-        except OSError:
-            continue
     assert found or reader.is_alive(), "the bytes came without a check"
     return found
 
@@ -59,9 +58,7 @@ def checking(pid: int, reader: threading.Thread) -> set[str]:
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="knows numbers of x86_64 alone")
 def test_a_change_between_the_check_and_the_answer_is_not_seen(work: Bench) -> None:
     """By a writer on the same node, whose bytes are in the page cache at once."""
-    source = work.path / "source"
-    source.mkdir()
-    (source / "f").write_bytes(b"A" * SIZE)
+    source = write_files(work.path / "source", {"f": b"A" * SIZE})
     os.utime(source / "f", (1, 1))
     mount = work.mount(source, "--prefetch", "none", "--freshness", "ttl=60")
     worker = mount.worker_pid()
@@ -76,11 +73,8 @@ def test_a_change_between_the_check_and_the_answer_is_not_seen(work: Bench) -> N
             threads = wait_for(lambda: checking(worker, reader), "the check")
             # On its way in it is there for a moment, on its way back for long.
             wait_for(lambda: threads & checking(worker, reader), "the check to have its answer")
-            descriptor = os.open(source / "f", os.O_WRONLY)
-            os.pwrite(descriptor, b"B" * SIZE, 0)
-            os.close(descriptor)
+            with (source / "f").open("r+b", buffering=0) as file_of_source:
+                file_of_source.write(b"B" * SIZE)
             assert reader.is_alive()
             reader.join(20)
-        assert got, "the read did not end"
-        assert got[0] == b"A" * ASKED
-    mount.umount()
+        assert got == [b"A" * ASKED]

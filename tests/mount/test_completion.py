@@ -11,7 +11,8 @@ import pytest
 from monarchfs.cli.completion import completion_for
 from monarchfs.cli.parser import SHELLS, build_parser, commands_of
 from tests.support import surroundings
-from tests.support.mounting import Bench, requires_fuse, requires_root, run
+from tests.support.mounting import Bench, needs_mounts, run
+from tests.support.trees import write_files
 
 needs_bash = surroundings.program("bash")
 
@@ -77,13 +78,10 @@ def test_mount_points_are_not_run(tmp_path: Path) -> None:
 
 
 @needs_bash
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_mount_points_and_what_lies_in_them(work: Bench) -> None:
-    (work.path / "source").mkdir()
-    (work.path / "source" / "images").mkdir()
-    (work.path / "source" / "labels.txt").touch()
-    mount = work.mount(work.path / "source")
+    files = {"images/f": b"", "labels.txt": b""}
+    mount = work.mount(write_files(work.path / "source", files))
     point = str(mount.path)
     for command in ("umount", "status", "evict", "pin"):
         assert complete(command, point[:-2], cwd=work.path) == [point]

@@ -32,7 +32,6 @@ from monarchfs.types import Space, TierSize
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, device_mode
 from tests.support.mounting import (
-    ENVIRONMENT,
     MONARCHFS,
     Bench,
     assert_one_line,
@@ -87,15 +86,14 @@ def test_what_the_kernel_offers(
 ) -> None:
     found = connection.judge(flags, "EPERM", release, is_root=is_root, passes=is_root)
     assert expected.items() <= states(found).items()
-    numbers = {check.name: check.numbers for check in found}
-    assert numbers["passthrough"]["available"] is (is_root and expected["passthrough"] is OK)
+    (available,) = [one.numbers["available"] for one in found if one.name == "passthrough"]
+    assert available is (is_root and expected["passthrough"] is OK)
 
 
 def test_root_of_a_user_namespace_does_without_passthrough(tmp_path: Path) -> None:
-    uid_map = tmp_path / "uid_map"
     for text, first in (("         0          0 4294967295\n", True), ("0 1000 1\n", False)):
-        uid_map.write_text(text)
-        assert in_first_user_namespace(str(uid_map)) is first
+        (tmp_path / "uid_map").write_text(text)
+        assert in_first_user_namespace(f"{tmp_path}/uid_map") is first
     found = connection.judge(ALL, "", (6, 18), is_root=True, passes=False)
     (check,) = [check for check in found if check.name == "passthrough"]
     assert check.numbers["available"] is False
@@ -342,38 +340,12 @@ def test_a_machine_that_can_mount(work: Bench, src: Path) -> None:
     assert any("time is up" in check["detail"] for check in result["checks"])
 
 
-@pytest.mark.parametrize(
-    "peers", [(), ("--peers", "a=127.0.0.1,b=127.0.0.1:9467", "--peer-name=a")]
-)
-def test_without_libcurl_only_sharing_is_a_problem(work: Bench, peers: tuple[str, ...]) -> None:
-    (work.path / "libcurl.so.4").touch()
-    (work.path / "src").mkdir()
-    environ = {**ENVIRONMENT, "LD_LIBRARY_PATH": str(work.path)}
-
-    def said(command: str, *words: str) -> subprocess.CompletedProcess[str]:
-        words = (command, *words, "--json", "--quick", "--tier", f"{work.path}/tier=100M")
-        return subprocess.run(
-            [*MONARCHFS, *words], capture_output=True, text=True, env=environ, check=False
-        )
-
-    doctor, plan = said("doctor", *peers), said("plan", f"{work.path}/src")
-    assert (doctor.stderr, plan.stderr, plan.returncode) == ("", "", 0)
-    problems = {
-        one["name"]: one["detail"]
-        for one in json.loads(doctor.stdout)["checks"]
-        if one["state"] == "problem" and one["name"] not in ("device", "mount")
-    }
-    assert list(problems) == (["libcurl"] if peers else [])
-    assert all("libcurl.so.4: file too short" in detail for detail in problems.values())
-
-
 @needs_mounts
-def test_peers_without_libcurl_are_refused_in_a_line(
-    work: Bench, monkeypatch: pytest.MonkeyPatch
+def test_without_libcurl_only_sharing_is_a_problem(
+    work: Bench, src: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (work.path / "empty").touch()
-    for name in ("src", "mnt"):
-        (work.path / name).mkdir()
+    (work.path / "mnt").mkdir()
     (work.path / "key").write_bytes(bytes(64))
     (work.path / "key").chmod(0o400)
     import_module("monarchfs.peers._replicas")
@@ -381,9 +353,16 @@ def test_peers_without_libcurl_are_refused_in_a_line(
     hidden = f'mount --bind {work.path}/empty {library} && exec "$@"'
     unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", hidden, "sh"]
     monkeypatch.setattr("tests.support.mounting.MONARCHFS", [*unshare, *MONARCHFS])
-    words = ["mount", f"{work.path}/src", f"{work.path}/mnt", "--state-dir", f"{work.path}/state"]
-    words += ["--tier", f"{work.path}/tier=100M", "--peers", "a=127.0.0.1,b=127.0.0.1:9467"]
-    done = run(*words, "--peer-name", "a", "--peer-key", f"{work.path}/key")
+    tier = ("--tier", f"{work.path}/tier=100M")
+    sharing = ("--peers", "a=127.0.0.1,b=127.0.0.1:9467", "--peer-name=a")
+    assert run("plan", str(src), "--json", "--quick", *tier).returncode == 0
+    assert by_name(doctor("--quick", *tier), "mount")["state"] == "ok"
+    result = doctor("--quick", *tier, *sharing)
+    (problem,) = [check for check in result["checks"] if check["state"] == "problem"]
+    assert problem["name"] == "libcurl"
+    assert "libcurl.so.4: file too short" in problem["detail"]
+    words = (str(src), f"{work.path}/mnt", "--state-dir", f"{work.path}/state", *tier, *sharing)
+    done = run("mount", *words, "--peer-key", f"{work.path}/key")
     assert_one_line(done, 1, "peers need libcurl, which cannot be loaded: ")
     assert "file too short: apt-get install libcurl4" in done.stderr
 

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of statx"),
 ]
 
-FILES, PROCESSES, TURNS = 50, 4, 60
+FILES, PROCESSES, TURNS = 50, 4, 30
 
 ASK = f"""
 import ctypes, os, sys
@@ -45,13 +45,12 @@ def test_many_ask_at_once(work: Bench, tmp_path: Path, freshness: str) -> None:
     mount = work.mount(tmp_path, "--freshness", freshness)
     worker, command = mount.worker_pid(), [sys.executable, "-c", ASK, str(mount.path)]
     with ExitStack() as stack:
-        processes = []
-        for _ in range(PROCESSES):
-            process = stack.enter_context(
-                subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-            )
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            for _ in range(PROCESSES)
+        ]
+        for process in processes:
             stack.callback(process.kill)
-            processes.append(process)
         for _ in range(3):
             assert mount.worker_pid() == worker
         for process in processes:
