@@ -9,7 +9,6 @@ import re
 import shutil
 import socket
 import stat
-import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
