@@ -240,19 +240,6 @@ def test_a_hostile_worker(area: Path) -> None:
 
 
 @requires_root
-def test_a_users_mount_that_must_and_cannot(area: Path) -> None:
-    python = interpreter_for(NOBODY)
-    storage = ["--tier", f"{area}/tier=10M", "--state-dir", f"{area}/state"]
-    words = ["mount", "src", "mnt", *storage, "-o", "data_path=passthrough"]
-    done = subprocess.run(
-        as_user(NOBODY, [python, "-I", HOSTILE, "cli", *words]),
-        capture_output=True, text=True, timeout=60, cwd=area, check=False,
-    )  # fmt: skip
-    refused = "--data-path passthrough is not possible: only mounts made by root may use it,"
-    assert_one_line(done, 2, f"{refused} outside of any user namespace: use --data-path relay")
-
-
-@requires_root
 @requires_fuse
 @pytest.mark.parametrize(("layers", "works"), [(1, True), (2, False)])
 def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> None:

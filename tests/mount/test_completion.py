@@ -52,15 +52,12 @@ def test_every_command_and_every_option_is_offered(tmp_path: Path) -> None:
     ("words", "offered"),
     [
         (["completion", "z"], ["zsh"]),
-        (["mount", "--fre"], ["--freshness"]),
         (["mount", "--evict", "s"], ["sieve"]),
         (["mount", "--freshness", "i"], ["immutable"]),
-        (["mount", "--prefetch", "al"], ["all"]),
         (["run", "--data-path", "p"], ["passthrough"]),
         (["mount", "d"], ["data"]),
         (["mount", "--config", "s"], ["site.toml"]),
         (["mount", "--user", "nobod"], ["nobody"]),
-        (["fsck", "d"], ["data"]),
     ],
 )
 def test_values_and_paths(tmp_path: Path, words: list[str], offered: list[str]) -> None:

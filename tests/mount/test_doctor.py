@@ -413,11 +413,9 @@ def test_a_source_that_hangs_is_a_problem_in_time(work: Bench, src: Path) -> Non
 def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
     mount = work.mount(src)
     tier = ("--tier", f"{work.path}/other=10M")
-    for path in (mount.path, mount.path / "f"):
-        result = doctor(str(path), "--quick", *tier)
-        found = by_name(result, "source")
-        assert found["state"] == "problem"
-        assert "is itself a monarchfs mount" in found["detail"]
+    result = doctor(f"{mount.path}/f", "--quick", *tier)
+    assert by_name(result, "source")["state"] == "problem"
+    assert "is itself a monarchfs mount" in by_name(result, "source")["detail"]
     assert by_name(result, "mounts")["alive"] >= 1
 
     kill_each(processes_about(str(work.path)))

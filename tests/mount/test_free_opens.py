@@ -1,10 +1,13 @@
-"""Opens and reads that the C part answers, on real mounts: with opens, and without."""
+"""Opens and reads that the C part answers, on real mounts: with opens, and without; and small files
+that it copies ahead of their readers."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -89,6 +92,63 @@ def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])
 
 
+SMALL = "file {0..2}/{0..19} 1500\n"
+ALL = """
+until files.resident = 60
+read
+check all
+  source.read_bytes 90000
+"""
+"""They are here, and each was read once."""
+
+COPIED_AHEAD = {
+    "each file is read once, and nobody waited for it": f"""
+mount --prefetch all
+{ALL}
+  source.open 60
+  source_io.read_bytes 90000
+  source_io.prefetch_read_bytes 90000
+  source_io.demand_read_bytes 0
+""",
+    "a reader is answered from the read that was begun ahead": f"""
+slow read seconds=0.3
+mount --prefetch all
+begin a 0/0; begin b 1/3; begin c 0/16; begin d 2/19
+finish a; finish b; finish c; finish d
+{ALL}
+""",
+    "some that hang hold up neither others nor readers": f"""
+hang open {{0..1}}/{{0..3}}
+mount --prefetch all
+until files.resident = 52
+until prefetch.active = 8
+state copying 1/2
+heal
+{ALL}
+""",
+    "what fails is tried again": f"""
+fail read 0/{{0..4}} EIO
+mount --prefetch all
+reason 0/3 copying failed: Input/output error
+heal
+{ALL}
+  prefetch.failed 0
+  prefetch.outdated 0
+""",
+}
+
+
+@pytest.mark.parametrize("case", COPIED_AHEAD)
+def test_copied_ahead(work: Bench, case: str) -> None:
+    play(work, SMALL + COPIED_AHEAD[case], "--freshness", "immutable")
+
+
+def test_there_are_more_directories_than_are_kept_open(work: Bench) -> None:
+    """512 (`monarchfs.source.dirs`)."""
+    script = "file {0..599}/file 100; mount --freshness immutable --prefetch all"
+    play(work, script + "; until files.resident = 600; read")
+
+
 def spoil(path: Path, how: str) -> None:
     if how == "wiped":
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -157,3 +217,47 @@ def test_permissions_of_a_mount_for_one_user(work: Bench) -> None:
                 process.ask("held", ["secret"])
     finally:
         process.close()
+
+
+FILES, PROCESSES, TURNS = 50, 4, 30
+
+ASK = f"""
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(256)
+os.chdir(sys.argv[1])
+for turn in range({TURNS}):
+    names = os.listdir()
+    assert len(names) == {FILES}, len(names)
+    for name in names:
+        # AT_STATX_FORCE_SYNC: also what the kernel knows is asked for.
+        assert libc.syscall(332, -100, name.encode(), 0x2000, 0x7FF, buffer) == 0
+        assert int.from_bytes(buffer[40:48], "little") == int(name[1:]), name
+        with open(name, "rb") as file:
+            assert len(file.read()) == int(name[1:])
+    assert not os.path.exists(f"none{{turn}}.{{os.getpid()}}")
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of statx")
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1"])
+def test_many_ask_at_once(work: Bench, tmp_path: Path, freshness: str) -> None:
+    """While the event loop's thread waits: correct, and no other task of the worker starves."""
+    for number in range(FILES):
+        (tmp_path / f"f{number}").write_bytes(b"x" * number)
+    mount = work.mount(tmp_path, "--freshness", freshness)
+    worker, command = mount.worker_pid(), [sys.executable, "-c", ASK, str(mount.path)]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            for _ in range(PROCESSES)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        for _ in range(3):
+            assert mount.worker_pid() == worker
+        for process in processes:
+            _, error = process.communicate(timeout=80)
+            assert (process.returncode, error) == (0, "")
+    assert mount.worker_pid() == worker
+    assert "Traceback" not in work.log()
