@@ -129,6 +129,12 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     reasons = sorted(tier["stranded"] for row in of_test(work, said) for tier in row["tiers"])
     assert reasons == ["its last mount did not name this tier", "no state directory claims it"]
     assert len(list((work.path / "tier").iterdir())) == 2
+    # The mount names the command that removes what it leaves, and nothing else.
+    lines = [line for line in work.log().splitlines() if "copies of an earlier mount stay" in line]
+    command = lines[-1].partition("remove them with ")[2]
+    assert command.startswith("monarchfs cache remove ")
+    assert main([*shlex.split(command)[1:], "--yes"]) == 0
+    assert len(list((work.path / "tier").iterdir())) == 1
     gc = json.loads(run("gc", "--dry-run", "--json").stdout)
     assert any("monarchfs cache prune" in note for note in gc["notes"])
     assert all(
@@ -190,22 +196,6 @@ def test_copies_in_the_layout_of_earlier_releases(work: Bench) -> None:
     assert "no state directory" in rows[0]["tiers"][0]["stranded"]
     assert_removed(work, str(former))
     assert sorted(os.listdir(work.path / "tier")) == [letter * 16 for letter in "abc"]
-
-
-def test_a_mount_names_the_command_that_removes_what_it_leaves(work: Bench) -> None:
-    """Of several stranded directories the one that was named goes, and no other."""
-    (work.path / "third").mkdir()
-    assert mounted(work, "state").umount().returncode == 0
-    assert mounted(work, "state", tier="other").umount().returncode == 0
-    mount = mounted(work, "state", tier="third")
-    lines = [line for line in work.log().splitlines() if "copies of an earlier mount stay" in line]
-    advice = next(line for line in reversed(lines) if f"{work.path}/tier/" in line)
-    command = advice.partition("remove them with ")[2]
-    assert command.startswith("monarchfs cache remove ")
-    assert main([*shlex.split(command)[1:], "--yes"]) == 0
-    assert list((work.path / "tier").iterdir()) == []
-    assert len(list((work.path / "other").iterdir())) == 1
-    assert mount.status()["tiers"][0]["files"] == FILES
 
 
 def test_links_lead_root_nowhere(work: Bench) -> None:
