@@ -57,7 +57,7 @@ held holder old=1; close holder
     "a file that was deleted goes on for who has it open": """
 file f 2M
 mount --freshness open --prefetch none
-open holder; part f 0 1000; remove f; missing f; held holder; close holder
+open holder; held holder; remove f; missing f; held holder; close holder
 """,
     # It is not local, so who has it open sees the source as it is, once somebody looked.
     "pages of a file that is mapped are dropped": """
@@ -121,7 +121,7 @@ CHANGES = {
     "its mode": "chmod 400 17",
     "linked": "ln 17 zz",
     "swapped": "mv 17 zz; mv 18 17",
-    "its directory": "cd ..; mv its* aside; mkdir its\\ directory; echo other >its*/17",
+    "its directory": "cd ..; mv its* aside; mkdir new; echo other >new/17; mv new 'its directory'",
 }
 """Of a file in a directory of this name."""
 
