@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -33,17 +35,21 @@ def mount_words(*arguments: str) -> list[str]:
     return ["mount", *arguments, *given]
 
 
-def make_odd_things(work: Area) -> None:
-    for name in ("src/inner", "mnt/below", "elsewhere", "foreign", "shared", "private"):
-        (work.path / name).mkdir()
-    shutil.chown(work.path / "foreign", NOBODY)
-    (work.path / "shared").chmod(0o777)
-    (work.path / "private").chmod(0o700)
-    (work.path / "file").touch()
-    os.mkfifo(work.path / "fifo")
-    links = {"loop": "loop", "dangling": "nowhere", "link": "src", "state link": "elsewhere"}
-    for name, target in links.items():
-        (work.path / name).symlink_to(target)
+@pytest.fixture(scope="module")
+def odd_things() -> Iterator[Area]:
+    """No row below changes them."""
+    with TemporaryDirectory(prefix="monarchfs-test-") as path, area(Path(path), None) as work:
+        for name in ("src/inner", "mnt/below", "elsewhere", "foreign", "shared", "private"):
+            (work.path / name).mkdir()
+        shutil.chown(work.path / "foreign", NOBODY)
+        (work.path / "shared").chmod(0o777)
+        (work.path / "private").chmod(0o700)
+        (work.path / "file").touch()
+        os.mkfifo(work.path / "fifo")
+        links = {"loop": "loop", "dangling": "nowhere", "link": "src", "state link": "elsewhere"}
+        for name, target in links.items():
+            (work.path / name).symlink_to(target)
+        yield work
 
 
 LONG = "x" * 5000
@@ -93,10 +99,9 @@ REFUSED: list[tuple[list[str], int, str]] = [
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_mounted(
-    root_work: Area, arguments: list[str], code: int, words: str
+    odd_things: Area, arguments: list[str], code: int, words: str
 ) -> None:
-    make_odd_things(root_work)
-    assert_refused(root_work, mount_words(*arguments), code, words)
+    assert_refused(odd_things, mount_words(*arguments), code, words)
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,11 @@ def test_copied_ahead(work: Bench, case: str) -> None:
 
 def test_there_are_more_directories_than_are_kept_open(work: Bench) -> None:
     """512 (`monarchfs.source.dirs`)."""
-    script = "file {0..599}/file 100; mount --freshness immutable --prefetch all"
-    play(work, script + "; until files.resident = 600; read")
+    files = {f"{number}/file": b"%d" % number for number in range(600)}
+    source = write_files(work.path / "src", files)
+    mount = work.mount(source, "--freshness", "immutable", "--prefetch", "all")
+    wait_for(lambda: mount.status()["files"]["resident"] == 600, "all to be copied")
+    assert {name: (mount.path / name).read_bytes() for name in files} == files
 
 
 def spoil(path: Path, how: str) -> None:
