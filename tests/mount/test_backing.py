@@ -20,9 +20,12 @@ import pytest
 
 from monarchfs.config import Config, DataPath, TierSpec, User
 from monarchfs.fuse import handle_table
+from monarchfs.fuse.session import hooks
 from monarchfs.store.segments import SMALL_BYTES
+from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused, check, most_ids
 from monarchfs.supervisor.beneath import find_beneath
+from monarchfs.supervisor.messages import Offer
 from monarchfs.types import OperationError, TierSize
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, interpreter_for
@@ -121,12 +124,28 @@ def test_how_many() -> None:
     assert [most_ids(memory) for memory in (0, 16 << 30, 4 << 40)] == [1, 16 << 10, MOST_IDS]
 
 
-def test_a_table_that_says_it_is_larger_than_it_is() -> None:
-    table = handle_table.make_table(16)
+def test_another_worker_keeps_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    monkeypatch.setattr(backing, "unregister", lambda _fuse, number: closed.append(number))
+    table, directory = handle_table.make_table(16), os.open("/", os.O_PATH)
+    supervisor = BackingFiles(config(DataPath.AUTO), -1, [directory], table)
+    supervisor._ids, supervisor.most = {1, 2, 3}, 3
+    with pytest.raises(BackingRefused, match="there are 3 already"):
+        supervisor.open(Offer(0, "file", INO))
+    slots = handle_table.HandleTable(table, hooks)
+    slots.add(7, 2, 1)
+    slots.end(slots.add(8, 4, 2))
+    slots.add(9, 6, 0)
+    slots.add(10, 8, 77)  # never made
+    slots.close()
+    supervisor.close_unused()
+    assert sorted(closed) == [2, 3]
+    # A table that says it is larger than it is.
     high_water = b"\xff" * handle_table._HIGH_WATER.size
     os.pwrite(table, high_water, handle_table._HIGH_WATER_AT)
-    assert handle_table.backing_ids(table) == set()
-    os.close(table)
+    assert handle_table.backing_ids(table) == {1, 77}
+    for descriptor in (table, directory):
+        os.close(descriptor)
 
 
 @requires_root
