@@ -251,8 +251,9 @@ def test_a_change_between_the_check_and_the_answer_is_not_seen(work: Bench) -> N
             threads = wait_for(lambda: checking(worker, reader), "the check")
             # On its way in it is there for a moment, on its way back for long.
             wait_for(lambda: threads & checking(worker, reader), "the check to have its answer")
-            with (source / "f").open("r+b", buffering=0) as file_of_source:
-                file_of_source.write(b"B" * SIZE)
+            descriptor = os.open(source / "f", os.O_WRONLY)
+            os.pwrite(descriptor, b"B" * SIZE, 0)
+            os.close(descriptor)
             assert reader.is_alive()
             reader.join(20)
         assert got == [b"A" * ASKED]
