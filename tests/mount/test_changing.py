@@ -1,30 +1,34 @@
 """Files and directories that change all the time: no open, stat or path walk fails for it.
 
 What is read is what a plain open and read of the source could have given: records that are whole,
-in order, and of one version where the file was replaced.
+in order, and of one version where the file was replaced. Bytes whose version was looked at are of
+that version, whatever comes next.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
+import subprocess
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import Bench, Mount, requires_mounts, wait_for
+from tests.support import surroundings
+from tests.support.mounting import Bench, requires_mounts, wait_for
+from tests.support.trees import write_files
 
 pytestmark = requires_mounts
 
 RECORD = 64
-ROUNDS = 60
+ROUNDS = 36
 READERS = 3
 RENAME_EXCHANGE = 2
 AT_FDCWD = -100
@@ -39,14 +43,10 @@ MODES = {
 }
 
 
-def record(number: int) -> bytes:
-    """That says which it is, and whether it is whole."""
-    body = b"%055d" % number
-    return body + b"%08x\n" % zlib.crc32(body)
-
-
-def records(first: int, count: int) -> bytes:
-    return b"".join(record(number) for number in range(first, first + count))
+def records(wanted: Iterable[int]) -> bytes:
+    """Each says which it is, and whether it is whole."""
+    bodies = [b"%055d" % number for number in wanted]
+    return b"".join(body + b"%08x\n" % zlib.crc32(body) for body in bodies)
 
 
 def numbers(data: bytes) -> list[int]:
@@ -54,7 +54,7 @@ def numbers(data: bytes) -> list[int]:
     assert len(data) % RECORD == 0
     texts = [data[at : at + 55] for at in range(0, len(data), RECORD)]
     found = [int(text) if text.isdigit() else -1 for text in texts]
-    assert data == b"".join(record(number) for number in found)
+    assert data == records(found)
     return found
 
 
@@ -73,57 +73,42 @@ def of_a_version(data: bytes) -> None:
 
 
 def version(number: int) -> bytes:
-    return records(number * 1000, 50 + number % 100)
+    return records(range(number * 1000, number * 1000 + 50 + number % 100))
 
 
-class Changes:
-    """Who changes the source: one step a file, again and again."""
-
-    def __init__(self, source: Path) -> None:
-        self.source = source
-        self.steps = 0
-        (source / "d").mkdir(parents=True)
-        for name in ("log", "swapped", "rewritten"):
-            (source / "d" / name).write_bytes(version(1))
-        for number, name in enumerate(("e", "e.other"), 1):
-            (source / name / "deep").mkdir(parents=True)
-            (source / name / "deep" / "f").write_bytes(version(number))
-
-    def step(self) -> None:
-        self.steps += 1
-        directory = self.source / "d"
-        with (directory / "log").open("ab", buffering=0) as log:
-            log.write(record(1000 + os.fstat(log.fileno()).st_size // RECORD))
-        if self.steps % 2:
-            (directory / "new").write_bytes(version(self.steps))
-            (directory / "new").rename(directory / "swapped")
-            exchange(self.source / "e", self.source / "e.other")
-        else:
-            # Each record stays whole, whenever it is read; how many there are changes.
-            with (directory / "rewritten").open("r+b", buffering=0) as file:
-                file.truncate(RECORD * (self.steps % 7))
-                file.write(version(self.steps))
-
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
-        stop = threading.Event()
-
-        def run() -> None:
-            while not stop.wait(0.004):
-                self.step()
-
-        writer = threading.Thread(target=run)
-        writer.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            writer.join()
+def change(source: Path, step: int) -> None:
+    """One step of each file."""
+    with (source / "d/log").open("ab", buffering=0) as log:
+        log.write(records([1000 + os.fstat(log.fileno()).st_size // RECORD]))
+    if step % 2:
+        (source / "d/new").write_bytes(version(step))
+        (source / "d/new").rename(source / "d/swapped")
+        exchanged = AT_FDCWD, bytes(source / "e"), AT_FDCWD, bytes(source / "e.other")
+        assert libc.renameat2(*exchanged, RENAME_EXCHANGE) == 0, ctypes.get_errno()
+    else:
+        # Each record stays whole, whenever it is read; how many there are changes.
+        with (source / "d/rewritten").open("r+b", buffering=0) as file:
+            file.truncate(RECORD * (step % 7))
+            file.write(version(step))
 
 
-def exchange(one: Path, other: Path) -> None:
-    if libc.renameat2(AT_FDCWD, bytes(one), AT_FDCWD, bytes(other), RENAME_EXCHANGE):
-        raise OSError(ctypes.get_errno(), "renameat2")
+@contextmanager
+def changing(source: Path) -> Iterator[None]:
+    """Again and again."""
+    stop, steps = threading.Event(), itertools.count(1)
+
+    def run() -> None:
+        while not stop.wait(0.004):
+            change(source, next(steps))
+
+    writer = threading.Thread(target=run)
+    writer.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        writer.join()
+    assert next(steps) > 10
 
 
 CHECKS: dict[str, Callable[[bytes], object]] = {
@@ -179,8 +164,10 @@ def read_each(root: Path, errors: Counter[str], found: list[str]) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_call_fails_while_files_change(work: Bench, mode: str) -> None:
-    changes = Changes(work.path / "source")
-    mount = work.mount(changes.source, *MODES[mode])
+    source = work.path / "source"
+    files = {f"d/{name}": version(1) for name in ("log", "swapped", "rewritten")}
+    write_files(source, files | {"e/deep/f": version(1), "e.other/deep/f": version(2)})
+    mount = work.mount(source, *MODES[mode])
     errors: Counter[str] = Counter()
     found: list[str] = []
 
@@ -188,22 +175,85 @@ def test_no_call_fails_while_files_change(work: Bench, mode: str) -> None:
         for _ in range(ROUNDS // READERS):
             read_each(mount.path, errors, found)
 
-    with changes.going_on():
+    with changing(source):
         readers = [threading.Thread(target=read) for _ in range(READERS)]
         for reader in readers:
             reader.start()
         for reader in readers:
             reader.join()
-    assert changes.steps > 10
     assert errors == Counter()
     assert found == []
     # In the end all of it is what the source has, and still is when it was copied.
     if mode != "immutable":
         for _ in range(2):
             for name in CHECKS:
-                wait_for(partial(same, mount, name), f"{name} to be the source's")
+                through, there = mount.path / name, source / name
+                wait_for(
+                    lambda: through.read_bytes() == there.read_bytes(),  # noqa: B023
+                    f"{name} to be the source's",
+                )
             mount.wait_idle()
 
 
-def same(mount: Mount, name: str) -> bool:
-    return (mount.path / name).read_bytes() == (mount.source / name).read_bytes()
+SIZE, AT, ASKED = 4 << 20, 2 << 20, 128 << 10
+FSTATS = {"5", "262"}
+"""fstat(2) and newfstatat(2) of x86_64, for which the machine that asks may be another."""
+
+
+@contextmanager
+def slow_checks(pid: int) -> Iterator[None]:
+    """Each thread of this process comes back from fstat(2) 0.3 s late."""
+    calls = "fstat,newfstatat"
+    command = ["strace", "-f", "-qq", "-p", str(pid), "-o", "/dev/null", "-e", f"trace={calls}"]
+    tracer = subprocess.Popen(
+        [*command, "-e", f"inject={calls}:delay_exit=1000000"], stderr=subprocess.PIPE
+    )
+    try:
+        tasks = Path(f"/proc/{pid}/task")
+        wait_for(
+            lambda: all(f"TracerPid:\t{tracer.pid}\n" in (task / "status").read_text()
+                        for task in tasks.iterdir()),
+            "all threads to be traced",
+        )  # fmt: skip
+        yield
+    finally:
+        tracer.terminate()
+        tracer.communicate(timeout=10)
+
+
+def checking(pid: int, reader: threading.Thread) -> set[str]:
+    """Threads that are in fstat(2)."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):
+            if (task / "syscall").read_text().split()[0] in FSTATS:
+                found.add(task.name)
+    assert found or reader.is_alive(), "the bytes came without a check"
+    return found
+
+
+@surroundings.program("strace")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="knows numbers of x86_64 alone")
+def test_a_change_between_the_check_and_the_answer_is_not_seen(work: Bench) -> None:
+    """By a writer on the same node, whose bytes are in the page cache at once."""
+    source = write_files(work.path / "source", {"f": b"A" * SIZE})
+    os.utime(source / "f", (1, 1))
+    mount = work.mount(source, "--prefetch", "none", "--freshness", "ttl=60")
+    worker = mount.worker_pid()
+    with (mount.path / "f").open("rb", buffering=0) as file:
+        assert os.pread(file.fileno(), 4096, 0) == b"A" * 4096  # Python's; the next ones are not
+        got: list[bytes] = []
+        reader = threading.Thread(
+            target=lambda: got.append(os.pread(file.fileno(), ASKED, AT)), daemon=True
+        )
+        with slow_checks(worker):
+            reader.start()
+            threads = wait_for(lambda: checking(worker, reader), "the check")
+            # On its way in it is there for a moment, on its way back for long.
+            wait_for(lambda: threads & checking(worker, reader), "the check to have its answer")
+            descriptor = os.open(source / "f", os.O_WRONLY)
+            os.pwrite(descriptor, b"B" * SIZE, 0)
+            os.close(descriptor)
+            assert reader.is_alive()
+            reader.join(20)
+        assert got == [b"A" * ASKED]

@@ -11,7 +11,8 @@ import pytest
 from monarchfs.cli.completion import completion_for
 from monarchfs.cli.parser import SHELLS, build_parser, commands_of
 from tests.support import surroundings
-from tests.support.mounting import Bench, requires_fuse, requires_root, run
+from tests.support.mounting import Bench, needs_mounts, run
+from tests.support.trees import write_files
 
 needs_bash = surroundings.program("bash")
 
@@ -51,15 +52,12 @@ def test_every_command_and_every_option_is_offered(tmp_path: Path) -> None:
     ("words", "offered"),
     [
         (["completion", "z"], ["zsh"]),
-        (["mount", "--fre"], ["--freshness"]),
         (["mount", "--evict", "s"], ["sieve"]),
         (["mount", "--freshness", "i"], ["immutable"]),
-        (["mount", "--prefetch", "al"], ["all"]),
         (["run", "--data-path", "p"], ["passthrough"]),
         (["mount", "d"], ["data"]),
         (["mount", "--config", "s"], ["site.toml"]),
         (["mount", "--user", "nobod"], ["nobody"]),
-        (["fsck", "d"], ["data"]),
     ],
 )
 def test_values_and_paths(tmp_path: Path, words: list[str], offered: list[str]) -> None:
@@ -77,13 +75,10 @@ def test_mount_points_are_not_run(tmp_path: Path) -> None:
 
 
 @needs_bash
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_mount_points_and_what_lies_in_them(work: Bench) -> None:
-    (work.path / "source").mkdir()
-    (work.path / "source" / "images").mkdir()
-    (work.path / "source" / "labels.txt").touch()
-    mount = work.mount(work.path / "source")
+    files = {"images/f": b"", "labels.txt": b""}
+    mount = work.mount(write_files(work.path / "source", files))
     point = str(mount.path)
     for command in ("umount", "status", "evict", "pin"):
         assert complete(command, point[:-2], cwd=work.path) == [point]

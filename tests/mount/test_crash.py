@@ -6,6 +6,8 @@ a tier. A process that has imported everything is asked for those, because it fo
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import os
 import shutil
@@ -56,14 +58,15 @@ Crash = tuple[str, str, int]
 
 
 def crashes(text: str) -> list[Crash]:
-    """Before and after each of the first calls: ``index.sync*4`` are four."""
+    """Before each of the first calls, and after the last: ``index.sync*4`` are four. What is so
+    after one of them is so before what comes next."""
     counted = [word.partition("*")[::2] for word in text.split()]
-    return [
-        (call, when, nth)
-        for call, count in counted
-        for nth in range(1, int(count or 1) + 1)
-        for when in ("before", "after")
-    ]
+    found = []
+    for call, count in counted:
+        last = int(count or 1)
+        found += [(call, "before", nth) for nth in range(1, last + 1)]
+        found.append((call, "after", last))
+    return found
 
 
 # -- in the process that dies
@@ -73,13 +76,10 @@ def die_at(crash: Crash) -> None:
     """Have this process killed there."""
     call, when, nth = crash
     owner, name = OWNERS[call.split(".")[0]], call.split(".")[1]
-    original = getattr(owner, name)
-    calls = 0
+    original, calls = getattr(owner, name), itertools.count(1)
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        mine = calls == nth
+        mine = next(calls) == nth
         if mine and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         result = original(*args, **kwargs)
@@ -139,13 +139,13 @@ async def read_some(mirror: Mirror) -> None:
 def serve() -> None:
     """Fork for each line of standard input, and answer how that process ended."""
     for line in sys.stdin:
-        path, boot_id, shares, call, when, nth = line.rstrip("\n").split("\t")
+        path, boot_id, shares, crash = json.loads(line)
         pid = os.fork()
         if pid == 0:
             logging.disable()
             try:
-                die_at((call, when, int(nth)))
-                trio.run(work, known_area(Path(path)), boot_id.encode(), shares == "True")
+                die_at(crash)
+                trio.run(work, known_area(Path(path)), boot_id.encode(), shares)
             finally:
                 os._exit(1)
         _, status = os.waitpid(pid, 0)
@@ -172,8 +172,8 @@ def kill() -> Iterator[Kill]:
         assert stdout is not None
 
         def ask(area: Area, boot_id: bytes, crash: Crash, *, shares: bool = False) -> None:
-            words = (str(area.path), boot_id.decode(), str(shares), *map(str, crash))
-            print(*words, sep="\t", file=stdin, flush=True)
+            words = (str(area.path), boot_id.decode(), shares, crash)
+            print(json.dumps(words), file=stdin, flush=True)
             assert int(stdout.readline()) == -signal.SIGKILL, "it did not get there"
 
         yield ask
@@ -198,7 +198,10 @@ def prepared(path: Path, *, shares: bool) -> Area:
 async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
     """The books are right, the bytes too, and what was resident is not read again."""
     async with area.mount(TIERS, boot_id=boot_id) as mirror:
-        await until(lambda: not any_gaps(mirror), "what was left in segments to be given back")
+        await until(
+            lambda: not any(any(mirror.index.segments(tier.id).values()) for tier in mirror.tiers),
+            "what was left in segments to be given back",
+        )
         await mirror.idle()
         mirror.check_books()
         nothing_left_in_segments(mirror)
@@ -216,11 +219,6 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
         await mirror.settled()
         assert mirror.index.journal() == []
         assert mirror.metrics.tier_errors == 0
-
-
-def any_gaps(mirror: Mirror) -> bool:
-    """Whether a segment may have bytes without a record, before this mount has made any."""
-    return any(any(mirror.index.segments(tier.id).values()) for tier in mirror.tiers)
 
 
 def nothing_left_in_segments(mirror: Mirror) -> None:

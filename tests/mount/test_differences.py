@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from monarchfs.doctor.system import release_of
-from tests.support.mounting import Bench, as_user, requires_mounts, wait_for
+from tests.support.mounting import Bench, Mount, as_user, bench, requires_mounts, wait_for
+from tests.support.trees import write_files
 
 pytestmark = requires_mounts
 
@@ -30,10 +31,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 @pytest.fixture
 def source(work: Bench) -> Path:
-    path = work.path / "source"
-    path.mkdir()
-    (path / "f").write_bytes(b"f")
-    return path
+    return write_files(work.path / "source", {"f": b"f"})
+
+
+@pytest.fixture(scope="module")
+def mounted() -> Iterator[Mount]:
+    """That of several tests."""
+    with bench() as work:
+        yield work.mount(write_files(work.path / "source", {"f": b"f"}), "--freshness", "open")
 
 
 @contextmanager
@@ -62,15 +67,14 @@ def events(fd: int) -> set[int]:
     return found
 
 
-def test_trusted_attributes_are_not_shown(work: Bench, source: Path) -> None:
+def test_trusted_attributes_are_not_shown(mounted: Mount) -> None:
     for name in ("trusted.a", "user.a"):
-        os.setxattr(source / "f", name, b"value")
-    mount = work.mount(source)
-    assert set(os.listxattr(source / "f")) >= {"trusted.a", "user.a"}
-    assert os.listxattr(mount.path / "f") == ["user.a"]
-    assert os.getxattr(mount.path / "f", "user.a") == b"value"
+        os.setxattr(mounted.source / "f", name, b"value")
+    assert set(os.listxattr(mounted.source / "f")) >= {"trusted.a", "user.a"}
+    assert os.listxattr(mounted.path / "f") == ["user.a"]
+    assert os.getxattr(mounted.path / "f", "user.a") == b"value"
     with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
-        os.getxattr(mount.path / "f", "trusted.a")
+        os.getxattr(mounted.path / "f", "trusted.a")
 
 
 @pytest.mark.parametrize(
@@ -100,18 +104,17 @@ def test_what_may_be_run_but_not_read(
         assert runs(mount.path / "program") == as_ever
 
 
-def test_inotify_tells_of_the_mounts_own_users_alone(work: Bench, source: Path) -> None:
-    mount = work.mount(source, "--freshness", "open")
-    with watched(source) as of_source, watched(mount.path) as of_mount:
-        assert (mount.path / "f").read_bytes() == b"f"
+def test_inotify_tells_of_the_mounts_own_users_alone(mounted: Mount) -> None:
+    source, f = mounted.source, mounted.path / "f"
+    with watched(source) as of_source, watched(mounted.path) as of_mount:
+        before = f.read_bytes()
         assert events(of_mount) == {IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE}
         events(of_source)
-        (source / "f").write_bytes(b"another")
-        (source / "new").write_bytes(b"new")
+        write_files(source, {"f": before + b"another", "new": b"new"})
         (source / "new").rename(source / "newer")
         assert events(of_source)
-        wait_for(lambda: (mount.path / "f").read_bytes() == b"another", "the change to show")
-        assert (mount.path / "newer").read_bytes() == b"new"
+        wait_for(lambda: f.read_bytes() == before + b"another", "the change to show")
+        assert (mounted.path / "newer").read_bytes() == b"new"
         assert events(of_mount) <= {IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE}
 
 
@@ -141,32 +144,29 @@ def test_holes_are_data(work: Bench, source: Path, prefetch: str, data_path: str
     assert (work.path / "copy").stat().st_blocks * 512 < size // 2
 
 
-def test_inode_numbers_are_the_mounts_own(work: Bench, source: Path) -> None:
+def test_inode_numbers_are_the_mounts_own(mounted: Mount) -> None:
     """A new version has a new one."""
-    mount = work.mount(source, "--freshness", "open")
-    first, in_source = (mount.path / "f").stat(), (source / "f").stat()
+    f, of_source = mounted.path / "f", mounted.source / "f"
+    first, in_source = f.stat(), of_source.stat()
     assert (first.st_dev, first.st_ino) != (in_source.st_dev, in_source.st_ino)
-    (source / "f").write_bytes(b"other")
-    assert (mount.path / "f").read_bytes() == b"other"
-    assert (mount.path / "f").stat().st_ino != first.st_ino
-    assert (source / "f").stat().st_ino == in_source.st_ino
+    of_source.write_bytes(b"other")
+    assert f.read_bytes() == b"other"
+    assert f.stat().st_ino != first.st_ino
+    assert of_source.stat().st_ino == in_source.st_ino
 
 
-def test_there_are_no_file_handles(work: Bench, source: Path) -> None:
-    """name_to_handle_at(2): once the kernel has forgotten the file, nothing would find it."""
-    mount = work.mount(source)
+@pytest.mark.skipif(release_of(platform.release()) < (6, 8), reason="needs Linux 6.8")
+def test_there_are_no_file_handles(mounted: Mount) -> None:
+    """name_to_handle_at(2): once the kernel has forgotten the file, nothing would find it. Before
+    Linux 6.8, a FUSE file system cannot refuse handles."""
     handle = ctypes.create_string_buffer(struct.pack("Ii128x", 128, 0))
-    at = ctypes.c_int()
-    done = libc.name_to_handle_at(AT_FDCWD, bytes(mount.path / "f"), handle, ctypes.byref(at), 0)
-    if release_of(platform.release()) < (6, 8):
-        pytest.skip("needs Linux 6.8: before, a FUSE file system cannot refuse handles")
+    at, path = ctypes.c_int(), bytes(mounted.path / "f")
+    done = libc.name_to_handle_at(AT_FDCWD, path, handle, ctypes.byref(at), 0)
     assert (done, ctypes.get_errno()) == (-1, errno.EOPNOTSUPP)
 
 
-@pytest.mark.parametrize("freshness", ["immutable", "open"])
-def test_there_are_no_ioctls(work: Bench, source: Path, freshness: str) -> None:
-    mount = work.mount(source, "--freshness", freshness)
-    for path in (mount.path, mount.path / "f"):
+def test_there_are_no_ioctls(mounted: Mount) -> None:
+    for path in (mounted.path, mounted.path / "f"):
         fd = os.open(path, os.O_RDONLY)
         for command in (termios.TCGETS, FS_IOC_GETFLAGS, LL_IOC_LOV_GETSTRIPE):
             with pytest.raises(OSError) as failed:  # noqa: PT011
@@ -202,9 +202,8 @@ def idmap_error(path: Path, namespace: int) -> int:
     return ctypes.get_errno() if done < 0 else 0
 
 
-def test_mounts_of_it_are_not_idmapped(work: Bench, source: Path) -> None:
-    mount = work.mount(source)
+def test_mounts_of_it_are_not_idmapped(mounted: Mount) -> None:
     with mapped_users() as namespace:
         if idmap_error(Path("/dev/shm"), namespace):
             pytest.skip("needs Linux 6.3: before, tmpfs cannot be idmapped either")
-        assert idmap_error(mount.path, namespace) == errno.EINVAL
+        assert idmap_error(mounted.path, namespace) == errno.EINVAL

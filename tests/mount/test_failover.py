@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from monarchfs.control import client
 from monarchfs.supervisor.vital_signs import DEAD_SILENT_SECONDS
+from monarchfs.types import OperationError
 from tests.support.fake_mounts import (
     FAKE_WORKER,
     Area,
@@ -26,7 +28,13 @@ from tests.support.fake_mounts import (
     status,
     umount,
 )
-from tests.support.mounting import REPOSITORY, fuse_mounts, requires_mounts, wait_for
+from tests.support.mounting import (
+    REPOSITORY,
+    assert_one_line,
+    fuse_mounts,
+    requires_mounts,
+    wait_for,
+)
 
 pytestmark = requires_mounts
 
@@ -70,28 +78,10 @@ def log_of(work: Area) -> str:
 
 def comes_to(work: Area, state: str) -> dict[str, Any]:
     """The worker's part of the status, then."""
-
-    def worker() -> dict[str, Any] | None:
-        now = status(work)
-        return now["worker"] if now["state"] == state else None
-
-    found: dict[str, Any] = wait_for(worker, state)
-    return found
-
-
-@as_root
-def test_a_crash_loop_ends_in_safe_mode(work: Area, waits_for: Waits) -> None:
-    work.mount()
-    waits_for("die")
-    worker = comes_to(work, "safe mode")
-    assert worker["restarts"] == 4
-    assert worker["last_death"]["why"] == "the worker ended with exit code 7"
-    assert "the next one only serves the source" in log_of(work)
-    assert (work.path / "state" / "suspect").exists()
-    # Safe mode is left on purpose, and not by itself.
-    assert kill_worker(work, signal.SIGKILL)["state"] == "safe mode"
-    assert work.run("restart", "mnt").returncode == 0
-    assert status(work)["state"] == "serving"
+    worker: dict[str, Any] = wait_for(
+        lambda: (now := status(work))["state"] == state and now["worker"], state
+    )
+    return worker
 
 
 CHANGED_CLI = """
@@ -111,8 +101,8 @@ sys.exit(main.main(sys.argv[1:]))
 def mount_with(work: Area, change: str) -> None:
     """Mount by a program that was changed, with the fake worker."""
     path = work.path / "cli.py"
-    words = {"repository": str(REPOSITORY), "worker": FAKE_WORKER, "change": change}
-    path.write_text(CHANGED_CLI.format(**words))
+    text = CHANGED_CLI.format(repository=str(REPOSITORY), worker=FAKE_WORKER, change=change)
+    path.write_text(text)
     command = [work.python, "-I", str(path), "mount", "src", "mnt", *work.storage]
     subprocess.run(command, cwd=work.path, env=work.environment, check=True)
 
@@ -133,6 +123,7 @@ def test_safe_mode_is_left_for_a_try(work: Area, waits_for: Waits) -> None:
     assert "is tried in 600 s" in log_of(work)
 
 
+@as_root
 def test_what_dies_in_safe_mode_too_ends_in_errors(work: Area, waits_for: Waits) -> None:
     work.mount()
     supervisor = registered(work).entry.supervisor_pid
@@ -164,13 +155,21 @@ def test_umount_while_nobody_serves(work: Area, waits_for: Waits) -> None:
 
 
 @as_root
-def test_umount_while_a_worker_starts(work: Area) -> None:
+def test_a_death_is_reported_while_another_worker_starts(work: Area) -> None:
+    """And the mount can be unmounted."""
     work.mount(mode="silent-later")
-    os.kill(status(work)["worker"]["pid"], signal.SIGKILL)
-    comes_to(work, "restarting")
-    worker = wait_for(lambda: status(work)["worker"]["pid"], "another worker")
+    found, before = registered(work), status(work)["worker"]["pid"]
+    os.kill(before, signal.SIGKILL)
+    worker = comes_to(work, "restarting")
+    assert (worker["restarts"], worker["error"]) == (1, "the worker was killed by signal 9")
+    assert worker["last_death"]["why"] == worker["error"]
+    assert status(work)["environment"], "what it said last is still told"
+    with pytest.raises(OperationError, match="does not answer"):
+        client.request(found, {"command": "pin", "paths": ["a"]}, 5)
+    another = wait_for(lambda: status(work)["worker"]["pid"], "another worker")
+    assert another != before
     assert umount(work, "--timeout", "3") < 5
-    assert is_gone(worker)
+    assert is_gone(another)
 
 
 @as_root
@@ -205,12 +204,8 @@ def test_a_hang_that_nobody_shows_is_noticed(work: Area) -> None:
 def test_restart_with_a_program_that_cannot_take_over(work: Area) -> None:
     work.mount(mode="other")
     before = status(work)["worker"]
-    done = work.run("restart", "mnt")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == (
-        "monarchfs: the installed program cannot take over, and the old one goes on: it is"
-        " another program\n"
-    )
+    refused = "the installed program cannot take over, and the old one goes on: it is another"
+    assert_one_line(work.run("restart", "mnt"), 1, refused)
     assert status(work)["worker"] == before
 
 
@@ -225,14 +220,10 @@ def test_restart_of_a_worker_that_does_not_leave(work: Area) -> None:
 
 @as_root
 def test_restart_of_what_is_not_mounted(work: Area) -> None:
-    done = work.run("restart", "mnt")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "is not a monarchfs mount" in done.stderr
+    assert_one_line(work.run("restart", "mnt"), 1, "is not a monarchfs mount")
     work.mount()
     os.kill(registered(work).entry.supervisor_pid, signal.SIGKILL)
-    done = work.run("restart", "mnt")
-    assert done.returncode == 1
-    assert "clear the mount with monarchfs umount" in done.stderr
+    assert_one_line(work.run("restart", "mnt"), 1, "clear the mount with monarchfs umount")
 
 
 def test_a_dead_supervisor_leaves_no_worker_and_no_mount_in_the_way(work: Area) -> None:

@@ -1,12 +1,13 @@
-"""Opens and reads that the C part answers, on real mounts: with opens, and without."""
+"""Opens and reads that the C part answers, on real mounts: with opens, and without; and small files
+that it copies ahead of their readers."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import psutil
@@ -18,47 +19,15 @@ from tests.support.dataset import content
 from tests.support.mounting import Bench, as_user, requires_fuse, requires_root, wait_for
 from tests.support.reading import COMMAND, Reader, digest
 from tests.support.scenario import play, playing
+from tests.support.trees import write_files
 
 pytestmark = requires_fuse
 
-SIZE = 300_000
 OWN_FILE = SMALL_BYTES + 70_000
 """What a copy has that lies in a file of its own."""
-
-
-@contextmanager
-def reader(user: str | None = None) -> Iterator[Reader]:
-    process = Reader(as_user(user, COMMAND))
-    try:
-        yield process
-    finally:
-        process.close()
-
-
-def dataset(work: Bench, *names: str, size: int = SIZE) -> Path:
-    source = work.path / "src"
-    source.mkdir()
-    for name in names:
-        (source / name).write_bytes(content(name, size))
-    return source
-
-
 RELAY = "mount --data-path relay --freshness"
 CASES = (
     {
-        f"opens and bytes are counted ({freshness})": f"""
-file a bb ccc 300000
-{RELAY} {freshness} --prefetch all; until files.resident = 3
-read; read; read
-check read
-  served.local_opens 9
-  served.local_file_bytes 2700000
-  served.source_opens 0
-  served.relayed_bytes >=2700000
-"""
-        for freshness in ("ttl=3600", "immutable")
-    }
-    | {
         f"a file that becomes resident while it is open ({freshness})": f"""
 file a 300000
 {RELAY} {freshness}
@@ -125,6 +94,58 @@ def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])
 
 
+SMALL = "file {0..2}/{0..19} 1500\n"
+ALL = """
+until files.resident = 60
+read
+check all
+  source.read_bytes 90000
+"""
+"""They are here, and each was read once."""
+
+COPIED_AHEAD = {
+    "a reader is answered from the read that was begun ahead": f"""
+slow read seconds=0.3
+mount --prefetch all
+begin a 0/0; begin b 1/3; begin c 0/16; begin d 2/19
+finish a; finish b; finish c; finish d
+{ALL}
+""",
+    "some that hang hold up neither others nor readers": f"""
+hang open {{0..1}}/{{0..3}}
+mount --prefetch all
+until files.resident = 52
+until prefetch.active = 8
+state copying 1/2
+heal
+{ALL}
+""",
+    "what fails is tried again": f"""
+fail read 0/{{0..4}} EIO
+mount --prefetch all
+reason 0/3 copying failed: Input/output error
+heal
+{ALL}
+  prefetch.failed 0
+  prefetch.outdated 0
+""",
+}
+
+
+@pytest.mark.parametrize("case", COPIED_AHEAD)
+def test_copied_ahead(work: Bench, case: str) -> None:
+    play(work, SMALL + COPIED_AHEAD[case], "--freshness", "immutable")
+
+
+def test_there_are_more_directories_than_are_kept_open(work: Bench) -> None:
+    """512 (`monarchfs.source.dirs`)."""
+    files = {f"{number}/file": b"%d" % number for number in range(600)}
+    source = write_files(work.path / "src", files)
+    mount = work.mount(source, "--freshness", "immutable", "--prefetch", "all")
+    wait_for(lambda: mount.status()["files"]["resident"] == 600, "all to be copied")
+    assert {name: (mount.path / name).read_bytes() for name in files} == files
+
+
 def spoil(path: Path, how: str) -> None:
     if how == "wiped":
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -139,26 +160,29 @@ def spoil(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("freshness", ["ttl=3600", "immutable"], ids=["opens", "free"])
-@pytest.mark.parametrize("size", [SIZE, OWN_FILE])
 @pytest.mark.parametrize("how", ["wiped", "cut", "linked", "replaced by a directory"])
-def test_replicas_that_somebody_spoiled(work: Bench, freshness: str, how: str, size: int) -> None:
+def test_replicas_that_somebody_spoiled(work: Bench, freshness: str, how: str) -> None:
+    """Of two small files in one segment, and of two in files of their own."""
+    sizes = {"a": 300_000, "b": 300_000, "own a": OWN_FILE, "own b": OWN_FILE}
+    files = {name: content(name, size) for name, size in sizes.items()}
     options = ("--data-path", "relay", "--freshness", freshness, "--prefetch", "all")
-    mount = work.mount(dataset(work, "a", "b", size=size), *options)
-    assert mount.wait_idle()["files"]["resident"] == 2
+    mount = work.mount(write_files(work.path / "src", files), *options)
+    assert mount.wait_idle()["files"]["resident"] == 4
     root, tier = str(mount.path), work.path / "tier"
-    sums = {name: digest(content(name, size)) for name in ("a", "b")}
-    with reader() as process:
-        process.ask("open", root, ["a"])
-        assert process.ask("held", ["a"]) == {"a": sums["a"]}
+    sums = {name: digest(data) for name, data in files.items()}
+    with closing(Reader(COMMAND)) as process:
+        process.ask("open", root, ["a", "own a"])
+        assert process.ask("held", ["a", "own a"]).items() <= sums.items()
         spoiled = on_disk.own_files(tier) + on_disk.segments(tier)
-        assert len(spoiled) == (1 if size == SIZE else 2)
+        assert len(spoiled) == 3
         for path in spoiled:
             spoil(path, how)
-        process.ask("open", root, ["b"])
+        process.ask("open", root, ["b", "own b"])
         for _ in range(2):
-            assert process.ask("held", ["a", "b"]) == sums
-        process.ask("close", ["b"])
-        assert process.ask("read", root, ["b"], "whole", 0) == {"b": sums["b"]}
+            assert process.ask("held", list(files)) == sums
+        process.ask("close", ["b", "own b"])
+        again = process.ask("read", root, ["b", "own b"], "whole", 0)
+        assert again.items() <= sums.items()
 
 
 def test_what_nobody_reads_is_closed(work: Bench) -> None:
@@ -182,14 +206,15 @@ def test_what_nobody_reads_is_closed(work: Bench) -> None:
 
 @requires_root
 def test_permissions_of_a_mount_for_one_user(work: Bench) -> None:
-    source = dataset(work, "a", "secret")
+    """Those of a mount for all are the kernel's to check (tests/hostile/test_access.py)."""
+    source = write_files(work.path / "src", {"a": content("a", 300_000), "secret": b"s"})
     (source / "secret").chmod(0)
     work.path.chmod(0o1777)
     options = ("--data-path", "relay", "--freshness", "immutable", "--user", "nobody")
     mount = work.mount(source, *options)
-    with reader("nobody") as process:
+    with closing(Reader(as_user("nobody", COMMAND))) as process:
         process.ask("open", str(mount.path), ["a", "secret"])
-        assert process.ask("held", ["a"]) == {"a": digest(content("a", SIZE))}
+        assert process.ask("held", ["a"]) == {"a": digest(content("a", 300_000))}
         readable = as_user("nobody", ["test", "-r", str(mount.path / "secret")])
         assert subprocess.run(readable, check=False).returncode == 1
         for _ in range(2):
@@ -197,16 +222,45 @@ def test_permissions_of_a_mount_for_one_user(work: Bench) -> None:
                 process.ask("held", ["secret"])
 
 
-@requires_root
-def test_permissions_of_a_mount_for_all(work: Bench) -> None:
-    """The kernel checks them itself."""
-    source = dataset(work, "a", "secret")
-    (source / "secret").chmod(0o600)
-    options = ("--data-path", "relay", "--freshness", "immutable", "-o", "allow_other")
-    mount = work.mount(source, *options, "--prefetch", "all")
-    mount.wait_idle()
-    with reader("nobody") as process:
-        found = process.ask("read", str(mount.path), ["a"], "whole", 0)
-        assert found == {"a": digest(content("a", SIZE))}
-        with pytest.raises(PermissionError):
-            process.ask("open", str(mount.path), ["secret"])
+FILES, PROCESSES, TURNS = 50, 4, 30
+
+ASK = f"""
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+buffer = ctypes.create_string_buffer(256)
+os.chdir(sys.argv[1])
+for turn in range({TURNS}):
+    names = os.listdir()
+    assert len(names) == {FILES}, len(names)
+    for name in names:
+        # AT_STATX_FORCE_SYNC: also what the kernel knows is asked for.
+        assert libc.syscall(332, -100, name.encode(), 0x2000, 0x7FF, buffer) == 0
+        assert int.from_bytes(buffer[40:48], "little") == int(name[1:]), name
+        with open(name, "rb") as file:
+            assert len(file.read()) == int(name[1:])
+    assert not os.path.exists(f"none{{turn}}.{{os.getpid()}}")
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of statx")
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=1"])
+def test_many_ask_at_once(work: Bench, tmp_path: Path, freshness: str) -> None:
+    """While the event loop's thread waits: correct, and no other task of the worker starves."""
+    for number in range(FILES):
+        (tmp_path / f"f{number}").write_bytes(b"x" * number)
+    mount = work.mount(tmp_path, "--freshness", freshness)
+    worker, command = mount.worker_pid(), [sys.executable, "-c", ASK, str(mount.path)]
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
+            for _ in range(PROCESSES)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        for _ in range(3):
+            assert mount.worker_pid() == worker
+        for process in processes:
+            _, error = process.communicate(timeout=80)
+            assert (process.returncode, error) == (0, "")
+    assert mount.worker_pid() == worker
+    assert "Traceback" not in work.log()

@@ -11,11 +11,9 @@ import signal
 import stat
 import struct
 import subprocess
-import tempfile
 import termios
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +29,16 @@ from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFil
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, interpreter_for
 from tests.support.indexing import record_found
-from tests.support.mounting import MONARCHFS, requires_root, run, wait_for
+from tests.support.mounting import MONARCHFS, assert_one_line, requires_root, run, wait_for
 
 DATASET = "0123456789abcdef"
 NOW = 1_700_000_000_000_000_000
 ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
 SIZE = 5000
+DIRECTORY = stat.S_IFDIR | 0o755
+SEGMENT = 0x5E6
+SHARE = 8192
+"""What a copy takes that lies in a segment."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
 
 
@@ -44,33 +46,21 @@ def source_stat(ino: int, mode: int = stat.S_IFREG | 0o644, size: int = SIZE) ->
     return SourceStat(0, ino, size, NOW, NOW, NOW, mode, 1, 0, 0, 0, 8, 4096)
 
 
-def content(number: int) -> bytes:
-    return (b"%d " % number) * SIZE
+def data_of(number: int) -> bytes:
+    return ((b"%d " % number) * SIZE)[:SIZE]
 
 
-@dataclass
 class Cache:
     """A state directory and a tier, as a mount leaves them."""
 
-    path: Path
-
-    @property
-    def state(self) -> Path:
-        return self.path / "state"
-
-    @property
-    def dataset(self) -> Path:
-        return self.path / "tier" / DATASET
-
-    def make(self) -> None:
+    def __init__(self, path: Path) -> None:
+        self.path, self.state, self.dataset = path, path / "state", path / "tier" / DATASET
+        self.segment = self.dataset / "segments" / f"{SEGMENT:016x}"
+        self.holder = Holder(1, "/mnt/data", "/lustre/data", DATASET, (f"{path}/tier",))
         self.state.mkdir(mode=0o700)
         self.dataset.mkdir(parents=True, mode=0o700)
         with self.locked() as lock:
             write_holder(lock, self.holder)
-
-    @property
-    def holder(self) -> Holder:
-        return Holder(1, "/mnt/data", "/lustre/data", DATASET, (f"{self.path}/tier",))
 
     @contextmanager
     def locked(self) -> Iterator[int]:
@@ -83,137 +73,105 @@ class Cache:
 
     @contextmanager
     def open(self, boot: bytes = BOOT_ID) -> Iterator[tuple[Index, Tier]]:
-        index = Index.open(str(self.state), source_id=DATASET, trust_after_kill=True)
-        tier = None
-        try:
+        with ExitStack() as cleanup:
+            index = Index.open(str(self.state), source_id=DATASET, trust_after_kill=True)
+            cleanup.callback(index.close)
             index.begin_boot(boot)
             directory = os.open(self.dataset, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                tier = Tier(directory, f"{self.path}/tier", index.tier_number(f"{self.path}/tier"))
-            finally:
-                os.close(directory)
+            cleanup.callback(os.close, directory)
+            tier = Tier(directory, f"{self.path}/tier", index.tier_number(f"{self.path}/tier"))
+            cleanup.callback(tier.close)
             yield index, tier
-        finally:
-            if tier is not None:
-                tier.close()
-            index.close()
 
     def fill(
         self,
-        count: int,
+        own: int = 0,
+        shared: int = 0,
         *,
         synced: bool = True,
         boot: bytes = BOOT_ID,
         names: bytes = b"f%d",
     ) -> None:
-        """``count`` resident files below ``dir`` in the source."""
+        """So many resident files below ``dir`` in the source, whose copies are files of their own,
+        and so many at its top whose copies lie in one segment."""
         with self.open(boot) as (index, tier):
-            index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
-            parent = record_found(
-                index, ROOT_INO, b"dir", source_stat(3, stat.S_IFDIR | 0o755), b"", NOW
-            )
-            for number in range(count):
-                data = content(number)[:SIZE]
-                node = record_found(
-                    index, parent.ino, names % number, source_stat(100 + number), b"", NOW
+            index.record_root(source_stat(2, DIRECTORY), NOW)
+            parent = record_found(index, ROOT_INO, b"dir", source_stat(3, DIRECTORY), b"", NOW).ino
+            files, rows = [], []
+            for number in range(own):
+                file = source_stat(100 + number)
+                allocated, total = tier.files.write_whole(
+                    file.version.replica_name, data_of(number)
                 )
-                name = node.stat.version.replica_name
-                index.begin_copy(node.ino, tier.id, name)
-                allocated, total = tier.files.write_whole(name, data)
-                index.put_replica(
-                    node.ino,
-                    Replica(
-                        tier.id, ReplicaState.RESIDENT, name, SIZE, allocated, False, NOW, total
-                    ),
-                )
+                row = TierFile(file.version.replica_name, total, SIZE, allocated, synced, NOW)
+                files.append((parent, names % number, file, row))
+            if shared:
+                index.begin_segments(tier.id, [SEGMENT])
+            for number in range(shared):
+                file, at, data = source_stat(500 + number), number * SHARE, data_of(number)
+                assert tier.segments.write_each([(SEGMENT, at, data)]) == [checksum(data)]
+                name, total = file.version.replica_name, checksum(data)
+                rows.append(TierFile(name, total, SIZE, SHARE, synced, NOW, SEGMENT, at))
+                files.append((ROOT_INO, b"s%d" % number, file, rows[-1]))
+            for directory, name, file, row in files:
+                ino = record_found(index, directory, name, file, b"", NOW).ino
+                record = Replica.found(tier.id, row)._replace(state=ReplicaState.RESIDENT)
+                index.put_replica(ino, record)
             if synced:
-                self.mark_synced(index, tier)
+                tier.sync()
+                tier.files.mark_synced((row.name, row.checksum) for *_, row in files[:own])
+                if rows:
+                    tier.segments.lists.append(SEGMENT, rows)
 
-    def mark_synced(self, index: Index, tier: Tier) -> None:
-        tier.sync()
-        records = list(index.replicas())
-        index.mark_durable(ino for ino, _ in records)
-        tier.files.mark_synced((record.name, record.checksum) for _, record in records)
+    def forget_segment(self) -> None:
+        """No record knows of it."""
+        with self.open() as (index, tier):
+            for _, ino in index.segment_records(tier.id, SEGMENT):
+                index.drop_replica(ino)
+            index.segment_gone(tier.id, SEGMENT)
 
     def resident(self) -> list[tuple[int, Replica]]:
         with self.open() as (index, _tier):
             return list(index.replicas())
 
+    def offsets(self) -> list[int]:
+        """Of copies in the segment."""
+        return sorted(record.offset for _, record in self.resident() if record.segment)
+
+    def marked(self) -> dict[int, bool]:
+        """The segments, and whether the next mount gives back what no record has."""
+        with self.open() as (index, tier):
+            return index.segments(tier.id)
+
     def files(self) -> list[Path]:
-        """The complete replicas."""
+        """The complete replicas in files of their own."""
         return sorted(self.dataset.glob("??/*"))
 
     def everything(self) -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in self.dataset.rglob("*") if path.is_file()}
 
 
-@dataclass
-class Outcome:
-    code: int
-    report: dict[str, Any]
-
-
-Fsck = Callable[..., Outcome]
+Fsck = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Cache:
-    made = Cache(tmp_path)
-    made.make()
-    return made
+    return Cache(tmp_path)
 
 
 @pytest.fixture
 def fsck(cache: Cache, capfd: pytest.CaptureFixture[str]) -> Fsck:
-    def check(*options: str) -> Outcome:
+    """The report; ``code`` is the exit code."""
+
+    def check(*options: str, code: int = 0) -> dict[str, Any]:
         capfd.readouterr()
-        code = main(["fsck", str(cache.state), "--json", *options])
+        assert main(["fsck", str(cache.state), "--json", *options]) == code
         captured = capfd.readouterr()
         assert captured.err == ""
-        return Outcome(code, json.loads(captured.out))
+        report: dict[str, Any] = json.loads(captured.out)
+        return report
 
     return check
-
-
-# Replicas that share a file.
-
-SEGMENT = 0x5E6
-SHARE = 8192
-"""What each of them takes."""
-
-
-def fill_segment(cache: Cache, count: int, *, synced: bool = True, boot: bytes = BOOT_ID) -> None:
-    """``count`` resident files of the source that lie in one file."""
-    with cache.open(boot) as (index, tier):
-        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
-        index.begin_segments(tier.id, [SEGMENT])
-        rows = []
-        for number in range(count):
-            file, at = source_stat(500 + number), number * SHARE
-            node = record_found(index, ROOT_INO, b"s%d" % number, file, b"", NOW)
-            data = content(number)[:SIZE]
-            assert tier.segments.write_each([(SEGMENT, at, data)]) == [checksum(data)]
-            name = node.stat.version.replica_name
-            rows.append(TierFile(name, checksum(data), SIZE, SHARE, synced, NOW, SEGMENT, at))
-            found = Replica.found(tier.id, rows[-1])
-            index.put_replica(node.ino, found._replace(state=ReplicaState.RESIDENT))
-        if synced:
-            tier.sync()
-            tier.segments.lists.append(SEGMENT, rows)
-
-
-def segment_of(cache: Cache) -> Path:
-    return cache.dataset / "segments" / f"{SEGMENT:016x}"
-
-
-def offsets(cache: Cache) -> list[int]:
-    return sorted(record.offset for _, record in cache.resident() if record.segment)
-
-
-def marked(cache: Cache) -> dict[int, bool]:
-    """The segments, and whether the next mount gives back what no record has."""
-    with cache.open() as (index, tier):
-        return index.segments(tier.id)
 
 
 @pytest.mark.smoke
@@ -221,17 +179,16 @@ def marked(cache: Cache) -> dict[int, bool]:
 def test_nothing_is_wrong(
     cache: Cache, fsck: Fsck, capfd: pytest.CaptureFixture[str], shared: int
 ) -> None:
-    cache.fill(5)
-    if shared:
-        fill_segment(cache, shared)
+    cache.fill(5, shared)
     before, files = cache.everything(), 5 + shared
     allocated = sum(record.allocated_bytes for _, record in cache.resident())
+    (cache.state / "suspect").touch()
     for options in ((), ("--checksum",), ("--repair",), ("--repair", "--checksum")):
-        done = fsck(*options)
-        assert done.code == 0
+        report = fsck(*options)
+        assert not (cache.state / "suspect").exists(), "it is cleared of suspicion"
         read = files if "--checksum" in options else 0
-        (tier,) = done.report.pop("tiers")
-        assert done.report == {
+        (tier,) = report.pop("tiers")
+        assert report == {
             "state_dir": str(cache.state),
             "index": "clean",
             "checked_files": read,
@@ -260,67 +217,6 @@ def test_nothing_is_wrong(
         assert read_holder(lock) == cache.holder, "the lock says what it said before"
 
 
-# Each changes a cache of nine files, four of which share one, and says what is found by a look.
-Damage = Callable[[Cache], None]
-
-
-def orphan(cache: Cache) -> None:
-    with cache.open() as (_index, tier):
-        _, total = tier.files.write_whole(b"o" * 16, b"of an index that is gone")
-        tier.sync()
-        tier.files.mark_synced([(b"o" * 16, total)])
-
-
-def orphan_not_synced(cache: Cache) -> None:
-    with cache.open() as (_index, tier):
-        tier.files.write_whole(b"o" * 16, b"of an index that is gone")
-
-
-def ambiguous(cache: Cache) -> None:
-    with cache.open() as (_index, tier):
-        tier.files.write_whole(b"o" * 16, b"one")
-        tier.files.write_whole(b"o" * 16, b"two")
-
-
-def orphan_part(cache: Cache) -> None:
-    with cache.open() as (_index, tier):
-        os.close(tier.files.create_part(b"p" * 16, 1 << 20))
-
-
-def extra_file(cache: Cache) -> None:
-    (_, record) = cache.resident()[0]
-    with cache.open() as (_index, tier):
-        tier.files.write_whole(record.name, b"another copy of that version")
-
-
-def missing(cache: Cache) -> None:
-    cache.files()[2].unlink()
-
-
-def missing_directory(cache: Cache) -> None:
-    shutil.rmtree(cache.files()[2].parent)
-
-
-def wrong_size(cache: Cache) -> None:
-    cache.files()[2].chmod(0o600)
-    os.truncate(cache.files()[2], SIZE - 1)
-    cache.files()[2].chmod(0o400)
-
-
-def interrupted(cache: Cache) -> None:
-    with cache.open() as (index, tier):
-        index.begin_copy(12345, tier.id, b"i" * 16)
-        fd = tier.files.create_part(b"i" * 16, 1 << 20)
-        tier.files.write(fd, 0, b"x" * (128 << 10))
-        os.close(fd)
-
-
-def interrupted_removal(cache: Cache) -> None:
-    ((ino, _), *_) = cache.resident()
-    with cache.open() as (index, _tier):
-        index.drop_replica(ino)
-
-
 def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
     """A replica in part, whose second half is there."""
     with cache.open() as (index, tier):
@@ -337,87 +233,106 @@ def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
         return node.ino, record
 
 
-def missing_part(cache: Cache) -> None:
-    partial(cache)
-    (part,) = (cache.dataset / "parts").iterdir()
-    part.unlink()
+def do_damage(cache: Cache, how: str) -> None:
+    """To a cache of nine files, four of which share one."""
+    file = cache.files()[2]
+    if "part of a file" in how:
+        partial(cache)
+        (part,) = (cache.dataset / "parts").iterdir()
+    with cache.open() as (index, tier):
+        match how:
+            case "an orphan":
+                _, total = tier.files.write_whole(b"o" * 16, b"of an index that is gone")
+                tier.sync()
+                tier.files.mark_synced([(b"o" * 16, total)])
+            case "an orphan that was not synced":
+                tier.files.write_whole(b"o" * 16, b"of an index that is gone")
+            case "two orphans of one version":
+                tier.files.write_whole(b"o" * 16, b"one")
+                tier.files.write_whole(b"o" * 16, b"two")
+            case "a part that is an orphan":
+                os.close(tier.files.create_part(b"p" * 16, 1 << 20))
+            case "another copy of a version":
+                _, record = next(iter(index.replicas()))
+                tier.files.write_whole(record.name, b"another copy of that version")
+            case "a file is gone":
+                file.unlink()
+            case "a directory is gone":
+                shutil.rmtree(file.parent)
+            case "a file is shorter":
+                file.chmod(0o600)
+                os.truncate(file, SIZE - 1)
+                file.chmod(0o400)
+            case "an interrupted copy":
+                index.begin_copy(12345, tier.id, b"i" * 16)
+                fd = tier.files.create_part(b"i" * 16, 1 << 20)
+                tier.files.write(fd, 0, b"x" * (128 << 10))
+                os.close(fd)
+            case "an interrupted removal":
+                ino, _ = next(iter(index.replicas()))
+                index.drop_replica(ino)
+            case "part of a file is gone":
+                part.unlink()
+            case "part of a file is shorter":
+                os.truncate(part, 1000)
+            case "part of a file, then killed":  # between the rename and the record
+                (cache.dataset / part.name[:2]).mkdir(exist_ok=True)
+                part.rename(cache.dataset / part.name[:2] / f"{part.name}.{7:016x}")
+            case "the segment is gone":
+                cache.segment.unlink()
+            case "all segments are gone":
+                shutil.rmtree(cache.segment.parent)
+            case "the segment is shorter":
+                os.truncate(cache.segment, 2 * SHARE + SIZE - 1)
+            case "a hole in the segment":
+                tier.segments.punch(SEGMENT, [(SHARE, 4096)])
+            case _:
+                raise AssertionError(how)
 
 
-def short_part(cache: Cache) -> None:
-    partial(cache)
-    (part,) = (cache.dataset / "parts").iterdir()
-    os.truncate(part, 1000)
-
-
-def finished_part(cache: Cache) -> None:
-    """A crash between the rename and the record."""
-    partial(cache)
-    (part,) = (cache.dataset / "parts").iterdir()
-    (cache.dataset / part.name[:2]).mkdir(exist_ok=True)
-    part.rename(cache.dataset / part.name[:2] / f"{part.name}.{7:016x}")
-
-
-def lost_segment(cache: Cache) -> None:
-    segment_of(cache).unlink()
-
-
-def lost_segments(cache: Cache) -> None:
-    shutil.rmtree(segment_of(cache).parent)
-
-
-def short_segment(cache: Cache) -> None:
-    os.truncate(segment_of(cache), 2 * SHARE + SIZE - 1)
-
-
-def hole(cache: Cache) -> None:
-    with cache.open() as (_index, tier):
-        tier.segments.punch(SEGMENT, [(SHARE, 4096)])
-
-
-DAMAGES: list[tuple[Damage, dict[str, int], int]] = [
-    (orphan, {"orphan": 1}, 10),
-    (orphan_not_synced, {"orphan": 1}, 10),
-    (ambiguous, {"ambiguous": 2}, 9),
-    (orphan_part, {"orphan_part": 1}, 9),
-    (extra_file, {"extra_file": 1}, 9),
-    (missing, {"missing": 1}, 8),
-    (missing_directory, {"missing": 1}, 8),
-    (wrong_size, {"wrong_size": 1}, 8),
-    (interrupted, {"interrupted": 1, "orphan_part": 1}, 9),
-    (interrupted_removal, {"interrupted": 1, "orphan": 1}, 8),
-    (missing_part, {"missing": 1}, 9),
-    (short_part, {"wrong_size": 1}, 9),
-    (finished_part, {"extra_file": 1, "missing": 1}, 9),
-    (lost_segment, {"missing": 4}, 5),
-    (lost_segments, {"missing": 4}, 5),
-    (short_segment, {"missing": 2}, 7),
-    (hole, {"missing": 1}, 8),
+DAMAGES: list[tuple[str, dict[str, int], int]] = [
+    ("an orphan", {"orphan": 1}, 10),
+    ("an orphan that was not synced", {"orphan": 1}, 10),
+    ("two orphans of one version", {"ambiguous": 2}, 9),
+    ("a part that is an orphan", {"orphan_part": 1}, 9),
+    ("another copy of a version", {"extra_file": 1}, 9),
+    ("a file is gone", {"missing": 1}, 8),
+    ("a directory is gone", {"missing": 1}, 8),
+    ("a file is shorter", {"wrong_size": 1}, 8),
+    ("an interrupted copy", {"interrupted": 1, "orphan_part": 1}, 9),
+    ("an interrupted removal", {"interrupted": 1, "orphan": 1}, 8),
+    ("part of a file is gone", {"missing": 1}, 9),
+    ("part of a file is shorter", {"wrong_size": 1}, 9),
+    ("part of a file, then killed", {"extra_file": 1, "missing": 1}, 9),
+    ("the segment is gone", {"missing": 4}, 5),
+    ("all segments are gone", {"missing": 4}, 5),
+    ("the segment is shorter", {"missing": 2}, 7),
+    ("a hole in the segment", {"missing": 1}, 8),
 ]
 
 
-@pytest.mark.parametrize(
-    ("damage", "findings", "left"), DAMAGES, ids=[damage.__name__ for damage, *_ in DAMAGES]
-)
+@pytest.mark.parametrize(("damage", "findings", "left"), DAMAGES, ids=[row[0] for row in DAMAGES])
 def test_damage_is_found_and_put_right(
-    cache: Cache, fsck: Fsck, damage: Damage, findings: dict[str, int], left: int
+    cache: Cache, fsck: Fsck, damage: str, findings: dict[str, int], left: int
 ) -> None:
-    cache.fill(5)
-    fill_segment(cache, 4)
-    damage(cache)
+    cache.fill(5, 4)
+    do_damage(cache, damage)
     before = cache.everything()
-    looked = fsck()
-    assert (looked.code, looked.report["findings"]) == (1, findings)
-    assert (looked.report["repaired"], looked.report["clean"]) == (0, False)
+    looked = fsck(code=1)
+    assert (looked["findings"], looked["repaired"], looked["clean"]) == (findings, 0, False)
     assert cache.everything() == before, "a look must not change anything"
     repaired = fsck("--repair")
-    assert repaired.code == 0
     # What a crash interrupted is cleared by the journal, and no orphan any more.
-    assert sum(repaired.report["findings"].values()) == repaired.report["repaired"] > 0
-    assert repaired.report["tiers"][0]["files"] == left
+    assert sum(repaired["findings"].values()) == repaired["repaired"] > 0
+    assert repaired["tiers"][0]["files"] == left
     again = fsck("--checksum")
-    assert (again.code, again.report["findings"]) == (0, {})
-    assert again.report["checked_files"] == left
-    assert marked(cache) == {SEGMENT: True}
+    assert (again["findings"], again["checked_files"]) == ({}, left)
+    assert cache.marked() == {SEGMENT: True}
+    assert_exact(cache)
+
+
+def assert_well(cache: Cache, fsck: Fsck) -> None:
+    assert fsck("--checksum")["findings"] == {}
     assert_exact(cache)
 
 
@@ -454,44 +369,37 @@ def spoil(path: Path, at: int = 1000) -> None:
 
 
 def spoil_shared(cache: Cache, number: int) -> None:
-    spoil(segment_of(cache), number * SHARE + 1000)
+    spoil(cache.segment, number * SHARE + 1000)
 
 
-def spoil_own(cache: Cache, number: int) -> None:
-    spoil(cache.files()[number])
-
-
-@pytest.mark.parametrize("spoil_one", [spoil_own, spoil_shared])
-def test_bytes_are_looked_at_only_if_asked_to(
-    cache: Cache, fsck: Fsck, spoil_one: Callable[[Cache, int], None]
-) -> None:
-    cache.fill(4)
-    fill_segment(cache, 4)
-    spoil_one(cache, 2)
-    assert fsck().code == 0
-    looked = fsck("--checksum")
-    assert (looked.code, looked.report["findings"]) == (1, {"corrupt": 1})
-    assert looked.report["checked_bytes"] == 8 * SIZE
-    assert (len(cache.files()), len(offsets(cache))) == (4, 4)
-    assert fsck("--checksum", "--repair").code == 0
-    shared = [0, SHARE, 3 * SHARE] if spoil_one is spoil_shared else offsets(cache)
-    assert offsets(cache) == shared
-    assert len(cache.files()) + len(shared) == len(cache.resident()) == 7
-    assert marked(cache) == {SEGMENT: True}
-    assert fsck("--checksum").report["findings"] == {}
-    assert_exact(cache)
+@pytest.mark.parametrize("shared", [False, True], ids=["own file", "segment"])
+def test_bytes_are_looked_at_only_if_asked_to(cache: Cache, fsck: Fsck, shared: bool) -> None:
+    cache.fill(4, 4)
+    if shared:
+        spoil_shared(cache, 2)
+    else:
+        spoil(cache.files()[2])
+    assert fsck()["clean"]
+    looked = fsck("--checksum", code=1)
+    assert (looked["findings"], looked["checked_bytes"]) == ({"corrupt": 1}, 8 * SIZE)
+    assert (len(cache.files()), len(cache.offsets())) == (4, 4)
+    fsck("--checksum", "--repair")
+    assert cache.offsets() == [number * SHARE for number in range(4) if not shared or number != 2]
+    assert len(cache.files()) + len(cache.offsets()) == len(cache.resident()) == 7
+    assert cache.marked() == {SEGMENT: True}
+    assert_well(cache, fsck)
 
 
 def test_a_link_in_the_place_of_a_segment(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
-    fill_segment(cache, 3)
-    outside = segment_of(cache).rename(cache.path / "outside")
-    segment_of(cache).symlink_to(outside)
+    cache.fill(0, 3)
+    outside = cache.segment.rename(cache.path / "outside")
+    cache.segment.symlink_to(outside)
     before = outside.read_bytes()
     for options, code in (((), 1), (("--repair",), 0), ((), 0)):
         assert main(["fsck", str(cache.state), *options]) == code
         assert "is not ours and stays as it is" in capfd.readouterr().err
     assert cache.resident() == []
-    assert segment_of(cache).is_symlink()
+    assert cache.segment.is_symlink()
     assert outside.read_bytes() == before
 
 
@@ -499,37 +407,29 @@ def test_a_link_in_the_place_of_a_segment(cache: Cache, capfd: pytest.CaptureFix
 def test_a_segment_that_no_record_knows_is_taken_over(
     cache: Cache, fsck: Fsck, whole: bool
 ) -> None:
-    cache.fill(2)
-    fill_segment(cache, 4)
+    cache.fill(2, 4)
     spoil_shared(cache, 1)
     if whole:
-        with cache.open() as (index, tier):
-            for _, ino in index.segment_records(tier.id, SEGMENT):
-                index.drop_replica(ino)
-            index.segment_gone(tier.id, SEGMENT)
+        cache.forget_segment()
     else:
         shutil.rmtree(cache.state / "index")
     gone = {} if whole else {"index_missing": 1}
-    looked = fsck()
-    assert (looked.code, looked.report["findings"]) == (1, {"orphan": 1} if whole else gone)
-    repaired = fsck("--repair")
-    assert repaired.code == 0
-    assert repaired.report["findings"] == {"orphan": 1 if whole else 3, **gone}
-    assert offsets(cache) == [0, 2 * SHARE, 3 * SHARE]
-    assert marked(cache) == {SEGMENT: True}
-    assert fsck("--checksum").report["findings"] == {}
-    assert_exact(cache)
+    assert fsck(code=1)["findings"] == ({"orphan": 1} if whole else gone)
+    assert fsck("--repair")["findings"] == {"orphan": 1 if whole else 3, **gone}
+    assert cache.offsets() == [0, 2 * SHARE, 3 * SHARE]
+    assert cache.marked() == {SEGMENT: True}
+    assert_well(cache, fsck)
     with cache.open() as (index, tier):
-        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
-        for number, there in enumerate((True, False, True, True)):
+        index.record_root(source_stat(2, DIRECTORY), NOW)
+        for number in range(4):
             file = source_stat(500 + number)
             node = record_found(index, ROOT_INO, b"s%d" % number, file, b"", NOW)
             claimed = index.claim(node.ino, file.version.replica_name, SIZE)
-            assert (claimed is not None) == there
+            assert (claimed is None) == (number == 1)
             if claimed is not None:
                 assert claimed.durable
                 fd = tier.open_complete(claimed)
-                assert os.pread(fd, SIZE, claimed.offset) == content(number)[:SIZE]
+                assert os.pread(fd, SIZE, claimed.offset) == data_of(number)
                 os.close(fd)
 
 
@@ -537,37 +437,32 @@ def test_a_segment_that_no_record_knows_is_taken_over(
 def test_a_segment_of_which_nothing_is_known_is_removed(
     cache: Cache, fsck: Fsck, list_is: str
 ) -> None:
-    cache.fill(2)
-    fill_segment(cache, 2)
+    cache.fill(2, 2)
     if list_is == "missing":
-        segment_of(cache).with_suffix(".list").unlink()
+        cache.segment.with_suffix(".list").unlink()
     else:
         spoil_shared(cache, 0)
         spoil_shared(cache, 1)
-    with cache.open() as (index, tier):
-        for _, ino in index.segment_records(tier.id, SEGMENT):
-            index.drop_replica(ino)
-        index.segment_gone(tier.id, SEGMENT)
-    assert fsck().report["findings"] == fsck("--checksum").report["findings"] == {"orphan": 1}
-    assert segment_of(cache).exists()
-    assert fsck("--repair").code == 0
-    assert list(segment_of(cache).parent.iterdir()) == []
-    assert fsck("--checksum").report["findings"] == {}
-    assert_exact(cache)
+    cache.forget_segment()
+    for options in ((), ("--checksum",)):
+        assert fsck(*options, code=1)["findings"] == {"orphan": 1}
+    assert cache.segment.exists()
+    fsck("--repair")
+    assert list(cache.segment.parent.iterdir()) == []
+    assert_well(cache, fsck)
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_an_orphan_that_was_not_synced_must_prove_itself(
     cache: Cache, fsck: Fsck, spoilt: bool
 ) -> None:
-    cache.fill(1)
-    orphan_not_synced(cache)
+    cache.fill(3)
+    do_damage(cache, "an orphan that was not synced")
     (path,) = [path for path in cache.files() if path.name.startswith("6f6f")]
     if spoilt:
         spoil(path, 0)
-    assert fsck().report["findings"] == {"orphan": 1}
-    done = fsck("--repair")
-    assert (done.code, done.report["findings"]) == (0, {"corrupt" if spoilt else "orphan": 1})
+    assert fsck(code=1)["findings"] == {"orphan": 1}
+    assert fsck("--repair")["findings"] == {"corrupt" if spoilt else "orphan": 1}
     found = [record.durable for _, record in cache.resident() if record.state is ReplicaState.FOUND]
     assert (path.exists(), found) == ((False, []) if spoilt else (True, [True]))
     assert {path.stat().st_mode & 0o777 for path in cache.files()} == {0o400}
@@ -575,115 +470,81 @@ def test_an_orphan_that_was_not_synced_must_prove_itself(
 
 
 def test_what_is_only_noted(cache: Cache, fsck: Fsck) -> None:
+    """The map of a part survives that."""
     cache.fill(3)
     cache.files()[0].chmod(0o600)
     (_, (ino, record), _) = cache.resident()
+    part, recorded = partial(cache)
     with cache.open() as (index, _tier):
         index.put_replica(ino, record._replace(allocated_bytes=1 << 20))
+        index.put_replica(part, recorded._replace(allocated_bytes=1))
     noted = fsck()
-    assert (noted.code, noted.report["clean"]) == (0, True)
-    assert noted.report["findings"] == {"not_synced": 1, "wrong_blocks": 1}
-    assert fsck("--repair").report["repaired"] == 2
-    assert fsck().report["findings"] == {}
-    assert_exact(cache)
-
-
-def test_the_map_of_a_part_survives_a_repair(cache: Cache, fsck: Fsck) -> None:
-    cache.fill(1)
-    ino, record = partial(cache)
+    assert (noted["clean"], noted["findings"]) == (True, {"not_synced": 1, "wrong_blocks": 2})
+    assert fsck("--repair")["repaired"] == 3
     with cache.open() as (index, _tier):
-        index.put_replica(ino, record._replace(allocated_bytes=1))
-    assert fsck("--repair").report["findings"] == {"wrong_blocks": 1}
-    with cache.open() as (index, _tier):
-        assert index.replica(ino) == record
-    assert fsck("--checksum").report["findings"] == {}
+        assert index.replica(part) == recorded
+    assert_well(cache, fsck)
 
 
 def test_after_a_reboot(cache: Cache, fsck: Fsck) -> None:
     """What was never synced may have its size and not its data; what was marked as synced, though
     its record does not say so, is as good as any. Nothing tells that of what shares a file."""
-    cache.fill(4, synced=False, boot=b"an earlier boot")
-    fill_segment(cache, 3, synced=False, boot=b"an earlier boot")
+    cache.fill(4, 3, synced=False, boot=b"an earlier boot")
     good, bad, synced, _ = cache.files()
     spoil(bad)
     synced.chmod(0o400)
-    done = fsck("--repair")
-    assert done.code == 0
-    assert done.report["findings"] == {"lost_in_reboot": 7, "orphan": 3, "corrupt": 1}
+    found = {"lost_in_reboot": 7, "orphan": 3, "corrupt": 1}
+    assert fsck("--repair")["findings"] == found
     assert (good.exists(), bad.exists(), synced.exists()) == (True, False, True)
     assert [record.state for _, record in cache.resident()] == [ReplicaState.FOUND] * 3
-    assert (offsets(cache), marked(cache)) == ([], {SEGMENT: True})
-    assert fsck("--checksum").report["findings"] == {}
-    assert_exact(cache)
-
-
-def scribble(cache: Cache) -> None:
-    data = cache.state / "index" / "data.mdb"
-    with open(data, "r+b") as file:
-        for page in range(2, data.stat().st_size // 4096, 2):
-            file.seek(page * 4096)
-            file.write(b"\xa5" * 4096)
-
-
-def cut(cache: Cache) -> None:
-    os.truncate(cache.state / "index" / "data.mdb", 3 * 4096)
-
-
-def remove(cache: Cache) -> None:
-    shutil.rmtree(cache.state / "index")
-
-
-def replace(cache: Cache) -> None:
-    """By that of another source."""
-    Index.open(str(cache.path), source_id="another").close()
-    shutil.rmtree(cache.state / "index")
-    (cache.path / "index").rename(cache.state / "index")
+    assert (cache.offsets(), cache.marked()) == ([], {SEGMENT: True})
+    assert_well(cache, fsck)
 
 
 @pytest.mark.parametrize(
     ("damage", "found"),
-    [(scribble, "damaged"), (cut, "damaged"), (remove, "missing"), (replace, "foreign")],
+    [("scribble", "damaged"), ("cut", "damaged"), ("remove", "missing"), ("replace", "foreign")],
 )
-def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: Damage, found: str) -> None:
+def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: str, found: str) -> None:
     cache.fill(20)
-    damage(cache)
+    directory, there = cache.state / "index", found != "missing"
+    if damage == "scribble":
+        with open(directory / "data.mdb", "r+b") as file:
+            for at in range(2 * 4096, os.fstat(file.fileno()).st_size, 2 * 4096):
+                file.seek(at)
+                file.write(b"\xa5" * 4096)
+    elif damage == "cut":
+        os.truncate(directory / "data.mdb", 3 * 4096)
+    else:
+        shutil.rmtree(directory)
+        if damage == "replace":
+            Index.open(str(cache.state), source_id="another").close()
     before = cache.everything()
-    looked = fsck()
-    assert (looked.code, looked.report["index"]) == (1, found)
-    assert looked.report["findings"] == {f"index_{found}": 1}
-    assert looked.report["tiers"][0]["files"] == 20
-    assert (cache.state / "index").exists() is (found != "missing")
+    looked = fsck(code=1)
+    assert (looked["index"], looked["findings"]) == (found, {f"index_{found}": 1})
+    assert looked["tiers"][0]["files"] == 20
+    assert directory.exists() is there
     repaired = fsck("--repair")
-    assert (repaired.code, repaired.report["index"]) == (0, found)
-    assert repaired.report["findings"] == {f"index_{found}": 1, "orphan": 20}
-    assert (cache.state / "index.bad-1").is_dir() is (found != "missing")
+    assert (repaired["index"], repaired["findings"]) == (found, {f"index_{found}": 1, "orphan": 20})
+    assert (cache.state / "index.bad-1").is_dir() is there
     assert cache.everything() == before
-    assert_claimed_by_name(cache, 20)
-    again = fsck("--repair")
-    assert (again.code, again.report["index"]) == (0, "clean")
-    assert again.report["findings"] == ({} if found == "missing" else {"index_set_aside": 1})
-    assert not (cache.state / "index.bad-1").exists()
-    assert_exact(cache)
-
-
-def assert_claimed_by_name(cache: Cache, count: int) -> None:
-    """The next mount gets its replicas back, without the source."""
+    # The next mount gets its replicas back, without the source.
     with cache.open() as (index, _tier):
-        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
-        for number in range(count):
+        index.record_root(source_stat(2, DIRECTORY), NOW)
+        for number in range(20):
             node = record_found(
                 index, ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW
             )
             claimed = index.claim(node.ino, node.stat.version.replica_name, SIZE)
             assert claimed is not None
             assert claimed.durable
-
-
-def test_a_suspect_index_is_cleared_of_suspicion(cache: Cache, fsck: Fsck) -> None:
-    cache.fill(2)
-    (cache.state / "suspect").touch()
-    assert fsck().code == 0
-    assert not (cache.state / "suspect").exists()
+    again = fsck("--repair")
+    assert (again["index"], again["findings"]) == (
+        "clean",
+        {"index_set_aside": 1} if there else {},
+    )
+    assert not (cache.state / "index.bad-1").exists()
+    assert_exact(cache)
 
 
 def test_what_is_not_ours_is_left_alone(cache: Cache, fsck: Fsck) -> None:
@@ -705,9 +566,8 @@ def test_what_is_not_ours_is_left_alone(cache: Cache, fsck: Fsck) -> None:
     (cache.state / "index.bad-2").mkdir()
     (cache.state / "index.bad-2" / "mine").write_text("by hand")
     before = sorted(map(str, cache.path.rglob("*")))
-    done = fsck("--repair")
-    assert (done.code, done.report["findings"]) == (0, {"index_set_aside": 2})
-    assert done.report["repaired"] == 0
+    report = fsck("--repair")
+    assert (report["findings"], report["repaired"]) == ({"index_set_aside": 2}, 0)
     assert sorted(map(str, cache.path.rglob("*"))) == before
     assert (outside / "data.mdb").read_text() == "somebody's"
 
@@ -720,23 +580,19 @@ def test_a_tier_that_is_not_there(cache: Cache, fsck: Fsck, link: bool) -> None:
     if link:
         cache.dataset.symlink_to(cache.path / "elsewhere")
     for options in ((), ("--repair",)):
-        done = fsck(*options)
-        assert (done.code, done.report["findings"]) == (1, {"tier_gone": 1})
-        (tier,) = done.report["tiers"]
+        report = fsck(*options, code=1)
+        assert report["findings"] == {"tier_gone": 1}
+        (tier,) = report["tiers"]
         assert (tier["present"], tier["files"]) == (False, 3)
     if link:
         cache.dataset.unlink()
     (cache.path / "elsewhere").rename(cache.dataset)
-    assert fsck("--checksum").report["findings"] == {}
-
-
-def test_a_tier_that_was_never_used_is_not_missed(cache: Cache, fsck: Fsck) -> None:
-    cache.fill(1)
+    # One that was never used is not missed.
     with cache.open() as (index, _tier):
         index.tier_number("/no/such/tier")
-    done = fsck("--repair")
-    assert (done.code, done.report["findings"]) == (0, {})
-    assert [tier["present"] for tier in done.report["tiers"]] == [True, False]
+    report = fsck("--checksum")
+    assert report["findings"] == {}
+    assert [tier["present"] for tier in report["tiers"]] == [True, False]
 
 
 @pytest.mark.smoke
@@ -786,64 +642,40 @@ def test_what_is_refused(cache: Cache, capfd: pytest.CaptureFixture[str]) -> Non
     for text in ("", "junk", '{"pid": 1, "mountpoint": "", "source": "", "tiers": 3}'):
         (cache.state / "lock").write_text(text)
         refused("does not say", "mount it once")
-
-
-def test_who_comes_while_it_is_checked_is_told(cache: Cache) -> None:
     with cache.locked() as lock:
         write_holder(lock, Holder(77, "/mnt", "/src", DATASET, (), checking=True))
         with pytest.raises(InUse, match=r"monarchfs fsck \(process 77\)"), cache.locked():
             pass
 
 
-@pytest.fixture
-def open_cache() -> Iterator[Cache]:
-    """Below a directory that everybody may enter."""
-    interpreter_for(NOBODY)
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    path.chmod(0o755)
-    made = Cache(path)
-    made.make()
-    made.fill(3)
-    yield made
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def users_cache(open_cache: Cache) -> Cache:
-    owner = pwd.getpwnam(NOBODY)
-    for top in (open_cache.state, open_cache.dataset):
-        for entry in (top, *top.rglob("*")):
-            os.chown(entry, owner.pw_uid, owner.pw_gid)
-    return open_cache
-
-
 @requires_root
-def test_root_checks_as_the_owner(users_cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
-    private = users_cache.path / "private"
+def test_whose_cache_it_is(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A user cannot check another's, and root checks as the owner."""
+    interpreter_for(NOBODY)
+    place.chmod(0o755)
+    cache = Cache(place)
+    cache.fill(3)
+    cache.state.chmod(0o755)
+    assert_one_line(run("fsck", str(cache.state), user=NOBODY), 1, "belongs to")
+    nobody = pwd.getpwnam(NOBODY).pw_uid
+    cache.state.chmod(0o700)
+    for top in (cache.state, cache.dataset):
+        for entry in (top, *top.rglob("*")):
+            shutil.chown(entry, NOBODY, pwd.getpwnam(NOBODY).pw_gid)
+    private = place / "private"
     private.write_text("of root")
     private.chmod(0o600)
-    victim = users_cache.files()[0]
+    victim = cache.files()[0]
     kept = victim.read_bytes()
     victim.unlink()
     os.link(private, victim)  # as its user could, of a file of theirs
-    assert main(["fsck", str(users_cache.state), "--repair", "--json"]) == 0
-    report = json.loads(capfd.readouterr().out)
-    assert report["findings"] == {"missing": 1}
+    assert main(["fsck", str(cache.state), "--repair", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["findings"] == {"missing": 1}
     assert private.read_text() == "of root"
-    assert kept not in users_cache.everything().values()
-    nobody = pwd.getpwnam(NOBODY).pw_uid
-    for directory in (users_cache.state, users_cache.dataset):
-        owners = {p.lstat().st_uid for p in directory.rglob("*") if p != victim}
-        assert owners == {nobody}
-    assert main(["fsck", str(users_cache.state), "--checksum"]) == 0
-
-
-@requires_root
-def test_a_user_cannot_check_anothers(open_cache: Cache) -> None:
-    open_cache.state.chmod(0o755)
-    done = run("fsck", str(open_cache.state), user=NOBODY)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "belongs to" in done.stderr
+    assert kept not in cache.everything().values()
+    for top in (cache.state, cache.dataset):
+        assert {p.lstat().st_uid for p in top.rglob("*") if p != victim} == {nobody}
+    assert main(["fsck", str(cache.state), "--checksum"]) == 0
 
 
 def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
@@ -868,11 +700,8 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
     assert (process.returncode, complaint) == (-signal.SIGINT, b"monarchfs: interrupted\n")
     with cache.locked() as held:
         assert read_holder(held) == cache.holder
-    left = fsck("--repair")
-    assert left.code == 0
-    assert left.report["findings"]["missing"] < 300
-    assert fsck().report["findings"] == {}
-    assert_exact(cache)
+    assert fsck("--repair")["findings"]["missing"] < 300
+    assert_well(cache, fsck)
 
 
 def test_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(cache: Cache) -> None:
