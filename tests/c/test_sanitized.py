@@ -107,8 +107,8 @@ def test_the_table_of_resident_files(run: Run, tier: Path) -> None:
 def test_records_that_are_written_over(run: Run, tier: Path, sanitized: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
     parts = ("fuse/_reply", "fuse/_record", *MEMORY)
-    flags = (sanitized, "-Dsplice=splice_at_once")
-    run("records", tier, REQUESTS // 10, parts=parts, flags=flags)
+    flags = (sanitized, "-Wl,--wrap=splice")
+    run("records", tier, REQUESTS // 20, parts=parts, flags=flags)
 
 
 @BOTH
@@ -138,11 +138,12 @@ def test_events_of_a_recording(run: Run, sanitized: str) -> None:
     run("record", REQUESTS, parts=("fuse/_record", "fuse/_counts"), flags=(sanitized,))
 
 
-@BOTH
-@pytest.mark.parametrize("size", [1 << 16, 8 << 20], ids=["little room", "more room"])
-def test_names_while_they_change(run: Run, size: int, sanitized: str) -> None:
+@pytest.mark.parametrize(
+    ("sanitizer", "room"), [("thread", 1 << 16), ("address,undefined", 8 << 20)]
+)
+def test_names_while_they_change(run: Run, sanitizer: str, room: int) -> None:
     """No look-up shows what had been forgotten before."""
-    flags = (sanitized, f"-DNAMES_BYTES={size}", "-Wl,--wrap=madvise")
+    flags = (f"-fsanitize={sanitizer}", f"-DNAMES_BYTES={room}", "-Wl,--wrap=madvise")
     run("names", 10 * REQUESTS, parts=("engine/_names",), flags=flags)
 
 
@@ -156,13 +157,13 @@ def test_units_while_their_files_change(run: Run, tier: Path, sanitized: str) ->
 @BOTH
 def test_files_that_are_wanted_of_peers(run: Run, sanitized: str) -> None:
     """Threads that want files of one peer ask together, and each hears of its own."""
-    run("wants", REQUESTS // 10, parts=("peers/_want", "peers/_places"), flags=(sanitized,))
+    run("wants", REQUESTS // 20, parts=("peers/_want", "peers/_places"), flags=(sanitized,))
 
 
 @BOTH
 def test_an_open_that_is_handed_out_again_meanwhile(run: Run, tier: Path, sanitized: str) -> None:
     """The kernel refuses the one of two answers, and has the handle from the other."""
-    run("opens", tier, flags=(sanitized, "-Dwritev=take_answer"))
+    run("opens", tier, flags=(sanitized, "-Wl,--wrap=writev"))
 
 
 @pytest.mark.parametrize("memory", ["table", "journal"])
