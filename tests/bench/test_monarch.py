@@ -29,6 +29,7 @@ from bench.monarch_runs import Measured, Run
 from bench.pfs import INSTANT, Counts, ParallelFileSystem
 from bench.report import Result, Row
 from tests.support.mounting import requires_fuse, requires_root
+from tests.support.programs import execute
 
 # Reads a file to its end for each line it gets.
 READER = "import sys\nfor _ in sys.stdin: open(sys.argv[1], 'rb').read(); print('read', flush=True)"
@@ -60,7 +61,7 @@ def test_a_group_keeps_few_pages() -> None:
     except Unusable as error:
         pytest.skip(str(error))
     left = [path for path in (limit.path, point, point.with_suffix(".disk")) if path.exists()]
-    used = subprocess.run(["losetup", "--all"], capture_output=True, text=True, check=True).stdout
+    used = execute(["losetup", "--all"], check=True).stdout
     assert (left, point.stem in used) == ([], False)
 
 

@@ -45,6 +45,7 @@ from tests.support.mounting import (
     requires_root,
     wait_for,
 )
+from tests.support.programs import execute
 
 pytestmark = [
     requires_fuse,
@@ -78,14 +79,7 @@ print(json.dumps(found))
 
 def python(script: str, *arguments: object, user: str | None = None) -> Any:
     """What a script prints as JSON. In a process of its own: what reads a mount can hang."""
-    done = subprocess.run(
-        as_user(user, [sys.executable, "-c", script, *map(str, arguments)]),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-        cwd="/",
-    )
+    done = execute(as_user(user, [sys.executable, "-c", script, *map(str, arguments)]), cwd="/")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout or "null")
 
@@ -453,11 +447,8 @@ def test_others_take_the_share_that_was_drawn(mounted: Mounter) -> None:
 
 def test_the_noise_is_the_same_here_as_there() -> None:
     profile, seed = replace(PROFILES["crowded"], noise_period=0.25), 2**64 - 1
-    done = subprocess.run(
+    done = execute(
         [build(), "weather", str(seed), str(profile.noise), str(profile.noise_period), "100"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
         check=True,
     )
     there = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]

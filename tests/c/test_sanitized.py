@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
+from tests.support.programs import execute
 from tests.support.surroundings import REPOSITORY
 
 PRODUCT = REPOSITORY / "monarchfs"
@@ -36,9 +37,7 @@ Run = Callable[..., None]
 
 
 def compile_with(*words: str) -> None:
-    done = subprocess.run(
-        [COMPILER, "-std=gnu11", "-g", "-O1", *words], capture_output=True, text=True, timeout=100
-    )
+    done = execute([COMPILER, "-std=gnu11", "-g", "-O1", *words])
     if done.returncode != 0 and "cannot find" in done.stderr:
         pytest.skip("needs this compiler's sanitizers: apt-get install gcc")
     assert done.returncode == 0, done.stderr
@@ -73,7 +72,7 @@ def run(build: Callable[..., Path]) -> Run:
         name: str, *arguments: object, parts: tuple[str, ...] = PARTS, flags: tuple[str, ...] = ()
     ) -> None:
         words = [str(build(name, parts, flags)), *map(str, arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        done = execute(words)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "done\n"
         assert "Sanitizer" not in done.stderr, done.stderr
@@ -190,10 +189,7 @@ def test_it_builds_with_the_headers_of_older_systems(tmp_path: Path) -> None:
     (tmp_path / "linux" / "openat2.h").write_text("#error there is none\n")
     (tmp_path / "calls.h").write_text("#include <sys/syscall.h>\n#undef SYS_openat2\n")
     words = subprocess.check_output(["pkg-config", "--cflags", "fuse3"], text=True).split()
-    built = subprocess.run(
-        [COMPILER, "-std=gnu11", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64", "-fsyntax-only",
-         f"-I{tmp_path}", *words, f"-I{sysconfig.get_paths()['include']}",
-         "-include", str(tmp_path / "calls.h"), *map(str, PRODUCT.rglob("*.c"))],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    flags = ["-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64", f"-I{tmp_path}", *words]
+    flags += [f"-I{sysconfig.get_paths()['include']}", "-include", str(tmp_path / "calls.h")]
+    built = execute([COMPILER, "-std=gnu11", "-fsyntax-only", *flags, *PRODUCT.rglob("*.c")])
     assert (built.returncode, built.stderr) == (0, "")

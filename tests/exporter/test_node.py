@@ -35,6 +35,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.programs import execute
 from tests.support.scraping import (
     FILES,
     Scrape,
@@ -260,14 +261,7 @@ def test_the_capabilities_of_its_unit_are_enough(work: Bench) -> None:
     mount = mounted(work, "one", "--user", "nobody")
     mount.user = "nobody"
     restricted = ["setpriv", "--no-new-privs", "--bounding-set", kept]
-    done = subprocess.run(
-        [*restricted, *MONARCHFS, "exporter", "--once"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-        cwd="/",
-    )
+    done = execute([*restricted, *MONARCHFS, "exporter", "--once"], cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
     assert up(parse(done.stdout), mount) == 1
 

@@ -22,7 +22,6 @@ from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
 from tests.exporter.nodes import exporter
 from tests.support.mounting import (
     REPOSITORY,
-    WAIT_SECONDS,
     Bench,
     free_port,
     requires_fuse,
@@ -30,6 +29,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.programs import execute
 from tests.support.prometheus import (
     NO_PROMETHEUS,
     PROMETHEUS,
@@ -55,14 +55,7 @@ JOB = "4711"
 )
 def test_promtool_has_no_complaints_and_the_rules_do_what_they_say(arguments: str) -> None:
     assert PROMTOOL is not None
-    done = subprocess.run(
-        [PROMTOOL, *arguments.split()],
-        cwd=SHIPPED,
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
+    done = execute([PROMTOOL, *arguments.split()], cwd=SHIPPED)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "SUCCESS" in done.stdout
 

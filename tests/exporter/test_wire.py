@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from monarchfs.metrics import names
 from monarchfs.metrics.names import FAMILIES, MetricType
 from monarchfs.text.escaping import printable
 from tests.support.golden import Golden
+from tests.support.programs import execute
 from tests.support.prometheus import PROMTOOL
 from tests.support.scraping import parse
 
@@ -170,7 +170,7 @@ def test_the_page(golden: Golden) -> None:
         assert {"user", "source", "mount"} <= now.labels[family.name]
     if PROMTOOL is not None:
         check = [PROMTOOL, "check", "metrics"]
-        done = subprocess.run(check, input=text, capture_output=True, text=True, check=False)
+        done = execute(check, input=text)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from monarchfs.control.client import request
 from monarchfs.control.registration import find_mounts
 from tests.fuzz.calls import LONG, ODD, Call
+from tests.support.programs import execute
 
 AT_RECURSIVE, RDONLY, MOUNT_SETATTR = 0x8000, 1, 442
 MIB = 1 << 20
@@ -184,7 +185,7 @@ class Place:
     def ask(self, *words: str, must: bool = True) -> None:
         """A command of monarchfs."""
         command = [sys.executable, "-m", "monarchfs.cli.main", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = execute(command)
         assert not must or done.returncode == 0, (words, done.stderr, self.log())
 
     def log(self) -> str:

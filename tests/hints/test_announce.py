@@ -7,7 +7,6 @@ import itertools
 import logging
 import pickle
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from monarchfs.hints import client
 from monarchfs.hints import order as order_module
 from monarchfs.hints.client import JobMount
 from monarchfs.types import OperationError
+from tests.support.programs import execute
 
 
 def await_threads() -> None:
@@ -179,7 +179,7 @@ def test_hints_need_none_of_the_daemons_libraries() -> None:
         "names = {name.split('.')[0] for name in set(sys.modules) - before};"
         "print(sorted(names - {'monarchfs', *sys.stdlib_module_names}))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = execute([sys.executable, "-c", code], check=True)
     assert found.stdout.strip() == "[]"
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support import on_disk
 from tests.support.mounting import as_user, fuse_mounts, processes_about, run, wait_for
+from tests.support.programs import execute
 
 USER = "nobody"
 
@@ -197,7 +198,7 @@ class Cache:
     def read(self) -> None:
         """Everything, as the user, compared with the source."""
         words = as_user(USER, ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"])
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        done = execute(words)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def works_or_refuses(self) -> bool:

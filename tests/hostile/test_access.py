@@ -18,6 +18,7 @@ import pytest
 from tests.support import trees
 from tests.support.fake_mounts import device_mode, interpreter_for
 from tests.support.mounting import MONARCHFS, Bench, Mount, fuse_mounts, requires_mounts, wait_for
+from tests.support.programs import execute
 
 pytestmark = requires_mounts
 
@@ -66,13 +67,7 @@ PEOPLE = {
 
 def look(who: list[str], root: Path, names: list[str]) -> dict[str, Any]:
     python = interpreter_for("nobody")
-    done = subprocess.run(
-        [*who, python, "-I", "-c", LOOK, str(root), json.dumps(names)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    done = execute([*who, python, "-I", "-c", LOOK, str(root), json.dumps(names)], check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -140,13 +135,9 @@ def mounted_by(work: Bench, source: Path, who: list[str]) -> Mount:
     uid = next(int(w.partition("=")[2]) for w in who if w.startswith("--reuid="))
     os.chown(point, uid, -1)
     storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
-    done = subprocess.run(
+    done = execute(
         [*who, *MONARCHFS, "mount", str(source), str(point), *storage, "--prefetch", "all"],
-        capture_output=True,
-        text=True,
-        timeout=60,
         cwd="/",
-        check=False,
         env={"PATH": os.environ["PATH"]},
     )
     assert done.returncode == 0, done.stderr
@@ -205,9 +196,7 @@ def assert_denied(mount: Mount, other: list[str]) -> None:
         ([], f'ls "{mount.path}"'),
     ]
     for who, script in scripts:
-        done = subprocess.run(
-            [*who, "sh", "-c", script], capture_output=True, text=True, timeout=20, check=False
-        )
+        done = execute([*who, "sh", "-c", script], timeout=20)
         assert done.returncode != 0, (who, script, done.stdout)
     for directory in (mount.path.parent / "state", *copies.iterdir()):
         st = directory.stat()
@@ -242,13 +231,7 @@ def squashed(work: Bench) -> Iterator[tuple[Bench, Path]]:
 
 
 def diff(real: Path, path: Path) -> None:
-    done = subprocess.run(
-        [*person(NOBODY), "diff", "-r", str(real), str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = execute([*person(NOBODY), "diff", "-r", str(real), str(path)])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -275,13 +258,7 @@ def test_root_does_not_mount_for_itself_what_it_may_not_enter(
     work, source = squashed
     (work.path / "mnt").mkdir()
     storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
-    done = subprocess.run(
-        [*MONARCHFS, "mount", str(source), f"{work.path}/mnt", *storage],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = execute([*MONARCHFS, "mount", str(source), f"{work.path}/mnt", *storage])
     assert done.returncode == 1
     assert "cannot be read by root" in done.stderr
     assert done.stderr.count("\n") == 1

@@ -40,6 +40,7 @@ from tests.support.jobs import (
     source_until_copied,
 )
 from tests.support.mounting import MONARCHFS
+from tests.support.programs import execute
 
 SOURCE, TIER, MEMORY = AnsweredBy.SOURCE, AnsweredBy.TIER, AnsweredBy.MEMORY
 
@@ -403,9 +404,7 @@ def test_a_hot_file_makes_no_epoch_and_is_named(tmp_path: Path) -> None:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MONARCHFS, "analyze", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    return execute([*MONARCHFS, "analyze", *map(str, arguments)])
 
 
 def test_the_command(tmp_path: Path) -> None:

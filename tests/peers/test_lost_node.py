@@ -26,6 +26,7 @@ from tests.peers.nodes import (
 )
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
+from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
 pytestmark = [
@@ -82,7 +83,7 @@ class Network:
 
     def _ip(self, pid: int, words: str) -> None:
         command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words.split()]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        execute(command, check=True)
 
 
 class Lost:
@@ -91,7 +92,7 @@ class Lost:
     def __init__(self, mount: Mount, network: Network, tier: Path) -> None:
         self.network = network
         self.tier = tier
-        self.supervisor, self.worker, self.nginx = processes_of(mount)
+        self.supervisor, _, self.nginx = processes_of(mount)
         self.all: list[int] = []
 
     def signal(self, number: int, *left: int) -> None:
@@ -109,11 +110,6 @@ class Lost:
         self.all = [self.supervisor, *map(int, children.read_text().split())]
         return self.all
 
-    def vanish(self) -> None:
-        """Without a RST."""
-        self.network.cut(2)
-        self.signal(signal.SIGKILL)
-
     def fill_disk(self) -> None:
         """Nothing more can be stored there."""
         full = ["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]
@@ -124,22 +120,18 @@ class Lost:
 
 
 LOSSES: dict[str, Callable[[Lost], None]] = {
-    "nothing is lost": lambda lost: None,
     "all is killed": lambda lost: lost.signal(signal.SIGKILL),
     "nginx is left": lambda lost: lost.signal(signal.SIGKILL, lost.nginx),
     "nginx is left and asks": Lost.kill_who_answers,
-    "the worker is left": lambda lost: lost.signal(signal.SIGKILL, lost.worker),
     "all is stopped": lambda lost: lost.signal(signal.SIGSTOP),
-    "nginx is stopped": lambda lost: os.kill(lost.nginx, signal.SIGSTOP),
     "the link is cut": lambda lost: lost.network.cut(2),
-    "the host is gone": Lost.vanish,
     "the disk is full": Lost.fill_disk,
 }
 
 
 @pytest.fixture
 def source(work: Bench) -> Path:
-    return write_source(work.path / "source", [110_000] * FILES + [70 << 20])
+    return write_source(work.path / "source", [110_000] * FILES + [66 << 20])
 
 
 @contextmanager

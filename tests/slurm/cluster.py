@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
@@ -143,15 +144,12 @@ class Cluster:
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a command on a node (or ``ctl``)."""
-        return subprocess.run(
+        return execute(
             self.machines[node].command(*words, user=user),
             input=stdin if stdin is not None else "",
-            capture_output=True,
-            text=True,
             timeout=timeout,
             env={**self.environment, **(environment or {})},
             cwd="/",
-            check=False,
         )
 
     # Jobs
@@ -382,5 +380,5 @@ class Cluster:
 
 def _ip(pid: int, *words: str) -> None:
     command: Sequence[str] = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = execute(command)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"

@@ -11,6 +11,7 @@ import pytest
 
 from monarchfs.slurm.site import MOST_DEADLINE
 from tests.support.mounting import REPOSITORY
+from tests.support.programs import execute
 
 SCRIPTS = "usr/local/lib/monarchfs/slurm"
 HEADER = Path("/usr/include/slurm/spank.h")
@@ -20,14 +21,9 @@ HEADER = Path("/usr/include/slurm/spank.h")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("root")
     words = [f"DESTDIR={root}", f"INSTALLED={root}/opt/bin", "PLUGINDIR=/plugins"]
-    done = subprocess.run(
-        # Nothing is written to the clone, which may be another user's.
+    done = execute(
         ["make", "-s", "install-system", *words, f"BUILD={root}/build", f"PAGES={root}/man"],
         cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert ("no Slurm headers" in done.stdout) is not HEADER.exists()
@@ -61,11 +57,9 @@ def test_the_task_prolog_prints_what_the_prolog_wrote(installed: Path, tmp_path:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "12").write_text("export A=b\n")
     for job, said in (("12", "export A=b\n"), ("13", ""), ("../env/12", ""), ("", "")):
-        done = subprocess.run(
+        done = execute(
             [str(installed / SCRIPTS / "task_prolog")],
             env={"SLURM_JOB_ID": job, "MONARCHFS_RUN": str(tmp_path)},
-            capture_output=True,
-            text=True,
             check=True,
         )
         assert done.stdout == said

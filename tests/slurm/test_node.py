@@ -42,6 +42,7 @@ from tests.support.mounting import (
     wait_for,
 )
 from tests.support.processes import priorities
+from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
@@ -98,14 +99,7 @@ class Node:
 
     def job(self, what: str, job: int, comment: str = "") -> str:
         """Runs a prolog or epilog to its end, which has to be a good one; what it said."""
-        done = subprocess.run(
-            self.command(what, job, comment),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=self.path,
-        )
+        done = execute(self.command(what, job, comment), cwd=self.path)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         return done.stderr
 
@@ -129,12 +123,8 @@ class Node:
     def environment(self, job: int) -> dict[str, str]:
         """What the task prolog would export."""
         names = {"SLURM_JOB_ID": str(job), "MONARCHFS_RUN": f"{self.path}/run"}
-        done = subprocess.run(
-            [str(SCRIPTS / "task_prolog")],
-            env={**names, "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            check=True,
+        done = execute(
+            [str(SCRIPTS / "task_prolog")], env={**names, "PATH": "/usr/bin:/bin"}, check=True
         )
         assert done.stderr == ""
         lines = [line.removeprefix("export ") for line in done.stdout.splitlines()]
@@ -277,7 +267,7 @@ def test_a_recorder_that_fails_delays_no_epilog(node: Node, number: signal.Signa
     node.begin(1, f"monarchfs={node.dataset()}")
     wait_for(lambda: recorded_bytes(node), "the recorder")
     pattern = f"record {node.path}/run/.*/rec"
-    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=True)
+    found = execute(["pgrep", "-f", pattern], check=True)
     (pid,) = map(int, found.stdout.split())
     assert os.stat(f"/proc/{pid}").st_uid == NOBODY.pw_uid
     os.kill(pid, number)

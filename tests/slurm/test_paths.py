@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from monarchfs.types import OperationError
 from tests.slurm.test_node import Node, node
 from tests.support.flipping import Bait
 from tests.support.mounting import as_user, requires_fuse, requires_root, run
+from tests.support.programs import execute
 
 __all__ = ["node"]
 
@@ -47,9 +47,7 @@ def bait(node: Node) -> Bait:
 
 
 def what_is_mounted(point: str) -> str:
-    done = subprocess.run(
-        as_user(USER.name, ["cat", f"{point}/which"]), capture_output=True, text=True, check=True
-    )
+    done = execute(as_user(USER.name, ["cat", f"{point}/which"]), check=True)
     return done.stdout
 
 

@@ -32,6 +32,7 @@ from tests.support.mounting import (
     report_on,
     wait_for,
 )
+from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))
@@ -78,15 +79,12 @@ class Area:
     def run(
         self, *arguments: str, mode: str = "serve", timeout: float = 90
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return execute(
             self.command(*arguments, mode=mode),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
             timeout=timeout,
             cwd=self.path,
             env=self.environment,
-            check=False,
         )
 
     def mount(self, *options: str, mode: str = "serve") -> None:

@@ -27,6 +27,7 @@ from monarchfs.cli.status import NOT_WELL, report_of
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.supervisor.recover import find_one
 from tests.support import surroundings
+from tests.support.programs import execute
 from tests.support.timing import WAIT_SECONDS as WAIT_SECONDS
 from tests.support.timing import Stopwatch
 from tests.support.timing import wait_for as wait_for
@@ -172,15 +173,12 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """One monarchfs command; skips the test where a user whom it names may not enter the clone."""
     surroundings.skip_unless_named(arguments)
-    return subprocess.run(
+    return execute(
         as_user(user, [*MONARCHFS, *arguments]),
         input=stdin,
-        capture_output=True,
-        text=True,
         timeout=timeout,
         cwd="/",
         env=ENVIRONMENT,
-        check=False,
     )
 
 

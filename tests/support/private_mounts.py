@@ -18,6 +18,7 @@ import pytest
 from tests.support import mounting
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import ENVIRONMENT, Bench, fuse_mounts, processes_about, wait_for
+from tests.support.programs import execute
 
 NOBODY = pwd.getpwnam("nobody")
 GROUP = 4
@@ -143,9 +144,7 @@ def make_place(work: Bench, *, user: bool) -> Place:
 def _skip_without_user_namespaces(place: Place) -> None:
     # Both are refused in a chroot, say, or where /tmp is mounted nodev.
     probe = ["unshare", "--user", "sh", "-c", "exec 3<>/dev/fuse"]
-    done = subprocess.run(
-        [*place.wrapper(), *probe], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = execute([*place.wrapper(), *probe])
     if done.returncode != 0:
         pytest.skip("needs user namespaces of ordinary users, and TMPDIR without nodev: no chroot")
 

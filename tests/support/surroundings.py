@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import execute
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _TRIAL_MOUNT = """
@@ -58,19 +60,16 @@ def _last(tried: subprocess.CompletedProcess[str]) -> str:
 
 def _trial_as_root() -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-I", "-c", _TRIAL_MOUNT]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
+    return execute(words)
 
 
 def _trial_as_user() -> subprocess.CompletedProcess[str]:
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryDirectory(prefix="monarchfs-test-") as point:
-        tried = subprocess.run(
+        tried = execute(
             ["fusermount3", "-o", "ro", "--", point],
             env={**os.environ, "LC_ALL": "C", "_FUSE_COMMFD": str(theirs.fileno())},
             pass_fds=[theirs.fileno()],
-            capture_output=True,
-            text=True,
-            check=False,
         )
         if tried.returncode == 0:
             subprocess.run(["fusermount3", "-u", "-z", "--", point], check=True)
@@ -81,7 +80,7 @@ def _trial_as_user() -> subprocess.CompletedProcess[str]:
 def no_namespaces() -> str:
     """Why root can have no mount namespace here that leaves the mounts of others alone."""
     words = ["unshare", "--mount", "--propagation", "private", "true"]
-    tried = subprocess.run(words, capture_output=True, text=True, check=False)
+    tried = execute(words)
     if tried.returncode == 0:
         return ""
     if os.geteuid() == 0 and "propagation" in tried.stderr:
@@ -129,7 +128,7 @@ def cannot_be(user: str) -> str:
     # By way of a shell, because setpriv looks programs up with root's capabilities.
     shell = ["setpriv", *identity, "/bin/sh", "-c", 'exec "$0" "$@"']
     for words in ([*shell, "true"], [*shell, sys.executable, "-c", "import monarchfs"]):
-        tried = subprocess.run(words, capture_output=True, text=True, cwd="/", check=False)
+        tried = execute(words, cwd="/")
         if tried.returncode != 0:
             closed = _closed_to(entry, Path(sys.prefix), REPOSITORY)
             if closed is not None:
@@ -208,7 +207,7 @@ def mount_ext4(image: Path, point: Path, size: int, *make: str, options: str = "
     point.mkdir()
     made = ["mkfs.ext4", "-q", "-F", *make, str(image)]
     for command in (made, ["mount", "-o", options, str(image), str(point)]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = execute(command)
         if done.returncode != 0:
             pytest.skip(f"needs ext4 on a loop device: {done.stderr.strip()}")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mounting import MONARCHFS, REPOSITORY, wait_for
+from tests.support.programs import execute
 
 SYSTEMD = "/usr/lib/systemd/systemd"
 UNITS = "/etc/monarchfs-test-units"
@@ -85,14 +86,7 @@ class Booted:
     ) -> subprocess.CompletedProcess[str]:
         """A command inside, as root, in the control group of nobody's unit."""
         entered = ["nsenter", "--target", str(self.init), "--all"]
-        done = subprocess.run(
-            [*entered, *map(str, command)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        done = execute([*entered, *map(str, command)], stdin=subprocess.DEVNULL, timeout=timeout)
         if check:
             assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done
