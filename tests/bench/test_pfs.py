@@ -27,7 +27,6 @@ from bench.harness import Unusable, drop_names
 from bench.pfs import (
     INSTANT,
     PROFILES,
-    Counts,
     ParallelFileSystem,
     Profile,
     Requests,
@@ -151,73 +150,6 @@ for path in sys.argv[1:]:
     with open(path, "rb") as file:
         file.read()
 """
-
-
-def asked(pfs: ParallelFileSystem, script: str, *arguments: object) -> Counts:
-    before = pfs.counts()
-    python(script, *arguments)
-    return pfs.counts() - before
-
-
-def drops() -> list[str]:
-    """How often anybody on this machine had the kernel drop names and pages."""
-    lines = Path("/proc/vmstat").read_text().splitlines()
-    return [line for line in lines if line.startswith("drop_")]
-
-
-def test_each_operation_is_counted(mounted: Mounter) -> None:
-    while True:
-        before, pfs = drops(), mounted()
-        try:
-            count_each_operation(pfs)
-            return
-        except AssertionError:
-            # What another test had dropped is asked for again, and counted.
-            if drops() == before:
-                raise
-        finally:
-            pfs.__exit__(None, None, None)
-
-
-def count_each_operation(pfs: ParallelFileSystem) -> None:
-    assert pfs.counts() == Counts()
-    names = [pfs.path / "many" / f"{number:03}" for number in range(100, 110)]
-    # The directory's name and theirs, then nothing but the opens: it is all still valid.
-    read = Counts(lookup=11, open=10, read=10, read_bytes=sum(range(100, 110)))
-    assert asked(pfs, READ, *names) == read
-    assert asked(pfs, READ, *names) == Counts(open=10)
-    listing = "import os, sys; assert len(os.listdir(sys.argv[1])) == 300"
-    assert asked(pfs, listing, pfs.path / "many") == Counts(opendir=1, readdir=1)
-    assert asked(pfs, "import os, sys; os.statvfs(sys.argv[1])", pfs.path) == Counts(statfs=1)
-    attribute = "import os, sys; os.listxattr(sys.argv[1])"
-    assert asked(pfs, attribute, names[0]) == Counts(xattr=1)
-    stat_all = "import os, sys; [entry.stat() for entry in os.scandir(sys.argv[1])]"
-    stated = asked(pfs, stat_all, pfs.path / "many")
-    assert stated._replace(readdir=0) == Counts(opendir=1, lookup=290)
-    total = pfs.counts()
-    assert total.operations == sum(total[:-1])
-    assert total.metadata == total.operations - 10
-
-
-def test_each_read_is_counted_with_its_bytes(mounted: Mounter) -> None:
-    pfs = mounted()
-    large = pfs.path / "large"
-    direct = """
-import mmap, os, sys
-fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
-page = mmap.mmap(-1, 1 << 20)
-assert [os.preadv(fd, [page], start << 20) for start in (0, 3, 1)] == [1 << 20, 5, 1 << 20]
-"""
-    held = os.open(large, os.O_PATH)  # the name stays known, whoever drops caches
-    got = Counts(open=1, read=3, read_bytes=2 * MIB + 5)
-    assert asked(pfs, direct, large) == got
-    # However the kernel cuts it, everything is read once, and then it is cached.
-    whole = asked(pfs, READ, large)
-    assert whole.read_bytes == 3 * MIB + 5
-    assert whole._replace(read=0, read_bytes=0) == Counts(open=1)
-    assert 4 <= whole.read <= 3 * MIB // 4096 + 1
-    wait_for(lambda: asked(pfs, READ, large) == Counts(open=1), "it to be cached")
-    os.close(held)
 
 
 TIMED = """

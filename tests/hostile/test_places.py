@@ -143,7 +143,7 @@ def test_one_thing(cache: Cache, place: str, how: str) -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

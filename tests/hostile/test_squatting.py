@@ -139,7 +139,7 @@ def test_runs_at_the_same_moment_all_have_a_mount(usual: Path, runs: Start, sess
     """Each in a directory of its own: two hardly ever make one in /tmp at the same moment, so one
     has a session."""
     squat(usual)
-    for _ in range(4):
+    for _ in range(2):
         started = [runs(*UNTIL_TOLD), runs(*UNTIL_TOLD, XDG_RUNTIME_DIR=str(session))]
         for process in started:
             assert process.stdout is not None

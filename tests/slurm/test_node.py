@@ -76,12 +76,14 @@ class Node:
     def layout(self) -> SitePaths:
         return SitePaths(f"{self.path}/run", f"{self.path}/cache")
 
-    def configure(self, *lines: str, size: str = "100M", roots: str = "/lustre") -> None:
+    def configure(
+        self, *lines: str, size: str = "100M", roots: str = "/lustre", deadline: int = 10
+    ) -> None:
         (self.path / "site.toml").write_text(
             f'roots = ["{self.path}{roots}"]\n'
             f'tier = ["{self.tier}={size}"]\n'
             'options = "reserve_percent=1"\n'
-            "deadline_seconds = 10\n"
+            f"deadline_seconds = {deadline}\n"
             f'run_dir = "{self.path}/run"\n'
             f'cache_dir = "{self.path}/cache"\n'
             f'report_dir = "{self.path}/reports"\n'
@@ -443,14 +445,15 @@ def test_a_dead_daemon_is_replaced_and_one_that_hangs_is_left_to_those_who_use_i
     assert node.begin(2, f"monarchfs={data}") == root
     node.read(root)
     pid = _supervisor(root)
+    node.configure(deadline=6)
     os.kill(pid, signal.SIGSTOP)
     began = Stopwatch()
     assert node.begin(3, f"monarchfs={data}") == str(data)
-    began.check(10)
+    began.check(6)
     for job in (1, 2, 3):
         began = Stopwatch()
         node.job("epilog", job)
-        began.check(10)
+        began.check(6)
     assert node.mounts() == node.left() == []
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon to go")
 
