@@ -272,24 +272,6 @@ def test_a_size_is_asked_of_the_targets(backing: Path, mounted: Mounter) -> None
     assert pfs.requests() - before == Requests(glimpse=3)  # its name is known
 
 
-def test_what_a_released_file_is_asked_for(backing: Path, mounted: Mounter) -> None:
-    """Its archive brings it back once, for the first read, and not for an open."""
-    set_layout(backing / "large", 2, released=True)
-    pfs = mounted(targets=4, recall_seconds=0.05)
-    name = pfs.path / "large"
-    assert name.stat().st_blocks == 1
-    with name.open("rb"):
-        assert pfs.requests().recall == 0
-    began = time.monotonic()
-    assert name.read_bytes() == (backing / "large").read_bytes()
-    assert time.monotonic() - began >= 0.05
-    assert name.read_bytes() == (backing / "large").read_bytes()
-    assert pfs.requests().recall == 1
-    layout = parse(os.getxattr(name, "lustre.lov"))
-    assert layout is not None
-    assert not layout.released
-
-
 def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mounter) -> None:
     with (backing / "holes").open("wb") as file:
         file.truncate(10 * MIB)
@@ -303,20 +285,6 @@ def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mo
         assert os.lseek(file.fileno(), 5 * MIB, os.SEEK_HOLE) == 5 * MIB + 4096
         assert pfs.requests().recall == 1
         assert pfs.requests().seek == 2
-
-
-def test_how_large_reads_are(backing: Path, mounted: Mounter) -> None:
-    pfs = mounted()
-    script = """
-import os, sys
-fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
-buffers = [memoryview(__import__("mmap").mmap(-1, int(size))) for size in sys.argv[2:]]
-for buffer in buffers:
-    os.preadv(fd, [buffer], 0)
-"""
-    python(script, pfs.path / "large", 4096, 256 << 10, 2 * MIB)
-    sizes = {size: count for size, count in pfs.read_sizes().items() if count}
-    assert sizes == {4096: 1, 256 << 10: 1, MIB: 2}
 
 
 def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
