@@ -29,7 +29,7 @@ from bench.monarch_runs import Measured, Run
 from bench.pfs import INSTANT, Counts, ParallelFileSystem
 from bench.report import Result, Row
 from tests.support.mounting import requires_fuse, requires_root
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 
 # Reads a file to its end for each line it gets.
 READER = "import sys\nfor _ in sys.stdin: open(sys.argv[1], 'rb').read(); print('read', flush=True)"
@@ -70,17 +70,13 @@ def read_with_few_pages(limit: MemoryLimit, file: Path) -> None:
     os.sync()
     drop_caches()
     command = [sys.executable, "-c", READER, str(file)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as reader:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
+    with Running(command) as reader:
         limit.add([reader.pid])
         # The reader holds all of the file in memory of its own, which comes on top.
         limit.hold(100 * MIB)
         for _epoch in range(2):
-            reader.stdin.write(b"\n")
-            assert reader.stdout.readline() == b"read\n"
+            reader.tell("")
+            assert reader.line() == "read\n"
             assert limit.file_bytes() <= 100 * MIB
         assert limit.file_bytes() >= 16 * MIB
         limit.hold(8 * MIB)

@@ -44,7 +44,7 @@ from tests.support.mounting import (
     requires_root,
     wait_for,
 )
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 
 pytestmark = [
     requires_fuse,
@@ -231,17 +231,10 @@ def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> No
     pfs.set_faults(hung=[1], failing=[2])
     readers = {}
     for target, offset in offsets.items():
-        readers[target] = subprocess.Popen(
-            [sys.executable, "-c", READS, pfs.path / "large", str(offset)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        readers[target] = Running([sys.executable, "-c", READS, pfs.path / "large", str(offset)])
     try:
         hanging = readers[1]
-        assert hanging.stdin is not None
-        hanging.stdin.write("\n")
-        hanging.stdin.flush()
+        hanging.tell("")
         wait_for(lambda: waits(hanging.pid), "the reader to wait for its target")
         said = [readers[n].communicate("\n", SECONDS)[0].strip() for n in (0, 2)]
         assert said == ["100", "Input/output error"]
@@ -375,17 +368,10 @@ with ParallelFileSystem(Path(sys.argv[1]), Path(sys.argv[2]), INSTANT) as pfs:
 def test_it_ends_with_the_harness(backing: Path, place: Path) -> None:
     """Killed; also where a child of it, which lives on, still has the other end of the pipe."""
     pfs = place / "pfs"
-    harness = subprocess.Popen(
-        [sys.executable, "-c", HARNESS, backing, pfs],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", HARNESS, str(backing), str(pfs)]
+    harness = Running(command, cwd=REPOSITORY, start_new_session=True)
     try:
-        assert harness.stdout is not None
-        emulator = int(harness.stdout.readline())
+        emulator = int(harness.line())
         assert fuse_mounts(str(place)) == [str(pfs)]
         harness.kill()
         wait_for(lambda: not fuse_mounts(str(place)), "the mount to go")

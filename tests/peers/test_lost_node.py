@@ -26,7 +26,7 @@ from tests.peers.nodes import (
 )
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 from tests.support.timing import Stopwatch
 
 pytestmark = [
@@ -70,15 +70,12 @@ class Network:
 
     def _namespace(self) -> int:
         ready = "ip link set lo up && echo && exec sleep infinity"
-        process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", ready],
-            stdout=subprocess.PIPE,
-        )
+        alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", ready]
+        process = Running(alone, stdin=None)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
-        assert process.stdout is not None
         with process.stdout:
-            assert process.stdout.readline() == b"\n", "no network namespace"
+            assert process.line() == "\n", "no network namespace"
         return process.pid
 
     def _ip(self, pid: int, words: str) -> None:

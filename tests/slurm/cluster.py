@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 from tests.support.timing import Stopwatch
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
@@ -90,7 +90,7 @@ class Machine:
     """A set of namespaces, by its first process (``pid``, as seen from outside)."""
 
     name: str
-    outer: subprocess.Popen[bytes]
+    outer: Running
     pid: int
 
     def command(self, *words: str, user: str | None = None) -> list[str]:
@@ -330,7 +330,7 @@ class Cluster:
             # The first process has to take leave of those whose parents are gone.
             + "ip link set lo up; echo ready; exec >/dev/null; sleep infinity & wait"
         )
-        outer = subprocess.Popen(
+        outer = Running(
             [
                 # Nothing is left either where whoever started this is killed.
                 *("setpriv", "--pdeathsig", "KILL"),
@@ -339,13 +339,11 @@ class Cluster:
             ],
             env={"PATH": _PATH},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             # It complains of a signal that it cannot unblock; what fails does not get to "ready".
             stderr=subprocess.DEVNULL,
         )
-        assert outer.stdout is not None
         with outer.stdout:
-            assert outer.stdout.readline() == b"ready\n", f"{name} does not start"
+            assert outer.line() == "ready\n", f"{name} does not start"
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         self.machines[name] = Machine(name, outer, int(children[0]))
 

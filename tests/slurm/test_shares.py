@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,6 +26,7 @@ from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
 from monarchfs.slurm.site import SitePaths
 from monarchfs.types import OperationError
 from tests.support import surroundings
+from tests.support.programs import Running
 from tests.support.timing import Stopwatch
 
 ALICE = User("alice", 1000, 1000, (1000, 20))
@@ -168,11 +168,10 @@ print("done", flush=True)
 """
 
 
-def workers(layout: SitePaths, count: int) -> list[subprocess.Popen[str]]:
+def workers(layout: SitePaths, count: int) -> list[Running]:
     command = [sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     firsts = [str(1000 * (number + 1)) for number in range(count)]
-    return [subprocess.Popen([*command, first], **pipes) for first in firsts]
+    return [Running([*command, first], stderr=subprocess.PIPE) for first in firsts]
 
 
 def test_many_processes_keep_one_set(layout: SitePaths) -> None:
@@ -189,8 +188,7 @@ def test_killed_processes_leave_a_set_that_can_be_put_right(layout: SitePaths) -
     for _ in range(4):
         running = workers(layout, 3)
         for process in running:
-            assert process.stdout is not None
-            process.stdout.readline()
+            process.line()
         time.sleep(seed.random() / 20)
         for process in running:
             killed += process.poll() is None

@@ -27,7 +27,7 @@ from monarchfs.cli.status import NOT_WELL, report_of
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.supervisor.recover import find_one
 from tests.support import surroundings
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 from tests.support.timing import WAIT_SECONDS as WAIT_SECONDS
 from tests.support.timing import Stopwatch
 from tests.support.timing import wait_for as wait_for
@@ -210,14 +210,11 @@ class FaultySource:
 
     backing: Path
     path: Path
-    process: subprocess.Popen[str]
+    process: Running
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        self.process.tell(json.dumps(message))
+        answer: dict[str, Any] = json.loads(self.process.line())
         return answer
 
     def faults(self, **faults: Any) -> None:
@@ -279,17 +276,10 @@ class Bench:
     def faulty_source(self, backing: Path) -> FaultySource:
         point = self.path / f"source{len(self.faulty)}"
         point.mkdir()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.faultfs", str(backing), str(point)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
-        source = FaultySource(backing, point, process)
+        command = [sys.executable, "-m", "tests.support.faultfs", str(backing), str(point)]
+        source = FaultySource(backing, point, Running(command, cwd=REPOSITORY))
         self.faulty.append(source)
-        assert process.stdout is not None
-        process.stdout.readline()
+        source.process.line()
         wait_for(lambda: fuse_mounts(str(point)), "the faulty source to be mounted")
         return source
 
@@ -312,11 +302,7 @@ class Bench:
         kill_each(left)
         for source in self.faulty:
             subprocess.run(["umount", "-l", str(source.path)], check=False, capture_output=True)
-            assert source.process.stdin is not None
-            source.process.stdin.close()
-            source.process.wait(10)
-            assert source.process.stdout is not None
-            source.process.stdout.close()
+            source.process.communicate(timeout=10)
         for point in fuse_mounts(str(self.path)):
             complaints.append(f"{point} was left mounted")
             subprocess.run(["umount", "-l", point], check=False, capture_output=True)
