@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import trio
@@ -16,11 +14,6 @@ from hypothesis import strategies as st
 
 from monarchfs.engine._units import GONE, READ, WRONG
 from monarchfs.engine.units import Unit
-from monarchfs.peers import _replicas
-from monarchfs.peers.following import Following
-from monarchfs.peers.nodes import Peers, parse_nodes
-from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.span_sharing import SpanNodes, TakenSpans
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
 from monarchfs.prefetch.spans import BLOCK_BYTES, SPAN_BYTES, UNIT_BYTES, FileSpans
 from monarchfs.types import SourceVersion
@@ -217,32 +210,3 @@ def test_what_is_read_ahead_is_brought_by_its_owner() -> None:
     job.down.add(1)
     read(spans, 1, ahead=True)
     assert job.brought is None
-
-
-def test_a_node_that_is_avoided_is_stood_in_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ownership = Ownership(parse_nodes(["a", "b", "c"], 1))
-    avoided: set[int] = set()
-    monkeypatch.setattr(_replicas, "counts", lambda number: (0, 0, 0, 0, 0, number in avoided))
-    stood_in = set()
-
-    async def main() -> None:
-        following = Following(Peers(ownership.nodes, 0, "secret"))
-        for event in following.answered:
-            event.set()
-        jobs: Any = None
-        service: Any = SimpleNamespace(digests=None, taken=TakenSpans())
-        nodes = SpanNodes(jobs, service, ownership, following)
-        for span in range(32):
-            if (owner := ownership.number(NAME, span)) == 0:
-                continue
-            other = ownership.stand_in(NAME, span) or None
-            avoided.clear()
-            assert nodes.owner(NAME, span) == owner
-            avoided.add(owner)
-            assert nodes.owner(NAME, span) == other
-            avoided.update((1, 2))
-            assert nodes.owner(NAME, span) == (owner if other else None)
-            stood_in.add((owner, other))
-
-    trio.run(main)
-    assert stood_in == {(1, 2), (1, None), (2, 1), (2, None)}
