@@ -186,28 +186,25 @@ def test_names_of_mounts_are_given_once_and_stay() -> None:
     assert naming.name([]) == {}
 
 
-def test_a_name_service_that_hangs_costs_a_second_and_the_names(
+async def test_a_name_service_that_hangs_costs_a_second_and_the_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node, "NAME_SECONDS", 0.05)
     asked: list[int] = []
 
-    async def main() -> None:
-        answered = trio.Event()
+    answered = trio.Event()
 
-        async def hanging(_function: object, uid: int, **_options: object) -> str:
-            asked.append(uid)
-            await answered.wait()
-            return "late"
+    async def hanging(_function: object, uid: int, **_options: object) -> str:
+        asked.append(uid)
+        await answered.wait()
+        return "late"
 
-        monkeypatch.setattr(trio.to_thread, "run_sync", hanging)
-        users = UserNames()
-        with trio.fail_after(10):
-            await users.learn([7, 8])
-        assert users.known == {7: "7", 8: "8"}
-        answered.set()
+    monkeypatch.setattr(trio.to_thread, "run_sync", hanging)
+    users = UserNames()
+    with trio.fail_after(10):
         await users.learn([7, 8])
-        assert users.known == {7: "7", 8: "8"}, "a name that changes is another series"
-        assert sorted(asked) == [7, 8]
-
-    trio.run(main)
+    assert users.known == {7: "7", 8: "8"}
+    answered.set()
+    await users.learn([7, 8])
+    assert users.known == {7: "7", 8: "8"}, "a name that changes is another series"
+    assert sorted(asked) == [7, 8]

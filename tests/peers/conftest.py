@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.layers.conftest import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.peers.nodes import FILES, write_source
 from tests.support.mounting import Bench
 

@@ -140,15 +140,12 @@ def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Aske
     assert [owner for owner, _ in peers.asked].count(1) == 1
 
 
-def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
+async def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
     taken = set(map(name_of, NODES[::2]))
 
-    async def main() -> None:
-        owners = Owners(OWNERSHIP, Following(PEERS), lambda ino: None, taken.__contains__)
-        for one in NODES:
-            assert owners.elsewhere(one) != (name_of(one) in taken or owner_of(one) == 0)
-
-    trio.run(main)
+    owners = Owners(OWNERSHIP, Following(PEERS), lambda ino: None, taken.__contains__)
+    for one in NODES:
+        assert owners.elsewhere(one) != (name_of(one) in taken or owner_of(one) == 0)
 
 
 @pytest.mark.parametrize("seconds", [0, 5, 20])

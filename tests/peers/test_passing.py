@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from functools import partial
 from typing import Any
 
 import trio
@@ -59,11 +57,6 @@ def passing(spans: Spans, nursery: trio.Nursery) -> PassingReads:
     return PassingReads(given, SIZE, make, nursery)
 
 
-def in_trio(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    return partial(trio.run, test)
-
-
-@in_trio
 async def test_each_unit_is_fetched_once_however_it_is_read() -> None:
     spans = Spans()
     async with trio.open_nursery() as nursery:
@@ -77,7 +70,6 @@ async def test_each_unit_is_fetched_once_however_it_is_read() -> None:
     assert sorted(spans.read_from) == list(range(20))
 
 
-@in_trio
 async def test_readers_at_different_places_fetch_nothing_ahead_and_little_is_kept() -> None:
     spans = Spans()
     async with trio.open_nursery() as nursery:
@@ -91,7 +83,6 @@ async def test_readers_at_different_places_fetch_nothing_ahead_and_little_is_kep
         assert len(reads._units) == MOST_UNITS
 
 
-@in_trio
 async def test_what_the_owner_does_not_give_is_not_made_up() -> None:
     spans = Spans()
     spans.gives = 1000
