@@ -23,7 +23,9 @@ from typing import Any
 import pytest
 
 import bench.pfs
+from bench.calibrate import WEATHER_SEED, left_by, measure_counters
 from bench.harness import Unusable, drop_names
+from bench.kernelparts import delayed_mirror
 from bench.pfs import (
     INSTANT,
     PROFILES,
@@ -33,6 +35,9 @@ from bench.pfs import (
     build,
     set_layout,
 )
+from bench.probes import Data
+from bench.report import Result
+from bench.task import Task
 from monarchfs.source.layout import parse
 from tests.support import surroundings
 from tests.support.mounting import (
@@ -85,10 +90,12 @@ def python(script: str, *arguments: object, user: str | None = None) -> Any:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that other users may enter, unlike pytest's."""
+    """A directory that other users may enter, unlike pytest's; nothing is left in the end."""
     with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as path:
         os.chmod(path, 0o755)
         yield Path(path)
+        assert fuse_mounts(path) == []
+        assert processes_about(path) == []
 
 
 @pytest.fixture
@@ -113,7 +120,7 @@ Mounter = Callable[..., ParallelFileSystem]
 
 @pytest.fixture
 def mounted(backing: Path, place: Path) -> Iterator[Mounter]:
-    """Mounts the backing; nothing is left in the end."""
+    """Mounts the backing."""
     with ExitStack() as stack:
 
         def mount(profile: Profile = INSTANT, **options: Any) -> ParallelFileSystem:
@@ -121,8 +128,6 @@ def mounted(backing: Path, place: Path) -> Iterator[Mounter]:
             return stack.enter_context(pfs)
 
         yield mount
-    assert fuse_mounts(str(place)) == []
-    assert processes_about(str(place)) == []
 
 
 def test_files_and_ranges_are_those_of_the_backing(backing: Path, mounted: Mounter) -> None:
@@ -411,3 +416,35 @@ def test_all_threads_at_once(
         assert [process.wait(SECONDS) for process in running] == [0] * 3
     pfs.__exit__(None, None, None)
     assert "Sanitizer" not in capfd.readouterr().err
+
+
+# What the calibration finds where the answer is known on any machine
+
+
+@requires_root
+@surroundings.program("strace")
+def test_the_counters_say_what_strace_saw(place: Path) -> None:
+    (place / "data").mkdir()
+    data = Data(place / "data", 8 << 20, 30)
+    result = Result("calibrate", "")
+    with ParallelFileSystem(data.root, place / "pfs", PROFILES["fast"]) as pfs:
+        measure_counters(Task(place), result, pfs, data, place)
+    assert len(result.rows) == 5
+    assert [(row.what, row.value) for row in result.rows if not row.holds] == []
+    assert not any(row.what.endswith("of 0") for row in result.rows), result.rows
+
+
+@requires_root
+@surroundings.program("bindfs")
+@surroundings.program("strace")
+def test_a_delayed_mirror_leaves_nothing(place: Path) -> None:
+    (place / "data").mkdir()
+    with delayed_mirror(place / "data", place / "mirror", 0.001, 0.001) as mirror:
+        assert fuse_mounts(str(place)) == [str(mirror)]
+
+
+def test_what_the_noise_leaves_is_the_bandwidth_less_the_shares() -> None:
+    noisy = replace(PROFILES["crowded"], bandwidth=100.0, noise_period=2.0)
+    first, second = noisy.share(WEATHER_SEED, 0.0), noisy.share(WEATHER_SEED, 2.0)
+    assert left_by(noisy, 3.0) == pytest.approx(200 * (1 - first) + 100 * (1 - second))
+    assert left_by(noisy.quiet(), 3.0) == pytest.approx(300)

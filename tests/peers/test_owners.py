@@ -15,7 +15,7 @@ from monarchfs.peers.following import START_SECONDS, Following
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, decode
+from monarchfs.peers.supply import MOST_SECONDS, decode
 from monarchfs.types import DirRef, Node, SourceStat
 
 PEERS = Peers(tuple(parse_nodes(["a", "b", "c"], 1)), 0, "secret")
@@ -105,13 +105,6 @@ def test_each_owner_is_asked_once_for_what_it_owns(peers: Asked) -> None:
     assert len(peers.known) == len(theirs[1]) + len(theirs[2])
     assert ask(NODES) == []
     assert len(peers.asked) == 2  # all is known
-
-
-def test_no_request_is_too_long(peers: Asked) -> None:
-    nodes = [node(number) for number in range(6 * MAX_WANTED)]
-    ask(nodes)
-    assert all(len(paths) <= MAX_WANTED for _owner, paths in peers.asked)
-    assert len(peers.known) == sum(owner_of(one) != 0 for one in nodes)
 
 
 @pytest.mark.parametrize("seconds", [0, MOST_SECONDS])

@@ -173,11 +173,6 @@ def test_what_is_not_there_is_not_copied(
     assert not copies.hurried
 
 
-def test_what_is_there_is_not_looked_up(tree: Tree, copies: Copies) -> None:
-    run(make(tree, copies, lambda name: True), FILE4)
-    assert not tree.looked_up
-
-
 def test_what_another_node_serves_is_not_copied(tree: Tree, copies: Copies) -> None:
     """Else a want might go from node to node, where their lists differ."""
     supply = make(tree, copies, serves=lambda name: name != FILE4.name)
