@@ -129,7 +129,6 @@ def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) 
 
 
 def run_of(*epochs: tuple[float, int]) -> Run:
-    """Of the seconds and the bytes read of each epoch."""
     measured = [
         Measured(Epoch(took, 0.0, 1, 1, 1), Counts(open=size // 100, read_bytes=size), 0.1, 0.2)
         for took, size in epochs

@@ -100,7 +100,6 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def backing(place: Path) -> Path:
-    """Files of several sizes, names and kinds."""
     root = place / "backing"
     rng = random.Random(7)
     (root / "many").mkdir(parents=True)
@@ -120,7 +119,6 @@ Mounter = Callable[..., ParallelFileSystem]
 
 @pytest.fixture
 def mounted(backing: Path, place: Path) -> Iterator[Mounter]:
-    """Mounts the backing."""
     with ExitStack() as stack:
 
         def mount(profile: Profile = INSTANT, **options: Any) -> ParallelFileSystem:
@@ -254,7 +252,6 @@ def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> No
 
 
 def waits(pid: int) -> bool:
-    """For a page of a file."""
     return "folio_wait" in Path(f"/proc/{pid}/stack").read_text()
 
 

@@ -361,7 +361,6 @@ def never_end(connection: socket.socket) -> None:
 
 
 def never_come(connection: socket.socket) -> None:
-    """Until the other end has gone."""
     poll = select.poll()
     poll.register(connection, 0)
     poll.poll(10_000)
@@ -415,7 +414,6 @@ def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
 
 
 def only_about_its_own_user(mount: Mount, port: int) -> None:
-    """A daemon may lie, but not about others."""
     lies = metrics(
         monarchfs_opens_total=[[["local"], LIE]],
         monarchfs_unheard_of=[[["x"], 1]],

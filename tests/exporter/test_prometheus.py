@@ -127,8 +127,6 @@ def test_the_dashboard_is_whole() -> None:
 
 
 class Server:
-    """A Prometheus that scrapes every second, with the shipped rules."""
-
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process, self._port = process, port
 

@@ -46,14 +46,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 
 
 def mounted(work: Bench, *options: str, **more: Any) -> tuple[Mount, int]:
-    """A mount with metrics, and where it serves them."""
     make_files(work.path / "src")
     port = free_port()
     return work.mount(work.path / "src", "--metrics-port", str(port), *options, **more), port
 
 
 def mounted_faulty(work: Bench, *options: str) -> tuple[Mount, int, FaultySource]:
-    """One of a source that can fail and hang."""
     make_files(work.path / "backing")
     source = work.faulty_source(work.path / "backing")
     port = free_port()

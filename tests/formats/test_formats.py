@@ -61,7 +61,6 @@ VERSION = re.compile(r"_?(?:[A-Z]+_)?(?:VERSION|MAGIC)")
 
 @pytest.fixture
 def memory() -> Iterator[list[int]]:
-    """Descriptors, closed at the end."""
     opened: list[int] = []
     yield opened
     for descriptor in opened:

@@ -57,8 +57,6 @@ def files(tmp_path: Path) -> list[str]:
 
 
 class FakeMount(JobMount):
-    """Keeps what is sent to it."""
-
     lists: queue.Queue[bytes]
 
     def connect(self) -> Any:
@@ -70,7 +68,6 @@ class FakeMount(JobMount):
 
 @pytest.fixture
 def announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[bytes]:
-    """What a mount of ``tmp_path`` is sent."""
     mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
     mount.lists = queue.Queue()
     monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)

@@ -35,7 +35,6 @@ ENVIRONMENT = {
 
 
 def python_with(module: str) -> str:
-    """An interpreter that has the framework."""
     python = os.environ.get("MONARCHFS_TEST_FRAMEWORKS", str(FRAMEWORKS))
     code = f"import importlib.util as u; u.find_spec({module!r}).name"
     found = Path(python).exists() and subprocess.run(

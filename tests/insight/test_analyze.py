@@ -65,7 +65,6 @@ def said(found: Analysis) -> str:
 
 
 def with_events(job: Job, events: list[Event]) -> Job:
-    """The job, which does this instead."""
     job.events = lambda: events  # type: ignore[method-assign]
     return job
 
@@ -91,7 +90,6 @@ def with_open(answered_by: AnsweredBy) -> Job:
 
 
 def reads_and_computes() -> Job:
-    """For 10 and 12.5 ms a file."""
     return Job(always(SOURCE, 0.01), readers=1, compute=0.0125)
 
 
@@ -100,7 +98,6 @@ def slow_now_and_then(slow: Callable[[Job, int], bool]) -> Answer:
 
 
 def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
-    """What each is, the job, what its recording says of itself."""
     small = sizes_like(many_files(400, 0), 20 * KIB, 60 * KIB, 100 * KIB)
     large = sizes_like(many_files(400, 0), 100 * KIB, 600 * KIB, 900 * KIB)
     one_in_16 = slow_now_and_then(lambda _, ino: not ino % 16)

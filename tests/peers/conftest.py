@@ -23,13 +23,11 @@ def small(count: int) -> list[int]:
 
 @pytest.fixture
 def source(work: Bench) -> Path:
-    """Small files in some directories."""
     return write_source(work.path / "small", small(FILES))
 
 
 @pytest.fixture
 def large(work: Bench) -> Path:
-    """Some large files, one with holes."""
     path = write_source(work.path / "large", [*LARGE, 0])
     (with_holes,) = path.rglob(f"{len(LARGE):04d}")
     with open(with_holes, "r+b") as file:

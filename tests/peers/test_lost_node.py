@@ -84,8 +84,6 @@ class Network:
 
 
 class Lost:
-    """The node c, to be lost, and its processes."""
-
     def __init__(self, mount: Mount, network: Network, tier: Path) -> None:
         self.network = network
         self.tier = tier
@@ -101,14 +99,12 @@ class Lost:
         kill_each(pid for pid in self._stopped()[1:] if pid != self.nginx)
 
     def _stopped(self) -> list[int]:
-        """The supervisor, which is stopped, and its children."""
         os.kill(self.supervisor, signal.SIGSTOP)
         children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
         self.all = [self.supervisor, *map(int, children.read_text().split())]
         return self.all
 
     def fill_disk(self) -> None:
-        """Nothing more can be stored there."""
         full = ["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]
         assert subprocess.run(full, capture_output=True, check=False).returncode == 1
 
@@ -176,7 +172,6 @@ def nodes(
 
 
 def read_all(mount: Mount, source: Path, seed: int, took: list[float]) -> None:
-    """And how long each open and read took."""
     files = files_of(source)
     random.Random(seed).shuffle(files)
     for original in files:

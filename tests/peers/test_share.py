@@ -30,7 +30,6 @@ MiB = 1 << 20
 
 @pytest.fixture
 def source(work: Bench) -> Path:
-    """Small files, each of some blocks."""
     rng = random.Random(5)
     return write_source(work.path / "s", [rng.randint(57_400, 61_400) for _ in range(FILES)])
 
@@ -40,7 +39,6 @@ def owned_files(source: Path, names: str) -> dict[str, int]:
 
 
 def read_bytes_of_an_epoch(nodes: Nodes, source: Path) -> int:
-    """Of the source."""
     before = nodes.read_bytes()
     nodes.read_at_once(source)
     nodes.kept_files()

@@ -34,7 +34,6 @@ pytestmark = requires_peers
 
 
 def small_files(source: Path, owner: str) -> int:
-    """How many of them one of two nodes owns."""
     return sum(size <= 60_000 for size in owned(source, "ab")[owner])
 
 

@@ -58,8 +58,6 @@ FILE4, OTHER5, MORE6 = wanted(4, b"a/b/file"), wanted(5, b"a/other"), wanted(6, 
 
 
 class Copies:
-    """The copier: what was wanted of it, and what it has not done yet."""
-
     def __init__(self) -> None:
         self.hurried: list[int] = []
         self.queued: list[int] = []

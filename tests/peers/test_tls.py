@@ -49,14 +49,12 @@ def error_of_a_question() -> int | None:
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[Peer]:
-    """Peer 0, which encrypts."""
     with a_peer(tmp_path, certificates.key_and_certificate(SECRET)) as peer:
         yield peer
     _replicas.pin("")
 
 
 def expect(secret: str, peer: Peer) -> None:
-    """That the peer has the key that this makes."""
     _replicas.pin(certificates.public_key_pin(secret))
     _replicas.peer(0, f"https://127.0.0.1:{peer.port}")
 

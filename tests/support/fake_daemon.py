@@ -132,7 +132,6 @@ def changed(report: Mapping[str, Any], **sections: Any) -> Report:
 
 
 def states() -> dict[str, Report]:
-    """Reports by the state of the mount."""
     well = healthy()
     fast, slow = well["tiers"]
     long_ago = {"why": "the worker was killed by SIGKILL", "unix_seconds": time.time() - 40_000}

@@ -37,7 +37,6 @@ class Gate:
         self._arrival = trio.Event()
 
     def meet(self) -> None:
-        """For the threads."""
         with self._lock:
             if self._is_open:
                 return
@@ -55,19 +54,16 @@ class Gate:
         return len(self._waiting)
 
     async def arrived(self, count: int = 1) -> None:
-        """Until so many wait here."""
         while len(self._waiting) < count:
             await self._arrival.wait()
 
     def release(self, which: int = 0) -> None:
-        """Let one go."""
         with self._lock:
             event = self._waiting.pop(which)
         self.passed += 1
         event.set()
 
     def open(self) -> None:
-        """Let all go, now and later."""
         with self._lock:
             self._is_open = True
         while self._waiting:
@@ -88,7 +84,6 @@ class Faults:
             hook()
 
     def expects(self, call: str) -> bool:
-        """Whether anything is to happen before such a call."""
         return bool(self._hooks.get(call))
 
     def before(self, call: str, hook: Callable[[], object]) -> None:
@@ -112,7 +107,6 @@ class Faults:
         return gate
 
     def end(self) -> None:
-        """No faults any more, and nobody waits."""
         self._hooks.clear()
         for gate in self._gates:
             gate.open()

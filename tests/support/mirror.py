@@ -86,13 +86,11 @@ class Area:
         return data
 
     def replace(self, name: str, data: bytes) -> bytes:
-        """Put another file, with a number of its own, in its place."""
         self.write("other", data)
         (self.source / "other").rename(self.source / name)
         return data
 
     def write_files(self, count: int, size: int = 10_000, below: str = "") -> list[str]:
-        """Their names."""
         names = [f"{below}f{number:03d}" for number in range(count)]
         for number, name in enumerate(names):
             self.write(name, content(size, number))
@@ -317,7 +315,6 @@ class Mirror:
         return bytes(data)
 
     async def read_file(self, path: str, step: int = 1 << 30) -> bytes:
-        """Open, read to the end, close."""
         handle = await self.open(path)
         try:
             data = b""
@@ -328,12 +325,10 @@ class Mirror:
             handle.release()
 
     async def read_each(self, paths: Iterable[str]) -> None:
-        """They are what the source has."""
         for path in paths:
             assert await self.read_file(path) == (self.area.source / path).read_bytes(), path
 
     async def copied(self, path: str) -> int:
-        """Read a file and wait until all of it is there."""
         data = await self.read_file(path)
         await self.idle()
         assert self.residency.state(await self.ino(path)) == "resident"
@@ -344,7 +339,6 @@ class Mirror:
     # -- what is looked at afterwards
 
     def bytes_read(self, path: str) -> int:
-        """That the source handed out."""
         ino = (self.area.source / path).stat().st_ino
         return sum(read.size for read in self.posix.reads if read.ino == ino)
 
@@ -352,7 +346,6 @@ class Mirror:
         return self.index.replica(ino)
 
     def replica(self, ino: int) -> Replica:
-        """As ``record``, where there must be one."""
         found = self.index.replica(ino)
         assert found is not None
         return found
@@ -361,7 +354,6 @@ class Mirror:
         return self.residency.state(await self.ino(path))
 
     def used(self, number: int = 0) -> int:
-        """What the first tier, or another one, has by the books."""
         return self.placement.ledger(self.tiers[number].id).usage[0]
 
     def _is_idle(self) -> bool:
@@ -378,7 +370,6 @@ class Mirror:
         )
 
     async def idle(self) -> None:
-        """Until nothing is under way any more. What hangs must be let go before."""
         await until(self._is_idle, "nothing to be under way")
 
     def _units_are_gone(self) -> bool:
@@ -405,7 +396,6 @@ class Mirror:
         self.check_books()
 
     def check_books(self) -> None:
-        """What is recorded is what lies in the tiers."""
         check_accounts(self.cache.placement)
         for tier in self.tiers:
             path = Path(tier.path)
@@ -460,7 +450,6 @@ class Mirror:
             )
 
     def reason(self, ino: int) -> str:
-        """Why it is not resident; empty where it is."""
         node = self.index.node(ino)
         assert node is not None
         return self.reasons.sentence(node) or ""

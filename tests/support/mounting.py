@@ -53,14 +53,12 @@ def needs_mounts(test: Test) -> Test:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def fuse_mounts(below: str) -> list[str]:
-    """Mount points of FUSE file systems at or below a path."""
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mountinfo:
         for line in mountinfo:
@@ -115,8 +113,6 @@ def report_on(
 
 @dataclass
 class Mount:
-    """One monarchfs mount of a test."""
-
     source: Path
     path: Path
     user: str | None = None
@@ -128,7 +124,6 @@ class Mount:
         return int(self.status()["worker"]["pid"])
 
     def kill_worker(self) -> None:
-        """Another one serves afterwards."""
         pid = self.worker_pid()
         os.kill(pid, signal.SIGKILL)
 
@@ -139,8 +134,6 @@ class Mount:
         wait_for(serves, "another worker")
 
     def wait_idle(self) -> dict[str, Any]:
-        """Until nothing is being copied or waits to be; the status then."""
-
         def idle() -> dict[str, Any] | None:
             now = self.status()
             if now["state"] == "worker not answering":
@@ -225,7 +218,6 @@ class FaultySource:
         return self._ask({"do": "counts", "reset": reset})
 
     def wait_old(self) -> None:
-        """Until no file is so young that it might still be written."""
         newest = max(path.stat().st_ctime for path in self.backing.rglob("*"))
         wait_for(lambda: newest < time.time() - 1.1, "the files to be old")
 
@@ -235,8 +227,6 @@ class FaultySource:
 
 @dataclass
 class Bench:
-    """A directory for one test, with what was started in it."""
-
     path: Path
     mounts: list[Mount] = field(default_factory=list)
     faulty: list[FaultySource] = field(default_factory=list)
@@ -284,7 +274,6 @@ class Bench:
         return source
 
     def close(self) -> list[str]:
-        """End everything; what had to be forced is returned as complaints."""
         complaints = []
         for source in self.faulty:
             if source.process.poll() is None:

@@ -74,7 +74,6 @@ class Place:
         return subprocess.run(command, text=True, timeout=60, check=False, **streams)
 
     def start(self, *words: str, job: int | None = None, **more: Any) -> subprocess.Popen[str]:
-        """``job``: the number of a job of Slurm."""
         environment = self.environment | ({} if job is None else {"SLURM_JOB_ID": str(job)})
         options = more.pop("options", None)
         process = subprocess.Popen(
@@ -90,13 +89,11 @@ class Place:
         return process
 
     def status(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """What ``monarchfs status`` says outside, to the same user."""
         ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups"]
         as_user = ["setpriv", *ids] if self.user else []
         return self.call([*as_user, *mounting.MONARCHFS, "status", *words])
 
     def told(self) -> dict[str, Any]:
-        """What that says of this source's mount as an object; {} where there is none."""
         done = self.status(str(self.source), "--json")
         report: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
         return report

@@ -13,7 +13,6 @@ Words = Sequence[str | PathLike[str]]
 def execute(
     words: Words, *, timeout: float = 100, check: bool = False, **more: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A program's exit code and what it says, as text."""
     return subprocess.run(
         words, capture_output=True, text=True, timeout=timeout, check=check, **more
     )

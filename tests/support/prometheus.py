@@ -51,7 +51,6 @@ def server(directory: Path, targets: Sequence[str], listen: str) -> list[str]:
 
 
 def samples(data: Any) -> list[tuple[dict[str, str], float]]:
-    """The labels and values of what a query gave."""
     return [(one["metric"], float(one["value"][1])) for one in data["result"]]
 
 

@@ -178,13 +178,11 @@ def _list(path: str) -> list[str]:
 
 
 def _list_some(path: str) -> None:
-    """The first name of a directory."""
     entries = os.scandir(path)
     _listings[path] = [next(entries).name], entries
 
 
 def _list_rest(path: str) -> list[str]:
-    """All names, with the others."""
     names, entries = _listings.pop(path)
     return sorted([*names, *(entry.name for entry in entries)])
 

@@ -104,8 +104,6 @@ class Runner:
         self.mirror.index.sync = watched
 
     def do(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Run it on the event loop, and wait for it."""
-
         async def bounded() -> T:
             with trio.fail_after(20):
                 return await fn(*args)
@@ -116,7 +114,6 @@ class Runner:
             raise self._end_of_run() from None
 
     def do_now(self, fn: Callable[..., T], *args: object) -> T:
-        """The same for what does not wait."""
         try:
             return trio.from_thread.run_sync(fn, *args, trio_token=self._token)
         except trio.RunFinishedError:
@@ -139,7 +136,6 @@ class Runner:
                 return
 
     def _raise_error(self) -> None:
-        """What the thread could not begin with."""
         if self._error is not None:
             self._thread.join()
             raise self._error
@@ -247,7 +243,6 @@ def mounted(area: Area, **options: Any) -> Runner:
 
 
 async def walk(mirror: Mirror, path: str) -> Node | None:
-    """The node at a path, None where there is none. Raises OSError."""
     node = mirror.index.node(ROOT_INO)
     for name in path.encode().split(b"/") if path else ():
         assert node is not None
@@ -276,7 +271,6 @@ async def open_path(mirror: Mirror, path: str) -> FileHandle | None:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Of all files below."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):

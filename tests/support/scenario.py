@@ -220,7 +220,6 @@ class Scenario:
         wait_for(is_so, f"{key} {relation} {value}")
 
     def idle(self) -> None:
-        """Nothing is copied any more."""
         self._mnt.wait_idle()
 
     def state(self, expected: str, *words: str) -> None:
@@ -265,7 +264,6 @@ class Scenario:
         return found
 
     def asked(self) -> dict[str, Any]:
-        """The status, whoever serves."""
         return client.request(self._daemon, {"command": "status"}, 5)
 
     def _is_replaced(self, restarts: int) -> bool:
@@ -298,7 +296,6 @@ class Scenario:
         (self._tier(number) / FOREIGN).write_bytes(bytes(bytes_of(size)))
 
     def lines(self, name: str, *words: str) -> None:
-        """A file in the directory in which the test works, outside the source."""
         (self._work.path / name).write_text("".join(f"{word}\n" for word in words))
 
     def _tier(self, number: str) -> Path:
@@ -329,7 +326,6 @@ class Scenario:
         self._tell(who, "read", self._root, self._dataset.names(words), way, int(seed))
 
     def begin_at_once(self, who: str, *words: str, way: str = "whole") -> None:
-        """By one thread a file."""
         self._tell(who, "read at once", self._root, self._dataset.names(words), way)
 
     def begin_open(self, who: str, *words: str, way: str = "whole") -> None:
@@ -584,7 +580,6 @@ class Scenario:
 
 
 def _state(stat: Path) -> str:
-    """The state of a process or thread; empty where it has ended."""
     try:
         return stat.read_text().rpartition(") ")[2][0]
     except OSError:
