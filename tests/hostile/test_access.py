@@ -52,7 +52,6 @@ print(json.dumps(found))
 
 
 def person(entry: pwd.struct_passwd, *groups: int) -> list[str]:
-    """Words before a command that make it that person's, who is in these groups too."""
     listed = f"--groups={','.join(map(str, groups))}" if groups else "--clear-groups"
     return ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", listed]
 
@@ -129,7 +128,6 @@ def test_the_people_differ(guarded: tuple[Bench, Path, list[str]]) -> None:
 
 
 def mounted_by(work: Bench, source: Path, who: list[str]) -> Mount:
-    """By an ordinary user, with that user's groups."""
     point = work.path / "own"
     point.mkdir()
     uid = next(int(w.partition("=")[2]) for w in who if w.startswith("--reuid="))

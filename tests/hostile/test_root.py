@@ -49,14 +49,12 @@ def directory_of(uid: int) -> Iterator[Path]:
 
 @pytest.fixture
 def users() -> Iterator[Path]:
-    """A directory of the user's, which root's tests may look into."""
     with directory_of(NOBODY.pw_uid) as path:
         yield path
 
 
 @pytest.fixture
 def roots() -> Iterator[Path]:
-    """A directory of root's, to which users plant links."""
     with directory_of(0) as path:
         yield path
 
@@ -164,7 +162,6 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots
 
 @contextmanager
 def mounted(path: Path) -> Iterator[None]:
-    """A file system that is somebody else's."""
     surroundings.mount_tmpfs(path, "size=1M")
     try:
         yield

@@ -93,7 +93,6 @@ def test_a_user_mounts_all_the_same(usual: Path, work: Bench) -> None:
 
 @pytest.fixture
 def runs(work: Bench) -> Iterator[Start]:
-    """Starts a command of the user's under ``monarchfs run``, with one state directory for all."""
     interpreter_for(USER.pw_name)
     source = trees.write_files(work.path / "src", {"file": b"content"})
     os.chown(work.path, USER.pw_uid, USER.pw_gid)
@@ -111,7 +110,6 @@ def runs(work: Bench) -> Iterator[Start]:
 
 @pytest.fixture
 def session() -> Iterator[Path]:
-    """The user's session directory, as pam_systemd makes it."""
     path = Path(f"/run/user/{USER.pw_uid}")
     if path.exists():
         pytest.skip(f"{path} is there: end the sessions of {USER.pw_name}")

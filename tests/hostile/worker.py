@@ -31,8 +31,6 @@ FOPEN_PASSTHROUGH = 1 << 7
 
 
 class Supervisor:
-    """The other end of the channel."""
-
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.number = 0

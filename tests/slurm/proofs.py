@@ -32,7 +32,6 @@ echo "root=$MONARCHFS_ROOT warning=$MONARCHFS_WARNING"
 
 
 def dataset(slurm: Cluster, name: str, files: int = 12) -> Path:
-    """A dataset of its own for a test; readable by everybody."""
     path = slurm.base / "lustre" / name
     path.mkdir()
     for number in range(files):
@@ -63,7 +62,6 @@ def nothing_left(slurm: Cluster) -> None:
 
 
 def reports(slurm: Cluster, job: int) -> dict[str, dict[str, Any]]:
-    """A job's reports by node, as written there."""
     found = {}
     for node in NODES:
         path = slurm.local_of(node) / "reports" / f"{job}.{node}.json"
@@ -73,7 +71,6 @@ def reports(slurm: Cluster, job: int) -> dict[str, dict[str, Any]]:
 
 
 def report_of(slurm: Cluster, job: int, node: str) -> dict[str, Any]:
-    """What is reported of a job's only dataset."""
     (one,) = reports(slurm, job)[node]["datasets"]
     found: dict[str, Any] = one
     return found
@@ -93,12 +90,10 @@ def size_of(data: Path) -> int:
 
 
 def on(node: str, data: Path) -> tuple[str, ...]:
-    """Options of a job on a node, which asks for a dataset."""
     return ("-N1", "-w", node, f"--comment=monarchfs={data}")
 
 
 def after(slurm: Cluster, node: str, data: Path) -> int:
-    """The number of another job, which is over, that used the mount."""
     job = slurm.sbatch(VERIFY, *on(node, data))
     slurm.wait(job)
     assert "root=/run/monarchfs/slurm/shares/" in slurm.output(job), slurm.logs()

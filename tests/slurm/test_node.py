@@ -69,7 +69,6 @@ class Node:
 
     @property
     def caches(self) -> Path:
-        """Of jobs."""
         return self.path / "cache" / "slurm"
 
     @property
@@ -123,7 +122,6 @@ class Node:
         return path
 
     def environment(self, job: int) -> dict[str, str]:
-        """What the task prolog would export."""
         names = {"SLURM_JOB_ID": str(job), "MONARCHFS_RUN": f"{self.path}/run"}
         done = execute(
             [str(SCRIPTS / "task_prolog")], env={**names, "PATH": "/usr/bin:/bin"}, check=True
@@ -141,12 +139,10 @@ class Node:
         return fuse_mounts(f"{self.path}/run")
 
     def read(self, root: str) -> None:
-        """Reads all files below a directory, as the user."""
         words = ["sh", "-c", 'find "$0" -type f -exec cat {} + >/dev/null', root]
         subprocess.run(as_user("nobody", words), capture_output=True, timeout=30, check=True)
 
     def left(self) -> list[str]:
-        """What is left of any job or share."""
         return [
             str(path)
             for part in ("shares", "env", "jobs")
@@ -587,7 +583,6 @@ NOBODYS_UID = 3_999_999_999
 
 
 def swept(node: Node, *, remove: bool = True) -> list[tuple[str, str, bool]]:
-    """What gc finds of caches on this node: (kind, path, removed)."""
     site = read_site(f"{node.path}/site.toml")
     sweeper = Sweeper(remove=remove)
     sweeper.budget(site)
@@ -597,7 +592,6 @@ def swept(node: Node, *, remove: bool = True) -> list[tuple[str, str, bool]]:
 
 
 def gone_at_once(node: Node, cache: str, *kept: str) -> None:
-    """gc removes this cache, and then what is left of it; and no others."""
     found = swept(node)
     assert found[0] == ("cache", node.layout.cache(cache), True)
     assert {kind for kind, _, _ in found[1:]} <= {"trash"}

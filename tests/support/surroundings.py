@@ -41,7 +41,6 @@ if not alone or libc.mount(b"trial", b"/proc/self", b"fuse", 7, options) != 0:
 
 @cache
 def no_fuse() -> str:
-    """Why nothing can be mounted here; empty where it can."""
     if not os.path.exists("/dev/fuse"):
         return "needs /dev/fuse: modprobe fuse; for a container: --device /dev/fuse"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -91,7 +90,6 @@ def no_namespaces() -> str:
 
 @cache
 def _no_loop_device() -> str:
-    """Why no file can be mounted as a disk here, in a few words."""
     if os.geteuid() != 0:
         return "needs root, for a loop device: sudo make test"
     if not shutil.which("mkfs.ext4"):
@@ -105,7 +103,6 @@ def _no_loop_device() -> str:
 
 
 def no_place_to_build() -> str:
-    """Why nothing can be compiled in this clone."""
     places = (REPOSITORY / "build" / "bench", REPOSITORY / "build", REPOSITORY)
     place = next(path for path in places if path.exists())
     if os.access(place, os.W_OK):
@@ -149,7 +146,6 @@ def _closed_to(entry: pwd.struct_passwd, *paths: Path) -> Path | None:
 
 
 def skip_unless(user: str) -> None:
-    """Skips the test that calls it where it cannot run this clone's programs as ``user``."""
     if reason := cannot_be(user):
         pytest.skip(reason)
 
@@ -189,7 +185,6 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 @contextmanager
 def mounted_tmpfs(path: Path, options: str = "mode=1777") -> Iterator[None]:
-    """``mount_tmpfs``, until the end. What is open there stays so."""
     mount_tmpfs(path, options)
     try:
         yield
