@@ -26,15 +26,7 @@ import bench.pfs
 from bench.calibrate import WEATHER_SEED, left_by, measure_counters
 from bench.harness import Unusable, drop_names
 from bench.kernelparts import delayed_mirror
-from bench.pfs import (
-    INSTANT,
-    PROFILES,
-    ParallelFileSystem,
-    Profile,
-    Requests,
-    build,
-    set_layout,
-)
+from bench.pfs import INSTANT, PROFILES, ParallelFileSystem, Profile, Requests, build, set_layout
 from bench.probes import Data
 from bench.report import Result
 from bench.task import Task
@@ -51,11 +43,7 @@ from tests.support.mounting import (
 )
 from tests.support.programs import Running, execute
 
-pytestmark = [
-    requires_fuse,
-    surroundings.program("gcc"),
-    surroundings.requires_own_clone,
-]
+pytestmark = [requires_fuse, surroundings.program("gcc"), surroundings.requires_own_clone]
 
 MIB = 1 << 20
 SECONDS = 60

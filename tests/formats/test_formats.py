@@ -169,7 +169,7 @@ def test_open_files(memory: list[int]) -> None:
     worker = HandleTable(table, hooks)
     assert [slot[1:] for slot in worker] == make.HANDLES
     assert [worker.numbers, worker.moved_ns, worker.has_layouts, worker.kernel_reads] == [
-        *(1000, NOW, True, False),
+        *(1000, NOW, True, False)
     ]
     worker.close()
     memory.append(make_table())

@@ -250,9 +250,7 @@ def test_a_source_that_root_may_not_enter(squashed: tuple[Bench, Path], freshnes
     assert mount.status()["files"]["resident"] == 6
 
 
-def test_root_does_not_mount_for_itself_what_it_may_not_enter(
-    squashed: tuple[Bench, Path],
-) -> None:
+def test_root_does_not_mount_for_itself_what_it_may_not_enter(squashed: tuple[Bench, Path]) -> None:
     work, source = squashed
     (work.path / "mnt").mkdir()
     storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]

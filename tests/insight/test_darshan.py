@@ -15,12 +15,7 @@ import pytest
 
 from monarchfs.cli.main import main
 from monarchfs.insight.darshan import FileReads, JobReads, read_logs
-from monarchfs.insight.darshan_verdict import (
-    analyze_darshan,
-    commonest,
-    paths_of,
-    text_lines,
-)
+from monarchfs.insight.darshan_verdict import analyze_darshan, commonest, paths_of, text_lines
 from monarchfs.prefetch.scan import read_list
 from monarchfs.types import OperationError
 from tests.support.golden import Golden

@@ -16,14 +16,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.peers.web_server import find_nginx
-from tests.peers.nodes import (
-    answers,
-    files_of,
-    peers,
-    processes_of,
-    requires_peers,
-    write_source,
-)
+from tests.peers.nodes import answers, files_of, peers, processes_of, requires_peers, write_source
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
 from tests.support.programs import Running, execute

@@ -442,12 +442,7 @@ class Mirror:
             blocks = sum(recorded.values()) + in_segments.total()
             assert self.placement.ledger(tier.id).usage[0] == blocks, (recorded, tier.id)
             totals = self.index.tier_totals().get(tier.id, TierTotals())
-            assert totals == (
-                len(whole) + len(sharing) - found,
-                len(parts),
-                found,
-                blocks,
-            )
+            assert totals == (len(whole) + len(sharing) - found, len(parts), found, blocks)
 
     def reason(self, ino: int) -> str:
         node = self.index.node(ino)
