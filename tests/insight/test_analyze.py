@@ -307,6 +307,7 @@ def test_merged_intervals_are_what_a_plain_count_gives(
         assert sum(span.bytes) == 10 * sum(span.begin <= e.begin < span.end for e in events)
 
 
+@settings(max_examples=40)
 @given(
     files=st.integers(100, 200),
     passes=st.integers(1, 4),
