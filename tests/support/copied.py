@@ -69,6 +69,7 @@ class Copy:
             [str(self.python), "setup.py", "--quiet", "build_ext", "--inplace"],
             cwd=self.path,
             env={**os.environ, "CC": f"sh {compiler}"},
+            timeout=1000,
         )
         return done.stderr if done.returncode else None
 
