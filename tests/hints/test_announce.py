@@ -178,16 +178,3 @@ def test_hints_need_none_of_the_daemons_libraries() -> None:
     )
     found = execute([sys.executable, "-c", code], check=True)
     assert found.stdout.strip() == "[]"
-
-
-def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    calls = []
-
-    def fail() -> None:
-        calls.append(1)
-        raise OperationError("nobody listens")
-
-    with caplog.at_level(logging.WARNING):
-        assert not client.quietly("/data", fail)
-        assert not client.quietly("/data", fail)
-    assert len(calls) == len(caplog.records) == 1

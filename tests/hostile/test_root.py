@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.config.model import User
 from monarchfs.control import client
 from monarchfs.control.registration import Registration, find_mounts, own_mount_namespace
 from monarchfs.doctor.leftovers import dead_sockets
@@ -26,7 +25,6 @@ from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import find_mount, mount_of, open_directory
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
 from monarchfs.slurm.leftovers import Sweeper
-from monarchfs.supervisor import lock as locks
 from monarchfs.supervisor.recover import find_all
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.types import OperationError
@@ -273,44 +271,6 @@ def test_what_root_asks_a_users_daemon_reaches_no_other(users: Path, roots: Path
 
 
 # Reading
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(b'{"pid":' * 100_000, id="depth"),
-        pytest.param(b'{"pid": Infinity}', id="infinity"),
-        pytest.param(b'{"pid": ' + b"9" * 10_000 + b"}", id="digits"),
-        pytest.param(b'{"pid": "1", "mountpoint": "/", "source": "/", "tiers": 5}', id="types"),
-        pytest.param(b'["pid"]', id="a list"),
-        pytest.param(b"\xff\xfe", id="no text"),
-        pytest.param(b"", id="nothing"),
-        pytest.param(b" " * (2 << 20), id="long"),
-    ],
-)
-def test_a_lock_says_nothing_that_makes_no_sense(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "lock").write_bytes(content)
-    descriptor = os.open(tmp_path / "lock", os.O_RDONLY)
-    try:
-        assert locks.read_holder(descriptor) is None
-    finally:
-        os.close(descriptor)
-
-
-def test_a_lock_that_is_no_file_is_refused(users: Path) -> None:
-    user = User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, ())
-    state = os.open(users, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.mkfifo(users / "lock")
-        as_the_users(users / "lock")
-        with pytest.raises(OSError, match="not a file"):
-            locks.take_lock(state, user)
-        (users / "lock").unlink()
-        (users / "lock").symlink_to("/etc/passwd")
-        with pytest.raises(OSError, match="symbolic links"):
-            locks.take_lock(state, user)
-    finally:
-        os.close(state)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "depth", "nonsense"])
