@@ -243,18 +243,6 @@ def waits(pid: int) -> bool:
     return "folio_wait" in Path(f"/proc/{pid}/stack").read_text()
 
 
-def test_a_size_is_asked_of_the_targets(backing: Path, mounted: Mounter) -> None:
-    set_layout(backing / "large", 3)
-    pfs = mounted(targets=4)
-    pfs.set_faults(failing=[2])
-    with pytest.raises(OSError, match="Input/output"):
-        (pfs.path / "large").stat()
-    pfs.set_faults()
-    before = pfs.requests()
-    assert (pfs.path / "large").stat().st_size == 3 * MIB + 5
-    assert pfs.requests() - before == Requests(glimpse=3)  # its name is known
-
-
 def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mounter) -> None:
     with (backing / "holes").open("wb") as file:
         file.truncate(10 * MIB)

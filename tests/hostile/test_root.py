@@ -22,7 +22,7 @@ from monarchfs.control.registration import Registration, find_mounts, own_mount_
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mount import mount
-from monarchfs.fuse.mountinfo import find_mount, mount_of, open_directory
+from monarchfs.fuse.mountinfo import find_mount, mount_of
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
 from monarchfs.slurm.leftovers import Sweeper
 from monarchfs.supervisor.recover import find_all
@@ -165,21 +165,6 @@ def mounted(path: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_place_is_opened_by_its_own_name(roots: Path) -> None:
-    (roots / "real" / "deep").mkdir(parents=True)
-    (roots / "link").symlink_to("real")
-    os.close(open_directory(str(roots / "real" / "deep")))
-    os.close(open_directory("/"))
-    for wrong, code in (
-        (roots / "link" / "deep", errno.ELOOP),
-        (roots / "link", errno.ENOTDIR),
-        (roots / "none", errno.ENOENT),
-    ):
-        with pytest.raises(OSError, match=r".") as raised:
-            os.close(open_directory(str(wrong)))
-        assert raised.value.errno == code
 
 
 @pytest.mark.parametrize("lazy", [False, True])
