@@ -9,7 +9,6 @@ import os
 import pwd
 import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +27,8 @@ from monarchfs.slurm.leftovers import Sweeper
 from monarchfs.supervisor.recover import find_all
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.types import OperationError
-from tests.support import surroundings
 from tests.support.mounting import assert_one_line, requires_fuse, requires_root, run
+from tests.support.surroundings import mounted_tmpfs
 
 pytestmark = requires_root
 
@@ -158,26 +157,17 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots
 # Mounting and unmounting
 
 
-@contextmanager
-def mounted(path: Path) -> Iterator[None]:
-    surroundings.mount_tmpfs(path, "size=1M")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, lazy: bool) -> None:
     """The user's mount was on users/a/data; then `a` became a link to where root has a `data`."""
     (roots / "data").mkdir()
     users_link(users / "a", roots)
-    with mounted(roots / "data"):
+    with mounted_tmpfs(roots / "data", "size=1M"):
         assert unmount_call(str(users / "a" / "data"), lazy=lazy) in (errno.ELOOP, errno.ENOTDIR)
         (users / "b").mkdir()
         (users / "b" / "a").symlink_to(roots)
         (roots / "c").mkdir()
-        with mounted(roots / "c"):
+        with mounted_tmpfs(roots / "c", "size=1M"):
             assert unmount_call(str(users / "b" / "a" / "c"), lazy=lazy) != 0
             assert find_mount(str(roots / "c")) is not None
         assert find_mount(str(roots / "data")) is not None

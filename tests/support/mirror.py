@@ -289,14 +289,20 @@ class Mirror:
 
     # -- what the kernel would do
 
-    async def node(self, path: str) -> Node:
+    async def walk(self, path: str) -> Node | None:
+        """The node at a path, None where there is none. Raises OSError."""
         node = self.index.node(ROOT_INO)
-        for name in path.encode().split(b"/"):
+        for name in path.encode().split(b"/") if path else ():
             assert node is not None
             found = await self.tree.names.lookup(node.ino, name)
-            assert not isinstance(found, Missing), path
+            if isinstance(found, Missing):
+                return None
             node = found.node
-        assert node is not None
+        return node
+
+    async def node(self, path: str) -> Node:
+        node = await self.walk(path)
+        assert node is not None, path
         return node
 
     async def ino(self, path: str) -> int:

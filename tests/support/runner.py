@@ -15,9 +15,8 @@ import trio
 import trio.testing
 
 from monarchfs.fs.files import FileHandle
-from monarchfs.fs.tree import Missing
 from monarchfs.index.recovery import set_aside
-from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, Node
+from monarchfs.types import IndexUnusable, IndexWriteError
 from tests.support.faults import FaultyTier, Gate
 from tests.support.mirror import Area, Mirror, until
 
@@ -242,15 +241,7 @@ def mounted(area: Area, **options: Any) -> Runner:
 # -- what the kernel would do
 
 
-async def walk(mirror: Mirror, path: str) -> Node | None:
-    node = mirror.index.node(ROOT_INO)
-    for name in path.encode().split(b"/") if path else ():
-        assert node is not None
-        found = await mirror.tree.names.lookup(node.ino, name)
-        if isinstance(found, Missing):
-            return None
-        node = found.node
-    return node
+walk = Mirror.walk
 
 
 async def retried(fn: Callable[..., Awaitable[T]], *args: object) -> T:
