@@ -39,8 +39,7 @@ from tests.support.jobs import (
     sizes_like,
     source_until_copied,
 )
-from tests.support.mounting import MONARCHFS
-from tests.support.programs import execute
+from tests.support.mounting import run
 
 SOURCE, TIER, MEMORY = AnsweredBy.SOURCE, AnsweredBy.TIER, AnsweredBy.MEMORY
 
@@ -402,15 +401,15 @@ def test_a_hot_file_makes_no_epoch_and_is_named(tmp_path: Path) -> None:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return execute([*MONARCHFS, "analyze", *map(str, arguments)])
+    return run("analyze", *map(str, arguments))
 
 
 def test_the_command(tmp_path: Path) -> None:
     path = Job(source_until_copied(0.5, 0.02)).record(tmp_path / "job.rec")
     page, trace = tmp_path / "job.html", tmp_path / "job.json"
-    run = command(path, "--html", page, "--trace", trace)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "Input-bound: in epoch 2" in run.stdout
+    done = command(path, "--html", page, "--trace", trace)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Input-bound: in epoch 2" in done.stdout
     assert "http" not in page.read_text().replace("http-equiv", "")
     for svg in page.read_text().split("<svg ")[1:]:
         ElementTree.fromstring("<svg " + svg.partition("</svg>")[0] + "</svg>")
@@ -427,17 +426,17 @@ def test_names_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> None:
     job = Job(always(TIER, 0.01), many_files(50, 4 * KIB))
     path = job.record(tmp_path / "job.rec", source="/l\x1b[2J<script>alert(1)</script>\udcff")
     page = tmp_path / "job.html"
-    run = command(path, "--html", page)
-    assert run.returncode == 0
-    assert "\x1b" not in run.stdout
+    done = command(path, "--html", page)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
     assert "<script>" not in page.read_text()
 
 
 def test_a_recording_that_makes_no_sense(tmp_path: Path) -> None:
     path = Job(always(TIER, 0.01)).record(tmp_path / "job.rec", policy="none of ours")
-    run = command(path)
-    assert (run.returncode, run.stderr.count("\n")) == (1, 1)
-    assert "makes no sense" in run.stderr
+    done = command(path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "makes no sense" in done.stderr
 
 
 def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:
