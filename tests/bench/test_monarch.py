@@ -29,6 +29,7 @@ from bench.monarch_runs import Measured, Run
 from bench.pfs import INSTANT, Counts, ParallelFileSystem
 from bench.report import Result, Row
 from tests.support.mounting import requires_fuse, requires_root
+from tests.support.programs import Running, execute
 
 # Reads a file to its end for each line it gets.
 READER = "import sys\nfor _ in sys.stdin: open(sys.argv[1], 'rb').read(); print('read', flush=True)"
@@ -60,7 +61,7 @@ def test_a_group_keeps_few_pages() -> None:
     except Unusable as error:
         pytest.skip(str(error))
     left = [path for path in (limit.path, point, point.with_suffix(".disk")) if path.exists()]
-    used = subprocess.run(["losetup", "--all"], capture_output=True, text=True, check=True).stdout
+    used = execute(["losetup", "--all"], check=True).stdout
     assert (left, point.stem in used) == ([], False)
 
 
@@ -69,17 +70,13 @@ def read_with_few_pages(limit: MemoryLimit, file: Path) -> None:
     os.sync()
     drop_caches()
     command = [sys.executable, "-c", READER, str(file)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-    ) as reader:
-        assert reader.stdin is not None
-        assert reader.stdout is not None
+    with Running(command) as reader:
         limit.add([reader.pid])
         # The reader holds all of the file in memory of its own, which comes on top.
         limit.hold(100 * MIB)
         for _epoch in range(2):
-            reader.stdin.write(b"\n")
-            assert reader.stdout.readline() == b"read\n"
+            reader.tell("")
+            assert reader.line() == "read\n"
             assert limit.file_bytes() <= 100 * MIB
         assert limit.file_bytes() >= 16 * MIB
         limit.hold(8 * MIB)
@@ -132,7 +129,6 @@ def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) 
 
 
 def run_of(*epochs: tuple[float, int]) -> Run:
-    """Of the seconds and the bytes read of each epoch."""
     measured = [
         Measured(Epoch(took, 0.0, 1, 1, 1), Counts(open=size // 100, read_bytes=size), 0.1, 0.2)
         for took, size in epochs

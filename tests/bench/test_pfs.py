@@ -23,17 +23,13 @@ from typing import Any
 import pytest
 
 import bench.pfs
+from bench.calibrate import WEATHER_SEED, left_by, measure_counters
 from bench.harness import Unusable, drop_names
-from bench.pfs import (
-    INSTANT,
-    PROFILES,
-    Counts,
-    ParallelFileSystem,
-    Profile,
-    Requests,
-    build,
-    set_layout,
-)
+from bench.kernelparts import delayed_mirror
+from bench.pfs import INSTANT, PROFILES, ParallelFileSystem, Profile, Requests, build, set_layout
+from bench.probes import Data
+from bench.report import Result
+from bench.task import Task
 from monarchfs.source.layout import parse
 from tests.support import surroundings
 from tests.support.mounting import (
@@ -45,12 +41,9 @@ from tests.support.mounting import (
     requires_root,
     wait_for,
 )
+from tests.support.programs import Running, execute
 
-pytestmark = [
-    requires_fuse,
-    surroundings.program("gcc"),
-    surroundings.requires_own_clone,
-]
+pytestmark = [requires_fuse, surroundings.program("gcc"), surroundings.requires_own_clone]
 
 MIB = 1 << 20
 SECONDS = 60
@@ -78,29 +71,23 @@ print(json.dumps(found))
 
 def python(script: str, *arguments: object, user: str | None = None) -> Any:
     """What a script prints as JSON. In a process of its own: what reads a mount can hang."""
-    done = subprocess.run(
-        as_user(user, [sys.executable, "-c", script, *map(str, arguments)]),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-        cwd="/",
-    )
+    done = execute(as_user(user, [sys.executable, "-c", script, *map(str, arguments)]), cwd="/")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout or "null")
 
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory that other users may enter, unlike pytest's."""
+    """A directory that other users may enter, unlike pytest's; nothing is left in the end."""
     with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as path:
         os.chmod(path, 0o755)
         yield Path(path)
+        assert fuse_mounts(path) == []
+        assert processes_about(path) == []
 
 
 @pytest.fixture
 def backing(place: Path) -> Path:
-    """Files of several sizes, names and kinds."""
     root = place / "backing"
     rng = random.Random(7)
     (root / "many").mkdir(parents=True)
@@ -120,7 +107,6 @@ Mounter = Callable[..., ParallelFileSystem]
 
 @pytest.fixture
 def mounted(backing: Path, place: Path) -> Iterator[Mounter]:
-    """Mounts the backing; nothing is left in the end."""
     with ExitStack() as stack:
 
         def mount(profile: Profile = INSTANT, **options: Any) -> ParallelFileSystem:
@@ -128,8 +114,6 @@ def mounted(backing: Path, place: Path) -> Iterator[Mounter]:
             return stack.enter_context(pfs)
 
         yield mount
-    assert fuse_mounts(str(place)) == []
-    assert processes_about(str(place)) == []
 
 
 def test_files_and_ranges_are_those_of_the_backing(backing: Path, mounted: Mounter) -> None:
@@ -157,73 +141,6 @@ for path in sys.argv[1:]:
     with open(path, "rb") as file:
         file.read()
 """
-
-
-def asked(pfs: ParallelFileSystem, script: str, *arguments: object) -> Counts:
-    before = pfs.counts()
-    python(script, *arguments)
-    return pfs.counts() - before
-
-
-def drops() -> list[str]:
-    """How often anybody on this machine had the kernel drop names and pages."""
-    lines = Path("/proc/vmstat").read_text().splitlines()
-    return [line for line in lines if line.startswith("drop_")]
-
-
-def test_each_operation_is_counted(mounted: Mounter) -> None:
-    while True:
-        before, pfs = drops(), mounted()
-        try:
-            count_each_operation(pfs)
-            return
-        except AssertionError:
-            # What another test had dropped is asked for again, and counted.
-            if drops() == before:
-                raise
-        finally:
-            pfs.__exit__(None, None, None)
-
-
-def count_each_operation(pfs: ParallelFileSystem) -> None:
-    assert pfs.counts() == Counts()
-    names = [pfs.path / "many" / f"{number:03}" for number in range(100, 110)]
-    # The directory's name and theirs, then nothing but the opens: it is all still valid.
-    read = Counts(lookup=11, open=10, read=10, read_bytes=sum(range(100, 110)))
-    assert asked(pfs, READ, *names) == read
-    assert asked(pfs, READ, *names) == Counts(open=10)
-    listing = "import os, sys; assert len(os.listdir(sys.argv[1])) == 300"
-    assert asked(pfs, listing, pfs.path / "many") == Counts(opendir=1, readdir=1)
-    assert asked(pfs, "import os, sys; os.statvfs(sys.argv[1])", pfs.path) == Counts(statfs=1)
-    attribute = "import os, sys; os.listxattr(sys.argv[1])"
-    assert asked(pfs, attribute, names[0]) == Counts(xattr=1)
-    stat_all = "import os, sys; [entry.stat() for entry in os.scandir(sys.argv[1])]"
-    stated = asked(pfs, stat_all, pfs.path / "many")
-    assert stated._replace(readdir=0) == Counts(opendir=1, lookup=290)
-    total = pfs.counts()
-    assert total.operations == sum(total[:-1])
-    assert total.metadata == total.operations - 10
-
-
-def test_each_read_is_counted_with_its_bytes(mounted: Mounter) -> None:
-    pfs = mounted()
-    large = pfs.path / "large"
-    direct = """
-import mmap, os, sys
-fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
-page = mmap.mmap(-1, 1 << 20)
-assert [os.preadv(fd, [page], start << 20) for start in (0, 3, 1)] == [1 << 20, 5, 1 << 20]
-"""
-    held = os.open(large, os.O_PATH)  # the name stays known, whoever drops caches
-    got = Counts(open=1, read=3, read_bytes=2 * MIB + 5)
-    assert asked(pfs, direct, large) == got
-    # However the kernel cuts it, everything is read once, and then it is cached.
-    whole = asked(pfs, READ, large)
-    assert whole.read_bytes == 3 * MIB + 5
-    assert whole._replace(read=0, read_bytes=0) == Counts(open=1)
-    assert 4 <= whole.read <= 3 * MIB // 4096 + 1
-    wait_for(lambda: asked(pfs, READ, large) == Counts(open=1), "it to be cached")
-    os.close(held)
 
 
 TIMED = """
@@ -305,17 +222,10 @@ def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> No
     pfs.set_faults(hung=[1], failing=[2])
     readers = {}
     for target, offset in offsets.items():
-        readers[target] = subprocess.Popen(
-            [sys.executable, "-c", READS, pfs.path / "large", str(offset)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        readers[target] = Running([sys.executable, "-c", READS, pfs.path / "large", str(offset)])
     try:
         hanging = readers[1]
-        assert hanging.stdin is not None
-        hanging.stdin.write("\n")
-        hanging.stdin.flush()
+        hanging.tell("")
         wait_for(lambda: waits(hanging.pid), "the reader to wait for its target")
         said = [readers[n].communicate("\n", SECONDS)[0].strip() for n in (0, 2)]
         assert said == ["100", "Input/output error"]
@@ -330,38 +240,7 @@ def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> No
 
 
 def waits(pid: int) -> bool:
-    """For a page of a file."""
     return "folio_wait" in Path(f"/proc/{pid}/stack").read_text()
-
-
-def test_a_size_is_asked_of_the_targets(backing: Path, mounted: Mounter) -> None:
-    set_layout(backing / "large", 3)
-    pfs = mounted(targets=4)
-    pfs.set_faults(failing=[2])
-    with pytest.raises(OSError, match="Input/output"):
-        (pfs.path / "large").stat()
-    pfs.set_faults()
-    before = pfs.requests()
-    assert (pfs.path / "large").stat().st_size == 3 * MIB + 5
-    assert pfs.requests() - before == Requests(glimpse=3)  # its name is known
-
-
-def test_what_a_released_file_is_asked_for(backing: Path, mounted: Mounter) -> None:
-    """Its archive brings it back once, for the first read, and not for an open."""
-    set_layout(backing / "large", 2, released=True)
-    pfs = mounted(targets=4, recall_seconds=0.05)
-    name = pfs.path / "large"
-    assert name.stat().st_blocks == 1
-    with name.open("rb"):
-        assert pfs.requests().recall == 0
-    began = time.monotonic()
-    assert name.read_bytes() == (backing / "large").read_bytes()
-    assert time.monotonic() - began >= 0.05
-    assert name.read_bytes() == (backing / "large").read_bytes()
-    assert pfs.requests().recall == 1
-    layout = parse(os.getxattr(name, "lustre.lov"))
-    assert layout is not None
-    assert not layout.released
 
 
 def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mounter) -> None:
@@ -377,20 +256,6 @@ def test_looking_for_data_brings_a_released_file_back(backing: Path, mounted: Mo
         assert os.lseek(file.fileno(), 5 * MIB, os.SEEK_HOLE) == 5 * MIB + 4096
         assert pfs.requests().recall == 1
         assert pfs.requests().seek == 2
-
-
-def test_how_large_reads_are(backing: Path, mounted: Mounter) -> None:
-    pfs = mounted()
-    script = """
-import os, sys
-fd = os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT)
-buffers = [memoryview(__import__("mmap").mmap(-1, int(size))) for size in sys.argv[2:]]
-for buffer in buffers:
-    os.preadv(fd, [buffer], 0)
-"""
-    python(script, pfs.path / "large", 4096, 256 << 10, 2 * MIB)
-    sizes = {size: count for size, count in pfs.read_sizes().items() if count}
-    assert sizes == {4096: 1, 256 << 10: 1, MIB: 2}
 
 
 def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
@@ -453,11 +318,8 @@ def test_others_take_the_share_that_was_drawn(mounted: Mounter) -> None:
 
 def test_the_noise_is_the_same_here_as_there() -> None:
     profile, seed = replace(PROFILES["crowded"], noise_period=0.25), 2**64 - 1
-    done = subprocess.run(
+    done = execute(
         [build(), "weather", str(seed), str(profile.noise), str(profile.noise_period), "100"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
         check=True,
     )
     there = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
@@ -484,17 +346,10 @@ with ParallelFileSystem(Path(sys.argv[1]), Path(sys.argv[2]), INSTANT) as pfs:
 def test_it_ends_with_the_harness(backing: Path, place: Path) -> None:
     """Killed; also where a child of it, which lives on, still has the other end of the pipe."""
     pfs = place / "pfs"
-    harness = subprocess.Popen(
-        [sys.executable, "-c", HARNESS, backing, pfs],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", HARNESS, str(backing), str(pfs)]
+    harness = Running(command, cwd=REPOSITORY, start_new_session=True)
     try:
-        assert harness.stdout is not None
-        emulator = int(harness.stdout.readline())
+        emulator = int(harness.line())
         assert fuse_mounts(str(place)) == [str(pfs)]
         harness.kill()
         wait_for(lambda: not fuse_mounts(str(place)), "the mount to go")
@@ -534,3 +389,35 @@ def test_all_threads_at_once(
         assert [process.wait(SECONDS) for process in running] == [0] * 3
     pfs.__exit__(None, None, None)
     assert "Sanitizer" not in capfd.readouterr().err
+
+
+# What the calibration finds where the answer is known on any machine
+
+
+@requires_root
+@surroundings.program("strace")
+def test_the_counters_say_what_strace_saw(place: Path) -> None:
+    (place / "data").mkdir()
+    data = Data(place / "data", 8 << 20, 30)
+    result = Result("calibrate", "")
+    with ParallelFileSystem(data.root, place / "pfs", PROFILES["fast"]) as pfs:
+        measure_counters(Task(place), result, pfs, data, place)
+    assert len(result.rows) == 5
+    assert [(row.what, row.value) for row in result.rows if not row.holds] == []
+    assert not any(row.what.endswith("of 0") for row in result.rows), result.rows
+
+
+@requires_root
+@surroundings.program("bindfs")
+@surroundings.program("strace")
+def test_a_delayed_mirror_leaves_nothing(place: Path) -> None:
+    (place / "data").mkdir()
+    with delayed_mirror(place / "data", place / "mirror", 0.001, 0.001) as mirror:
+        assert fuse_mounts(str(place)) == [str(mirror)]
+
+
+def test_what_the_noise_leaves_is_the_bandwidth_less_the_shares() -> None:
+    noisy = replace(PROFILES["crowded"], bandwidth=100.0, noise_period=2.0)
+    first, second = noisy.share(WEATHER_SEED, 0.0), noisy.share(WEATHER_SEED, 2.0)
+    assert left_by(noisy, 3.0) == pytest.approx(200 * (1 - first) + 100 * (1 - second))
+    assert left_by(noisy.quiet(), 3.0) == pytest.approx(300)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import xml.etree.ElementTree as xml
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.image as mpimg
 import pytest
 
-from bench import comparison, markdown, plotlines, plots, plotstyle
+from bench import comparison, markdown, plots, plotstyle
 from bench.report import Kind, Missing, Report, Result, load, merged, save
 from bench.sampling import Sample, local_shares, sampled, share_series
 from monarchfs.types import OperationError
@@ -115,13 +114,6 @@ def test_pictures_are_files_with_something_in_them(pictures: list[plots.Picture]
         pixels = mpimg.imread(picture.png)
         assert pixels.shape[1] == plotstyle.WIDTH_INCHES * plotstyle.DOTS_PER_INCH
         assert pixels.std() > 0.05
-
-
-def test_neighbours_are_moved_apart_around_their_middle() -> None:
-    assert plotlines.spread_out([1, 50, 100], 10) == [1, 50, 100]
-    assert plotlines.spread_out([50, 50, 50], 10) == [40, 50, 60]
-    found = plotlines.spread_out([0, 1, 2, 3, 90, 91], 10)
-    assert all(later - earlier >= 9.999 for earlier, later in pairwise(found))
 
 
 def test_the_share_is_of_what_was_opened_in_the_window() -> None:

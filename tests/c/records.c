@@ -1,13 +1,11 @@
 /* Records of segments, read by threads as the relay does it while others take them away and write over
- * them: no answer has a byte of that. A socket is the kernel; a function in the place of splice(2) has
- * it take what is in a pipe at once, as the kernel does. Arguments: a directory for a tier, and how many
- * answers each thread gives. */
+ * them: no answer has a byte of that. A socket is the kernel; splice(2), by the linker's --wrap, has it take
+ * what is in a pipe at once, as the kernel does. Arguments: a directory for a tier, and how many answers each
+ * thread gives. */
 #include "../../monarchfs/fuse/_reply.h"
 #include "../../monarchfs/fuse/_resident.h"
 
 #include "check.h"
-
-#include <sys/syscall.h>
 
 #define RECORDS 6
 #define SIZE 110000
@@ -22,15 +20,13 @@ static unsigned places[RECORDS + 1];
 static unsigned answers, reading = READERS;
 static int segment_fd, kernel;
 
-ssize_t splice_at_once(int in, off_t *in_offset, int out, off_t *out_offset, size_t size,
-		       unsigned flags);
-
-ssize_t splice_at_once(int in, off_t *in_offset, int out, off_t *out_offset, size_t size,
-		       unsigned flags)
+ssize_t __real_splice(int in, off_t *in_offset, int out, off_t *out_offset, size_t size, unsigned flags);
+ssize_t __wrap_splice(int in, off_t *in_offset, int out, off_t *out_offset, size_t size, unsigned flags);
+ssize_t __wrap_splice(int in, off_t *in_offset, int out, off_t *out_offset, size_t size, unsigned flags)
 {
 	static __thread char message[ROOM];
 	if (in_offset) /* from a file */
-		return syscall(SYS_splice, in, in_offset, out, out_offset, size, flags);
+		return __real_splice(in, in_offset, out, out_offset, size, flags);
 	CHECK(size <= sizeof(message));
 	for (size_t have = 0; have < size;) {
 		ssize_t got = read(in, message + have, size - have);

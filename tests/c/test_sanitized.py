@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
+from tests.support.programs import execute
 from tests.support.surroundings import REPOSITORY
 
 PRODUCT = REPOSITORY / "monarchfs"
@@ -36,9 +37,7 @@ Run = Callable[..., None]
 
 
 def compile_with(*words: str) -> None:
-    done = subprocess.run(
-        [COMPILER, "-std=gnu11", "-g", "-O1", *words], capture_output=True, text=True, timeout=100
-    )
+    done = execute([COMPILER, "-std=gnu11", "-g", "-O1", *words])
     if done.returncode != 0 and "cannot find" in done.stderr:
         pytest.skip("needs this compiler's sanitizers: apt-get install gcc")
     assert done.returncode == 0, done.stderr
@@ -73,7 +72,7 @@ def run(build: Callable[..., Path]) -> Run:
         name: str, *arguments: object, parts: tuple[str, ...] = PARTS, flags: tuple[str, ...] = ()
     ) -> None:
         words = [str(build(name, parts, flags)), *map(str, arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+        done = execute(words)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "done\n"
         assert "Sanitizer" not in done.stderr, done.stderr
@@ -107,8 +106,8 @@ def test_the_table_of_resident_files(run: Run, tier: Path) -> None:
 def test_records_that_are_written_over(run: Run, tier: Path, sanitized: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
     parts = ("fuse/_reply", "fuse/_record", *MEMORY)
-    flags = (sanitized, "-Dsplice=splice_at_once")
-    run("records", tier, REQUESTS // 10, parts=parts, flags=flags)
+    flags = (sanitized, "-Wl,--wrap=splice")
+    run("records", tier, REQUESTS // 20, parts=parts, flags=flags)
 
 
 @BOTH
@@ -138,11 +137,12 @@ def test_events_of_a_recording(run: Run, sanitized: str) -> None:
     run("record", REQUESTS, parts=("fuse/_record", "fuse/_counts"), flags=(sanitized,))
 
 
-@BOTH
-@pytest.mark.parametrize("size", [1 << 16, 8 << 20], ids=["little room", "more room"])
-def test_names_while_they_change(run: Run, size: int, sanitized: str) -> None:
+@pytest.mark.parametrize(
+    ("sanitizer", "room"), [("thread", 1 << 16), ("address,undefined", 8 << 20)]
+)
+def test_names_while_they_change(run: Run, sanitizer: str, room: int) -> None:
     """No look-up shows what had been forgotten before."""
-    flags = (sanitized, f"-DNAMES_BYTES={size}", "-Wl,--wrap=madvise")
+    flags = (f"-fsanitize={sanitizer}", f"-DNAMES_BYTES={room}", "-Wl,--wrap=madvise")
     run("names", 10 * REQUESTS, parts=("engine/_names",), flags=flags)
 
 
@@ -156,13 +156,13 @@ def test_units_while_their_files_change(run: Run, tier: Path, sanitized: str) ->
 @BOTH
 def test_files_that_are_wanted_of_peers(run: Run, sanitized: str) -> None:
     """Threads that want files of one peer ask together, and each hears of its own."""
-    run("wants", REQUESTS // 10, parts=("peers/_want", "peers/_places"), flags=(sanitized,))
+    run("wants", REQUESTS // 20, parts=("peers/_want", "peers/_places"), flags=(sanitized,))
 
 
 @BOTH
 def test_an_open_that_is_handed_out_again_meanwhile(run: Run, tier: Path, sanitized: str) -> None:
     """The kernel refuses the one of two answers, and has the handle from the other."""
-    run("opens", tier, flags=(sanitized, "-Dwritev=take_answer"))
+    run("opens", tier, flags=(sanitized, "-Wl,--wrap=writev"))
 
 
 @pytest.mark.parametrize("memory", ["table", "journal"])
@@ -189,10 +189,7 @@ def test_it_builds_with_the_headers_of_older_systems(tmp_path: Path) -> None:
     (tmp_path / "linux" / "openat2.h").write_text("#error there is none\n")
     (tmp_path / "calls.h").write_text("#include <sys/syscall.h>\n#undef SYS_openat2\n")
     words = subprocess.check_output(["pkg-config", "--cflags", "fuse3"], text=True).split()
-    built = subprocess.run(
-        [COMPILER, "-std=gnu11", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64", "-fsyntax-only",
-         f"-I{tmp_path}", *words, f"-I{sysconfig.get_paths()['include']}",
-         "-include", str(tmp_path / "calls.h"), *map(str, PRODUCT.rglob("*.c"))],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    flags = ["-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64", f"-I{tmp_path}", *words]
+    flags += [f"-I{sysconfig.get_paths()['include']}", "-include", str(tmp_path / "calls.h")]
+    built = execute([COMPILER, "-std=gnu11", "-fsyntax-only", *flags, *PRODUCT.rglob("*.c")])
     assert (built.returncode, built.stderr) == (0, "")

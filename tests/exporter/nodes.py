@@ -25,7 +25,6 @@ class Exporter(NamedTuple):
 
 @contextmanager
 def exporter(*options: str, user: str | None = None) -> Iterator[int]:
-    """The port of an exporter that answers."""
     with exporter_process(*options, user=user) as running:
         yield running.port
 
@@ -71,7 +70,6 @@ def registrations(mountpoint: Path) -> dict[Path, dict[str, Any]]:
 
 
 def ups(now: Scrape) -> list[tuple[dict[str, str], float]]:
-    """The labels of each mount, and whether it is up."""
     return [
         (dict(labels), value)
         for (name, labels), value in now.samples.items()

@@ -52,7 +52,6 @@ class Node:
     def register(
         self, directory: Path, uid: int = 0, *, listens: bool = True, mountpoint: str = "/mnt"
     ) -> str:
-        """A registration in a directory; its stem."""
         stem = directory / f"{len(self.listeners):024x}"
         entry = Registration(mountpoint, 1, "/lustre", uid, 1, 1, "/state", 1)
         stem.with_suffix(".json").write_text(entry.to_json())
@@ -67,11 +66,9 @@ class Node:
         return str(stem)
 
     def users(self, uid: int = USER, root: str = "tmp", *, listens: bool = True) -> str:
-        """A registration of a user's, where it belongs."""
         return self.register(self.directory(root, uid), uid, listens=listens)
 
     def look(self) -> tuple[dict[str, bool], int]:
-        """By stem whether somebody listens, and how many were left off."""
         now = Discovery(self.roots)
         found = {}
         for mount in now.mounts():

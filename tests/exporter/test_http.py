@@ -14,7 +14,6 @@ import trio
 from monarchfs.exporter import http
 from monarchfs.supervisor.port import listen_locally, stop_listening
 from monarchfs.system import http_server
-from monarchfs.types import OperationError
 from tests.support.mounting import free_port
 
 PAGE = b"monarchfs_x 1\n" * 5000
@@ -208,15 +207,3 @@ async def test_out_of_descriptors_is_waited_out(monkeypatch: pytest.MonkeyPatch)
     async with served() as port:
         assert status_of(await ask(port, GET)) == b"200"
     assert not failures
-
-
-def test_a_port_is_had_by_one() -> None:
-    listener = listen_locally(free_port())
-    port = listener.getsockname()[1]
-    assert listener.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(OperationError, match=f"127.0.0.1:{port}: Address already in use: give"):
-        listen_locally(port)
-    with socket.socket(fileno=socket.dup(listener.fileno())):
-        stop_listening(listener)
-        stop_listening(listener)
-        listen_locally(port).close()

@@ -35,6 +35,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.programs import execute
 from tests.support.scraping import (
     FILES,
     Scrape,
@@ -260,14 +261,7 @@ def test_the_capabilities_of_its_unit_are_enough(work: Bench) -> None:
     mount = mounted(work, "one", "--user", "nobody")
     mount.user = "nobody"
     restricted = ["setpriv", "--no-new-privs", "--bounding-set", kept]
-    done = subprocess.run(
-        [*restricted, *MONARCHFS, "exporter", "--once"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-        cwd="/",
-    )
+    done = execute([*restricted, *MONARCHFS, "exporter", "--once"], cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
     assert up(parse(done.stdout), mount) == 1
 
@@ -367,7 +361,6 @@ def never_end(connection: socket.socket) -> None:
 
 
 def never_come(connection: socket.socket) -> None:
-    """Until the other end has gone."""
     poll = select.poll()
     poll.register(connection, 0)
     poll.poll(10_000)
@@ -421,7 +414,6 @@ def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
 
 
 def only_about_its_own_user(mount: Mount, port: int) -> None:
-    """A daemon may lie, but not about others."""
     lies = metrics(
         monarchfs_opens_total=[[["local"], LIE]],
         monarchfs_unheard_of=[[["x"], 1]],

@@ -46,14 +46,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 
 
 def mounted(work: Bench, *options: str, **more: Any) -> tuple[Mount, int]:
-    """A mount with metrics, and where it serves them."""
     make_files(work.path / "src")
     port = free_port()
     return work.mount(work.path / "src", "--metrics-port", str(port), *options, **more), port
 
 
 def mounted_faulty(work: Bench, *options: str) -> tuple[Mount, int, FaultySource]:
-    """One of a source that can fail and hang."""
     make_files(work.path / "backing")
     source = work.faulty_source(work.path / "backing")
     port = free_port()
@@ -125,6 +123,17 @@ def test_what_was_done_is_what_is_counted(work: Bench) -> None:
     assert now.value("process_open_fds") > 5
     assert f'mountpoint="{mount.path}"' in now.text
     sums_are_right(now)
+    # Everything that is documented is exported, and nothing else.
+    ours = {name: kind for name, kind in now.kinds.items() if name.startswith("monarchfs_")}
+    assert ours == {family.name: family.kind.value for family in FAMILIES}
+    for family in FAMILIES:
+        # An empty label is the same as none, and the parser leaves none out.
+        assert now.labels[family.name] == set(family.labels)
+    document = DOCUMENT.read_text()
+    assert [name for name in now.kinds if f"`{name}`" not in document] == []
+    read_all(mount, ["f1", "f2"])
+    mount.wait_idle()
+    assert len(scrape(port).samples) == len(now.samples), "work makes no series"
 
 
 def waits(now: Scrape) -> dict[str, float]:
@@ -159,23 +168,6 @@ def test_waiting_is_counted_by_what_is_waited_for(work: Bench) -> None:
     wait_for(lambda: mount.status()["worker"]["restarts"], "another worker")
     after = waits(scrape(port))
     assert all(after[cause] >= waits(again)[cause] for cause in after)
-
-
-def test_everything_documented_is_exported_and_nothing_else(work: Bench) -> None:
-    mount, port = mounted(work)
-    read_all(mount)
-    now = scrape(port)
-    ours = {name: kind for name, kind in now.kinds.items() if name.startswith("monarchfs_")}
-    assert ours == {family.name: family.kind.value for family in FAMILIES}
-    for family in FAMILIES:
-        # An empty label is the same as none, and the parser leaves none out.
-        assert now.labels[family.name] == set(family.labels)
-    document = DOCUMENT.read_text()
-    assert [name for name in now.kinds if f"`{name}`" not in document] == []
-    series = len(now.samples)
-    read_all(mount, ["f1", "f2"])
-    mount.wait_idle()
-    assert len(scrape(port).samples) == series, "work makes no series"
 
 
 READ_ON = """

@@ -1,10 +1,12 @@
-"""What a mount says of itself, on its way to the node's exporter: kept whole, believed little."""
+"""What a mount says of itself, on its way to the node's exporter: kept whole, believed little; and
+the names and counts behind it."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import subprocess
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +18,16 @@ from monarchfs.exporter import node, wire
 from monarchfs.exporter.node import Naming, Seen, UserNames, page_values
 from monarchfs.exporter.samples import Durations, Values
 from monarchfs.exporter.text import exposition_of
-from monarchfs.metrics import names
-from monarchfs.metrics.names import FAMILIES, MetricType
+from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, Metrics, names
+from monarchfs.metrics.counts import ERRORS, OTHER, REFUSALS
+from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
+from monarchfs.placement.events import RefusalReason
+from monarchfs.source.lanes import OPERATIONS, SourceCounters
+from monarchfs.source.posix import PosixSource
 from monarchfs.text.escaping import printable
+from monarchfs.types import Lane
 from tests.support.golden import Golden
+from tests.support.programs import execute
 from tests.support.prometheus import PROMTOOL
 from tests.support.scraping import parse
 
@@ -170,7 +178,7 @@ def test_the_page(golden: Golden) -> None:
         assert {"user", "source", "mount"} <= now.labels[family.name]
     if PROMTOOL is not None:
         check = [PROMTOOL, "check", "metrics"]
-        done = subprocess.run(check, input=text, capture_output=True, text=True, check=False)
+        done = execute(check, input=text)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -186,28 +194,89 @@ def test_names_of_mounts_are_given_once_and_stay() -> None:
     assert naming.name([]) == {}
 
 
-def test_a_name_service_that_hangs_costs_a_second_and_the_names(
+async def test_a_name_service_that_hangs_costs_a_second_and_the_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(node, "NAME_SECONDS", 0.05)
     asked: list[int] = []
 
-    async def main() -> None:
-        answered = trio.Event()
+    answered = trio.Event()
 
-        async def hanging(_function: object, uid: int, **_options: object) -> str:
-            asked.append(uid)
-            await answered.wait()
-            return "late"
+    async def hanging(_function: object, uid: int, **_options: object) -> str:
+        asked.append(uid)
+        await answered.wait()
+        return "late"
 
-        monkeypatch.setattr(trio.to_thread, "run_sync", hanging)
-        users = UserNames()
-        with trio.fail_after(10):
-            await users.learn([7, 8])
-        assert users.known == {7: "7", 8: "8"}
-        answered.set()
+    monkeypatch.setattr(trio.to_thread, "run_sync", hanging)
+    users = UserNames()
+    with trio.fail_after(10):
         await users.learn([7, 8])
-        assert users.known == {7: "7", 8: "8"}, "a name that changes is another series"
-        assert sorted(asked) == [7, 8]
+    assert users.known == {7: "7", 8: "8"}
+    answered.set()
+    await users.learn([7, 8])
+    assert users.known == {7: "7", 8: "8"}, "a name that changes is another series"
+    assert sorted(asked) == [7, 8]
 
-    trio.run(main)
+
+# The names of the metrics, all of which the documentation has, and what is counted under them
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
+IN_TABLE = re.compile(r"^\| `(\w+)` \| (\w+) \|(.*?)\|(.*)\|$", re.MULTILINE)
+
+
+def test_the_documentation_lists_what_is_exported_and_each_error() -> None:
+    rows = {
+        name: (kind, re.findall(r"`(\w+)`", labels))
+        for name, kind, labels, _meaning in IN_TABLE.findall(DOCUMENT.read_text())
+    }
+    ours = {name: row for name, row in rows.items() if name.startswith("monarchfs_")}
+    families = (*FAMILIES, *NODE_FAMILIES)
+    assert ours == {f.name: (f.kind.value, list(f.labels)) for f in families}
+    assert [name for name in ERRORS if f"`{name}`" not in DOCUMENT.read_text()] == []
+
+
+def test_a_duration_is_counted_once() -> None:
+    histogram = Histogram()
+    durations = [0, 1, 10_000, 10_001, 30 * 10**9, 30 * 10**9 + 1, 10**15]
+    for duration in durations:
+        histogram.observe(duration)
+    assert histogram.total_ns == sum(durations)
+    assert sum(histogram.counts) == len(durations)
+    assert histogram.counts[0] == 3, "a bound belongs to its bucket"
+    assert histogram.counts[1] == 1
+    assert histogram.counts[-2:] == [1, 2]
+    assert list(DURATION_BOUNDS_NS) == sorted(set(DURATION_BOUNDS_NS))
+
+
+def test_unknown_errors_do_not_make_series() -> None:
+    counts = ErrorCounts()
+    for number in (5, 5, 28, 133, 100_000, 0, None):
+        counts.count(number)
+    assert tuple(counts.by_name) == ERRORS
+    assert (counts.by_name["EIO"], counts.by_name["ENOSPC"], counts.by_name[OTHER]) == (2, 1, 4)
+
+
+def test_reasons_are_counted_beside_their_sum() -> None:
+    metrics = Metrics()
+    for reason in RefusalReason:
+        metrics.copy_refused(reason.value)
+    assert metrics.copies_refused_by == dict.fromkeys(REFUSALS, 1)
+    assert metrics.copies_refused == len(REFUSALS)
+    metrics.copy_failed(5)
+    metrics.tier_failed("/t", 28)
+    assert metrics.copies_failed == metrics.copy_errors.by_name["EIO"] == 1
+    assert metrics.tier_errors == metrics.errors_of_tier("/t").by_name["ENOSPC"] == 1
+
+
+def test_every_call_of_the_source_has_its_kind() -> None:
+    counters = SourceCounters()
+    # ``list`` only makes what ``next`` asks, and the others ask the source for nothing.
+    without_calls = {"shutdown", "forget", "list", "opened_directory", "known_to_list_all"}
+    functions = {n for n in dir(PosixSource) if not n.startswith("_")} - without_calls
+    assert {n for n in functions if callable(getattr(PosixSource, n))} == set(OPERATIONS) - {"next"}
+    for lane in Lane:
+        for function in (*OPERATIONS, "something new"):
+            counters.of(lane, function).operations += 1
+    assert sum(call.operations for call in counters.calls.values()) == 2 * (len(OPERATIONS) + 1)
+    assert counters.of(Lane.DEMAND, "something new") is counters.calls["demand", OTHER]
+    assert counters.of(Lane.BACKGROUND, "access") is counters.calls["scan", OTHER]

@@ -62,7 +62,6 @@ ALICE = User("alice", 1000, 1001, (4, 5))
 
 
 def user() -> User:
-    """Who runs this."""
     return User("", os.geteuid(), os.getegid())
 
 

@@ -61,7 +61,6 @@ VERSION = re.compile(r"_?(?:[A-Z]+_)?(?:VERSION|MAGIC)")
 
 @pytest.fixture
 def memory() -> Iterator[list[int]]:
-    """Descriptors, closed at the end."""
     opened: list[int] = []
     yield opened
     for descriptor in opened:
@@ -170,7 +169,7 @@ def test_open_files(memory: list[int]) -> None:
     worker = HandleTable(table, hooks)
     assert [slot[1:] for slot in worker] == make.HANDLES
     assert [worker.numbers, worker.moved_ns, worker.has_layouts, worker.kernel_reads] == [
-        *(1000, NOW, True, False),
+        *(1000, NOW, True, False)
     ]
     worker.close()
     memory.append(make_table())

@@ -52,7 +52,6 @@ def history_of(chance: random.Random, changes: bool) -> History:
 
 
 def act(pipe: Connection, mirror: str, plain: str) -> None:
-    """An actor: a process that carries out calls on both sides."""
     sides = Side(mirror, mirrored=True), Side(plain, mirrored=False)
     while (one := pipe.recv()) is not None:
         results = [calls.carried_out(side, one) for side in sides]
@@ -60,8 +59,6 @@ def act(pipe: Connection, mirror: str, plain: str) -> None:
 
 
 class Actors:
-    """The processes of one history."""
-
     def __init__(self, place: Place) -> None:
         self.pipes: list[Connection] = []
         self.processes = []
@@ -75,7 +72,6 @@ class Actors:
             self.processes.append(process)
 
     def ask(self, actor: int, one: Call) -> list[str] | None:
-        """What differs."""
         self.pipes[actor].send(one)
         if not self.pipes[actor].poll(HANGS_SECONDS):
             return [f"no answer in {HANGS_SECONDS:g} s", ""]
@@ -90,8 +86,6 @@ class Actors:
 
 
 class Difference(Exception):
-    """What the mount, and what the source said."""
-
     def __init__(self, at: int, actor: int, one: Call, said: list[str]) -> None:
         super().__init__(
             f"call {at}, actor {actor}: {one}\n  mount:  {said[0]}\n  source: {said[1]}"

@@ -81,7 +81,6 @@ class Side:
             os.close(fd)
 
     def end_all(self) -> None:
-        """Close what is open."""
         for slot in list(self.fds):
             self.end(slot)
         for pages in self.maps.values():
@@ -129,7 +128,6 @@ def call(*arguments: Argument, weight: int = 2) -> Callable[[Callable[..., Any]]
 
 
 def made(chance: random.Random) -> Call:
-    """A call by chance."""
     words = list(CALLS)
     (word,) = chance.choices(words, [CALLS[word][2] for word in words])
     return word, *(argument(chance) for argument in CALLS[word][1])
@@ -340,7 +338,6 @@ def pread_pages(side: Side, at: int, pages: int, start: int) -> Any:
 
 @call(slot, weight=4)
 def open_direct(side: Side, at: int) -> Any:
-    """Opened again past the page cache, if it is a file."""
     if not stat.S_ISREG(os.fstat(side.fds[at]).st_mode):
         return None
     return side.put(at, os.open(f"/proc/self/fd/{side.fds[at]}", os.O_RDONLY | os.O_DIRECT))
@@ -455,7 +452,6 @@ def flock(side: Side, at: int, how: int) -> Any:
 
 @call(slot, some(5, 6, 36, 37), some(0, 1, 2), some(0, 1, 2), offset, some(0, 1, 100, -1), weight=4)
 def lock(side: Side, at: int, command: int, kind: int, whence: int, where: int, n: int) -> Any:
-    """F_GETLK, F_SETLK, F_OFD_GETLK, F_OFD_SETLK."""
     wanted = struct.pack("hhqqi4x", kind, whence, where, n, 0)
     return struct.unpack("hhqqi4x", fcntl.fcntl(side.fds[at], command, wanted))[:4]
 

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from monarchfs.control.client import request
 from monarchfs.control.registration import find_mounts
 from tests.fuzz.calls import LONG, ODD, Call
+from tests.support.programs import execute
 
 AT_RECURSIVE, RDONLY, MOUNT_SETATTR = 0x8000, 1, 442
 MIB = 1 << 20
@@ -116,7 +117,6 @@ def reset_changing(root: Path) -> None:
 
 
 def change(root: Path, number: int, what: int, seed: int) -> None:
-    """One change of the source."""
     path, chance = root / f"changing/{number}", random.Random(seed)
     if not path.exists():
         path.write_bytes(b"new" * 100)
@@ -182,13 +182,11 @@ class Place:
         subprocess.run(["rm", "-rf", self.scratch], check=True)
 
     def ask(self, *words: str, must: bool = True) -> None:
-        """A command of monarchfs."""
         command = [sys.executable, "-m", "monarchfs.cli.main", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = execute(command)
         assert not must or done.returncode == 0, (words, done.stderr, self.log())
 
     def log(self) -> str:
-        """The end of what was logged."""
         logs = (self.scratch / "log", self.scratch / "state" / "worker.log")
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
 
@@ -202,7 +200,6 @@ class Place:
                 os.kill(pid, signal.SIGKILL)
 
     def do(self, event: Call) -> None:
-        """What is no system call."""
         match event:
             case ("kill", delay):
                 killer = threading.Timer(delay, self.kill)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 from tests.support import surroundings
+from tests.support.programs import execute
 
 
 @surroundings.requires_root
@@ -14,7 +14,5 @@ from tests.support import surroundings
 def test_a_mount_answers_random_calls_as_its_source_does() -> None:
     words = ["--seed", "20", "--seconds", "6", "--paths", "passthrough,free opens,open"]
     command = [sys.executable, "-m", "tests.fuzz", *words]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=surroundings.REPOSITORY, check=False
-    )
+    done = execute(command, cwd=surroundings.REPOSITORY, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -218,9 +218,4 @@ def epochs_of(files, count):
     return result
 """
 
-COMMON = {
-    "torch": TORCH,
-    "webdataset": TORCH,
-    "tensorflow": TENSORFLOW,
-    "nvidia.dali": DALI,
-}
+COMMON = {"torch": TORCH, "webdataset": TORCH, "tensorflow": TENSORFLOW, "nvidia.dali": DALI}

@@ -7,7 +7,6 @@ import itertools
 import logging
 import pickle
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from monarchfs.hints import client
 from monarchfs.hints import order as order_module
 from monarchfs.hints.client import JobMount
 from monarchfs.types import OperationError
+from tests.support.programs import execute
 
 
 def await_threads() -> None:
@@ -57,8 +57,6 @@ def files(tmp_path: Path) -> list[str]:
 
 
 class FakeMount(JobMount):
-    """Keeps what is sent to it."""
-
     lists: queue.Queue[bytes]
 
     def connect(self) -> Any:
@@ -70,7 +68,6 @@ class FakeMount(JobMount):
 
 @pytest.fixture
 def announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[bytes]:
-    """What a mount of ``tmp_path`` is sent."""
     mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
     mount.lists = queue.Queue()
     monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
@@ -179,18 +176,5 @@ def test_hints_need_none_of_the_daemons_libraries() -> None:
         "names = {name.split('.')[0] for name in set(sys.modules) - before};"
         "print(sorted(names - {'monarchfs', *sys.stdlib_module_names}))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = execute([sys.executable, "-c", code], check=True)
     assert found.stdout.strip() == "[]"
-
-
-def test_a_failure_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    calls = []
-
-    def fail() -> None:
-        calls.append(1)
-        raise OperationError("nobody listens")
-
-    with caplog.at_level(logging.WARNING):
-        assert not client.quietly("/data", fail)
-        assert not client.quietly("/data", fail)
-    assert len(calls) == len(caplog.records) == 1

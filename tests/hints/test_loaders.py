@@ -19,6 +19,7 @@ import pytest
 from monarchfs.prefetch.order import FIRST_BYTES
 from tests.hints import jobs
 from tests.support.mounting import REPOSITORY, Bench, requires_mounts
+from tests.support.programs import execute
 
 pytestmark = requires_mounts
 
@@ -34,7 +35,6 @@ ENVIRONMENT = {
 
 
 def python_with(module: str) -> str:
-    """An interpreter that has the framework."""
     python = os.environ.get("MONARCHFS_TEST_FRAMEWORKS", str(FRAMEWORKS))
     code = f"import importlib.util as u; u.find_spec({module!r}).name"
     found = Path(python).exists() and subprocess.run(
@@ -79,14 +79,11 @@ def run_job(work: Bench, module: str, code: str) -> tuple[list[list[int]], dict[
     source.faults(delay=0.004, delayed=["open"])
     mount = work.mount(source.path, "--freshness", "immutable", tier=str(allocated // 2))
     plain, mounted = ([str(root / name) for name in names] for root in (backing, mount.path))
-    done = subprocess.run(
+    done = execute(
         [python, "-c", jobs.PRELUDE + jobs.COMMON[module] + code + jobs.MAIN],
         input=json.dumps([SIZE, plain, mounted, EPOCHS]) + "\n",
-        capture_output=True,
-        text=True,
         timeout=200,
         env=ENVIRONMENT,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "monarchfs:" not in done.stderr

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support import on_disk
 from tests.support.mounting import as_user, fuse_mounts, processes_about, run, wait_for
+from tests.support.programs import execute
 
 USER = "nobody"
 
@@ -169,7 +170,6 @@ class Cache:
         return [*storage, "--user", USER, "--prefetch", "all", "-o", "reserve_percent=1"]
 
     def places(self) -> dict[str, list[Path]]:
-        """What can be spoilt, by kind."""
         state = self.path / "state"
         (dataset,) = (self.path / "tier").iterdir()
         own, (segment,) = on_disk.own_files(dataset), on_disk.segments(dataset)
@@ -195,13 +195,11 @@ class Cache:
         return run("mount", f"{self.path}/src", f"{self.path}/mnt", *self.options, timeout=60)
 
     def read(self) -> None:
-        """Everything, as the user, compared with the source."""
         words = as_user(USER, ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"])
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        done = execute(words)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def works_or_refuses(self) -> bool:
-        """Whether it could be mounted."""
         done = self.mount()
         if done.returncode != 0:
             assert done.returncode in (1, 2), done.stderr

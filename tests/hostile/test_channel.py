@@ -43,8 +43,6 @@ ANSWER_SECONDS = 5.0
 
 
 class Mad:
-    """A mount whose worker says what it is told to."""
-
     def __init__(self, work: Area) -> None:
         self.work = work
         self.found = registered(work)

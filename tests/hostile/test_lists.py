@@ -122,7 +122,6 @@ def test_what_is_no_list_of_the_users_is_refused(work: Bench, kind: str) -> None
 
 
 def mount_with(work: Bench, listed: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """What a mount says to a list."""
     storage = ["--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"]
     words = ["mount", f"{work.path}/src", f"{work.path}/mnt", "--prefetch", str(listed)]
     return run(*words, *storage, *options)
@@ -136,7 +135,6 @@ def test_mistakes_are_told_at_mount(work: Bench) -> None:
     point.mkdir()
 
     def told(lines: list[str]) -> str:
-        """What the mount says on standard error."""
         file.write_text("".join(f"{line}\n" for line in lines))
         done = mount_with(work, file)
         assert done.returncode == 0

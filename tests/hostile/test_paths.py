@@ -112,7 +112,6 @@ def open_storage(config: Config, *, keep: bool) -> bool:
 @pytest.mark.parametrize("there", [False, True], ids=["new", "there"])
 @pytest.mark.parametrize("keep", [False, True], ids=["taken back", "kept"])
 def test_no_call_is_led_astray(ground: Ground, there: bool, keep: bool) -> None:
-    """The user flips in between any two system calls."""
     config = ground.config()
     if not there:
         clear(ground.roots)
@@ -298,7 +297,6 @@ def test_mounts_are_not_led_astray(mountable: Ground) -> None:
 
 
 def worker(point: str) -> dict[str, int]:
-    """Of a mount that answers."""
     done = run("status", point, "--json")
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)["worker"]

@@ -66,7 +66,6 @@ HARMLESS = {
 
 @pytest.fixture(scope="module")
 def template() -> Iterator[Path]:
-    """What a mount left; nothing of it is changed."""
     interpreter_for(USER)
     path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
     path.chmod(0o755)
@@ -120,7 +119,6 @@ def a_copy(template: Path) -> Iterator[Cache]:
 
 
 def _break_up(path: Path) -> None:
-    """Of a test that failed: whatever is left."""
     kill_each(processes_about(f"{path}/"))
     for point in fuse_mounts(str(path)):
         subprocess.run(["umount", "-l", point], check=False)
@@ -143,7 +141,7 @@ def test_one_thing(cache: Cache, place: str, how: str) -> None:
 
 
 @settings(
-    max_examples=15,
+    max_examples=5,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

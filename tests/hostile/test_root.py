@@ -9,7 +9,6 @@ import os
 import pwd
 import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,21 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.config.model import User
 from monarchfs.control import client
 from monarchfs.control.registration import Registration, find_mounts, own_mount_namespace
 from monarchfs.doctor.leftovers import dead_sockets
 from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mount import mount
-from monarchfs.fuse.mountinfo import find_mount, mount_of, open_directory
+from monarchfs.fuse.mountinfo import find_mount, mount_of
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
 from monarchfs.slurm.leftovers import Sweeper
-from monarchfs.supervisor import lock as locks
 from monarchfs.supervisor.recover import find_all
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.types import OperationError
-from tests.support import surroundings
 from tests.support.mounting import assert_one_line, requires_fuse, requires_root, run
+from tests.support.surroundings import mounted_tmpfs
 
 pytestmark = requires_root
 
@@ -49,14 +46,12 @@ def directory_of(uid: int) -> Iterator[Path]:
 
 @pytest.fixture
 def users() -> Iterator[Path]:
-    """A directory of the user's, which root's tests may look into."""
     with directory_of(NOBODY.pw_uid) as path:
         yield path
 
 
 @pytest.fixture
 def roots() -> Iterator[Path]:
-    """A directory of root's, to which users plant links."""
     with directory_of(0) as path:
         yield path
 
@@ -162,42 +157,17 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots
 # Mounting and unmounting
 
 
-@contextmanager
-def mounted(path: Path) -> Iterator[None]:
-    """A file system that is somebody else's."""
-    surroundings.mount_tmpfs(path, "size=1M")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def test_a_place_is_opened_by_its_own_name(roots: Path) -> None:
-    (roots / "real" / "deep").mkdir(parents=True)
-    (roots / "link").symlink_to("real")
-    os.close(open_directory(str(roots / "real" / "deep")))
-    os.close(open_directory("/"))
-    for wrong, code in (
-        (roots / "link" / "deep", errno.ELOOP),
-        (roots / "link", errno.ENOTDIR),
-        (roots / "none", errno.ENOENT),
-    ):
-        with pytest.raises(OSError, match=r".") as raised:
-            os.close(open_directory(str(wrong)))
-        assert raised.value.errno == code
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, lazy: bool) -> None:
     """The user's mount was on users/a/data; then `a` became a link to where root has a `data`."""
     (roots / "data").mkdir()
     users_link(users / "a", roots)
-    with mounted(roots / "data"):
+    with mounted_tmpfs(roots / "data", "size=1M"):
         assert unmount_call(str(users / "a" / "data"), lazy=lazy) in (errno.ELOOP, errno.ENOTDIR)
         (users / "b").mkdir()
         (users / "b" / "a").symlink_to(roots)
         (roots / "c").mkdir()
-        with mounted(roots / "c"):
+        with mounted_tmpfs(roots / "c", "size=1M"):
             assert unmount_call(str(users / "b" / "a" / "c"), lazy=lazy) != 0
             assert find_mount(str(roots / "c")) is not None
         assert find_mount(str(roots / "data")) is not None
@@ -276,44 +246,6 @@ def test_what_root_asks_a_users_daemon_reaches_no_other(users: Path, roots: Path
 
 
 # Reading
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        pytest.param(b'{"pid":' * 100_000, id="depth"),
-        pytest.param(b'{"pid": Infinity}', id="infinity"),
-        pytest.param(b'{"pid": ' + b"9" * 10_000 + b"}", id="digits"),
-        pytest.param(b'{"pid": "1", "mountpoint": "/", "source": "/", "tiers": 5}', id="types"),
-        pytest.param(b'["pid"]', id="a list"),
-        pytest.param(b"\xff\xfe", id="no text"),
-        pytest.param(b"", id="nothing"),
-        pytest.param(b" " * (2 << 20), id="long"),
-    ],
-)
-def test_a_lock_says_nothing_that_makes_no_sense(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "lock").write_bytes(content)
-    descriptor = os.open(tmp_path / "lock", os.O_RDONLY)
-    try:
-        assert locks.read_holder(descriptor) is None
-    finally:
-        os.close(descriptor)
-
-
-def test_a_lock_that_is_no_file_is_refused(users: Path) -> None:
-    user = User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, ())
-    state = os.open(users, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.mkfifo(users / "lock")
-        as_the_users(users / "lock")
-        with pytest.raises(OSError, match="not a file"):
-            locks.take_lock(state, user)
-        (users / "lock").unlink()
-        (users / "lock").symlink_to("/etc/passwd")
-        with pytest.raises(OSError, match="symbolic links"):
-            locks.take_lock(state, user)
-    finally:
-        os.close(state)
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "depth", "nonsense"])

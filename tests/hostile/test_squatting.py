@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from monarchfs.config.places import own_directory, runtime_dir_of, runtime_dirs_
 from tests.support import surroundings, trees
 from tests.support.fake_mounts import device_mode, interpreter_for
 from tests.support.mounting import MONARCHFS, Bench, as_user, requires_fuse, requires_root, run
+from tests.support.programs import Running
 
 pytestmark = requires_root
 
@@ -23,7 +25,7 @@ USER, SQUATTER = pwd.getpwnam("nobody"), pwd.getpwnam("daemon")
 USUAL = Path(f"/tmp/monarchfs-{USER.pw_uid}")
 
 
-Start = Callable[..., subprocess.Popen[str]]
+Start = Callable[..., Running]
 
 
 def a_directory(path: Path) -> None:
@@ -91,24 +93,16 @@ def test_a_user_mounts_all_the_same(usual: Path, work: Bench) -> None:
 
 @pytest.fixture
 def runs(work: Bench) -> Iterator[Start]:
-    """Starts a command of the user's under ``monarchfs run``, with one state directory for all."""
     interpreter_for(USER.pw_name)
     source = trees.write_files(work.path / "src", {"file": b"content"})
     os.chown(work.path, USER.pw_uid, USER.pw_gid)
     storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_", "SLURM_"))}
 
-    def start(*words: str, **environment: str) -> subprocess.Popen[str]:
+    def start(*words: str, **environment: str) -> Running:
         command = [*MONARCHFS, "run", "--strict", str(source), *storage, "--", *words]
-        return subprocess.Popen(
-            as_user(USER.pw_name, command),
-            env={**outside, **environment},
-            cwd="/",
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        place: dict[str, Any] = {"env": {**outside, **environment}, "cwd": "/"}
+        return Running(as_user(USER.pw_name, command), stderr=subprocess.PIPE, **place)
 
     with device_mode(0o666):
         yield start
@@ -116,7 +110,6 @@ def runs(work: Bench) -> Iterator[Start]:
 
 @pytest.fixture
 def session() -> Iterator[Path]:
-    """The user's session directory, as pam_systemd makes it."""
     path = Path(f"/run/user/{USER.pw_uid}")
     if path.exists():
         pytest.skip(f"{path} is there: end the sessions of {USER.pw_name}")
@@ -128,7 +121,7 @@ def session() -> Iterator[Path]:
 UNTIL_TOLD = ("sh", "-c", "echo in; read line")
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: Running) -> tuple[int, str]:
     _, said = process.communicate("\n", timeout=60)
     return process.returncode, said
 
@@ -139,11 +132,10 @@ def test_runs_at_the_same_moment_all_have_a_mount(usual: Path, runs: Start, sess
     """Each in a directory of its own: two hardly ever make one in /tmp at the same moment, so one
     has a session."""
     squat(usual)
-    for _ in range(4):
+    for _ in range(2):
         started = [runs(*UNTIL_TOLD), runs(*UNTIL_TOLD, XDG_RUNTIME_DIR=str(session))]
         for process in started:
-            assert process.stdout is not None
-            process.stdout.readline()
+            process.line()
         assert [ended(process) for process in started] == [(0, "")] * 2
         for path in usual.parent.glob(f"{usual.name}.*"):
             shutil.rmtree(path)
@@ -159,8 +151,7 @@ def test_a_run_joins_one_that_has_another_directory(
     owned = [usual.with_name(f"{usual.name}.{digit * 16}") for digit in "0f"]
     users_own(owned[1])
     with runs(*UNTIL_TOLD) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "in\n"
+        assert first.line() == "in\n"
         environment = {"XDG_RUNTIME_DIR": str(session)}
         if second == "another directory":
             users_own(owned[0])

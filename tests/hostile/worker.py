@@ -20,21 +20,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support import fake_worker
+from tests.support.fake_worker import ATTR, GETATTR, IN_HEADER, LOOKUP, OPEN, OUT_HEADER
+
 OWN = b"the worker's own file"
 Message = dict[str, Any]
 
-IN_HEADER = struct.Struct("=IIQQIIIHH")
-ATTR = struct.Struct("=6Q10I")
-LOOKUP, FORGET, GETATTR, OPEN, STATFS, RELEASE, OPENDIR, INTERRUPT, BATCH_FORGET, RELEASEDIR = (
-    *(1, 2, 3, 14, 17, 18, 27, 36, 42, 29),
-)
 FOPEN_PASSTHROUGH = 1 << 7
 
 
 class Supervisor:
-    """The other end of the channel."""
-
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
         self.number = 0
@@ -143,40 +139,21 @@ def unanswered(supervisor: Supervisor, files: Sequence[object] | None = None) ->
     return "an answer" if 0 in numbers else "no answer"
 
 
-def init_reply(request: bytes) -> bytes:
-    unique = IN_HEADER.unpack_from(request)[2]
-    body = struct.pack(
-        "=IIIIHHIIHHII6I", 7, 38, 131072, 1 << 0 | 7 << 12, 12, 9, 131072, 1, 32,
-        0, 0, 0, *(0,) * 6,
-    )  # fmt: skip
-    return struct.pack("=IiQ", 16 + len(body), 0, unique) + body
-
-
-def attributes(ino: int) -> bytes:
-    mode = stat.S_IFDIR | 0o755 if ino == 1 else stat.S_IFREG | 0o666
-    size, uid = len(OWN), os.getuid()
-    return ATTR.pack(ino, size, 1, 0, 0, 0, 0, 0, 0, mode, 1, uid, os.getgid(), 0, 4096, 0)
-
-
 def reply_to(request: bytes, number: int, report: Message) -> bytes | None:
+    """All names are those of one file, whose opens have the backing file ``number``."""
     _, opcode, unique, ino, *_ = IN_HEADER.unpack_from(request)
-    body, error = b"", 0
-    if opcode in (FORGET, BATCH_FORGET, INTERRUPT):
-        return None
-    if opcode == GETATTR:
-        body = struct.pack("=QII", 0, 0, 0) + attributes(ino)
+    mode, uid, gid = stat.S_IFREG | 0o666, os.getuid(), os.getgid()
+    file = ATTR.pack(2, len(OWN), 1, 0, 0, 0, 0, 0, 0, mode, 1, uid, gid, 0, 4096, 0)
+    if opcode == GETATTR and ino != 1:
+        body = struct.pack("=QII", 0, 0, 0) + file
     elif opcode == LOOKUP:
-        body = struct.pack("=QQQQII", 2, 0, 0, 0, 0, 0) + attributes(2)
+        body = struct.pack("=QQQQII", 2, 0, 0, 0, 0, 0) + file
     elif opcode == OPEN:
         report["opens"].append(struct.unpack_from("=I", request, IN_HEADER.size)[0])
         body = struct.pack("=QIi", 1, FOPEN_PASSTHROUGH, number)
-    elif opcode == OPENDIR:
-        body = struct.pack("=QII", 1, 0, 0)
-    elif opcode == STATFS:
-        body = struct.pack("=5Q4I6I", 1, 1, 1, 1, 1, 4096, 255, 4096, *(0,) * 7)
-    elif opcode not in (RELEASE, RELEASEDIR):
-        error = -errno.ENOSYS
-    return struct.pack("=IiQ", 16 + len(body), error, unique) + body
+    else:
+        return fake_worker.reply_to(request)
+    return OUT_HEADER.pack(OUT_HEADER.size + len(body), 0, unique) + body
 
 
 def worker() -> int:
@@ -186,7 +163,7 @@ def worker() -> int:
     fuse, handles = fds["fuse"], fds["handles"]
     init = socket.socket(fileno=fds["init"])
     channel = socket.socket(fileno=fds["channel"])
-    init.send(init_reply(init.recv(1 << 18)))
+    init.send(fake_worker.init_reply(init.recv(1 << 18)))
     told = json.loads(channel.recv(1 << 18))
     channel.send(b'{"event": "ready"}')
     supervisor = Supervisor(channel)
@@ -225,7 +202,6 @@ def worker() -> int:
 if __name__ == "__main__":
     if sys.argv[1] == "worker":
         sys.exit(worker())
-    sys.path.insert(0, str(HERE.parent.parent))
     from monarchfs.cli import main, mount
 
     command = (sys.executable, "-I", __file__, "worker")

@@ -39,7 +39,7 @@ from tests.support.jobs import (
     sizes_like,
     source_until_copied,
 )
-from tests.support.mounting import MONARCHFS
+from tests.support.mounting import run
 
 SOURCE, TIER, MEMORY = AnsweredBy.SOURCE, AnsweredBy.TIER, AnsweredBy.MEMORY
 
@@ -64,7 +64,6 @@ def said(found: Analysis) -> str:
 
 
 def with_events(job: Job, events: list[Event]) -> Job:
-    """The job, which does this instead."""
     job.events = lambda: events  # type: ignore[method-assign]
     return job
 
@@ -90,7 +89,6 @@ def with_open(answered_by: AnsweredBy) -> Job:
 
 
 def reads_and_computes() -> Job:
-    """For 10 and 12.5 ms a file."""
     return Job(always(SOURCE, 0.01), readers=1, compute=0.0125)
 
 
@@ -99,7 +97,6 @@ def slow_now_and_then(slow: Callable[[Job, int], bool]) -> Answer:
 
 
 def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
-    """What each is, the job, what its recording says of itself."""
     small = sizes_like(many_files(400, 0), 20 * KIB, 60 * KIB, 100 * KIB)
     large = sizes_like(many_files(400, 0), 100 * KIB, 600 * KIB, 900 * KIB)
     one_in_16 = slow_now_and_then(lambda _, ino: not ino % 16)
@@ -309,6 +306,7 @@ def test_merged_intervals_are_what_a_plain_count_gives(
         assert sum(span.bytes) == 10 * sum(span.begin <= e.begin < span.end for e in events)
 
 
+@settings(max_examples=40)
 @given(
     files=st.integers(100, 200),
     passes=st.integers(1, 4),
@@ -403,17 +401,15 @@ def test_a_hot_file_makes_no_epoch_and_is_named(tmp_path: Path) -> None:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MONARCHFS, "analyze", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
+    return run("analyze", *map(str, arguments))
 
 
 def test_the_command(tmp_path: Path) -> None:
     path = Job(source_until_copied(0.5, 0.02)).record(tmp_path / "job.rec")
     page, trace = tmp_path / "job.html", tmp_path / "job.json"
-    run = command(path, "--html", page, "--trace", trace)
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "Input-bound: in epoch 2" in run.stdout
+    done = command(path, "--html", page, "--trace", trace)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Input-bound: in epoch 2" in done.stdout
     assert "http" not in page.read_text().replace("http-equiv", "")
     for svg in page.read_text().split("<svg ")[1:]:
         ElementTree.fromstring("<svg " + svg.partition("</svg>")[0] + "</svg>")
@@ -430,17 +426,17 @@ def test_names_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> None:
     job = Job(always(TIER, 0.01), many_files(50, 4 * KIB))
     path = job.record(tmp_path / "job.rec", source="/l\x1b[2J<script>alert(1)</script>\udcff")
     page = tmp_path / "job.html"
-    run = command(path, "--html", page)
-    assert run.returncode == 0
-    assert "\x1b" not in run.stdout
+    done = command(path, "--html", page)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout
     assert "<script>" not in page.read_text()
 
 
 def test_a_recording_that_makes_no_sense(tmp_path: Path) -> None:
     path = Job(always(TIER, 0.01)).record(tmp_path / "job.rec", policy="none of ours")
-    run = command(path)
-    assert (run.returncode, run.stderr.count("\n")) == (1, 1)
-    assert "makes no sense" in run.stderr
+    done = command(path)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "makes no sense" in done.stderr
 
 
 def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:

@@ -15,12 +15,7 @@ import pytest
 
 from monarchfs.cli.main import main
 from monarchfs.insight.darshan import FileReads, JobReads, read_logs
-from monarchfs.insight.darshan_verdict import (
-    analyze_darshan,
-    commonest,
-    paths_of,
-    text_lines,
-)
+from monarchfs.insight.darshan_verdict import analyze_darshan, commonest, paths_of, text_lines
 from monarchfs.prefetch.scan import read_list
 from monarchfs.types import OperationError
 from tests.support.golden import Golden
@@ -98,7 +93,6 @@ def test_several_logs_are_one_job() -> None:
 
 @needs_pydarshan
 def test_a_job_of_many_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """2,048 processes that all read one file."""
     listed = tmp_path / "list"
     arguments = ["analyze", "--darshan", log("sample-badost"), "--list", str(listed), "--json"]
     assert main(arguments) == 0
@@ -173,7 +167,6 @@ def dataset(times: int = 1, **more: Any) -> list[FileReads]:
 
 
 def jobs() -> Iterator[tuple[str, JobReads, str | None]]:
-    """What each is, what its log says, and the dataset."""
     for seconds in (6.0, 20.0, 100.0):
         yield f"5.5 s of {seconds:.0f} s were waited", job_of(*dataset(), seconds=seconds), None
     yield "four epochs", job_of(*dataset(4)), "/d"

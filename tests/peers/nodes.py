@@ -30,7 +30,6 @@ requires_peers = [
 
 
 def write_source(path: Path, sizes: Iterable[int], directories: int = 7) -> Path:
-    """Old files of these sizes, in some directories."""
     rng = random.Random(3)
     for number, size in enumerate(sizes):
         file = path / f"class {number % directories}" / "x" / f"{number:04d}"
@@ -106,7 +105,6 @@ class Nodes:
         )
 
     def lose(self, name: str) -> None:
-        """Supervisor, worker and web server are killed."""
         mount = self.mounts.pop(name)
         # One may have ended with another.
         kill_each(processes_of(mount))
@@ -120,7 +118,6 @@ class Nodes:
         wait_for(do, "the peers")
 
     def read_bytes(self) -> int:
-        """What all have read of the source."""
         return sum(mount.status()["source_io"]["read_bytes"] for mount in self.mounts.values())
 
     def served(self, key: str) -> int:
@@ -131,11 +128,9 @@ class Nodes:
         return {name: m.wait_idle()["files"]["resident"] for name, m in self.mounts.items()}
 
     def wrong(self) -> int:
-        """How much that peers gave was not the source's."""
         return sum(peer["wrong"] for mount in self.mounts.values() for peer in peers(mount))
 
     def read_at_once(self, source: Path) -> None:
-        """Each node reads every file, in an order of its own."""
         with ThreadPoolExecutor(3) as pool:
             mounts = enumerate(self.mounts.values())
             for read in [pool.submit(read_all, mount, source, seed) for seed, mount in mounts]:
@@ -164,7 +159,6 @@ def processes_of(mount: Mount) -> list[int]:
 
 
 def warm(mount: Mount) -> None:
-    """Has it copy everything."""
     done = run("warm", str(mount.path), "--wait", timeout=60)
     assert done.returncode == 0, done.stderr
 

@@ -16,16 +16,10 @@ from pathlib import Path
 import pytest
 
 from monarchfs.peers.web_server import find_nginx
-from tests.peers.nodes import (
-    answers,
-    files_of,
-    peers,
-    processes_of,
-    requires_peers,
-    write_source,
-)
+from tests.peers.nodes import answers, files_of, peers, processes_of, requires_peers, write_source
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
+from tests.support.programs import Running, execute
 from tests.support.timing import Stopwatch
 
 pytestmark = [
@@ -69,29 +63,24 @@ class Network:
 
     def _namespace(self) -> int:
         ready = "ip link set lo up && echo && exec sleep infinity"
-        process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", ready],
-            stdout=subprocess.PIPE,
-        )
+        alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", ready]
+        process = Running(alone, stdin=None)
         self._stack.callback(process.wait)
         self._stack.callback(process.kill)
-        assert process.stdout is not None
         with process.stdout:
-            assert process.stdout.readline() == b"\n", "no network namespace"
+            assert process.line() == "\n", "no network namespace"
         return process.pid
 
     def _ip(self, pid: int, words: str) -> None:
         command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words.split()]
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        execute(command, check=True)
 
 
 class Lost:
-    """The node c, to be lost, and its processes."""
-
     def __init__(self, mount: Mount, network: Network, tier: Path) -> None:
         self.network = network
         self.tier = tier
-        self.supervisor, self.worker, self.nginx = processes_of(mount)
+        self.supervisor, _, self.nginx = processes_of(mount)
         self.all: list[int] = []
 
     def signal(self, number: int, *left: int) -> None:
@@ -103,19 +92,12 @@ class Lost:
         kill_each(pid for pid in self._stopped()[1:] if pid != self.nginx)
 
     def _stopped(self) -> list[int]:
-        """The supervisor, which is stopped, and its children."""
         os.kill(self.supervisor, signal.SIGSTOP)
         children = Path(f"/proc/{self.supervisor}/task/{self.supervisor}/children")
         self.all = [self.supervisor, *map(int, children.read_text().split())]
         return self.all
 
-    def vanish(self) -> None:
-        """Without a RST."""
-        self.network.cut(2)
-        self.signal(signal.SIGKILL)
-
     def fill_disk(self) -> None:
-        """Nothing more can be stored there."""
         full = ["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]
         assert subprocess.run(full, capture_output=True, check=False).returncode == 1
 
@@ -124,22 +106,18 @@ class Lost:
 
 
 LOSSES: dict[str, Callable[[Lost], None]] = {
-    "nothing is lost": lambda lost: None,
     "all is killed": lambda lost: lost.signal(signal.SIGKILL),
     "nginx is left": lambda lost: lost.signal(signal.SIGKILL, lost.nginx),
     "nginx is left and asks": Lost.kill_who_answers,
-    "the worker is left": lambda lost: lost.signal(signal.SIGKILL, lost.worker),
     "all is stopped": lambda lost: lost.signal(signal.SIGSTOP),
-    "nginx is stopped": lambda lost: os.kill(lost.nginx, signal.SIGSTOP),
     "the link is cut": lambda lost: lost.network.cut(2),
-    "the host is gone": Lost.vanish,
     "the disk is full": Lost.fill_disk,
 }
 
 
 @pytest.fixture
 def source(work: Bench) -> Path:
-    return write_source(work.path / "source", [110_000] * FILES + [70 << 20])
+    return write_source(work.path / "source", [110_000] * FILES + [66 << 20])
 
 
 @contextmanager
@@ -187,7 +165,6 @@ def nodes(
 
 
 def read_all(mount: Mount, source: Path, seed: int, took: list[float]) -> None:
-    """And how long each open and read took."""
     files = files_of(source)
     random.Random(seed).shuffle(files)
     for original in files:

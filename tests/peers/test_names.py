@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -120,7 +119,7 @@ def test_what_a_node_would_not_say_is_refused(kind: str, message: Any) -> None:
         decode(encode(message))
 
 
-def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
+async def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     avoided: set[int] = set()
@@ -128,29 +127,26 @@ def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
     monkeypatch.setattr("monarchfs.peers.following.START_SECONDS", 0)
     names = [b"%d" % number for number in range(1000)]
 
-    async def main() -> None:
-        nodes = tuple(PeerNode(name, name, 1) for name in "abc")
-        each = [Following(Peers(nodes, own, "secret")) for own in range(3)]
-        owners = [peer_names.NameOwners(Ownership(nodes), following) for following in each]
-        for ino in range(2, 40):
-            for size in (peer_names.LARGE_BYTES - 1, peer_names.LARGE_BYTES):
-                directory = DirRef(b"d", ino)
-                avoided.clear()
-                divided = [one.divide(directory, size, names) for one in owners]
-                shares = [divided[(n + 1) % 3].get(n, []) for n in range(3)]
-                assert shares == [divided[(n + 2) % 3].get(n, []) for n in range(3)]
-                assert sorted(name for share in shares for name in share) == sorted(names)
-                assert size == peer_names.LARGE_BYTES or sorted(map(len, shares)) == [0, 0, 1000]
-                served = [one.served(directory, size, names) for one in owners]
-                assert all(set(share) <= set(s) for share, s in zip(shares, served, strict=True))
-                # The first node fails: the others ask who stands in for it.
-                avoided.add(0)
-                left = [one.divide(directory, size, names) for one in owners[1:]]
-                assert not any(0 in one for one in left)
-                for asked, number in ((left[0].get(2, []), 2), (left[1].get(1, []), 1)):
-                    assert set(asked) <= set(served[number])
-
-    trio.run(main)
+    nodes = tuple(PeerNode(name, name, 1) for name in "abc")
+    each = [Following(Peers(nodes, own, "secret")) for own in range(3)]
+    owners = [peer_names.NameOwners(Ownership(nodes), following) for following in each]
+    for ino in range(2, 40):
+        for size in (peer_names.LARGE_BYTES - 1, peer_names.LARGE_BYTES):
+            directory = DirRef(b"d", ino)
+            avoided.clear()
+            divided = [one.divide(directory, size, names) for one in owners]
+            shares = [divided[(n + 1) % 3].get(n, []) for n in range(3)]
+            assert shares == [divided[(n + 2) % 3].get(n, []) for n in range(3)]
+            assert sorted(name for share in shares for name in share) == sorted(names)
+            assert size == peer_names.LARGE_BYTES or sorted(map(len, shares)) == [0, 0, 1000]
+            served = [one.served(directory, size, names) for one in owners]
+            assert all(set(share) <= set(s) for share, s in zip(shares, served, strict=True))
+            # The first node fails: the others ask who stands in for it.
+            avoided.add(0)
+            left = [one.divide(directory, size, names) for one in owners[1:]]
+            assert not any(0 in one for one in left)
+            for asked, number in ((left[0].get(2, []), 2), (left[1].get(1, []), 1)):
+                assert set(asked) <= set(served[number])
 
 
 def go_through(mount: Mount, source: Path) -> None:

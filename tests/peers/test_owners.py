@@ -15,7 +15,7 @@ from monarchfs.peers.following import START_SECONDS, Following
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, decode
+from monarchfs.peers.supply import MOST_SECONDS, decode
 from monarchfs.types import DirRef, Node, SourceStat
 
 PEERS = Peers(tuple(parse_nodes(["a", "b", "c"], 1)), 0, "secret")
@@ -107,13 +107,6 @@ def test_each_owner_is_asked_once_for_what_it_owns(peers: Asked) -> None:
     assert len(peers.asked) == 2  # all is known
 
 
-def test_no_request_is_too_long(peers: Asked) -> None:
-    nodes = [node(number) for number in range(6 * MAX_WANTED)]
-    ask(nodes)
-    assert all(len(paths) <= MAX_WANTED for _owner, paths in peers.asked)
-    assert len(peers.known) == sum(owner_of(one) != 0 for one in nodes)
-
-
 @pytest.mark.parametrize("seconds", [0, MOST_SECONDS])
 def test_what_an_owner_refuses_is_left_to_the_source_unless_it_is_still_being_copied(
     peers: Asked, seconds: float
@@ -140,15 +133,12 @@ def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Aske
     assert [owner for owner, _ in peers.asked].count(1) == 1
 
 
-def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
+async def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
     taken = set(map(name_of, NODES[::2]))
 
-    async def main() -> None:
-        owners = Owners(OWNERSHIP, Following(PEERS), lambda ino: None, taken.__contains__)
-        for one in NODES:
-            assert owners.elsewhere(one) != (name_of(one) in taken or owner_of(one) == 0)
-
-    trio.run(main)
+    owners = Owners(OWNERSHIP, Following(PEERS), lambda ino: None, taken.__contains__)
+    for one in NODES:
+        assert owners.elsewhere(one) != (name_of(one) in taken or owner_of(one) == 0)
 
 
 @pytest.mark.parametrize("seconds", [0, 5, 20])

@@ -67,7 +67,6 @@ class Peer:
         self.process.wait()
 
     def replica(self, offset: int, size: int) -> bytes:
-        """The name of one that lies there."""
         name = os.urandom(16)
         digest = checksum(self.data[offset : offset + size])
         _replicas.put(0, [(name, digest, size, 0, SEGMENT, offset)])

@@ -22,15 +22,14 @@ from tests.support.mounting import Bench, run, wait_for
 
 pytestmark = requires_peers
 
-FILES = 400
-TIER = "12M"
-"""The files take 24 MiB."""
+FILES = 200
+TIER = "6M"
+"""The files take 12 MiB."""
 MiB = 1 << 20
 
 
 @pytest.fixture
 def source(work: Bench) -> Path:
-    """Small files, each of some blocks."""
     rng = random.Random(5)
     return write_source(work.path / "s", [rng.randint(57_400, 61_400) for _ in range(FILES)])
 
@@ -40,7 +39,6 @@ def owned_files(source: Path, names: str) -> dict[str, int]:
 
 
 def read_bytes_of_an_epoch(nodes: Nodes, source: Path) -> int:
-    """Of the source."""
     before = nodes.read_bytes()
     nodes.read_at_once(source)
     nodes.kept_files()
@@ -106,10 +104,10 @@ def test_the_files_of_a_lost_node_are_kept_by_who_stands_in(work: Bench, source:
 def test_large_files_without_room_are_read_from_their_owners(
     work: Bench, options: list[str]
 ) -> None:
-    sizes = [20 * MiB] * 10 + [140 * MiB + 12345] * len(options[:1])
+    sizes = [6 * MiB] * 10 + [66 * MiB + 12345] * len(options[:1])
     large = write_source(work.path / "large", sizes)
     # Each has room for what it owns: few files are not spread evenly.
     most = max(sum(sizes) for sizes in owned(large, "abc").values())
-    nodes = Nodes(work, large, 3, *options, tier=str(most + 18 * MiB))
+    nodes = Nodes(work, large, 3, *options, tier=str(most + 5 * MiB))
     read_bytes_of_an_epoch(nodes, large)
     until_an_epoch_spares_the_source(nodes, large)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +15,9 @@ from hypothesis import strategies as st
 
 from monarchfs.engine._units import GONE, READ, WRONG
 from monarchfs.engine.units import Unit
-from monarchfs.peers import _replicas
-from monarchfs.peers.following import Following
-from monarchfs.peers.nodes import Peers, parse_nodes
-from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.span_sharing import SpanNodes, TakenSpans
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
+from monarchfs.prefetch.passing import AHEAD_UNITS, MOST_UNITS, PassingReads
+from monarchfs.prefetch.passing import UNIT_BYTES as PASSED_BYTES
 from monarchfs.prefetch.spans import BLOCK_BYTES, SPAN_BYTES, UNIT_BYTES, FileSpans
 from monarchfs.types import SourceVersion
 
@@ -219,30 +215,92 @@ def test_what_is_read_ahead_is_brought_by_its_owner() -> None:
     assert job.brought is None
 
 
-def test_a_node_that_is_avoided_is_stood_in_for_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ownership = Ownership(parse_nodes(["a", "b", "c"], 1))
-    avoided: set[int] = set()
-    monkeypatch.setattr(_replicas, "counts", lambda number: (0, 0, 0, 0, 0, number in avoided))
-    stood_in = set()
+# Large files that are read from their owners, and not kept
 
-    async def main() -> None:
-        following = Following(Peers(ownership.nodes, 0, "secret"))
-        for event in following.answered:
-            event.set()
-        jobs: Any = None
-        service: Any = SimpleNamespace(digests=None, taken=TakenSpans())
-        nodes = SpanNodes(jobs, service, ownership, following)
-        for span in range(32):
-            if (owner := ownership.number(NAME, span)) == 0:
-                continue
-            other = ownership.stand_in(NAME, span) or None
-            avoided.clear()
-            assert nodes.owner(NAME, span) == owner
-            avoided.add(owner)
-            assert nodes.owner(NAME, span) == other
-            avoided.update((1, 2))
-            assert nodes.owner(NAME, span) == (owner if other else None)
-            stood_in.add((owner, other))
+SIZE = 20 * PASSED_BYTES - 5
 
-    trio.run(main)
-    assert stood_in == {(1, 2), (1, None), (2, 1), (2, None)}
+
+class FakeUnit:
+    """``bytes_there``: how many the owner gives."""
+
+    def __init__(self, start: int, end: int) -> None:
+        self.start, self.end = start, end
+        self.bytes_there = 0
+        self.finished = False
+
+    def stop(self) -> None:
+        assert not self.bytes_there
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def peek(self, offset: int, end: int) -> bytes:
+        assert self.finished
+        assert self.start <= offset < end <= self.end
+        return bytes(max(0, min(end, self.start + self.bytes_there) - offset))
+
+
+class Spans:
+    """The owner gives each unit at once, ``gives`` bytes of it; ``own``: offsets from which on this
+    node owns the file."""
+
+    def __init__(self) -> None:
+        self.gives = PASSED_BYTES
+        self.own = SIZE
+        self.read_from: list[int] = []
+
+    def elsewhere(self, offset: int) -> bool:
+        return offset < self.own
+
+    async def read(self, unit: Any, *, ahead: bool) -> None:
+        assert ahead
+        self.read_from.append(unit.start // PASSED_BYTES)
+        unit.bytes_there = min(self.gives, unit.end - unit.start)
+        await trio.lowlevel.checkpoint()
+
+
+def passing(spans: Spans, nursery: trio.Nursery) -> PassingReads:
+    given: Any = spans
+    make: Any = FakeUnit
+    return PassingReads(given, SIZE, make, nursery)
+
+
+async def test_each_unit_is_fetched_once_however_it_is_read() -> None:
+    spans = Spans()
+    async with trio.open_nursery() as nursery:
+        reads = passing(spans, nursery)
+        at = 0
+        while at < SIZE:
+            piece = await reads.read(at, min(at + 100_000, SIZE))
+            assert piece
+            at += len(piece)
+        assert at == SIZE
+    assert sorted(spans.read_from) == list(range(20))
+
+
+async def test_readers_at_different_places_fetch_nothing_ahead_and_little_is_kept() -> None:
+    spans = Spans()
+    async with trio.open_nursery() as nursery:
+        reads = passing(spans, nursery)
+        for number in (3, 9, 6, 12):
+            assert await reads.read(number * PASSED_BYTES, number * PASSED_BYTES + 10) == bytes(10)
+        assert spans.read_from == [3, 9, 6, 12]
+        await reads.read(13 * PASSED_BYTES, 13 * PASSED_BYTES + 10)
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(spans.read_from[4:]) == [13 + n for n in range(AHEAD_UNITS + 1)]
+        assert len(reads._units) == MOST_UNITS
+
+
+async def test_what_the_owner_does_not_give_is_not_made_up() -> None:
+    spans = Spans()
+    spans.gives = 1000
+    spans.own = 4 * PASSED_BYTES
+    async with trio.open_nursery() as nursery:
+        reads = passing(spans, nursery)
+        assert await reads.read(0, 5000) == bytes(1000)
+        assert await reads.read(1000, 5000) is None
+        assert await reads.read(4 * PASSED_BYTES, 4 * PASSED_BYTES + 10) is None
+        assert await reads.read(3 * PASSED_BYTES, 3 * PASSED_BYTES + 10) == bytes(10)
+        assert await reads.read(3 * PASSED_BYTES + 500, 3 * PASSED_BYTES + 510) == bytes(10)
+        await trio.testing.wait_all_tasks_blocked()
+    assert max(spans.read_from) == 3

@@ -58,8 +58,6 @@ FILE4, OTHER5, MORE6 = wanted(4, b"a/b/file"), wanted(5, b"a/other"), wanted(6, 
 
 
 class Copies:
-    """The copier: what was wanted of it, and what it has not done yet."""
-
     def __init__(self) -> None:
         self.hurried: list[int] = []
         self.queued: list[int] = []
@@ -113,40 +111,34 @@ def run(supply: Supply, *wanted: WantedReplica, seconds: float | None = None) ->
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_it_waits_until_the_copies_are_there(supply: Supply, copies: Copies) -> None:
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(supply.supply, [FILE4, OTHER5])
+async def test_it_waits_until_the_copies_are_there(supply: Supply, copies: Copies) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supply.supply, [FILE4, OTHER5])
+        await trio.testing.wait_all_tasks_blocked()
+        assert sorted(copies.hurried) == [4, 5]
+        for ino in (5, 4):
+            supply.changed([ino])  # something ended, not all of it
             await trio.testing.wait_all_tasks_blocked()
-            assert sorted(copies.hurried) == [4, 5]
-            for ino in (5, 4):
-                supply.changed([ino])  # something ended, not all of it
-                await trio.testing.wait_all_tasks_blocked()
-                assert len(nursery.child_tasks) == 1
-                copies.left.discard(ino)
-                supply.changed([ino, 77])
-                await trio.testing.wait_all_tasks_blocked()
-
-    trio.run(main)
+            assert len(nursery.child_tasks) == 1
+            copies.left.discard(ino)
+            supply.changed([ino, 77])
+            await trio.testing.wait_all_tasks_blocked()
 
 
 def test_it_does_not_wait_for_ever(supply: Supply) -> None:
     assert run(supply, FILE4) == pytest.approx(0.5)
 
 
-def test_what_peers_wait_for_is_read_of_the_source(supply: Supply) -> None:
-    async def main() -> None:
-        assert not supply.copies(FILE4.name)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(supply.supply, [FILE4])
-            nursery.start_soon(supply.supply, [FILE4])
-            await trio.testing.wait_all_tasks_blocked()
-            assert supply.copies(FILE4.name)
-            assert not supply.copies(OTHER5.name)
-            nursery.cancel_scope.cancel()
-        assert not supply.copies(FILE4.name)
-
-    trio.run(main)
+async def test_what_peers_wait_for_is_read_of_the_source(supply: Supply) -> None:
+    assert not supply.copies(FILE4.name)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supply.supply, [FILE4])
+        nursery.start_soon(supply.supply, [FILE4])
+        await trio.testing.wait_all_tasks_blocked()
+        assert supply.copies(FILE4.name)
+        assert not supply.copies(OTHER5.name)
+        nursery.cancel_scope.cancel()
+    assert not supply.copies(FILE4.name)
 
 
 def test_who_is_no_reader_waits_in_turn_and_longer(supply: Supply, copies: Copies) -> None:
@@ -177,11 +169,6 @@ def test_what_is_not_there_is_not_copied(
 ) -> None:
     assert run(supply, one) == 0
     assert not copies.hurried
-
-
-def test_what_is_there_is_not_looked_up(tree: Tree, copies: Copies) -> None:
-    run(make(tree, copies, lambda name: True), FILE4)
-    assert not tree.looked_up
 
 
 def test_what_another_node_serves_is_not_copied(tree: Tree, copies: Copies) -> None:

@@ -1,20 +1,24 @@
-"""Peers that encrypt: whoever has another key, or none, is no peer."""
+"""Peers that encrypt: whoever has another key, or none, is no peer. Secrets, tokens, addresses."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
 from monarchfs.peers import _replicas, certificates, credentials
+from monarchfs.peers.nodes import PeerNode
 from monarchfs.store.checksum import checksum
+from monarchfs.supervisor import peering
 from monarchfs.types import OperationError
 from tests.peers.nodes import Nodes, read_all, total_bytes, write_source
 from tests.peers.test_replicas import AVOIDED, FAILED, SECRET, SEGMENT, Peer, a_peer, token
@@ -45,14 +49,12 @@ def error_of_a_question() -> int | None:
 
 @pytest.fixture
 def peer(tmp_path: Path) -> Iterator[Peer]:
-    """Peer 0, which encrypts."""
     with a_peer(tmp_path, certificates.key_and_certificate(SECRET)) as peer:
         yield peer
     _replicas.pin("")
 
 
 def expect(secret: str, peer: Peer) -> None:
-    """That the peer has the key that this makes."""
     _replicas.pin(certificates.public_key_pin(secret))
     _replicas.peer(0, f"https://127.0.0.1:{peer.port}")
 
@@ -136,3 +138,41 @@ def test_mounts_that_encrypt_share(work: Bench) -> None:
     assert "1 of 1 peers answer" in done.stdout, done.stdout + done.stderr
     done = run("doctor", str(source), *told, "--quick")
     assert "0 of 1 peers answer" in done.stdout, done.stdout + done.stderr
+
+
+# Secrets and tokens, and the address on which a node serves
+
+KEY = bytes(range(64))
+
+
+def test_a_secret_is_of_a_user_groups_and_a_source() -> None:
+    secrets = [
+        credentials.mount_secret(KEY, 1000, [1000, 5], b"/data/a"),
+        credentials.mount_secret(KEY, 1001, [1000, 5], b"/data/a"),
+        credentials.mount_secret(KEY, 1000, [1000], b"/data/a"),
+        credentials.mount_secret(KEY, 1000, [1000, 5], b"/data/b"),
+        credentials.mount_secret(bytes(64), 1000, [1000, 5], b"/data/a"),
+    ]
+    assert len(set(secrets)) == len(secrets)
+    assert credentials.mount_secret(KEY, 1000, [5, 1000, 5], b"/data/a") == secrets[0]
+
+
+def test_tokens_are_made_where_md5_is_not_for_security(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = hashlib.md5
+
+    def md5(data: bytes, *, usedforsecurity: bool = True) -> Any:
+        assert not usedforsecurity
+        return really(data, usedforsecurity=False)
+
+    monkeypatch.setattr(hashlib, "md5", md5)
+    assert credentials.token("127.0.0.1", "secret", 0).startswith("?e=900&s=")
+
+
+def test_a_name_service_that_hangs_does_not_hang_a_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
+    with pytest.raises(OperationError, match="the address of node1 is not known"):
+        peering.address_of(PeerNode("n1", "node1", 9466), 0.1)
+
+
+def test_an_address_needs_no_name_service() -> None:
+    assert peering.address_of(PeerNode("n1", "127.0.0.7", 9466)) == "127.0.0.7"

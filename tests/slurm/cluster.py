@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.programs import Running, execute
 from tests.support.timing import Stopwatch
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
@@ -77,7 +78,6 @@ PartitionName=gpu Nodes=n[1-3] OverSubscribe=FORCE:8
 
 
 def missing() -> str:
-    """Why there can be no cluster here; empty if there can."""
     if os.geteuid() != 0:
         return "needs root: sudo make cluster"
     absent = [name for name in NEEDED if shutil.which(name, path=_PATH) is None]
@@ -89,11 +89,10 @@ class Machine:
     """A set of namespaces, by its first process (``pid``, as seen from outside)."""
 
     name: str
-    outer: subprocess.Popen[bytes]
+    outer: Running
     pid: int
 
     def command(self, *words: str, user: str | None = None) -> list[str]:
-        """What runs ``words`` on this machine."""
         enter = ["nsenter", "--target", str(self.pid), "--all", "--wd=/"]
         if user is not None:
             entry = pwd.getpwnam(user)
@@ -102,7 +101,6 @@ class Machine:
         return [*enter, *words]
 
     def power_cut(self) -> None:
-        """Kills all of its processes at once; its mounts, network and /run go with them."""
         if self.outer.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
             self.outer.wait(10)
@@ -130,7 +128,6 @@ class Cluster:
         return f"{_NETWORK}.1" + machine[1:] if machine in NODES else f"{_NETWORK}.1"
 
     def local_of(self, node: str) -> Path:
-        """A node's local disk, as seen from outside."""
         return self.base / "disks" / node
 
     def run(
@@ -142,22 +139,17 @@ class Cluster:
         timeout: float = 60,
         environment: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command on a node (or ``ctl``)."""
-        return subprocess.run(
+        return execute(
             self.machines[node].command(*words, user=user),
             input=stdin if stdin is not None else "",
-            capture_output=True,
-            text=True,
             timeout=timeout,
             env={**self.environment, **(environment or {})},
             cwd="/",
-            check=False,
         )
 
     # Jobs
 
     def sbatch(self, script: str, *options: str, user: str = USERS[0]) -> int:
-        """Submits a batch script; the job's number."""
         done = self.run(
             "ctl",
             *("sbatch", "--parsable", "--chdir", str(self.work(user)), "--output=%A_%a.out"),
@@ -177,13 +169,11 @@ class Cluster:
         return "".join(path.read_text(errors="replace") for path in found)
 
     def jobs(self) -> list[str]:
-        """Jobs that are not over yet, their epilogs included."""
         done = self.run("ctl", "squeue", "--noheader", "--format=%i %T %N %r")
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
     def wait(self, *ids: int, seconds: float = 60) -> None:
-        """Waits until jobs are over everywhere, or all jobs if none is named."""
         watch = Stopwatch()
         wanted = {str(one) for one in ids}
 
@@ -200,13 +190,11 @@ class Cluster:
         return {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
 
     def monarchfs_mounts(self, node: str) -> list[tuple[str, str]]:
-        """The mount points of ours on a node, and what is mounted there."""
         text = Path(f"/proc/{self.machines[node].pid}/mountinfo").read_text()
         parts = [line.partition(" - fuse.monarchfs ") for line in text.splitlines()]
         return [(left.split()[4], right.split()[0]) for left, _, right in parts if right]
 
     def mount_of(self, node: str, source: Path) -> str | None:
-        """Where a dataset is mounted on a node; None if it is not."""
         found = [point for point, of in self.monarchfs_mounts(node) if of == str(source)]
         return found[0] if found else None
 
@@ -276,7 +264,6 @@ class Cluster:
         self.wait_idle()
 
     def boot(self, node: str) -> None:
-        """Starts a node that is not running; `wait_idle` says when Slurm has it back."""
         self._start_machine(node)
         self._network_of(node)
         self.daemon(node, "slurmd", "-D", "-N", node)
@@ -332,7 +319,7 @@ class Cluster:
             # The first process has to take leave of those whose parents are gone.
             + "ip link set lo up; echo ready; exec >/dev/null; sleep infinity & wait"
         )
-        outer = subprocess.Popen(
+        outer = Running(
             [
                 # Nothing is left either where whoever started this is killed.
                 *("setpriv", "--pdeathsig", "KILL"),
@@ -341,13 +328,11 @@ class Cluster:
             ],
             env={"PATH": _PATH},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             # It complains of a signal that it cannot unblock; what fails does not get to "ready".
             stderr=subprocess.DEVNULL,
         )
-        assert outer.stdout is not None
         with outer.stdout:
-            assert outer.stdout.readline() == b"ready\n", f"{name} does not start"
+            assert outer.line() == "ready\n", f"{name} does not start"
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         self.machines[name] = Machine(name, outer, int(children[0]))
 
@@ -370,7 +355,6 @@ class Cluster:
         _ip(pid, "link", "set", "eth0", "up")
 
     def daemon(self, machine: str, *words: str) -> None:
-        """Starts a program that ends with the machine's first process."""
         subprocess.run(
             self.machines[machine].command("sh", "-c", 'setsid "$@" &', "-", *words),
             env=self.environment,
@@ -382,5 +366,5 @@ class Cluster:
 
 def _ip(pid: int, *words: str) -> None:
     command: Sequence[str] = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = execute(command)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"

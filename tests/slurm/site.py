@@ -34,7 +34,6 @@ options = "name=GIVEN"
 
 
 def configure(base: Path, more: str = "") -> None:
-    """Writes the site's configuration, for all nodes."""
     text = SITE.format(base=base, deadline=DEADLINE_SECONDS, more=more)
     (base / "site.toml").write_text(text)
 

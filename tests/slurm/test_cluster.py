@@ -76,7 +76,6 @@ def test_what_the_site_gives_and_what_it_refuses(slurm: Cluster) -> None:
 
 
 def gc(slurm: Cluster, *more: str) -> dict[str, Any]:
-    """What it reports of node n3."""
     words = (f"{slurm.base}/monarchfs", "gc", "--json", "--config", f"{slurm.base}/site.toml")
     done = slurm.run("n3", *words, *more, environment={"SLURMD_NODENAME": "n3"})
     assert done.returncode == 0, done.stderr

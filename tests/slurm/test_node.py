@@ -42,6 +42,7 @@ from tests.support.mounting import (
     wait_for,
 )
 from tests.support.processes import priorities
+from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
@@ -68,19 +69,20 @@ class Node:
 
     @property
     def caches(self) -> Path:
-        """Of jobs."""
         return self.path / "cache" / "slurm"
 
     @property
     def layout(self) -> SitePaths:
         return SitePaths(f"{self.path}/run", f"{self.path}/cache")
 
-    def configure(self, *lines: str, size: str = "100M", roots: str = "/lustre") -> None:
+    def configure(
+        self, *lines: str, size: str = "100M", roots: str = "/lustre", deadline: int = 10
+    ) -> None:
         (self.path / "site.toml").write_text(
             f'roots = ["{self.path}{roots}"]\n'
             f'tier = ["{self.tier}={size}"]\n'
             'options = "reserve_percent=1"\n'
-            "deadline_seconds = 10\n"
+            f"deadline_seconds = {deadline}\n"
             f'run_dir = "{self.path}/run"\n'
             f'cache_dir = "{self.path}/cache"\n'
             f'report_dir = "{self.path}/reports"\n'
@@ -98,14 +100,7 @@ class Node:
 
     def job(self, what: str, job: int, comment: str = "") -> str:
         """Runs a prolog or epilog to its end, which has to be a good one; what it said."""
-        done = subprocess.run(
-            self.command(what, job, comment),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-            cwd=self.path,
-        )
+        done = execute(self.command(what, job, comment), cwd=self.path)
         assert (done.returncode, done.stdout) == (0, ""), done.stderr
         return done.stderr
 
@@ -127,14 +122,9 @@ class Node:
         return path
 
     def environment(self, job: int) -> dict[str, str]:
-        """What the task prolog would export."""
         names = {"SLURM_JOB_ID": str(job), "MONARCHFS_RUN": f"{self.path}/run"}
-        done = subprocess.run(
-            [str(SCRIPTS / "task_prolog")],
-            env={**names, "PATH": "/usr/bin:/bin"},
-            capture_output=True,
-            text=True,
-            check=True,
+        done = execute(
+            [str(SCRIPTS / "task_prolog")], env={**names, "PATH": "/usr/bin:/bin"}, check=True
         )
         assert done.stderr == ""
         lines = [line.removeprefix("export ") for line in done.stdout.splitlines()]
@@ -149,12 +139,10 @@ class Node:
         return fuse_mounts(f"{self.path}/run")
 
     def read(self, root: str) -> None:
-        """Reads all files below a directory, as the user."""
         words = ["sh", "-c", 'find "$0" -type f -exec cat {} + >/dev/null', root]
         subprocess.run(as_user("nobody", words), capture_output=True, timeout=30, check=True)
 
     def left(self) -> list[str]:
-        """What is left of any job or share."""
         return [
             str(path)
             for part in ("shares", "env", "jobs")
@@ -277,7 +265,7 @@ def test_a_recorder_that_fails_delays_no_epilog(node: Node, number: signal.Signa
     node.begin(1, f"monarchfs={node.dataset()}")
     wait_for(lambda: recorded_bytes(node), "the recorder")
     pattern = f"record {node.path}/run/.*/rec"
-    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=True)
+    found = execute(["pgrep", "-f", pattern], check=True)
     (pid,) = map(int, found.stdout.split())
     assert os.stat(f"/proc/{pid}").st_uid == NOBODY.pw_uid
     os.kill(pid, number)
@@ -453,14 +441,15 @@ def test_a_dead_daemon_is_replaced_and_one_that_hangs_is_left_to_those_who_use_i
     assert node.begin(2, f"monarchfs={data}") == root
     node.read(root)
     pid = _supervisor(root)
+    node.configure(deadline=6)
     os.kill(pid, signal.SIGSTOP)
     began = Stopwatch()
     assert node.begin(3, f"monarchfs={data}") == str(data)
-    began.check(10)
+    began.check(6)
     for job in (1, 2, 3):
         began = Stopwatch()
         node.job("epilog", job)
-        began.check(10)
+        began.check(6)
     assert node.mounts() == node.left() == []
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon to go")
 
@@ -594,7 +583,6 @@ NOBODYS_UID = 3_999_999_999
 
 
 def swept(node: Node, *, remove: bool = True) -> list[tuple[str, str, bool]]:
-    """What gc finds of caches on this node: (kind, path, removed)."""
     site = read_site(f"{node.path}/site.toml")
     sweeper = Sweeper(remove=remove)
     sweeper.budget(site)
@@ -604,7 +592,6 @@ def swept(node: Node, *, remove: bool = True) -> list[tuple[str, str, bool]]:
 
 
 def gone_at_once(node: Node, cache: str, *kept: str) -> None:
-    """gc removes this cache, and then what is left of it; and no others."""
     found = swept(node)
     assert found[0] == ("cache", node.layout.cache(cache), True)
     assert {kind for kind, _, _ in found[1:]} <= {"trash"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import pwd
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from monarchfs.types import OperationError
 from tests.slurm.test_node import Node, node
 from tests.support.flipping import Bait
 from tests.support.mounting import as_user, requires_fuse, requires_root, run
+from tests.support.programs import execute
 
 __all__ = ["node"]
 
@@ -47,9 +47,7 @@ def bait(node: Node) -> Bait:
 
 
 def what_is_mounted(point: str) -> str:
-    done = subprocess.run(
-        as_user(USER.name, ["cat", f"{point}/which"]), capture_output=True, text=True, check=True
-    )
+    done = execute(as_user(USER.name, ["cat", f"{point}/which"]), check=True)
     return done.stdout
 
 
@@ -76,25 +74,13 @@ def test_a_link_that_comes_after_the_look_changes_nothing(
     assert f'"source": "{data}"' in run("status", point, "--json").stdout
 
 
-@requires_fuse
-def test_prologs_race_with_a_link(node: Node, bait: Bait) -> None:
-    comment = f"monarchfs={bait.way}/data"
-    with bait.flipping():
-        for number in range(1, 8):
-            node.job("prolog", number, comment)
-            assert [what_is_mounted(point) for point in node.mounts()] in ([], ["inside"])
-            node.end(number)
-    assert what_is_mounted(node.begin(8, comment)) == "inside"
-    node.end(8)
-
-
 def test_a_look_is_right_or_an_error(bait: Bait) -> None:
     """Of the path, the directory and whether it is allowed, no two are of different moments."""
     data = f"{bait.way}/data"
     inside = os.stat(data)
     found = 0
     with bait.flipping():
-        for _ in range(100):
+        for _ in range(30):
             try:
                 dataset = resolve(data, [str(bait.way.parent)], USER, 10)
             except OperationError:

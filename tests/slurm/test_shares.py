@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,6 +24,7 @@ from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
 from monarchfs.slurm.site import SitePaths
 from monarchfs.types import OperationError
 from tests.support import surroundings
+from tests.support.programs import Running
 from tests.support.timing import Stopwatch
 
 ALICE = User("alice", 1000, 1000, (1000, 20))
@@ -148,7 +146,6 @@ layout = SitePaths(sys.argv[1], sys.argv[2])
 share = Share(layout, sys.argv[3])
 mounted = layout.run_dir + "/mounted"
 first, seed = int(sys.argv[4]), random.Random(int(sys.argv[4]))
-print("ready", flush=True)
 for number in range(15):
     job = first + number
     with locked(share.lock, time.monotonic() + 60):
@@ -168,41 +165,12 @@ print("done", flush=True)
 """
 
 
-def workers(layout: SitePaths, count: int) -> list[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    firsts = [str(1000 * (number + 1)) for number in range(count)]
-    return [subprocess.Popen([*command, first], **pipes) for first in firsts]
-
-
 def test_many_processes_keep_one_set(layout: SitePaths) -> None:
-    for process in workers(layout, 8):
+    command = [sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY]
+    firsts = [str(1000 * number) for number in range(1, 9)]
+    running = [Running([*command, first], stderr=subprocess.PIPE) for first in firsts]
+    for process in running:
         output, errors = process.communicate(timeout=60)
-        assert output == "ready\ndone\n", errors
+        assert output == "done\n", errors
     assert every_share(layout) == []
     assert not os.path.exists(f"{layout.run_dir}/mounted")
-
-
-def test_killed_processes_leave_a_set_that_can_be_put_right(layout: SitePaths) -> None:
-    seed = random.Random(1)
-    killed = 0
-    for _ in range(4):
-        running = workers(layout, 3)
-        for process in running:
-            assert process.stdout is not None
-            process.stdout.readline()
-        time.sleep(seed.random() / 20)
-        for process in running:
-            killed += process.poll() is None
-            process.send_signal(signal.SIGKILL)
-            process.communicate(timeout=60)
-        # What epilogs do for all these jobs; nobody holds a lock any more.
-        share = Share(layout, KEY)
-        with locked(share.lock, 0.0):
-            for job in share.jobs():
-                assert read_record(f"{share.directory}/jobs/{job}") is not None
-                assert share.leave(job)
-            share.clear()
-        Path(layout.run_dir, "mounted").unlink(missing_ok=True)
-        assert every_share(layout) == []
-    assert killed

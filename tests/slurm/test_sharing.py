@@ -79,7 +79,6 @@ def test_slurm_says_which_nodes() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """Of a node that can share."""
     key = tmp_path / "key"
     key.write_bytes(os.urandom(64))
     key.chmod(0o400)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.support.programs import execute
 from tests.support.surroundings import REPOSITORY
 
 _LEFT_OUT = shutil.ignore_patterns(
@@ -64,13 +65,11 @@ class Copy:
                 built.unlink()
         compiler = self.path / "compiler"
         compiler.write_text(f'{_COMPILER}exec {sysconfig.get_config_var("CC")} "$@" {flags}\n')
-        done = subprocess.run(
+        done = execute(
             [str(self.python), "setup.py", "--quiet", "build_ext", "--inplace"],
             cwd=self.path,
             env={**os.environ, "CC": f"sh {compiler}"},
-            capture_output=True,
-            text=True,
-            check=False,
+            timeout=1000,
         )
         return done.stderr if done.returncode else None
 

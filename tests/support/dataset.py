@@ -57,7 +57,6 @@ class Dataset:
         return found
 
     def contents(self, name: str) -> list[bytes]:
-        """All versions, also of what is gone."""
         return self.versions.get(name) or self.gone[name]
 
     # -- changes
@@ -71,7 +70,6 @@ class Dataset:
             path.write_bytes(self._next(name, bytes_of(size)))
 
     def replace(self, name: str, size: str) -> None:
-        """Another file takes its place."""
         new = self._backing.with_name("new")
         new.write_bytes(self._next(name, bytes_of(size)))
         new.rename(self._backing / name)
@@ -93,7 +91,6 @@ class Dataset:
         self.changes += 1
 
     def rename(self, old: str, new: str) -> None:
-        """A file or a directory."""
         (self._backing / old).rename(self._backing / new)
         for name in [n for n in self.versions if n == old or n.startswith(f"{old}/")]:
             self.versions[new + name[len(old) :]] = self.versions.pop(name)
@@ -138,7 +135,6 @@ class Dataset:
         self._source.faults(**self._faults)
 
     def heal(self) -> None:
-        """Nothing goes wrong any more."""
         self._faults.clear()
         self._source.faults()
 

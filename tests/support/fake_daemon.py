@@ -132,7 +132,6 @@ def changed(report: Mapping[str, Any], **sections: Any) -> Report:
 
 
 def states() -> dict[str, Report]:
-    """Reports by the state of the mount."""
     well = healthy()
     fast, slow = well["tiers"]
     long_ago = {"why": "the worker was killed by SIGKILL", "unix_seconds": time.time() - 40_000}
@@ -163,9 +162,7 @@ def states() -> dict[str, Report]:
             well, state="worker not answering", age_seconds=12.0, worker={"last_death": long_ago}
         ),
         "safe mode": changed(
-            well,
-            state="safe mode",
-            worker={"restarts": 5, "error": trouble, "retry_seconds": 60.0},
+            well, state="safe mode", worker={"restarts": 5, "error": trouble, "retry_seconds": 60.0}
         ),
         "down": changed(
             well, state="down", age_seconds=12.0, worker={"pid": None, "error": "it was\nkilled"}

@@ -32,6 +32,7 @@ from tests.support.mounting import (
     report_on,
     wait_for,
 )
+from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))
@@ -78,15 +79,12 @@ class Area:
     def run(
         self, *arguments: str, mode: str = "serve", timeout: float = 90
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return execute(
             self.command(*arguments, mode=mode),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
             timeout=timeout,
             cwd=self.path,
             env=self.environment,
-            check=False,
         )
 
     def mount(self, *options: str, mode: str = "serve") -> None:
@@ -94,7 +92,6 @@ class Area:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def files(self) -> set[str]:
-        """Everything below the area but what is mounted there, which might hang."""
         mounted = set(fuse_mounts(str(self.path)))
         found = set()
         for directory, names, files in os.walk(self.path):
@@ -199,7 +196,6 @@ def status(work: Area, name: str = "mnt") -> dict[str, Any]:
 
 
 def kill_worker(work: Area, number: signal.Signals) -> dict[str, Any]:
-    """Kills the worker; the status when another one serves."""
     before = status(work)["worker"]
     os.kill(before["pid"], number)
 
@@ -231,7 +227,6 @@ def assert_unmounted(work: Area) -> None:
 
 
 def umount(work: Area, *options: str, name: str = "mnt") -> float:
-    """Unmounts; how many seconds that took. Says nothing, but that the mount is in use."""
     started = Stopwatch()
     done = work.run("umount", name, *options)
     assert (done.returncode, done.stdout) == (0, "")
@@ -258,7 +253,6 @@ def run_as_owner(work: Area, *command: str) -> int:
 
 @contextmanager
 def somebody_inside(work: Area) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose working directory is the mount."""
     script = f"cd {work.path}/mnt && echo in && read line"
     with start_as_owner(work, "sh", "-c", script) as process:
         assert process.stdout is not None

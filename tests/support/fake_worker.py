@@ -70,7 +70,6 @@ def reply_to(request: bytes) -> bytes | None:
 
 
 def answer_client(connection: int, message: Bootstrap) -> None:
-    """Repeats what was asked."""
     with socket.socket(fileno=connection) as client:
         client.settimeout(5)
         result = {"request": message["request"]}

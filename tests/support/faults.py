@@ -6,9 +6,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import trio
 
@@ -19,7 +19,10 @@ from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource, Sourc
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.store.tier import Tier
-from monarchfs.types import Data, DirRef, IndexWriteError, SourceStat, SourceVersion, Space
+from monarchfs.types import Data, DirRef, IndexWriteError, SourceStat, SourceVersion
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Gate:
@@ -34,7 +37,6 @@ class Gate:
         self._arrival = trio.Event()
 
     def meet(self) -> None:
-        """For the threads."""
         with self._lock:
             if self._is_open:
                 return
@@ -52,19 +54,16 @@ class Gate:
         return len(self._waiting)
 
     async def arrived(self, count: int = 1) -> None:
-        """Until so many wait here."""
         while len(self._waiting) < count:
             await self._arrival.wait()
 
     def release(self, which: int = 0) -> None:
-        """Let one go."""
         with self._lock:
             event = self._waiting.pop(which)
         self.passed += 1
         event.set()
 
     def open(self) -> None:
-        """Let all go, now and later."""
         with self._lock:
             self._is_open = True
         while self._waiting:
@@ -85,7 +84,6 @@ class Faults:
             hook()
 
     def expects(self, call: str) -> bool:
-        """Whether anything is to happen before such a call."""
         return bool(self._hooks.get(call))
 
     def before(self, call: str, hook: Callable[[], object]) -> None:
@@ -109,10 +107,25 @@ class Faults:
         return gate
 
     def end(self) -> None:
-        """No faults any more, and nobody waits."""
         self._hooks.clear()
         for gate in self._gates:
             gate.open()
+
+
+def met(method: Callable[P, T], *before: str, after: str = "") -> Callable[P, T]:
+    """A method of an object with ``faults``, which has these happen before and after it."""
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        this: Any = args[0]
+        for name in before:
+            this.faults.meet(name)
+        result = method(*args, **kwargs)
+        if after:
+            this.faults.meet(after)
+        return result
+
+    return call
 
 
 def disk_is_full(*_: object, **_options: object) -> NoReturn:
@@ -170,25 +183,14 @@ class FaultySource(PosixSource):
     def _in_source(self, name: bytes) -> bytes:
         return name.lower() if self.finds_any_case else name
 
-    def stat(self, directory: DirRef, name: bytes) -> SourceStat:
-        self.faults.meet("stat")
-        return super().stat(directory, name)
+    stat = met(PosixSource.stat, "stat")
+    getxattr = met(PosixSource.getxattr, "getxattr")
+    access = met(PosixSource.access, "access")
+    statvfs = met(PosixSource.statvfs, "statvfs")
 
     def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
         self.faults.meet("open")
         return super().open(directory, self._in_source(name))
-
-    def getxattr(self, directory: DirRef, name: bytes, attribute: bytes) -> bytes:
-        self.faults.meet("getxattr")
-        return super().getxattr(directory, name, attribute)
-
-    def access(self, directory: DirRef, name: bytes, mask: int) -> bool:
-        self.faults.meet("access")
-        return super().access(directory, name, mask)
-
-    def statvfs(self) -> os.statvfs_result:
-        self.faults.meet("statvfs")
-        return super().statvfs()
 
     def gate_at(self, path: Path) -> Gate:
         """Where whoever is about to read this file waits."""
@@ -230,19 +232,9 @@ class FaultySegments(SegmentFiles):
                 results.append(error)
         return results
 
-    def open(self, segment: int, end: int) -> int:
-        self.faults.meet("open_replica")
-        return super().open(segment, end)
-
-    def punch(self, segment: int, ranges: Sequence[tuple[int, int]]) -> None:
-        self.faults.meet("remove")
-        super().punch(segment, ranges)
-        self.faults.meet("after_remove")
-
-    def remove(self, segment: int) -> None:
-        self.faults.meet("remove")
-        super().remove(segment)
-        self.faults.meet("after_remove")
+    open = met(SegmentFiles.open, "open_replica")
+    punch = met(SegmentFiles.punch, "remove", after="after_remove")
+    remove = met(SegmentFiles.remove, "remove", after="after_remove")
 
 
 class FaultyFiles(ReplicaFiles):
@@ -250,47 +242,15 @@ class FaultyFiles(ReplicaFiles):
         self.faults = faults
         super().__init__(dir_fd, path, uid)
 
-    def write_whole(self, name: bytes, data: Data) -> tuple[int, int]:
-        self.faults.meet("write_whole")
-        self.faults.meet("after_write")
-        return super().write_whole(name, data)
-
-    def create_part(self, name: bytes, size: int) -> int:
-        self.faults.meet("create_part")
-        return super().create_part(name, size)
-
-    def open_part(self, name: bytes, size: int) -> int:
-        self.faults.meet("open_part")
-        return super().open_part(name, size)
-
-    def open(self, name: bytes, checksum: int, size: int | None) -> int:
-        self.faults.meet("open_replica")
-        return super().open(name, checksum, size)
-
-    def write_unit(self, fd: int, unit: Unit) -> bool:
-        self.faults.meet("write")
-        done = super().write_unit(fd, unit)
-        self.faults.meet("after_write")
-        return done
-
-    def finish_part(self, fd: int, name: bytes, checksum: int) -> int:
-        self.faults.meet("finish_part")
-        allocated = super().finish_part(fd, name, checksum)
-        self.faults.meet("after_finish")
-        return allocated
-
-    def allocated(self, fd: int) -> int:
-        self.faults.meet("allocated")
-        return super().allocated(fd)
-
-    def remove(self, name: bytes, checksum: int) -> None:
-        self.faults.meet("remove")
-        super().remove(name, checksum)
-        self.faults.meet("after_remove")
-
-    def remove_part(self, name: bytes) -> None:
-        self.faults.meet("remove_part")
-        super().remove_part(name)
+    write_whole = met(ReplicaFiles.write_whole, "write_whole", "after_write")
+    create_part = met(ReplicaFiles.create_part, "create_part")
+    open_part = met(ReplicaFiles.open_part, "open_part")
+    open = met(ReplicaFiles.open, "open_replica")
+    write_unit = met(ReplicaFiles.write_unit, "write", after="after_write")
+    finish_part = met(ReplicaFiles.finish_part, "finish_part", after="after_finish")
+    allocated = met(ReplicaFiles.allocated, "allocated")
+    remove = met(ReplicaFiles.remove, "remove", after="after_remove")
+    remove_part = met(ReplicaFiles.remove_part, "remove_part")
 
 
 class FaultyTier(Tier):
@@ -304,14 +264,6 @@ class FaultyTier(Tier):
     def _new_segments(self, dir_fd: int) -> SegmentFiles:
         return FaultySegments(dir_fd, self.path, os.geteuid(), self.faults)
 
-    def probe(self) -> None:
-        self.faults.meet("probe")
-        super().probe()
-
-    def space(self) -> Space:
-        self.faults.meet("space")
-        return super().space()
-
-    def sync(self) -> None:
-        self.faults.meet("sync")
-        super().sync()
+    probe = met(Tier.probe, "probe")
+    space = met(Tier.space, "space")
+    sync = met(Tier.sync, "sync")

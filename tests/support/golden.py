@@ -22,7 +22,6 @@ class Golden:
 
 
 def unfolded(out: str) -> list[str]:
-    """Lines; of an object that is printed on one, a line for each of its keys."""
     if not out.startswith("{"):
         return out.splitlines()
     assert out.count("\n") == 1

@@ -57,7 +57,6 @@ class Job:
     end: float = 0.0
 
     def events(self) -> list[Event]:
-        """In the order in which they ended."""
         found: list[Event] = []
         for number in range(self.epochs):
             self.epoch = number
@@ -98,7 +97,6 @@ class Job:
             heapreplace(free, (now + seconds, pid))
 
     def _asked(self, answered_by: AnsweredBy) -> Iterable[tuple[Kind, AnsweredBy]]:
-        """What the source is asked before a file is read."""
         checks = not self.immutable
         if self.asked and (checks or not self.epoch):
             yield Kind.LOOKUP, SOURCE

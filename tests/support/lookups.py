@@ -42,7 +42,6 @@ class Hours:
 
 
 def asked(mirror: Mirror) -> int:
-    """How often the source was asked for metadata since this was called last."""
     calls = mirror.posix.faults.calls
     return sum(calls.pop(call, 0) for call in METADATA)
 
@@ -57,7 +56,6 @@ def stale(match: str = "another version") -> Iterator[None]:
 
 @contextmanager
 def fails(code: int) -> Iterator[None]:
-    """Raises an OSError with this number."""
     with pytest.raises(OSError, match=r".") as raised:
         yield
     assert raised.value.errno == code
@@ -70,7 +68,6 @@ async def entry(mirror: Mirror, parent: int, name: bytes) -> Entry:
 
 
 async def names(mirror: Mirror, ino: int) -> dict[bytes, int]:
-    """The directory's names and cookies, as opendir and readdir give them."""
     await mirror.tree.directories.open(ino)
     cookies, after = {}, 0
     while batch := mirror.tree.directories.entries(ino, after, 3):

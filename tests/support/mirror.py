@@ -85,13 +85,11 @@ class Area:
         return data
 
     def replace(self, name: str, data: bytes) -> bytes:
-        """Put another file, with a number of its own, in its place."""
         self.write("other", data)
         (self.source / "other").rename(self.source / name)
         return data
 
     def write_files(self, count: int, size: int = 10_000, below: str = "") -> list[str]:
-        """Their names."""
         names = [f"{below}f{number:03d}" for number in range(count)]
         for number, name in enumerate(names):
             self.write(name, content(size, number))
@@ -290,14 +288,20 @@ class Mirror:
 
     # -- what the kernel would do
 
-    async def node(self, path: str) -> Node:
+    async def walk(self, path: str) -> Node | None:
+        """The node at a path, None where there is none. Raises OSError."""
         node = self.index.node(ROOT_INO)
-        for name in path.encode().split(b"/"):
+        for name in path.encode().split(b"/") if path else ():
             assert node is not None
             found = await self.tree.names.lookup(node.ino, name)
-            assert not isinstance(found, Missing), path
+            if isinstance(found, Missing):
+                return None
             node = found.node
-        assert node is not None
+        return node
+
+    async def node(self, path: str) -> Node:
+        node = await self.walk(path)
+        assert node is not None, path
         return node
 
     async def ino(self, path: str) -> int:
@@ -316,7 +320,6 @@ class Mirror:
         return bytes(data)
 
     async def read_file(self, path: str, step: int = 1 << 30) -> bytes:
-        """Open, read to the end, close."""
         handle = await self.open(path)
         try:
             data = b""
@@ -327,12 +330,10 @@ class Mirror:
             handle.release()
 
     async def read_each(self, paths: Iterable[str]) -> None:
-        """They are what the source has."""
         for path in paths:
             assert await self.read_file(path) == (self.area.source / path).read_bytes(), path
 
     async def copied(self, path: str) -> int:
-        """Read a file and wait until all of it is there."""
         data = await self.read_file(path)
         await self.idle()
         assert self.residency.state(await self.ino(path)) == "resident"
@@ -343,7 +344,6 @@ class Mirror:
     # -- what is looked at afterwards
 
     def bytes_read(self, path: str) -> int:
-        """That the source handed out."""
         ino = (self.area.source / path).stat().st_ino
         return sum(read.size for read in self.posix.reads if read.ino == ino)
 
@@ -351,7 +351,6 @@ class Mirror:
         return self.index.replica(ino)
 
     def replica(self, ino: int) -> Replica:
-        """As ``record``, where there must be one."""
         found = self.index.replica(ino)
         assert found is not None
         return found
@@ -360,7 +359,6 @@ class Mirror:
         return self.residency.state(await self.ino(path))
 
     def used(self, number: int = 0) -> int:
-        """What the first tier, or another one, has by the books."""
         return self.placement.ledger(self.tiers[number].id).usage[0]
 
     def _is_idle(self) -> bool:
@@ -377,7 +375,6 @@ class Mirror:
         )
 
     async def idle(self) -> None:
-        """Until nothing is under way any more. What hangs must be let go before."""
         await until(self._is_idle, "nothing to be under way")
 
     def _units_are_gone(self) -> bool:
@@ -404,7 +401,6 @@ class Mirror:
         self.check_books()
 
     def check_books(self) -> None:
-        """What is recorded is what lies in the tiers."""
         check_accounts(self.cache.placement)
         for tier in self.tiers:
             path = Path(tier.path)
@@ -451,15 +447,9 @@ class Mirror:
             blocks = sum(recorded.values()) + in_segments.total()
             assert self.placement.ledger(tier.id).usage[0] == blocks, (recorded, tier.id)
             totals = self.index.tier_totals().get(tier.id, TierTotals())
-            assert totals == (
-                len(whole) + len(sharing) - found,
-                len(parts),
-                found,
-                blocks,
-            )
+            assert totals == (len(whole) + len(sharing) - found, len(parts), found, blocks)
 
     def reason(self, ino: int) -> str:
-        """Why it is not resident; empty where it is."""
         node = self.index.node(ino)
         assert node is not None
         return self.reasons.sentence(node) or ""

@@ -27,6 +27,7 @@ from monarchfs.cli.status import NOT_WELL, report_of
 from monarchfs.config.places import runtime_dirs_to_search
 from monarchfs.supervisor.recover import find_one
 from tests.support import surroundings
+from tests.support.programs import Running, execute
 from tests.support.timing import WAIT_SECONDS as WAIT_SECONDS
 from tests.support.timing import Stopwatch
 from tests.support.timing import wait_for as wait_for
@@ -52,14 +53,12 @@ def needs_mounts(test: Test) -> Test:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def fuse_mounts(below: str) -> list[str]:
-    """Mount points of FUSE file systems at or below a path."""
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mountinfo:
         for line in mountinfo:
@@ -114,8 +113,6 @@ def report_on(
 
 @dataclass
 class Mount:
-    """One monarchfs mount of a test."""
-
     source: Path
     path: Path
     user: str | None = None
@@ -127,7 +124,6 @@ class Mount:
         return int(self.status()["worker"]["pid"])
 
     def kill_worker(self) -> None:
-        """Another one serves afterwards."""
         pid = self.worker_pid()
         os.kill(pid, signal.SIGKILL)
 
@@ -138,8 +134,6 @@ class Mount:
         wait_for(serves, "another worker")
 
     def wait_idle(self) -> dict[str, Any]:
-        """Until nothing is being copied or waits to be; the status then."""
-
         def idle() -> dict[str, Any] | None:
             now = self.status()
             if now["state"] == "worker not answering":
@@ -172,15 +166,12 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """One monarchfs command; skips the test where a user whom it names may not enter the clone."""
     surroundings.skip_unless_named(arguments)
-    return subprocess.run(
+    return execute(
         as_user(user, [*MONARCHFS, *arguments]),
         input=stdin,
-        capture_output=True,
-        text=True,
         timeout=timeout,
         cwd="/",
         env=ENVIRONMENT,
-        check=False,
     )
 
 
@@ -212,14 +203,11 @@ class FaultySource:
 
     backing: Path
     path: Path
-    process: subprocess.Popen[str]
+    process: Running
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        self.process.tell(json.dumps(message))
+        answer: dict[str, Any] = json.loads(self.process.line())
         return answer
 
     def faults(self, **faults: Any) -> None:
@@ -230,7 +218,6 @@ class FaultySource:
         return self._ask({"do": "counts", "reset": reset})
 
     def wait_old(self) -> None:
-        """Until no file is so young that it might still be written."""
         newest = max(path.stat().st_ctime for path in self.backing.rglob("*"))
         wait_for(lambda: newest < time.time() - 1.1, "the files to be old")
 
@@ -240,8 +227,6 @@ class FaultySource:
 
 @dataclass
 class Bench:
-    """A directory for one test, with what was started in it."""
-
     path: Path
     mounts: list[Mount] = field(default_factory=list)
     faulty: list[FaultySource] = field(default_factory=list)
@@ -281,22 +266,14 @@ class Bench:
     def faulty_source(self, backing: Path) -> FaultySource:
         point = self.path / f"source{len(self.faulty)}"
         point.mkdir()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.faultfs", str(backing), str(point)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
-        source = FaultySource(backing, point, process)
+        command = [sys.executable, "-m", "tests.support.faultfs", str(backing), str(point)]
+        source = FaultySource(backing, point, Running(command, cwd=REPOSITORY))
         self.faulty.append(source)
-        assert process.stdout is not None
-        process.stdout.readline()
+        source.process.line()
         wait_for(lambda: fuse_mounts(str(point)), "the faulty source to be mounted")
         return source
 
     def close(self) -> list[str]:
-        """End everything; what had to be forced is returned as complaints."""
         complaints = []
         for source in self.faulty:
             if source.process.poll() is None:
@@ -314,11 +291,7 @@ class Bench:
         kill_each(left)
         for source in self.faulty:
             subprocess.run(["umount", "-l", str(source.path)], check=False, capture_output=True)
-            assert source.process.stdin is not None
-            source.process.stdin.close()
-            source.process.wait(10)
-            assert source.process.stdout is not None
-            source.process.stdout.close()
+            source.process.communicate(timeout=10)
         for point in fuse_mounts(str(self.path)):
             complaints.append(f"{point} was left mounted")
             subprocess.run(["umount", "-l", point], check=False, capture_output=True)

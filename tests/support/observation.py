@@ -60,7 +60,6 @@ RESTING: dict[Family, int | None] = {
 
 
 def counters(counts: Mapping[str, Any], status: Mapping[str, Any], metrics: Values) -> Observed:
-    """What grows as long as the mount lives."""
     found = {f"source.{operation}": n for operation, n in counts["operations"].items()}
     found["source.read_bytes"] = counts["read_bytes"]
     found["worker.restarts"] = status["worker"]["restarts"]
@@ -75,7 +74,6 @@ def counters(counts: Mapping[str, Any], status: Mapping[str, Any], metrics: Valu
 
 
 def state(status: Mapping[str, Any]) -> Observed:
-    """How things are."""
     found = {f"files.{name}": n for name, n in status["files"].items() if name != "copying"}
     for number, tier in enumerate(status["tiers"], 1):
         for name in ("used_bytes", "files", "unclaimed"):
@@ -84,7 +82,6 @@ def state(status: Mapping[str, Any]) -> Observed:
 
 
 def under_way(metrics: Values) -> dict[str, float]:
-    """Gauges that are not at rest."""
     return {
         ".".join((family.name, *labels)): value
         for family, samples in metrics.items()
@@ -120,7 +117,6 @@ class Expected:
         return f"{self.key} {value}" + (f"  # {self.why}" if self.why else "")
 
     def values(self, observed: Observed) -> Observed:
-        """What it is about."""
         if "*" not in self.key:
             return {self.key: observed.get(self.key, 0)}
         return {key: observed[key] for key in fnmatch.filter(observed, self.key)}
@@ -129,7 +125,6 @@ class Expected:
         return self.least <= value <= self.most
 
     def widened(self, value: int) -> Expected:
-        """So that it holds."""
         return Expected(self.key, min(self.least, value), max(self.most, value), self.why)
 
 

@@ -16,8 +16,6 @@ SEGMENT = re.compile(r"[0-9a-f]{16}")
 
 
 class Place(NamedTuple):
-    """A file, and where in it a copy begins."""
-
     path: Path
     offset: int
 
@@ -27,7 +25,6 @@ def is_segment(path: Path) -> bool:
 
 
 def segments(directory: Path) -> list[Path]:
-    """All segments below a directory."""
     return sorted(path for path in directory.rglob("*") if is_segment(path))
 
 

@@ -18,6 +18,7 @@ import pytest
 from tests.support import mounting
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import ENVIRONMENT, Bench, fuse_mounts, processes_about, wait_for
+from tests.support.programs import execute
 
 NOBODY = pwd.getpwnam("nobody")
 GROUP = 4
@@ -73,7 +74,6 @@ class Place:
         return subprocess.run(command, text=True, timeout=60, check=False, **streams)
 
     def start(self, *words: str, job: int | None = None, **more: Any) -> subprocess.Popen[str]:
-        """``job``: the number of a job of Slurm."""
         environment = self.environment | ({} if job is None else {"SLURM_JOB_ID": str(job)})
         options = more.pop("options", None)
         process = subprocess.Popen(
@@ -89,13 +89,11 @@ class Place:
         return process
 
     def status(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """What ``monarchfs status`` says outside, to the same user."""
         ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups"]
         as_user = ["setpriv", *ids] if self.user else []
         return self.call([*as_user, *mounting.MONARCHFS, "status", *words])
 
     def told(self) -> dict[str, Any]:
-        """What that says of this source's mount as an object; {} where there is none."""
         done = self.status(str(self.source), "--json")
         report: dict[str, Any] = json.loads(done.stdout) if done.stdout else {}
         return report
@@ -143,9 +141,7 @@ def make_place(work: Bench, *, user: bool) -> Place:
 def _skip_without_user_namespaces(place: Place) -> None:
     # Both are refused in a chroot, say, or where /tmp is mounted nodev.
     probe = ["unshare", "--user", "sh", "-c", "exec 3<>/dev/fuse"]
-    done = subprocess.run(
-        [*place.wrapper(), *probe], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = execute([*place.wrapper(), *probe])
     if done.returncode != 0:
         pytest.skip("needs user namespaces of ordinary users, and TMPDIR without nodev: no chroot")
 

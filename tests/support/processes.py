@@ -17,7 +17,6 @@ def nice_of(pid: int, thread: int) -> int:
 
 
 def priorities(pid: int) -> set[int]:
-    """Those of a process' threads."""
     return set(threads_by_nice(pid))
 
 

@@ -6,14 +6,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.mounting import REPOSITORY, WAIT_SECONDS
+from tests.support.mounting import REPOSITORY
+from tests.support.programs import execute
 
 SHIPPED = REPOSITORY / "prometheus"
 
@@ -51,7 +51,6 @@ def server(directory: Path, targets: Sequence[str], listen: str) -> list[str]:
 
 
 def samples(data: Any) -> list[tuple[dict[str, str], float]]:
-    """The labels and values of what a query gave."""
     return [(one["metric"], float(one["value"][1])) for one in data["result"]]
 
 
@@ -75,12 +74,6 @@ def takes(queries: list[str], file: Path) -> None:
     rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries)]
     # JSON is YAML.
     file.write_text(json.dumps({"groups": [{"name": "documented", "rules": rules}]}))
-    done = subprocess.run(
-        [PROMTOOL, "check", "rules", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=WAIT_SECONDS,
-        check=False,
-    )
+    done = execute([PROMTOOL, "check", "rules", str(file)])
     assert done.returncode == 0, done.stderr
     assert f"{len(queries)} rules found" in done.stdout

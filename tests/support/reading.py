@@ -14,7 +14,6 @@ import os
 import random
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import trees
+from tests.support.programs import Running
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "tests.support.reading"]
@@ -43,19 +43,14 @@ class Reader:
     def __init__(self, command: Sequence[str]) -> None:
         """``command`` runs `COMMAND`, maybe as another user."""
         self.held: list[str] = []
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-        )
+        self.process = Running(command, cwd=REPOSITORY)
 
     def tell(self, *call: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(call) + "\n")
-        self.process.stdin.flush()
+        self.process.tell(json.dumps(call))
 
     def answer(self) -> Any:
         """Raises OSError if the process had one, AssertionError if it read something wrong."""
-        assert self.process.stdout is not None
-        answer = json.loads(self.process.stdout.readline() or '{"wrong": "the reader died"}')
+        answer = json.loads(self.process.line() or '{"wrong": "the reader died"}')
         if "error" in answer:
             raise OSError(getattr(errno, answer["error"]), "in a reader")
         assert "wrong" not in answer, answer["wrong"]
@@ -183,13 +178,11 @@ def _list(path: str) -> list[str]:
 
 
 def _list_some(path: str) -> None:
-    """The first name of a directory."""
     entries = os.scandir(path)
     _listings[path] = [next(entries).name], entries
 
 
 def _list_rest(path: str) -> list[str]:
-    """All names, with the others."""
     names, entries = _listings.pop(path)
     return sorted([*names, *(entry.name for entry in entries)])
 

@@ -15,9 +15,8 @@ import trio
 import trio.testing
 
 from monarchfs.fs.files import FileHandle
-from monarchfs.fs.tree import Missing
 from monarchfs.index.recovery import set_aside
-from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, Node
+from monarchfs.types import IndexUnusable, IndexWriteError
 from tests.support.faults import FaultyTier, Gate
 from tests.support.mirror import Area, Mirror, until
 
@@ -104,8 +103,6 @@ class Runner:
         self.mirror.index.sync = watched
 
     def do(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
-        """Run it on the event loop, and wait for it."""
-
         async def bounded() -> T:
             with trio.fail_after(20):
                 return await fn(*args)
@@ -116,7 +113,6 @@ class Runner:
             raise self._end_of_run() from None
 
     def do_now(self, fn: Callable[..., T], *args: object) -> T:
-        """The same for what does not wait."""
         try:
             return trio.from_thread.run_sync(fn, *args, trio_token=self._token)
         except trio.RunFinishedError:
@@ -139,7 +135,6 @@ class Runner:
                 return
 
     def _raise_error(self) -> None:
-        """What the thread could not begin with."""
         if self._error is not None:
             self._thread.join()
             raise self._error
@@ -246,16 +241,7 @@ def mounted(area: Area, **options: Any) -> Runner:
 # -- what the kernel would do
 
 
-async def walk(mirror: Mirror, path: str) -> Node | None:
-    """The node at a path, None where there is none. Raises OSError."""
-    node = mirror.index.node(ROOT_INO)
-    for name in path.encode().split(b"/") if path else ():
-        assert node is not None
-        found = await mirror.tree.names.lookup(node.ino, name)
-        if isinstance(found, Missing):
-            return None
-        node = found.node
-    return node
+walk = Mirror.walk
 
 
 async def retried(fn: Callable[..., Awaitable[T]], *args: object) -> T:
@@ -276,7 +262,6 @@ async def open_path(mirror: Mirror, path: str) -> FileHandle | None:
 
 
 def allocated_bytes(directory: Path) -> int:
-    """Of all files below."""
     total = 0
     for path in directory.rglob("*"):
         with suppress(FileNotFoundError):

@@ -176,7 +176,6 @@ class Scenario:
                 wait_for(lambda: self._is_replaced(serving["restarts"]), "another worker")  # noqa: B023
 
     def stop(self, who: str) -> None:
-        """The worker gets no processor any more; it will be replaced."""
         assert who == "worker"
         os.kill(self._mnt.worker_pid(), signal.SIGSTOP)
         self.restarts += 1
@@ -191,7 +190,6 @@ class Scenario:
         os.kill(self._paused, signal.SIGCONT)
 
     def death(self, *words: str) -> None:
-        """The status says these words of why the last worker died."""
         assert " ".join(words) in self._mnt.status()["worker"]["last_death"]["why"]
 
     def command(self, *words: str) -> None:
@@ -220,16 +218,13 @@ class Scenario:
         wait_for(is_so, f"{key} {relation} {value}")
 
     def idle(self) -> None:
-        """Nothing is copied any more."""
         self._mnt.wait_idle()
 
     def state(self, expected: str, *words: str) -> None:
-        """What ``user.monarchfs.state`` comes to say of files."""
         for name in self._dataset.names(words):
             wait_for(lambda: self._xattr(name, "state") == expected, f"{name}: {expected}")  # noqa: B023
 
     def reason(self, name: str, *words: str) -> None:
-        """``user.monarchfs.reason`` comes to have these words."""
         wait_for(lambda: " ".join(words) in self._xattr(name, "reason"), f"{name}: {words}")
 
     def _command(self, *arguments: str) -> None:
@@ -265,7 +260,6 @@ class Scenario:
         return found
 
     def asked(self) -> dict[str, Any]:
-        """The status, whoever serves."""
         return client.request(self._daemon, {"command": "status"}, 5)
 
     def _is_replaced(self, restarts: int) -> bool:
@@ -298,7 +292,6 @@ class Scenario:
         (self._tier(number) / FOREIGN).write_bytes(bytes(bytes_of(size)))
 
     def lines(self, name: str, *words: str) -> None:
-        """A file in the directory in which the test works, outside the source."""
         (self._work.path / name).write_text("".join(f"{word}\n" for word in words))
 
     def _tier(self, number: str) -> Path:
@@ -329,7 +322,6 @@ class Scenario:
         self._tell(who, "read", self._root, self._dataset.names(words), way, int(seed))
 
     def begin_at_once(self, who: str, *words: str, way: str = "whole") -> None:
-        """By one thread a file."""
         self._tell(who, "read at once", self._root, self._dataset.names(words), way)
 
     def begin_open(self, who: str, *words: str, way: str = "whole") -> None:
@@ -403,7 +395,6 @@ class Scenario:
         wait_for(lambda: waiting() >= int(threads), f"{threads} threads to be stuck")
 
     def part(self, name: str, offset: str, size: str, way: str = "whole") -> None:
-        """A process reads some of a file."""
         at, count = bytes_of(offset), bytes_of(size)
         found = self._reader("reader0").ask("part", self._root, name, at, count, way)
         wanted = self._dataset.versions[name][-1][at : at + count]
@@ -438,7 +429,6 @@ class Scenario:
             assert found == self._listing(name), name
 
     def listed(self, *words: str) -> None:
-        """They come to have them."""
         for name in words or (".",):
             ask = partial(self._reader("reader0").ask, "list", f"{self._root}/{name}")
             wait_for(lambda: ask() == self._listing(name), f"the names of {name}")  # noqa: B023
@@ -454,13 +444,11 @@ class Scenario:
         return sorted(os.listdir(self._source.backing / name))
 
     def size(self, *words: str) -> None:
-        """What stat(2) says."""
         for name in self._dataset.names(words):
             found = self._reader("reader0").ask("stat", f"{self._root}/{name}")
             assert found == len(self._dataset.versions[name][-1]), name
 
     def missing(self, *words: str, error: str = "ENOENT") -> None:
-        """stat(2) has this error."""
         for name in self._dataset.names(words):
             try:
                 found = self._reader("reader0").ask("stat", f"{self._root}/{name}")
@@ -546,7 +534,6 @@ class Scenario:
         assert "Traceback" not in log, log
 
     def finish_all(self) -> None:
-        """The end of a scenario that went well."""
         assert not self._waited_for, f"nobody waited for {list(self._waited_for)}"
         for name in list(self._readers):
             self._readers.pop(name).close()
@@ -584,7 +571,6 @@ class Scenario:
 
 
 def _state(stat: Path) -> str:
-    """The state of a process or thread; empty where it has ended."""
     try:
         return stat.read_text().rpartition(") ")[2][0]
     except OSError:
@@ -592,8 +578,6 @@ def _state(stat: Path) -> str:
 
 
 class Script:
-    """A scenario's text: its steps, and the lines that each ``check`` expects."""
-
     def __init__(self, text: str) -> None:
         self.lines: list[str] = []
         self.expected: dict[str, list[Expected]] = {}
@@ -617,7 +601,6 @@ class Script:
         return "\n".join(found) + "\n"
 
     def record(self, observed: Mapping[str, Observed]) -> None:
-        """Expect what was observed, with the tolerances that there are."""
         for label, lines in self.expected.items():
             self.expected[label] = recorded(lines, observed[label])
 
@@ -634,7 +617,6 @@ def play(work: Bench, text: str, *options: str, user: str | None = None) -> dict
 def perform(
     work: Bench, script: Script, *options: str, user: str | None = None
 ) -> dict[str, Observed]:
-    """The same without looking at what the checks name."""
     with playing(work, *options, user=user) as scenario:
         for line in script.lines:
             scenario.play(line)
@@ -655,7 +637,6 @@ def playing(
 
 
 def differences(script: Script, observed: Mapping[str, Observed], *, complete: bool) -> list[str]:
-    """``complete``: also what was observed and is not named."""
     return [
         f"{label}: {words}"
         for label, lines in script.expected.items()

@@ -19,8 +19,6 @@ SECONDS = 10.0
 
 @dataclass
 class Scrape:
-    """``kinds`` by the names of the families, as exported; ``samples`` by name and labels."""
-
     text: str
     kinds: dict[str, str] = field(default_factory=dict)
     helps: dict[str, str] = field(default_factory=dict)
@@ -50,7 +48,6 @@ def parse(text: str) -> Scrape:
 
 
 def scrape(port: int, seconds: float = SECONDS) -> Scrape:
-    """Raises OSError where there is no answer within ``seconds``."""
     with closing(HTTPConnection("127.0.0.1", port, timeout=seconds)) as connection:
         connection.request("GET", "/metrics")
         answer = connection.getresponse()

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import execute
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _TRIAL_MOUNT = """
@@ -39,7 +41,6 @@ if not alone or libc.mount(b"trial", b"/proc/self", b"fuse", 7, options) != 0:
 
 @cache
 def no_fuse() -> str:
-    """Why nothing can be mounted here; empty where it can."""
     if not os.path.exists("/dev/fuse"):
         return "needs /dev/fuse: modprobe fuse; for a container: --device /dev/fuse"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
@@ -58,19 +59,16 @@ def _last(tried: subprocess.CompletedProcess[str]) -> str:
 
 def _trial_as_root() -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-I", "-c", _TRIAL_MOUNT]
-    return subprocess.run(words, capture_output=True, text=True, check=False)
+    return execute(words)
 
 
 def _trial_as_user() -> subprocess.CompletedProcess[str]:
     ours, theirs = socket.socketpair()
     with ours, theirs, tempfile.TemporaryDirectory(prefix="monarchfs-test-") as point:
-        tried = subprocess.run(
+        tried = execute(
             ["fusermount3", "-o", "ro", "--", point],
             env={**os.environ, "LC_ALL": "C", "_FUSE_COMMFD": str(theirs.fileno())},
             pass_fds=[theirs.fileno()],
-            capture_output=True,
-            text=True,
-            check=False,
         )
         if tried.returncode == 0:
             subprocess.run(["fusermount3", "-u", "-z", "--", point], check=True)
@@ -81,7 +79,7 @@ def _trial_as_user() -> subprocess.CompletedProcess[str]:
 def no_namespaces() -> str:
     """Why root can have no mount namespace here that leaves the mounts of others alone."""
     words = ["unshare", "--mount", "--propagation", "private", "true"]
-    tried = subprocess.run(words, capture_output=True, text=True, check=False)
+    tried = execute(words)
     if tried.returncode == 0:
         return ""
     if os.geteuid() == 0 and "propagation" in tried.stderr:
@@ -92,7 +90,6 @@ def no_namespaces() -> str:
 
 @cache
 def _no_loop_device() -> str:
-    """Why no file can be mounted as a disk here, in a few words."""
     if os.geteuid() != 0:
         return "needs root, for a loop device: sudo make test"
     if not shutil.which("mkfs.ext4"):
@@ -106,7 +103,6 @@ def _no_loop_device() -> str:
 
 
 def no_place_to_build() -> str:
-    """Why nothing can be compiled in this clone."""
     places = (REPOSITORY / "build" / "bench", REPOSITORY / "build", REPOSITORY)
     place = next(path for path in places if path.exists())
     if os.access(place, os.W_OK):
@@ -129,7 +125,7 @@ def cannot_be(user: str) -> str:
     # By way of a shell, because setpriv looks programs up with root's capabilities.
     shell = ["setpriv", *identity, "/bin/sh", "-c", 'exec "$0" "$@"']
     for words in ([*shell, "true"], [*shell, sys.executable, "-c", "import monarchfs"]):
-        tried = subprocess.run(words, capture_output=True, text=True, cwd="/", check=False)
+        tried = execute(words, cwd="/")
         if tried.returncode != 0:
             closed = _closed_to(entry, Path(sys.prefix), REPOSITORY)
             if closed is not None:
@@ -150,7 +146,6 @@ def _closed_to(entry: pwd.struct_passwd, *paths: Path) -> Path | None:
 
 
 def skip_unless(user: str) -> None:
-    """Skips the test that calls it where it cannot run this clone's programs as ``user``."""
     if reason := cannot_be(user):
         pytest.skip(reason)
 
@@ -190,7 +185,6 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 @contextmanager
 def mounted_tmpfs(path: Path, options: str = "mode=1777") -> Iterator[None]:
-    """``mount_tmpfs``, until the end. What is open there stays so."""
     mount_tmpfs(path, options)
     try:
         yield
@@ -208,7 +202,7 @@ def mount_ext4(image: Path, point: Path, size: int, *make: str, options: str = "
     point.mkdir()
     made = ["mkfs.ext4", "-q", "-F", *make, str(image)]
     for command in (made, ["mount", "-o", options, str(image), str(point)]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = execute(command)
         if done.returncode != 0:
             pytest.skip(f"needs ext4 on a loop device: {done.stderr.strip()}")
 

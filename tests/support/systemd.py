@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.mounting import MONARCHFS, REPOSITORY, wait_for
+from tests.support.programs import execute
 
 SYSTEMD = "/usr/lib/systemd/systemd"
 UNITS = "/etc/monarchfs-test-units"
@@ -85,14 +86,7 @@ class Booted:
     ) -> subprocess.CompletedProcess[str]:
         """A command inside, as root, in the control group of nobody's unit."""
         entered = ["nsenter", "--target", str(self.init), "--all"]
-        done = subprocess.run(
-            [*entered, *map(str, command)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
+        done = execute([*entered, *map(str, command)], stdin=subprocess.DEVNULL, timeout=timeout)
         if check:
             assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done
@@ -101,7 +95,6 @@ class Booted:
         return self.run(*MONARCHFS, *arguments, check=check)
 
     def show(self, unit: str, *names: str) -> dict[str, str]:
-        """Properties of a unit."""
         wanted = [f"--property={','.join(names)}"]
         lines = self.run("systemctl", "show", *wanted, "--", unit).stdout.splitlines()
         return dict(line.split("=", 1) for line in lines)
@@ -110,7 +103,6 @@ class Booted:
         return self.show(unit, "ActiveState")["ActiveState"]
 
     def write(self, path: str, text: str) -> None:
-        """A file inside."""
         script = 'mkdir -p -- "${1%/*}" && printf %s "$2" > "$1"'
         self.run("sh", "-c", script, "sh", path, text)
 
@@ -120,7 +112,6 @@ class Booted:
         self.run("systemctl", "daemon-reload")
 
     def outside(self, pid: str) -> int:
-        """The number here of the process that is called ``pid`` inside."""
         for entry in os.listdir("/proc"):
             try:
                 lines = Path("/proc", entry, "status").read_text().splitlines()
@@ -216,7 +207,6 @@ def _init_of(process: subprocess.Popen[bytes], work: Path) -> int:
 
 
 def _end(process: subprocess.Popen[bytes], group: Path) -> None:
-    """Its first process takes all others with it, and they the mounts."""
     # The only child of unshare(1), which ends with it.
     if process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -19,8 +19,6 @@ class Late(AssertionError):
 
 
 class Stopwatch:
-    """Runs from when it is made."""
-
     def __init__(self) -> None:
         self._began, self._waited = time.monotonic(), _waiting_seconds()
 
@@ -32,12 +30,10 @@ class Stopwatch:
         return max(elapsed - (_waiting_seconds() - self._waited), elapsed / _MOST_PATIENT)
 
     def check(self, limit_seconds: float, what: str = "") -> None:
-        """Raises Late if it runs for longer."""
         if (seconds := self.seconds()) >= limit_seconds:
             raise Late(f"{seconds:.1f} s, the limit is {limit_seconds:g} s{what and ': '}{what}")
 
     def elapsed(self) -> float:
-        """All of it, for what is to take some time."""
         return time.monotonic() - self._began
 
 

@@ -21,7 +21,6 @@ def random_bytes(size: int, seed: int) -> bytes:
 
 
 def write_files(root: Path, contents: Mapping[str, bytes]) -> Path:
-    """Files by their paths; the root."""
     for path, content in contents.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
@@ -29,7 +28,6 @@ def write_files(root: Path, contents: Mapping[str, bytes]) -> Path:
 
 
 def dataset(root: Path, files: int = 40, largest: int = 3 << 20, seed: int = 1) -> dict[str, bytes]:
-    """Files of mixed sizes in some directories; path -> content."""
     rng = random.Random(seed)
     contents: dict[str, bytes] = {}
     for number in range(files):
@@ -130,7 +128,6 @@ def attributes(path: bytes) -> dict[str, object]:
 
 
 def kinds(directory: bytes) -> dict[bytes, tuple[bool, bool, bool]]:
-    """What a listing says of the types of what is there (d_type)."""
     with os.scandir(directory) as entries:
         return {
             entry.name: (entry.is_dir(follow_symlinks=False), entry.is_symlink(),
