@@ -67,9 +67,9 @@ class BuildOrSayWhy(build_ext):
 PARTS = (
     "_session", "_relay", "_counts", "_record", "_reply", "_resident", "_items", "_tier_files",
     "_nonresident", "_pool", "_backed", "_table", "_relay_bindings", "_handoff", "_journal",
-    "_absent_xattrs",
+    "_absent_xattrs", "_opens", "_queue",
 )  # fmt: skip
-ENGINE = ("_waiting", "_misses", "_miss_entries", "_small_file", "_names", "_layout", "_bindings")
+ENGINE = ("_waiting", "_misses", "_small_file", "_names", "_layout", "_bindings")
 UNITS = ("_units", "_unit")
 PEERS = ("_bindings", "_fetch", "_places", "_want")
 

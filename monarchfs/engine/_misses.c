@@ -22,11 +22,11 @@
 #define _GNU_SOURCE
 #include "_misses.h"
 
-#include "_miss_entries.h"
-#include "_small_file.h"
+#include "_waiting.h"
 
 #include "../fuse/_journal.h"
-#include "../fuse/_relay.h"
+#include "../fuse/_opens.h"
+#include "../fuse/_queue.h"
 #include "../fuse/_resident.h"
 
 #include <errno.h>
@@ -34,15 +34,479 @@
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define LOWEST_OF_BEST_EFFORT (2 << 13 | 7) /* ioprio_set(2) */
+#define BUCKETS (1U << 16)
+#define MOST_ENTRIES (1U << 17) /* some 160 bytes each */
+#define MOST_EVENTS 65536
+
+/* `source_lock` guards all of this. */
+
+enum state {
+	REMOTE,
+	AHEAD, /* wanted by Python; no reader waits for it */
+	WINDOW, /* the same, for the window */
+	QUEUED, /* for a source thread */
+	READING, /* by a source thread */
+};
+
+/* The number, the name and the version are constant. */
+struct entry {
+	struct entry *next; /* in its bucket */
+	struct task task; /* queued while the state is AHEAD, WINDOW or QUEUED */
+	uint64_t ino;
+	struct miss_version version;
+	struct waiter *waiters;
+	struct miss_bytes *bytes;
+	struct miss_event *wanted; /* the event for a fetch that Python asked for */
+	struct entry *older, *newer; /* among entries with bytes */
+	size_t answered; /* bytes given to readers */
+	unsigned answering; /* threads that are answering with it */
+	unsigned generation; /* of the directory */
+	unsigned opened_in; /* the batch of events (`events_taken`) that tells of its last open */
+	struct miss_replica replica;
+	int64_t fresh_until_ns; /* until then an open need not ask the source for the version */
+	uint16_t directory;
+	uint8_t state;
+	bool shared; /* other nodes may have it, as `replica` */
+	bool excluded; /* Python reads the file */
+	bool over; /* forgotten at the last close; until then served from memory */
+	bool told; /* an event with its bytes waits for Python */
+	bool gone; /* not in the table any more */
+	bool unwanted; /* no reader will come for what is being read into the window */
+	char name[];
+};
+
+struct directory {
+	int fd;
+	unsigned generation;
+	unsigned users;
+	bool replaced;
+	char path[]; /* below the source's root */
+};
+
+static struct {
+	struct miss_options options;
+	miss_peers *read_from_peers; /* NULL: there are none */
+	bool free_opens;
+	int events_fd;
+	size_t memory[MISS_OWNERS]; /* bytes of files */
+	size_t window_bytes; /* the limit of the window */
+	size_t window_asked; /* its bytes that readers have asked for */
+	struct miss_window window; /* but for `bytes` */
+} misses = {.events_fd = -1};
+
+static struct entry *buckets[BUCKETS];
+static struct {
+	struct entry *first, *last;
+} filled;
+static size_t entry_count;
+static struct directory *directories[MISS_DIRECTORIES];
+static unsigned generations;
+static struct miss_event *first_event, **last_event = &first_event;
+static unsigned event_count, events_taken = 1; /* an entry that was never opened has 0 */
+static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when an entry has none under way */
 
 static bool serving;
 static uint64_t source_ns; /* what it takes for a file, on average */
+
+/* -- bytes. Under `source_lock`, like everything up to the functions for Python */
+
+/* As pool.may: whether there is memory for the first file in the queue of those read ahead. */
+static bool may_read_ahead(const struct task *first)
+{
+	size_t size = OF_TASK(first, struct entry, task)->version.size;
+	size_t taken = misses.memory[OF_PYTHON];
+	return !taken || taken + size <= misses.options.memory_bytes / 2;
+}
+
+/* The same of those for the window. */
+static bool may_fill_window(const struct task *first)
+{
+	return misses.memory[OF_WINDOW] + OF_TASK(first, struct entry, task)->version.size <= misses.window_bytes;
+}
+
+static void leave_bytes(struct miss_bytes *bytes)
+{
+	if (bytes && --bytes->users == 0) {
+		misses.memory[bytes->owner] -= bytes->size;
+		if (bytes->unread) {
+			misses.window.wasted++;
+			misses.window.wasted_bytes += bytes->size;
+		} else if (bytes->owner == OF_WINDOW) {
+			misses.window_asked -= bytes->size;
+		}
+		(void)pool_wake(bytes->owner == OF_WINDOW ? &window_threads : &ahead_threads);
+		free(bytes);
+	}
+}
+
+/* A reader uses bytes that were read ahead. True for the first reader. Those of the window stay there. */
+static bool adopt(struct miss_bytes *bytes)
+{
+	if (bytes->owner == OF_PYTHON) {
+		bytes->owner = OF_READERS;
+		misses.memory[OF_PYTHON] -= bytes->size;
+		misses.memory[OF_READERS] += bytes->size;
+		(void)pool_wake(&ahead_threads);
+		return true;
+	}
+	if (!bytes->unread)
+		return false;
+	bytes->unread = false;
+	misses.window_asked += bytes->size;
+	misses.window.hits++;
+	misses.window.hit_bytes += bytes->size;
+	return true;
+}
+
+/* Give the entry its bytes. */
+static void fill(struct entry *entry, struct miss_bytes *bytes)
+{
+	entry->bytes = bytes;
+	entry->answered = 0;
+	entry->older = filled.last;
+	entry->newer = NULL;
+	*(filled.last ? &filled.last->newer : &filled.first) = entry;
+	filled.last = entry;
+}
+
+static void empty(struct entry *entry)
+{
+	if (!entry->bytes)
+		return;
+	*(entry->older ? &entry->older->newer : &filled.first) = entry->newer;
+	*(entry->newer ? &entry->newer->older : &filled.last) = entry->older;
+	leave_bytes(entry->bytes);
+	entry->bytes = NULL;
+}
+
+/* -- entries */
+
+/* The link in the bucket that points to the entry, or would. */
+static struct entry **place_of(uint64_t ino)
+{
+	struct entry **place = &buckets[(ino * 0x9e3779b97f4a7c15ULL) >> 48];
+	while (*place && (*place)->ino != ino)
+		place = &(*place)->next;
+	return place;
+}
+
+/* Queue an event for Python. */
+static void report(struct entry *entry, struct miss_event told)
+{
+	struct miss_event *event = entry->wanted;
+	struct miss_bytes *bytes = told.bytes;
+	entry->wanted = NULL;
+	if (!event && (event_count < MOST_EVENTS || bytes))
+		event = malloc(sizeof(*event));
+	if (!event) {
+		counts_add(COUNT_UNTOLD_OPENS, told.opens);
+		return;
+	}
+	if (bytes)
+		bytes->users++;
+	told.ino = entry->ino;
+	*event = told;
+	entry->told |= bytes != NULL;
+	if (told.opens)
+		entry->opened_in = events_taken;
+	bool news = !first_event;
+	*last_event = event;
+	last_event = &event->next;
+	event_count++;
+	uint64_t one = 1;
+	/* It cannot be full: it is only written to when there was no event. */
+	while (news && write(misses.events_fd, &one, sizeof(one)) < 0 && errno == EINTR)
+		;
+}
+
+/* Leave all requests that wait for the entry to Python. */
+static void leave_waiters(struct entry *entry)
+{
+	struct waiter *waiter;
+	while ((waiter = entry->waiters)) {
+		entry->waiters = waiter->next;
+		waiter_leave(waiter);
+		free(waiter);
+	}
+}
+
+static struct pool *pool_of(enum state state)
+{
+	return state == AHEAD ? &ahead_threads : state == WINDOW ? &window_threads : &source_threads;
+}
+
+/* Queue the entry for a thread, as a task of the group. False if no thread can be had. */
+static bool queue(struct entry *entry, enum state state, uint32_t group)
+{
+	entry->task.group = group;
+	if (!pool_queue(pool_of(state), &entry->task))
+		return false;
+	entry->state = (uint8_t)state;
+	return true;
+}
+
+/* Take it out of the queue, unless a thread has begun. */
+static void unqueue(struct entry *entry)
+{
+	if (entry->state == REMOTE || entry->state == READING)
+		return;
+	pool_withdraw(pool_of(entry->state), &entry->task);
+	entry->state = REMOTE;
+}
+
+/* This thread is done with the entry: free it if it is gone and nobody else uses it. */
+static void leave_entry(struct entry *entry)
+{
+	if (entry->gone && entry->state == REMOTE && !entry->answering) {
+		empty(entry);
+		free(entry);
+	}
+}
+
+/* Take it out of the queue, unless a thread has begun. */
+static void withdraw(struct entry *entry)
+{
+	unqueue(entry);
+	if (entry->wanted && entry->state == REMOTE)
+		report(entry, (struct miss_event){.error = MISS_LEFT});
+	leave_waiters(entry);
+}
+
+/* Take it out of the table. Its last user frees it. */
+static void forget(struct entry **place)
+{
+	struct entry *entry = *place;
+	*place = entry->next;
+	entry_count--;
+	withdraw(entry);
+	entry->gone = true;
+	leave_entry(entry);
+}
+
+/* Take the entry out of the table, unless it is open: then its readers go on reading from memory. */
+static void forget_unless_open(struct entry **place)
+{
+	struct entry *entry = *place;
+	/* An open that is being answered is in the table of open files only after its answer. */
+	bool open = !misses.free_opens && (entry->answering || resident_used(entry->ino));
+	if (!entry->bytes || !open) {
+		forget(place);
+		return;
+	}
+	withdraw(entry);
+	entry->over = true;
+}
+
+/* -- directories */
+
+/* The entry's directory; NULL if its number stands for another directory by now. */
+static struct directory *directory_of(const struct entry *entry)
+{
+	struct directory *directory = directories[entry->directory];
+	return directory && directory->generation == entry->generation ? directory : NULL;
+}
+
+static void leave_directory(struct directory *directory)
+{
+	if (--directory->users == 0 && directory->replaced) {
+		close(directory->fd); /* of O_PATH: does not block */
+		free(directory);
+	}
+}
+
+int misses_directory(unsigned number, int fd, const char *path)
+{
+	if (number >= MISS_DIRECTORIES)
+		return -EINVAL;
+	struct directory *directory = malloc(sizeof(*directory) + strlen(path) + 1);
+	if (!directory)
+		return -ENOMEM;
+	*directory = (struct directory){.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0), .users = 1};
+	strcpy(directory->path, path);
+	if (directory->fd < 0) {
+		int error = errno;
+		free(directory);
+		return -error;
+	}
+	pthread_mutex_lock(&source_lock);
+	struct directory *before = directories[number];
+	directory->generation = ++generations;
+	directories[number] = directory;
+	if (before) {
+		before->replaced = true;
+		leave_directory(before);
+	}
+	pthread_mutex_unlock(&source_lock);
+	return 0;
+}
+
+/* -- how long bytes stay */
+
+/* Whether readers need its bytes no more. */
+static bool served(const struct entry *entry)
+{
+	if (entry->state != REMOTE || entry->answering)
+		return false;
+	if (entry->bytes->owner == OF_PYTHON)
+		return true;
+	if (entry->bytes->unread)
+		return entry->unwanted;
+	return misses.free_opens ? entry->answered >= entry->version.size :
+				    !resident_used(entry->ino);
+}
+
+/* Without opens nobody says that a reader is done with a file of which it did not read all. If such files have much of
+ * the window, they make room for the next one. To be called when there is a next one, when the window has grown, and
+ * when a file was read. */
+static void make_window_room(void)
+{
+	const struct task *next = window_threads.first;
+	if (!misses.free_opens || !next || misses.window_asked <= misses.window_bytes / 4 || may_fill_window(next))
+		return;
+	for (struct entry *entry = filled.first, *newer; entry; entry = newer) {
+		newer = entry->newer;
+		if (entry->bytes->owner == OF_WINDOW && !entry->bytes->unread && entry->state == REMOTE &&
+		    !entry->answering)
+			empty(entry);
+	}
+}
+
+static void put_down(struct entry *entry)
+{
+	/* While they are on their way into a tier, the next open is answered from them. */
+	if (entry->gone || !entry->bytes || entry->bytes->users > 1 || !served(entry))
+		return;
+	if (entry->over)
+		forget(place_of(entry->ino));
+	else
+		empty(entry);
+}
+
+/* End an answer: the caller had raised `answering`. */
+static void answered(struct entry *entry)
+{
+	if (--entry->answering)
+		return;
+	pthread_cond_broadcast(&no_answers);
+	if (entry->gone)
+		leave_entry(entry);
+	else
+		put_down(entry);
+	make_window_room();
+}
+
+void misses_released(uint64_t ino)
+{
+	pthread_mutex_lock(&source_lock);
+	struct entry *entry = *place_of(ino);
+	if (entry)
+		put_down(entry);
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_leave_bytes(struct miss_bytes *bytes)
+{
+	pthread_mutex_lock(&source_lock);
+	struct entry *entry = bytes->users > 1 ? *place_of(bytes->ino) : NULL;
+	bool same = entry && entry->bytes == bytes;
+	leave_bytes(bytes);
+	if (same)
+		put_down(entry);
+	pthread_mutex_unlock(&source_lock);
+}
+
+/* Make room in memory for so many bytes; false if there is none. Bytes that nobody needs now are dropped.
+ * Bytes that wait for Python are dropped too, and have to be read again. */
+static bool make_room(size_t size)
+{
+	struct entry *entry = filled.first;
+	struct miss_event *event = first_event;
+	const size_t *taken = &misses.memory[OF_READERS];
+	while (entry && *taken + size > misses.options.memory_bytes) {
+		struct entry *newer = entry->newer;
+		if (entry->bytes->owner != OF_READERS)
+			; /* is not counted there */
+		else if (misses.free_opens ? entry->state == REMOTE && !entry->answering : served(entry))
+			empty(entry);
+		entry = newer;
+	}
+	for (; event && *taken + size > misses.options.memory_bytes; event = event->next) {
+		if (event->bytes && event->bytes->owner == OF_READERS) {
+			leave_bytes(event->bytes);
+			event->bytes = NULL;
+			event->error = MISS_LEFT;
+			struct entry *told = *place_of(event->ino);
+			if (told) /* else a caller would go on waiting for them */
+				told->told = false;
+		}
+	}
+	return *taken + size <= misses.options.memory_bytes;
+}
+
+/* -- the window */
+
+/* Under `source_lock`. */
+static bool into_window(struct entry *entry, int64_t fresh_until_ns)
+{
+	if (!entry || !directory_of(entry) || entry->excluded || entry->over || entry->told || entry->wanted)
+		return false;
+	if (entry->opened_in == events_taken)
+		return false; /* Python has not heard yet that a reader has it */
+	if (!entry->bytes && entry->state == REMOTE && !queue(entry, WINDOW, 0))
+		return false;
+	entry->fresh_until_ns = fresh_until_ns;
+	entry->unwanted = false;
+	return entry->state != AHEAD;
+}
+
+void misses_window(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun)
+{
+	pthread_mutex_lock(&source_lock);
+	window_threads.most = threads;
+	for (size_t n = 0; n < count; n++)
+		begun[n] = misses.window_bytes && into_window(*place_of(inos[n]), fresh_until_ns[n]);
+	make_window_room();
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_window_drop(const uint64_t *inos, size_t count)
+{
+	pthread_mutex_lock(&source_lock);
+	for (size_t n = 0; n < count; n++) {
+		struct entry *entry = *place_of(inos[n]);
+		if (entry && entry->state == WINDOW)
+			unqueue(entry);
+		if (entry)
+			entry->unwanted = true;
+		if (entry && entry->bytes && entry->bytes->unread && entry->state == REMOTE && !entry->answering)
+			empty(entry);
+	}
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_window_limit(size_t bytes)
+{
+	pthread_mutex_lock(&source_lock);
+	misses.window_bytes = bytes;
+	make_window_room();
+	(void)pool_wake(&window_threads);
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_window_state(struct miss_window *state)
+{
+	pthread_mutex_lock(&source_lock);
+	*state = misses.window;
+	state->bytes = misses.memory[OF_WINDOW];
+	pthread_mutex_unlock(&source_lock);
+}
 
 static void answer_read(struct entry *entry, const struct fuse_in_header *in, enum answered_by by,
 			uint64_t started_ns)
@@ -150,8 +614,8 @@ static int carry_out(struct fetch *fetch, const struct directory *directory)
 /* If Python wants it, though nobody else does. Under `source_lock`. */
 static void queue_again(struct entry *entry)
 {
-	if (entry->wanted && !miss_queue(entry, AHEAD, 0))
-		miss_report(entry, (struct miss_event){.error = MISS_LEFT});
+	if (entry->wanted && !queue(entry, AHEAD, 0))
+		report(entry, (struct miss_event){.error = MISS_LEFT});
 }
 
 static void count_fetch(const struct fetch *fetch, uint64_t took_ns)
@@ -174,9 +638,9 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 	bool keeps = entry->wanted || (misses.options.keeps && !of_window);
 	unsigned opens = 0;
 	if (!good) {
-		miss_leave_waiters(entry);
+		leave_waiters(entry);
 		queue_again(entry); /* an open found no memory */
-		miss_leave_entry(entry);
+		leave_entry(entry);
 		return;
 	}
 	entry->waiters = NULL;
@@ -189,10 +653,10 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 	if (misses.free_opens)
 		opens = fetch->bytes && waiters;
 	if (waiters && entry->bytes)
-		miss_adopt(entry->bytes);
+		adopt(entry->bytes);
 	/* Before the answers: when a reader has read the file, Python knows of it. */
 	if (opens || (fetch->bytes && (keeps || !of_window)))
-		miss_report(entry, (struct miss_event){.opens = opens,
+		report(entry, (struct miss_event){.opens = opens,
 						.spared = fetch->from_peer && !fetch->asked,
 						.from_window = of_window,
 						.took_ns = took_ns,
@@ -209,15 +673,15 @@ static void deliver(struct fetch *fetch, uint64_t took_ns)
 		if (in->opcode == FUSE_READ)
 			answer_read(entry, in, by, waiter->started_ns);
 		else
-			done = relay_answer_open(in, by, waiter->started_ns);
+			done = opens_answer_source(in, by, waiter->started_ns);
 		if (done)
 			journal_done(in->unique);
 		else
-			relay_leave(waiter->request, waiter->length);
+			queue_leave(waiter->request, waiter->length);
 		free(waiter);
 	}
 	pthread_mutex_lock(&source_lock);
-	miss_answered(entry);
+	answered(entry);
 }
 
 static bool reads_any(const struct entry *entry)
@@ -233,14 +697,14 @@ static void end_fetch(struct fetch *fetch, uint64_t took_ns)
 {
 	struct entry *entry = fetch->entry;
 	if (fetch->bytes && !entry->gone)
-		miss_fill(entry, fetch->bytes);
+		fill(entry, fetch->bytes);
 	else if (fetch->bytes)
-		miss_leave_bytes(fetch->bytes);
+		leave_bytes(fetch->bytes);
 	if (entry->wanted && entry->gone)
-		miss_report(entry, (struct miss_event){.error = MISS_LEFT});
+		report(entry, (struct miss_event){.error = MISS_LEFT});
 	if (fetch->error && !entry->gone) {
-		miss_report(entry, (struct miss_event){.error = fetch->error, .took_ns = took_ns});
-		miss_forget_unless_open(miss_place_of(entry->ino));
+		report(entry, (struct miss_event){.error = fetch->error, .took_ns = took_ns});
+		forget_unless_open(place_of(entry->ino));
 	} else {
 		/* Without its bytes an open is left to Python: an open file has to stay in memory. */
 		deliver(fetch, took_ns);
@@ -259,7 +723,7 @@ static void count_window(const struct fetch *fetch, uint64_t took_ns)
 /* Open it, and read it if that is wanted and there is memory. `source_lock` is released meanwhile. */
 static void carry(struct entry *entry, enum miss_owner owner)
 {
-	struct directory *directory = miss_directory_of(entry);
+	struct directory *directory = directory_of(entry);
 	entry->state = REMOTE;
 	if (!directory) {
 		end_fetch(&(struct fetch){.entry = entry, .error = MISS_LEFT}, 0);
@@ -268,13 +732,13 @@ static void carry(struct entry *entry, enum miss_owner owner)
 	struct fetch fetch = {.entry = entry, .fd = -1, .owner = owner};
 	size_t size = entry->version.size;
 	fetch.must_read = !entry->bytes && reads_any(entry);
-	fetch.may_read = owner != OF_READERS || (!entry->bytes && miss_make_room(size));
+	fetch.may_read = owner != OF_READERS || (!entry->bytes && make_room(size));
 	bool reads = fetch.must_read || fetch.may_read;
 	size_t *counted = &misses.memory[owner];
 	*counted += reads ? size : 0;
 	entry->state = READING;
 	if (owner == OF_WINDOW)
-		miss_make_window_room();
+		make_window_room();
 	for (struct waiter *waiter = entry->waiters; waiter; waiter = waiter->next)
 		waiter->may_stay = false;
 	directory->users++;
@@ -287,7 +751,7 @@ static void carry(struct entry *entry, enum miss_owner owner)
 
 	pthread_mutex_lock(&source_lock);
 	count_window(&fetch, took_ns);
-	miss_leave_directory(directory);
+	leave_directory(directory);
 	entry->state = REMOTE;
 	if (!fetch.bytes && reads)
 		*counted -= size;
@@ -303,7 +767,7 @@ static void carry(struct entry *entry, enum miss_owner owner)
 	pthread_mutex_lock(&source_lock);
 }
 
-void miss_run(struct task *task, struct scratch *scratch)
+static void run(struct task *task, struct scratch *scratch)
 {
 	struct entry *entry = OF_TASK(task, struct entry, task);
 	(void)scratch;
@@ -331,7 +795,7 @@ static bool is_open_for_reading(const void *arg)
 static void dequeue(struct entry *entry)
 {
 	if (entry->state == QUEUED && !entry->waiters) {
-		miss_unqueue(entry);
+		unqueue(entry);
 		queue_again(entry);
 	}
 }
@@ -352,14 +816,14 @@ static void left(struct waiter *waiter)
 static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t length, bool kept,
 		    uint64_t started_ns)
 {
-	if (!miss_directory_of(entry) || source_hangs())
+	if (!directory_of(entry) || source_hangs())
 		return false;
 	struct waiter *waiter = waiter_new(sizeof(*waiter), in, length, started_ns);
 	if (!waiter)
 		return false;
 	if (entry->state == AHEAD || entry->state == WINDOW)
-		miss_unqueue(entry);
-	if (entry->state == REMOTE && !miss_queue(entry, QUEUED, process_group(in))) {
+		unqueue(entry);
+	if (entry->state == REMOTE && !queue(entry, QUEUED, process_group(in))) {
 		queue_again(entry);
 		free(waiter);
 		return false;
@@ -388,7 +852,7 @@ static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t l
 	if (large && !entry->bytes && entry->state != READING)
 		return false;
 	if (in->opcode == FUSE_OPEN &&
-	    (!is_open_for_reading(arg) || (!entry->bytes && !large && !miss_make_room(entry->version.size))))
+	    (!is_open_for_reading(arg) || (!entry->bytes && !large && !make_room(entry->version.size))))
 		return false; /* an open file has to stay in memory */
 	return enqueue(entry, in, length, kept, started_ns);
 }
@@ -408,17 +872,17 @@ static bool answer_here(struct entry *entry, const struct fuse_in_header *in, ui
 {
 	bool opens = in->opcode == FUSE_OPEN, from_window = entry->bytes->owner == OF_WINDOW, done = true;
 	entry->answering++;
-	bool first = miss_adopt(entry->bytes);
+	bool first = adopt(entry->bytes);
 	/* Before the answer: when a reader has read the file, Python knows of it. */
 	if (opens || (first && misses.free_opens))
-		miss_report(entry, (struct miss_event){.opens = 1, .from_window = from_window});
+		report(entry, (struct miss_event){.opens = 1, .from_window = from_window});
 	pthread_mutex_unlock(&source_lock);
 	if (opens)
-		done = relay_answer_open(in, BY_MEMORY, started_ns);
+		done = opens_answer_source(in, BY_MEMORY, started_ns);
 	else
 		answer_read(entry, in, BY_MEMORY, started_ns);
 	pthread_mutex_lock(&source_lock);
-	miss_answered(entry);
+	answered(entry);
 	return done;
 }
 
@@ -431,7 +895,7 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 	    body < (reads ? sizeof(struct fuse_read_in) : sizeof(struct fuse_open_in)))
 		return false;
 	pthread_mutex_lock(&source_lock);
-	struct entry *entry = *miss_place_of(in->nodeid);
+	struct entry *entry = *place_of(in->nodeid);
 	bool here = is_here(entry, in);
 	bool took = here ? answer_here(entry, in, started_ns) : entry && takes(entry, in, length, kept, started_ns);
 	pthread_mutex_unlock(&source_lock);
@@ -445,7 +909,7 @@ bool misses_took(const void *request, size_t length, bool kept, uint64_t started
 /* Under `source_lock`. */
 static bool fetch(struct entry *entry, int64_t fresh_until_ns)
 {
-	bool known = serving && entry && miss_directory_of(entry) && !entry->excluded && !entry->over &&
+	bool known = serving && entry && directory_of(entry) && !entry->excluded && !entry->over &&
 		     !entry->wanted;
 	if (known)
 		entry->fresh_until_ns = fresh_until_ns;
@@ -455,8 +919,8 @@ static bool fetch(struct entry *entry, int64_t fresh_until_ns)
 	if (!event)
 		return false;
 	if (entry->bytes) {
-		miss_report(entry, (struct miss_event){.bytes = entry->bytes});
-	} else if (entry->state == REMOTE && !miss_queue(entry, AHEAD, 0)) {
+		report(entry, (struct miss_event){.bytes = entry->bytes});
+	} else if (entry->state == REMOTE && !queue(entry, AHEAD, 0)) {
 		entry->wanted = NULL;
 		free(event);
 		return false;
@@ -469,7 +933,7 @@ void misses_fetch(const uint64_t *inos, const int64_t *fresh_until_ns, size_t co
 	pthread_mutex_lock(&source_lock);
 	ahead_threads.most = threads;
 	for (size_t n = 0; n < count; n++)
-		begun[n] = fetch(*miss_place_of(inos[n]), fresh_until_ns[n]);
+		begun[n] = fetch(*place_of(inos[n]), fresh_until_ns[n]);
 	pthread_mutex_unlock(&source_lock);
 }
 
@@ -477,11 +941,11 @@ void misses_hurry(const uint64_t *inos, size_t count)
 {
 	pthread_mutex_lock(&source_lock);
 	for (size_t n = 0; n < count && !source_hangs(); n++) {
-		struct entry *entry = *miss_place_of(inos[n]);
+		struct entry *entry = *place_of(inos[n]);
 		if (!entry || (entry->state != AHEAD && entry->state != WINDOW))
 			continue;
-		miss_unqueue(entry);
-		if (!miss_queue(entry, QUEUED, 0))
+		unqueue(entry);
+		if (!queue(entry, QUEUED, 0))
 			queue_again(entry);
 	}
 	pthread_mutex_unlock(&source_lock);
@@ -490,9 +954,9 @@ void misses_hurry(const uint64_t *inos, size_t count)
 bool misses_exclude(uint64_t ino, bool excluded)
 {
 	pthread_mutex_lock(&source_lock);
-	struct entry *entry = *miss_place_of(ino);
+	struct entry *entry = *place_of(ino);
 	if (entry && excluded && (entry->state == AHEAD || entry->state == WINDOW)) {
-		miss_unqueue(entry);
+		unqueue(entry);
 		free(entry->wanted);
 		entry->wanted = NULL;
 	}
@@ -516,9 +980,9 @@ int misses_start(const struct miss_options *given)
 	int result = misses.events_fd < 0 ? eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK) : -EALREADY;
 	if (result >= 0) {
 		misses.options = *given;
-		ahead_threads.may = miss_may_read_ahead;
+		ahead_threads.may = may_read_ahead;
 		ahead_threads.begin = lower;
-		window_threads.may = miss_may_fill_window;
+		window_threads.may = may_fill_window;
 		misses.events_fd = result;
 	} else if (misses.events_fd < 0) {
 		result = -errno;
@@ -538,4 +1002,122 @@ void misses_serve(bool no_opens)
 	misses.free_opens = no_opens;
 	serving = misses.events_fd >= 0 && source_threads.most;
 	pthread_mutex_unlock(&source_lock);
+}
+
+/* Forget some entry that is not in use. */
+static void evict(void)
+{
+	static unsigned hand;
+	for (unsigned tries = 0; tries < BUCKETS; tries++) {
+		struct entry **place = &buckets[hand++ % BUCKETS];
+		for (struct entry *entry; (entry = *place); place = &entry->next) {
+			if (entry->state == REMOTE && !entry->bytes && !entry->answering &&
+			    !entry->told && !entry->excluded) {
+				forget(place);
+				return;
+			}
+		}
+	}
+}
+
+bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
+		const struct miss_version *version, const struct miss_replica *replica)
+{
+	if (misses.events_fd < 0 || !version->size || !length || length > MISS_NAME_BYTES ||
+	    number >= MISS_DIRECTORIES)
+		return false;
+	struct entry *made = malloc(sizeof(*made) + length + 1);
+	if (!made)
+		return false;
+	*made = (struct entry){
+		.ino = ino,
+		.version = *version,
+		.directory = (uint16_t)number,
+		.task = {.run = run},
+	};
+	memcpy(made->name, name, length);
+	made->name[length] = 0;
+	if (replica) {
+		made->replica = *replica;
+		made->shared = true;
+	}
+	pthread_mutex_lock(&source_lock);
+	struct entry **place = place_of(ino), *known = *place;
+	bool busy = known && (known->state != REMOTE || known->bytes || known->answering ||
+			      known->told || known->excluded);
+	bool put = directories[number] && !busy;
+	if (put && known)
+		forget(place);
+	if (put && entry_count >= MOST_ENTRIES)
+		evict();
+	put = put && entry_count < MOST_ENTRIES;
+	if (put) {
+		place = place_of(ino);
+		made->generation = directories[number]->generation;
+		made->next = *place;
+		*place = made;
+		entry_count++;
+	}
+	pthread_mutex_unlock(&source_lock);
+	if (!put)
+		free(made);
+	return put || busy;
+}
+
+bool misses_has(uint64_t ino)
+{
+	pthread_mutex_lock(&source_lock);
+	const struct entry *entry = *place_of(ino);
+	bool has = entry && !entry->over && directory_of(entry) &&
+		   (!entry->shared || resident_fresh(entry->replica.fresh_until_ns));
+	pthread_mutex_unlock(&source_lock);
+	return has;
+}
+
+void misses_forget(const uint64_t *inos, size_t count)
+{
+	pthread_mutex_lock(&source_lock);
+	for (size_t n = 0; n < count; n++) {
+		/* From now on only readers that have it open are answered from these bytes. */
+		struct entry **place;
+		while (*(place = place_of(inos[n])) && (*place)->answering)
+			pthread_cond_wait(&no_answers, &source_lock);
+		if (*place)
+			forget_unless_open(place);
+	}
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_forget_all(void)
+{
+	pthread_mutex_lock(&source_lock);
+	for (unsigned bucket = 0; bucket < BUCKETS; bucket++) {
+		struct entry **place = &buckets[bucket], *entry;
+		while ((entry = *place)) {
+			forget_unless_open(place);
+			if (*place == entry)
+				place = &entry->next;
+		}
+	}
+	pthread_mutex_unlock(&source_lock);
+}
+
+struct miss_event *misses_events(void)
+{
+	uint64_t count;
+	pthread_mutex_lock(&source_lock);
+	struct miss_event *events = first_event;
+	first_event = NULL;
+	last_event = &first_event;
+	event_count = 0;
+	events_taken++;
+	while (events && read(misses.events_fd, &count, sizeof(count)) < 0 && errno == EINTR)
+		;
+	for (const struct miss_event *event = events; event; event = event->next) {
+		struct entry *entry = event->bytes ? *place_of(event->ino) : NULL;
+		if (entry)
+			entry->told = false;
+	}
+	pthread_mutex_unlock(&source_lock);
+	return events;
 }

@@ -8,6 +8,8 @@
 #ifndef MONARCHFS_MISSES_H
 #define MONARCHFS_MISSES_H
 
+#include "_small_file.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -17,12 +19,6 @@
 #define MISS_MOST_BYTES (1 << 20)
 #define MISS_NAME_BYTES 255
 #define MISS_DIRECTORIES 4096
-
-/* On the source's own device. */
-struct miss_version {
-	uint64_t ino, size;
-	int64_t mtime_ns, ctime_ns;
-};
 
 /* Whose memory bytes take: each has a limit of its own. */
 enum miss_owner {
@@ -40,13 +36,6 @@ struct miss_bytes {
 	bool unread; /* in the window, and nobody has asked for them */
 	size_t size;
 	char data[];
-};
-
-/* Why an event has no bytes; else an errno. */
-enum miss_error {
-	MISS_CHANGED = -1, /* the name has another version, or is gone */
-	MISS_ARCHIVED = -2,
-	MISS_LEFT = -3, /* it was forgotten, or memory was short: Python may ask again */
 };
 
 /* A file that was served. The receiver releases `bytes` (NULL: none) with misses_leave_bytes. */

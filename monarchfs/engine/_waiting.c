@@ -3,7 +3,7 @@
 #include "_waiting.h"
 
 #include "../fuse/_journal.h"
-#include "../fuse/_relay.h"
+#include "../fuse/_queue.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -65,7 +65,7 @@ void waiter_take(struct waiter *waiter)
 void waiter_leave(struct waiter *waiter)
 {
 	waiter_take(waiter);
-	relay_leave(waiter->request, waiter->length);
+	queue_leave(waiter->request, waiter->length);
 }
 
 bool waiting_leave(uint64_t unique)

@@ -12,7 +12,7 @@
 #include "_nonresident.h"
 
 #include "_journal.h"
-#include "_relay.h"
+#include "_queue.h"
 
 #include "../engine/_waiting.h"
 
@@ -421,7 +421,7 @@ static void look_ahead(const struct job *job)
 	uint64_t last = (job->offset + job->size - 1) / file->chunk_bytes + 1;
 	if (last >= file->ahead) {
 		file->ahead = NO_CHUNK;
-		relay_note_ahead(file->ino, job->offset / file->chunk_bytes, last);
+		queue_note_ahead(file->ino, job->offset / file->chunk_bytes, last);
 	}
 }
 

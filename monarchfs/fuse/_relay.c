@@ -14,11 +14,12 @@
 #include "_relay.h"
 
 #include "_absent_xattrs.h"
-#include "_backed.h"
 #include "_reply.h"
 #include "_journal.h"
 #include "_handoff.h"
+#include "_opens.h"
 #include "_pool.h"
+#include "_queue.h"
 #include "_resident.h"
 #include "_table.h"
 #include "_nonresident.h"
@@ -36,7 +37,6 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -55,22 +55,6 @@
  * for it any more (mm/gup.c), only those that are there. */
 #define TOUCHED_BYTES (16 * 1024)
 
-struct request {
-	struct request *next;
-	enum relay_past past;
-	size_t length;
-	char bytes[];
-};
-
-static pthread_mutex_t queue_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct request *first, **last = &first;
-static bool ended;
-static int end_errno;
-
-static int fuse_fd = -1, news_fd = -1;
-static bool free_opens, opens_here = true;
-static uint32_t open_flags = FOPEN_KEEP_CACHE;
-
 /* A read that was put off. */
 struct read {
 	struct task task;
@@ -82,6 +66,9 @@ struct read {
 static pthread_mutex_t reads_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct pool readers = {.lock = &reads_lock, .most = MOST_MORE_READERS};
 static unsigned reading, most_reading; /* threads that are at a read; how many may be */
+
+static int fuse_fd = -1;
+static bool free_opens;
 
 static pthread_mutex_t idle_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wanted = PTHREAD_COND_INITIALIZER;
@@ -109,73 +96,6 @@ static bool answer_read(const struct fuse_in_header *in, struct scratch *scratch
 	bool answered = reply_from(scratch, &reply);
 	resident_leave(&reading);
 	return answered;
-}
-
-static void put_last(const char *bytes, size_t length, enum relay_past past);
-
-/* Answer an open. If the kernel took no answer with this handle, but Python owns it by now, Python gets a
- * RELEASE as if from the kernel. */
-static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, size_t length,
-			       enum duration counted, enum answered_by by, uint64_t started_ns)
-{
-	struct {
-		struct fuse_in_header in;
-		struct fuse_release_in release;
-	} end = {
-		.in = {.len = sizeof(end), .opcode = FUSE_RELEASE},
-		.release = {.fh = fh},
-	};
-	bool accepted = reply_with(unique, by, 0, out, length);
-	if (accepted)
-		reply_time(counted, by, started_ns);
-	if (table_opened(fh, accepted))
-		put_last((const char *)&end, sizeof(end), NEW);
-}
-
-static uint32_t open_flags_now(void)
-{
-	return __atomic_load_n(&open_flags, __ATOMIC_RELAXED);
-}
-
-/* An open that an earlier worker may have answered is Python's. */
-static bool answer_backed_open(const struct fuse_in_header *in, bool again, uint64_t started_ns)
-{
-	struct backed_open_out out = {0};
-	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
-		return false;
-	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : open_flags_now();
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL, BY_MEMORY, started_ns);
-	return true;
-}
-
-bool relay_answer_open(const struct fuse_in_header *in, enum answered_by by, uint64_t started_ns)
-{
-	struct fuse_open_out out = {.open_flags = open_flags_now()};
-	if (table_add(in->nodeid, in->unique, 0, ANSWERING, &out.fh) < 0)
-		return false;
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_SOURCE, by, started_ns);
-	return true;
-}
-
-static bool answer_open(const struct fuse_in_header *in, bool again, uint64_t started_ns)
-{
-	const struct fuse_open_in *arg = (const void *)(in + 1);
-	if (free_opens)
-		return reply_with(in->unique, BY_KERNEL, -ENOSYS, NULL, 0), true;
-	if ((arg->flags & O_ACCMODE) != O_RDONLY)
-		return false;
-	if (!__atomic_load_n(&opens_here, __ATOMIC_RELAXED))
-		return answer_backed_open(in, again, started_ns);
-	if (!resident_open(in->nodeid))
-		return false;
-	struct fuse_open_out out = {.open_flags = open_flags_now()};
-	uint64_t unique = again ? in->unique | RESENT : in->unique;
-	int added = table_add(in->nodeid, unique, 0, ANSWERING, &out.fh);
-	if (added >= 0)
-		answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL,
-				   BY_MEMORY, started_ns);
-	resident_unuse(in->nodeid);
-	return added >= 0;
 }
 
 /* A handle that is not open is answered, too: an earlier worker may have ended it. */
@@ -226,7 +146,7 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct sc
 			nonresident_took(in, length, scratch, started_ns) ||
 			misses_took(in, length, false, started_ns));
 	case FUSE_OPEN:
-		return body >= sizeof(struct fuse_open_in) && answer_open(in, again, started_ns);
+		return body >= sizeof(struct fuse_open_in) && opens_answer(in, again, started_ns);
 	case FUSE_RELEASE:
 		return body >= sizeof(struct fuse_release_in) && answer_release(in);
 	case FUSE_LOOKUP:
@@ -246,7 +166,7 @@ static bool open_missed(const struct fuse_in_header *in, size_t length, bool kep
 	return in->opcode == FUSE_OPEN && misses_took(in, length, kept, started_ns);
 }
 
-bool relay_answered(const void *request, size_t length, enum relay_past past)
+bool relay_answered(const void *request, size_t length, enum queued_after past)
 {
 	const struct fuse_in_header *in = request;
 	uint64_t started_ns = monotonic_ns();
@@ -259,45 +179,7 @@ bool relay_answered(const void *request, size_t length, enum relay_past past)
 			       (in->opcode == FUSE_READ && misses_took(in, length, true, started_ns)));
 }
 
-void relay_answer_opens(bool here, bool direct)
-{
-	__atomic_store_n(&open_flags, direct ? FOPEN_DIRECT_IO : FOPEN_KEEP_CACHE, __ATOMIC_RELAXED);
-	__atomic_store_n(&opens_here, here, __ATOMIC_RELAXED);
-}
-
-/* -- the queue */
-
-static void wake_reader(void)
-{
-	uint64_t one = 1;
-	/* It cannot be full: it is only written to when it was empty. */
-	while (write(news_fd, &one, sizeof(one)) < 0 && errno == EINTR)
-		;
-}
-
-/* Memory for `size` bytes and a request. A process waits for the answer, so this waits for memory. */
-static void *new_for(size_t size, size_t length)
-{
-	void *made;
-	while (!(made = malloc(size + length)))
-		poll(NULL, 0, 10);
-	return made;
-}
-
-static void put_last(const char *bytes, size_t length, enum relay_past past)
-{
-	struct request *request = new_for(sizeof(*request), length);
-	*request = (struct request){.past = past, .length = length};
-	memcpy(request->bytes, bytes, length);
-	counts_add(COUNT_QUEUED, 1);
-	pthread_mutex_lock(&queue_lock);
-	bool news = !first;
-	*last = request;
-	last = &request->next;
-	if (news)
-		wake_reader();
-	pthread_mutex_unlock(&queue_lock);
-}
+/* -- what is left to Python */
 
 static void put(const char *bytes, size_t length)
 {
@@ -305,67 +187,12 @@ static void put(const char *bytes, size_t length)
 		return;
 	if (((const struct fuse_in_header *)bytes)->opcode != FUSE_INTERRUPT)
 		journal_keep(bytes, length);
-	put_last(bytes, length, NEW);
+	queue_put(bytes, length, NEW);
 }
 
 static void put_again(const void *request, size_t length)
 {
-	put_last(request, length, TAKEN);
-}
-
-void relay_leave(const void *request, size_t length)
-{
-	put_last(request, length, WAITED);
-}
-
-void relay_note_ahead(uint64_t ino, uint64_t first_chunk, uint64_t last)
-{
-	struct {
-		struct fuse_in_header in;
-		uint64_t chunks[2];
-	} note = {
-		.in = {.len = sizeof(note), .opcode = RELAY_AHEAD, .nodeid = ino},
-		.chunks = {first_chunk, last},
-	};
-	put_last((const char *)&note, sizeof(note), NEW);
-}
-
-static void end(int error)
-{
-	pthread_mutex_lock(&queue_lock);
-	if (!ended) {
-		ended = true;
-		end_errno = error;
-		if (!first)
-			wake_reader();
-	}
-	pthread_mutex_unlock(&queue_lock);
-}
-
-long relay_next(void *buffer, int *ended_by, enum relay_past *past)
-{
-	pthread_mutex_lock(&queue_lock);
-	struct request *request = first;
-	long length = request ? (long)request->length : ended ? 0 : -EAGAIN;
-	*ended_by = end_errno;
-	*past = request ? request->past : NEW;
-	if (request) {
-		first = request->next;
-		if (!first)
-			last = &first;
-	}
-	if (!first && !ended) {
-		/* Nothing left: not readable until the next one. The end stays readable. */
-		uint64_t count;
-		if (read(news_fd, &count, sizeof(count)) < 0 && errno != EAGAIN)
-			length = length > 0 ? length : -errno;
-	}
-	pthread_mutex_unlock(&queue_lock);
-	if (request) {
-		memcpy(buffer, request->bytes, request->length);
-		free(request);
-	}
-	return length;
+	queue_put(request, length, TAKEN);
 }
 
 /* -- reads for more threads */
@@ -387,7 +214,7 @@ static void take_read(struct task *task, struct scratch *scratch)
 
 static void put_off(const char *bytes, size_t length, uint64_t started_ns)
 {
-	struct read *read = new_for(sizeof(*read), length);
+	struct read *read = queue_new(sizeof(*read), length);
 	*read = (struct read){
 		.task = {.run = take_read}, .started_ns = started_ns, .length = length};
 	memcpy(read->bytes, bytes, length);
@@ -505,7 +332,7 @@ static void *serve(void *number)
 	char *buffer = mmap(NULL, REQUEST_BYTES + MOST_READ_BYTES, PROT_READ | PROT_WRITE,
 			    MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (buffer == MAP_FAILED) {
-		end(ENOMEM);
+		queue_end(ENOMEM);
 		return NULL;
 	}
 	char *request = journal_buffer(put_again);
@@ -528,7 +355,7 @@ static void *serve(void *number)
 				poll(&poller, 1, -1);
 			} else if (errno != EINTR && errno != ENOENT) {
 				/* ENOENT: the request was withdrawn while it was being read. */
-				end(errno);
+				queue_end(errno);
 				break;
 			}
 			continue;
@@ -537,7 +364,7 @@ static void *serve(void *number)
 			journal_taken(request);
 		const struct fuse_in_header *in = (const void *)request;
 		if ((size_t)got < sizeof(*in)) {
-			end(EIO);
+			queue_end(EIO);
 			break;
 		}
 		if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET) {
@@ -576,18 +403,16 @@ static void *serve(void *number)
 
 int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens)
 {
-	if (news_fd >= 0)
-		return -EALREADY;
 	int flags = fcntl(fd, F_GETFL);
 	if (flags < 0 || fcntl(fd, F_SETFL, flags & ~O_NONBLOCK) < 0)
 		return -errno;
-	int news = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+	int news = queue_start();
 	if (news < 0)
-		return -errno;
+		return news;
 	most_reading = threads > NO_READERS ? threads - NO_READERS : 1;
 	free_opens = no_opens;
 	fuse_fd = fd;
-	news_fd = news;
+	opens_start(no_opens);
 	reply_start(fd);
 	journal_left(true, put_again);
 	waiting_start(waiting_reads);
@@ -610,11 +435,7 @@ int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens)
 	}
 	pthread_attr_destroy(&attributes);
 	pthread_sigmask(SIG_SETMASK, &before, NULL);
-	if (!started) {
-		fuse_fd = news_fd = -1;
-		close(news);
+	if (!started)
 		fcntl(fd, F_SETFL, flags);
-		return -error;
-	}
-	return news;
+	return started ? news : -error;
 }

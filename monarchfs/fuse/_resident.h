@@ -5,6 +5,8 @@
 #ifndef MONARCHFS_RESIDENT_H
 #define MONARCHFS_RESIDENT_H
 
+#include "_tier_files.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -12,8 +14,6 @@
 
 /* The limit of replicas; Python serves any others. */
 #define MOST_RESIDENT 1000000
-#define MOST_TIERS 64
-#define NAME_BYTES 16
 #define ALWAYS INT64_MAX
 
 struct replica {

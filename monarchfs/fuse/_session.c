@@ -33,6 +33,7 @@
 #include "_journal.h"
 #include "_relay_bindings.h"
 #include "_handoff.h"
+#include "_opens.h"
 #include "_record.h"
 #include "_relay.h"
 #include "_table.h"
@@ -48,7 +49,7 @@
 #define TURN_NS 3000000
 
 static uint64_t current_unique, current_node;
-static enum relay_past current_past;
+static enum queued_after current_past;
 static uint32_t current_opcode;
 static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
@@ -149,7 +150,7 @@ static ssize_t receive_here(struct fuse_session *se, void *buffer)
 static ssize_t receive_queued(void *buffer)
 {
 	int ended_by = 0;
-	long got = relay_next(buffer, &ended_by, &current_past);
+	long got = queue_next(buffer, &ended_by, &current_past);
 	if (got == -EAGAIN)
 		return -EINTR;
 	return got == 0 && ended_by != ENODEV ? -ended_by : got;
@@ -295,7 +296,7 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 		if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
 		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in))
 			interrupted(se, in); /* never answered */
-		else if (relaying && in->opcode == RELAY_AHEAD)
+		else if (relaying && in->opcode == QUEUE_AHEAD)
 			notify_python(in->opcode, in->nodeid, in + 1, (size_t)got - sizeof(*in));
 		else if (!answered(se, in, (size_t)got))
 			break;
@@ -442,7 +443,7 @@ static PyObject *py_answer_opens(PyObject *Py_UNUSED(self), PyObject *args)
 	int here, direct = false;
 	if (!PyArg_ParseTuple(args, "p|p", &here, &direct))
 		return NULL;
-	relay_answer_opens(here, direct);
+	opens_answer_here(here, direct);
 	Py_RETURN_NONE;
 }
 

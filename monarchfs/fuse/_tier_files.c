@@ -2,8 +2,6 @@
 #define _GNU_SOURCE
 #include "_tier_files.h"
 
-#include "_resident.h"
-
 #include <errno.h>
 #include <fcntl.h>
 #include <stdlib.h>

@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
+#define MOST_TIERS 64
+#define NAME_BYTES 16 /* of a replica */
 #define NOT_OPEN UINT32_MAX
 
 struct tier_file {

@@ -1,6 +1,7 @@
 /* An open that the kernel hands out again, under another name, while a thread is at it: what it took of
  * the two answers lasts. The answers are looked at by a function in the place of writev(2). */
 #include "../../monarchfs/fuse/_backed.h"
+#include "../../monarchfs/fuse/_opens.h"
 #include "../../monarchfs/fuse/_resident.h"
 
 #include "kernel.h"
@@ -97,8 +98,8 @@ static long next_of_python(void)
 {
 	static char buffer[REQUEST_BYTES];
 	int ended_by;
-	enum relay_past past;
-	return relay_next(buffer, &ended_by, &past);
+	enum queued_after past;
+	return queue_next(buffer, &ended_by, &past);
 }
 
 int main(int count, char **arguments)
@@ -148,7 +149,7 @@ int main(int count, char **arguments)
 	CHECK(!table_length() && !resident_used(INO));
 
 	/* With a backing file: the second is Python's, which has the handle from then on. */
-	relay_answer_opens(false, false);
+	opens_answer_here(false, false);
 	CHECK(backed_delegate(INO, 7));
 	begin(14, false);
 	ask_open(14 | RESENT);

@@ -4,6 +4,7 @@
 #include "../../monarchfs/fuse/_backed.h"
 #include "../../monarchfs/fuse/_resident.h"
 #include "../../monarchfs/fuse/_nonresident.h"
+#include "../../monarchfs/fuse/_opens.h"
 #include "../../monarchfs/engine/_waiting.h"
 
 #include "kernel.h"
@@ -204,7 +205,7 @@ static void *be_cache(void *unused)
 					  ns_of(source->st_mtim), ns_of(source->st_ctim));
 			break;
 		case 21:
-			relay_answer_opens(rand_r(&seed) % 2, rand_r(&seed) % 2);
+			opens_answer_here(rand_r(&seed) % 2, rand_r(&seed) % 2);
 			break;
 		case 22:
 			backed_delegate(ino, (uint32_t)ino);

@@ -23,8 +23,8 @@ MEMORY = (
 )  # fmt: skip
 PARTS = (
     "fuse/_relay", "fuse/_record", "fuse/_reply", "fuse/_nonresident", "fuse/_pool", "fuse/_backed",
-    "fuse/_absent_xattrs", "engine/_waiting", "engine/_misses", "engine/_miss_entries",
-    "engine/_small_file", "engine/_layout", "engine/_names", *MEMORY,
+    "fuse/_absent_xattrs", "engine/_waiting", "engine/_misses",
+    "engine/_small_file", "engine/_layout", "engine/_names", "fuse/_opens", "fuse/_queue", *MEMORY,
 )  # fmt: skip
 REQUESTS = 20_000
 
@@ -116,7 +116,7 @@ def test_records_that_are_written_over(run: Run, tier: Path, sanitized: str) -> 
 def test_misses_while_files_change(run: Run, tier: Path, sanitized: str, opens: str) -> None:
     """No byte of another version is answered, and who has opened a file can read it, whoever puts,
     forgets, holds and replaces files."""
-    flags = (sanitized, "-Wl,--wrap=relay_answer_open")
+    flags = (sanitized, "-Wl,--wrap=opens_answer_source")
     run("misses", tier, REQUESTS, int(opens == "no opens"), flags=flags)
 
 
