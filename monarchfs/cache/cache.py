@@ -31,7 +31,7 @@ async def purge(index: Index, before_ns: int) -> None:
     """Forget versions that were outdated before then: before this mount, so that no kernel asks for
     them."""
     try:
-        while index.purge_outdated(before_ns, PURGE_BATCH):
+        while index.tree.purge_outdated(before_ns, PURGE_BATCH):
             await trio.lowlevel.checkpoint()
     except IndexWriteError as exc:
         log.warning("outdated inodes stay recorded: %s", exc)
@@ -58,7 +58,7 @@ class Cache(Groups):
         the background. ``reopen`` is called before anything may be evicted, to acquire what is in
         use.
         """
-        rebooted = self.index.begin_boot(boot_id)
+        rebooted = self.index.replicas.begin_boot(boot_id)
         self._reconciliation.recover()
         for tier in self.tiers.values():
             self._reconciliation.load(tier)
@@ -81,7 +81,7 @@ class Cache(Groups):
 
     async def _announce_known(self) -> None:
         """Have the policy know the replicas that an earlier mount left."""
-        for count, (ino, record) in enumerate(self.index.replicas()):
+        for count, (ino, record) in enumerate(self.index.replicas.all()):
             if record.tier in self.tiers:
                 self._handle(Known(ino, record.tier))
             if count % 256 == 0:
@@ -101,7 +101,7 @@ class Cache(Groups):
 
     def resident_each(self, nodes: Sequence[Node]) -> set[int]:
         """The numbers of those that are ``resident``."""
-        records = self.index.replicas_of([node.ino for node in nodes])
+        records = self.index.replicas.replicas_of([node.ino for node in nodes])
         resident = self._open.keys() & {node.ino for node in nodes}
         for node in nodes:
             record = records.get(node.ino) or self._adopt(node)
@@ -140,7 +140,7 @@ class Cache(Groups):
         """It was opened without ``acquire``, or somebody asked for it: others go before it."""
         if not self.tracks:
             return
-        record, tier = self.index.replica(ino), None
+        record, tier = self.index.replicas.replica(ino), None
         if record is not None and record.state is ReplicaState.RESIDENT:
             tier = record.tier if record.tier in self.tiers else None
         self._handle(Accessed(ino, tier))

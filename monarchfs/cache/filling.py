@@ -99,7 +99,7 @@ class Filling(Rooms):
         if reservation.shares:
             ino, name = reservation.node.ino, reservation.name
             try:
-                self.index.begin_copy(ino, reservation.tier.id, name)
+                self.index.replicas.begin_copy(ino, reservation.tier.id, name)
             except IndexWriteError as exc:
                 raise unrecorded(exc) from exc
             reservation.shares = False
@@ -110,7 +110,7 @@ class Filling(Rooms):
             if not reservation.given_up:
                 # No checkpoint between the index commit and the accounts.
                 self._put(reservation.node.ino, replica)
-                now = self.index.node(reservation.node.ino)
+                now = self.index.tree.node(reservation.node.ino)
                 outdated = {reservation.node.ino} if now is None or now.outdated else set()
                 self._stored([(reservation, replica)], outdated)
                 self._holder.stored(reservation.node.ino)
@@ -183,7 +183,7 @@ class Filling(Rooms):
         reservation.given_up = True
         allocated = self._allocated(reservation)
         await reservation.close()
-        record = self.index.replica(ino)
+        record = self.index.replicas.replica(ino)
         if record is not None and not self._forget([(ino, record.tier)]):
             self._end(reservation, Suspended(ino, record.allocated_bytes))
             return
@@ -206,7 +206,7 @@ class Filling(Rooms):
 
     def _put(self, ino: int, replica: Replica, *, in_flight: bool = False) -> None:
         try:
-            self.index.put_replica(ino, replica, in_flight=in_flight)
+            self.index.replicas.put_replica(ino, replica, in_flight=in_flight)
         except IndexWriteError as exc:
             raise unrecorded(exc) from exc
 

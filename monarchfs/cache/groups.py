@@ -124,7 +124,7 @@ class Groups(Filling):
         """Record replicas that lie in segments: all of them, or none and OSError."""
         replicas = [(reservation.node.ino, replica) for reservation, replica in stored]
         try:
-            outdated = self.index.put_replicas(replicas) if replicas else set()
+            outdated = self.index.replicas.put_replicas(replicas) if replicas else set()
         except IndexWriteError as exc:
             raise unrecorded(exc) from exc
         for _, replica in stored:

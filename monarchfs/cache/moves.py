@@ -33,7 +33,7 @@ class Moves(Records):
     """The part of the cache that moves replicas between tiers."""
 
     def _begin_move(self, action: Move) -> None:
-        record = self.index.replica(action.ino)
+        record = self.index.replicas.replica(action.ino)
         if (
             record is None
             or record.state is not ReplicaState.RESIDENT
@@ -53,7 +53,7 @@ class Moves(Records):
                 await removal.done.wait()
             shares = bool(record.segment) and self._segments.takes(to.id, record.size)
             if not shares:
-                self.index.begin_copy(ino, to.id, record.name)
+                self.index.replicas.begin_copy(ino, to.id, record.name)
             moved = await self._copy_and_commit(ino, record, to, shares=shares)
         except ReplicaLost as exc:
             corrupt = True
@@ -95,7 +95,7 @@ class Moves(Records):
                 segment=0 if written is None else written.segment,
                 offset=0 if written is None else written.offset,
             )
-            self.index.put_replica(ino, replica)
+            self.index.replicas.put_replica(ino, replica)
         except BaseException:
             with trio.CancelScope(shield=True):
                 if written is not None:
@@ -110,7 +110,7 @@ class Moves(Records):
         self._durability.stored(ino, replica)
         self._metrics.replicas_moved += 1
         self._handle(Moved(ino, allocated))
-        node = self.index.node(ino)
+        node = self.index.tree.node(ino)
         if node is None:
             self.readers.invalidate(ino)
         else:

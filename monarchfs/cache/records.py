@@ -176,12 +176,12 @@ class Records:
 
     def state(self, ino: int) -> Replica | None:
         """The record of its replica; None for one in a tier that this mount does not have."""
-        record = self.index.replica(ino)
+        record = self.index.replicas.replica(ino)
         return record if record is None or record.tier in self.tiers else None
 
     def states(self, inos: Sequence[int]) -> dict[int, Replica]:
         """``state`` of each, where there is one."""
-        records = self.index.replicas_of(inos)
+        records = self.index.replicas.replicas_of(inos)
         return {ino: record for ino, record in records.items() if record.tier in self.tiers}
 
     def outdated(self, node: Node) -> None:
@@ -190,7 +190,7 @@ class Records:
 
     def _mark_outdated(self, ino: int) -> None:
         try:
-            self.index.mark_outdated(ino)
+            self.index.tree.mark_outdated(ino)
         except IndexWriteError as exc:
             log.warning("inode %d is not marked as outdated: %s", ino, exc)
 
@@ -200,7 +200,7 @@ class Records:
         """Remove the replica of ``ino`` and its record. Nobody opens it any more; readers that have
         it open keep it. False if there is none, or the record cannot be removed."""
         self._holder.reclaim(ino)
-        record = self.index.replica(ino)
+        record = self.index.replicas.replica(ino)
         if record is None or ino in self._busy or not self._forget([(ino, record.tier)]):
             return False
         self.readers.invalidate(ino)
@@ -217,7 +217,7 @@ class Records:
         """Remove the records of (inode, tier), in one commit. False if the index cannot be written:
         they then stay, and count."""
         try:
-            self.index.drop_replicas([ino for ino, _ in replicas])
+            self.index.replicas.drop_replicas([ino for ino, _ in replicas])
         except IndexWriteError as exc:
             inos = ", ".join(str(ino) for ino, _ in replicas)
             log.warning("the replicas of inodes %s stay recorded: %s", inos, exc)
@@ -261,7 +261,7 @@ class Records:
         """Evict replicas. Returns those that could not be evicted."""
         going: list[tuple[Evict, Replica]] = []
         for action in actions:
-            record = self.index.replica(action.ino)
+            record = self.index.replicas.replica(action.ino)
             if record is not None and self.readers.try_remove(action.ino):
                 going.append((action, record))
         if not self._forget([(action.ino, record.tier) for action, record in going]):

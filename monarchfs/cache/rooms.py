@@ -37,14 +37,16 @@ class Rooms(Moves):
     def claim(self, node: Node) -> Replica | None:
         """The record of the node's replica; also one that an earlier index, or an earlier number
         of the same version, left in a tier."""
-        return self.index.replica(node.ino) or self._adopt(node)
+        return self.index.replicas.replica(node.ino) or self._adopt(node)
 
     def _adopt(self, node: Node) -> Replica | None:
         """The record that an earlier index, or an earlier number of the same version, left."""
-        if not self.index.claimable or not node.stat.is_regular:
+        if not self.index.replicas.claimable or not node.stat.is_regular:
             return None
         try:
-            record = self.index.claim(node.ino, node.stat.version.replica_name, node.stat.size)
+            record = self.index.replicas.claim(
+                node.ino, node.stat.version.replica_name, node.stat.size
+            )
         except IndexWriteError:
             return None
         if record is not None:
@@ -87,7 +89,7 @@ class Rooms(Moves):
         self.readers.catch_up()
         reservations: list[Reservation | None] = [None] * len(nodes)
         new: list[tuple[int, Node]] = []
-        known = self.index.replicas_of([node.ino for node in nodes])
+        known = self.index.replicas.replicas_of([node.ino for node in nodes])
         for n, node in enumerate(nodes):
             if not (self.keeps_foreign or self._may_keep(node)):
                 continue
@@ -150,7 +152,7 @@ class Rooms(Moves):
         ]
         try:
             if files := [copy for copy, shares in zip(copies, shared, strict=True) if not shares]:
-                self.index.begin_copies(files)
+                self.index.replicas.begin_copies(files)
         except IndexWriteError as exc:
             for ino, _tier, _name in copies:
                 self._handle(Abandoned(ino))
@@ -180,7 +182,7 @@ class Rooms(Moves):
         reservation.fd = tier.files.open_part(record.name, record.size)
         try:
             # It grows from now on: after a crash its blocks have to be counted anew.
-            self.index.begin_copy(node.ino, tier.id, record.name)
+            self.index.replicas.begin_copy(node.ino, tier.id, record.name)
         except IndexWriteError as exc:
             reservation.close_now()
             self.reasons.put(node.ino, Cause.UNRECORDED, str(exc))

@@ -55,10 +55,10 @@ class Scrub:
     async def round(self, tier: Tier) -> None:
         """Each replica of a tier once, in the order of their names."""
         after = b""
-        while rows := self._index.names(tier.id, b"", after, 64):
+        while rows := self._index.replicas.names(tier.id, b"", after, 64):
             after = rows[-1][0]
             for _name, ino in rows:
-                record = self._index.replica(ino)
+                record = self._index.replicas.replica(ino)
                 if record is not None and record.state is not ReplicaState.PARTIAL:
                     await self._check(tier, ino, record)
 
@@ -82,7 +82,7 @@ class Scrub:
             return
         self._metrics.scrubbed_bytes += record.size
         # It may have gone, or have moved, meanwhile.
-        if not sound and self._index.replica(ino) == record:
+        if not sound and self._index.replicas.replica(ino) == record:
             log.warning("tier %s: replica of inode %d is corrupt: dropped", tier.path, ino)
             self._cache.corrupt(ino)
 

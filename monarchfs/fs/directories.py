@@ -82,7 +82,7 @@ class Directories:
         """For an open of the directory: whether the kernel may list what it has of it; None where
         the source has to be asked first."""
         now = time.time_ns()
-        listing = self.index.listing(ino)
+        listing = self.index.listings.listing(ino)
         if listing is None or self._known.listing_confirmed_ns(ino, now) is None:
             return None
         if self._due(ino, now) is not None:
@@ -93,7 +93,7 @@ class Directories:
         """Have the directory's entries in the index, as fresh as the mount promises."""
         if lane is Lane.DEMAND:
             self._renew(ino)
-        listing = self.index.listing(ino)
+        listing = self.index.listings.listing(ino)
         if self._known.listing_confirmed_ns(ino, time.time_ns()) is not None:
             return
         # True stands for "what is in the index will do".
@@ -133,7 +133,7 @@ class Directories:
         A change in the tick in which the directory was last changed before it was listed would not
         show in its times: such a listing is never confirmed.
         """
-        listing = self.index.listing(ino)
+        listing = self.index.listings.listing(ino)
         if listing is None or not past_racy_window(listing.ctime_ns, listing.fetched_ns):
             return False
         asked_ns = time.time_ns()
@@ -157,10 +157,10 @@ class Directories:
         if answer is None:
             return False
         asked_ns, listing = answer
-        sequence = self.index.begin_listing(ino)
+        sequence = self.index.listings.begin_listing(ino)
         for at in range(0, len(listing.entries), LISTING_BATCH):
             batch = [(*entry, 0) for entry in listing.entries[at : at + LISTING_BATCH]]
-            self.index.add_entries(ino, sequence, batch, asked_ns)
+            self.index.listings.add_entries(ino, sequence, batch, asked_ns)
             await trio.lowlevel.checkpoint()
         times = listing.mtime_ns, listing.ctime_ns
         await self.finish_listing(ino, sequence, Listing(*times, asked_ns, listing.lists_all))
@@ -185,7 +185,7 @@ class Directories:
         directory = self._known.directory(ino)
         count, asked_ns = 0, time.time_ns()
         entries: Entries = []
-        sequence = self.index.begin_listing(ino)
+        sequence = self.index.listings.begin_listing(ino)
         with self._recorder.estale_if_replaced(ino):
             stat = await self._source.stat(directory, b"", lane)
             async with self._source.list(directory, lane, batch_names) as batches:
@@ -209,7 +209,7 @@ class Directories:
         self, ino: int, most_names: int, on_batch: Callable[[], None]
     ) -> int | None:
         if await self._list_by_peers(ino, Lane.BACKGROUND):
-            return self.index.count_entries(ino, MOST_LISTED)
+            return self.index.listings.count_entries(ino, MOST_LISTED)
         return await self.list_again(
             *(ino, Lane.BACKGROUND, LISTING_BATCH), most_names=most_names, on_batch=on_batch
         )
@@ -223,7 +223,7 @@ class Directories:
     ) -> None:
         """All entries were recorded since ``begin_listing`` gave out ``sequence``: others are not
         there. Raises IndexWriteError."""
-        for gone in self.index.finish_listing(ino, sequence, listing):
+        for gone in self.index.listings.finish_listing(ino, sequence, listing):
             for dirent in gone:
                 self._recorder.replaced(ino, dirent.name, dirent.ino)
                 if differences is not None:
@@ -236,7 +236,9 @@ class Directories:
     async def lists_all(self, ino: int, lane: Lane) -> bool:
         """Whether a name that the directory's listing lacks is not there. Where the source does not
         say, it may be."""
-        named = (dirent.name for dirent, _node in self.index.entries(ino, PARENT_COOKIE, CASED))
+        named = (
+            dirent.name for dirent, _node in self.index.listings.entries(ino, PARENT_COOKIE, CASED)
+        )
         cased = next((name for name in named if name != name.swapcase()), b"")
         try:
             return await self._source.lists_all(self._known.directory(ino), cased, lane)
@@ -253,9 +255,9 @@ class Directories:
     ) -> None:
         if differences is not None:
             for name, *_ in batch:
-                if self.index.dirent(ino, name) is None:
+                if self.index.tree.dirent(ino, name) is None:
                     differences.name(name, gone=False)
-        self.index.add_entries(ino, sequence, batch, asked_ns)
+        self.index.listings.add_entries(ino, sequence, batch, asked_ns)
 
     def entries(self, ino: int, after_cookie: int, limit: int) -> list[Row]:
         """At most ``limit`` entries of an opened directory (and ``.`` and ``..``) by rising cookie,
@@ -277,14 +279,16 @@ class Directories:
             dot = Dirent(SELF_COOKIE, b".", FileType.DIRECTORY, ino, 0, ino)
             result.append((dot, None, 0.0, 0.0))
         if after_cookie < PARENT_COOKIE:
-            node = self.index.node(ino)
+            node = self.index.tree.node(ino)
             up = node.parent if node is not None and ino != ROOT_INO else ROOT_INO
             dots = Dirent(PARENT_COOKIE, b"..", FileType.DIRECTORY, up, 0, up)
             result.append((dots, None, 0.0, 0.0))
         kept, shortest = self._known.freshness.kept, FOREVER_SECONDS
-        listing, after_cookie = self.index.listing(ino), max(after_cookie, PARENT_COOKIE)
+        listing, after_cookie = self.index.listings.listing(ino), max(after_cookie, PARENT_COOKIE)
         only_listed = listing is not None and not listing.lists_all
-        for dirent, node in self.index.entries(ino, after_cookie, limit, only_listed=only_listed):
+        for dirent, node in self.index.listings.entries(
+            ino, after_cookie, limit, only_listed=only_listed
+        ):
             if (
                 node is None
                 or node.outdated

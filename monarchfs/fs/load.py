@@ -51,28 +51,28 @@ class LoadedListing:
         self._times = (mtime_ns, ctime_ns)
         index, cookie = self._tree.index, 0
         # What was found here since then may be missing in the file.
-        while self._whole and (rows := index.entries(self._ino, cookie, LISTING_BATCH)):
+        while self._whole and (rows := index.listings.entries(self._ino, cookie, LISTING_BATCH)):
             cookie = rows[-1][0].cookie
             self._whole = all(dirent.checked_ns < self._taken_ns for dirent, _node in rows)
             await trio.lowlevel.checkpoint()
-        self._sequence = index.begin_listing(self._ino)
+        self._sequence = index.listings.begin_listing(self._ino)
 
     def add(self, found: Sequence[FoundName]) -> None:
         """Some of its entries: a millisecond for a hundred."""
         index, ino = self._tree.index, self._ino
-        before = [(one, index.dirent(ino, one.name)) for one in found]
+        before = [(one, index.tree.dirent(ino, one.name)) for one in found]
         older = [
             (one, known)
             for one, known in before
             if known is None or known.checked_ns < self._taken_ns
         ]
         names = [(one.name, one.type, one.ino, 0) for one, _known in older]
-        index.add_entries(ino, self._sequence, names, self._asked_ns)
+        index.listings.add_entries(ino, self._sequence, names, self._asked_ns)
         attributes = [(o.name, o.stat, o.target) for o, _known in older if o.stat is not None]
-        index.record_found_each(ino, attributes, self._asked_ns)
+        index.tree.record_found_each(ino, attributes, self._asked_ns)
         for one, known in older:
             if known is not None:
-                now = index.dirent(ino, one.name)
+                now = index.tree.dirent(ino, one.name)
                 if now is not None and now.ino != known.ino:
                     self._tree.recorder.replaced(ino, one.name, known.ino)
 
@@ -157,11 +157,11 @@ class Load:
         listing is younger than the file."""
         index, ino = self._tree.index, ROOT_INO
         for name in names:
-            dirent = index.dirent(ino, name)
+            dirent = index.tree.dirent(ino, name)
             if dirent is None:
                 return None
             ino = dirent.ino
-        node, listing = index.node(ino), index.listing(ino)
+        node, listing = index.tree.node(ino), index.listings.listing(ino)
         if node is None or not node.stat.is_directory:
             return None
         return ino if listing is None or listing.fetched_ns < taken_ns else None

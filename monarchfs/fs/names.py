@@ -54,7 +54,7 @@ class Names:
             and self._known.listing_has_all(parent, name)
         ):
             fetch = self._fetch_absent
-        elif fallback is None and self._index.dirent(parent, name) is not None:
+        elif fallback is None and self._index.tree.dirent(parent, name) is not None:
             # A caller that waits for a batch of others needs no task of its own.
             if (known := await self._from_batch(parent, name, lane)) is not None:
                 return known
@@ -161,7 +161,7 @@ class Names:
         except (FileNotFoundError, NotADirectoryError):
             self._recorder.missing(parent, [name], asked_ns)
             freshness = self._known.freshness
-            if freshness.trusts_times and self._index.listing(parent) is None:
+            if freshness.trusts_times and self._index.listings.listing(parent) is None:
                 self._recorder.negative.add(parent, name)
             return Missing(freshness.timeouts(asked_ns, time.time_ns())[0])
         # ``asked_ns``, not the time of the answer: the promise counts from when it was true.
@@ -179,7 +179,7 @@ class Names:
         if lane is not Lane.DEMAND or not self._known.freshness.serves_stale:
             return None
         # It may be known by now.
-        known, dirent = self._known.lookup(parent, name), self._index.dirent(parent, name)
+        known, dirent = self._known.lookup(parent, name), self._index.tree.dirent(parent, name)
         if known is not None:
             return known
         if dirent is not None:
@@ -187,7 +187,7 @@ class Names:
                 return None  # a batch may have a name that hangs
             await self._statahead.bring(parent, dirent)
             return self._known.lookup(parent, name)
-        if self._index.listing(parent) is None:
+        if self._index.listings.listing(parent) is None:
             self._directories.missed(parent, self._statahead.missed(parent))
         return None
 

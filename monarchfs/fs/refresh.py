@@ -86,7 +86,7 @@ class _Differences:
         self._kernel = kernel
         self._ino = ino
         self._result = result
-        self._was_known = tree.index.listing(ino) is not None
+        self._was_known = tree.index.listings.listing(ino) is not None
 
     def name(self, name: bytes, *, gone: bool) -> None:
         self._kernel.invalidate_entry(self._ino, name)
@@ -145,12 +145,12 @@ class Refresh:
         try:
             await self._ask(self._tree.attributes.refresh_root, "/")
             self._kernel.invalidate_inode(ROOT_INO, attributes_only=True)
-            node = self._tree.index.node(ROOT_INO)
+            node = self._tree.index.tree.node(ROOT_INO)
             for name in path:
                 assert node is not None
                 if not node.stat.is_directory:
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                known = self._tree.index.dirent(node.ino, name) is not None
+                known = self._tree.index.tree.dirent(node.ino, name) is not None
                 (answer,) = await self._names(run, node.ino, [name])
                 if isinstance(answer, OSError):
                     raise answer
@@ -188,13 +188,13 @@ class Refresh:
 
     async def _do(self, run: _Run, work: _Work) -> None:
         if work.after < 0:
-            if self._tree.index.listing(work.ino) or self._tree.recorder.negative.possible(
+            if self._tree.index.listings.listing(work.ino) or self._tree.recorder.negative.possible(
                 work.ino
             ):
                 await self._list(run, work.ino)
             run.work.append(_Work(work.ino, 0))
             return
-        rows = self._tree.index.entries(work.ino, work.after, BATCH)
+        rows = self._tree.index.listings.entries(work.ino, work.after, BATCH)
         # A directory that was only listed may be one that is known, and was moved.
         names = [
             dirent.name for dirent, node in rows if node is not None or dirent.type in _MAY_BE_MOVED
@@ -222,8 +222,8 @@ class Refresh:
     ) -> list[Node | OSError | None]:
         """Ask for these, and have the kernel forget what is not so any more."""
         index = self._tree.index
-        before = [index.dirent(parent, name) for name in names]
-        nodes = [None if dirent is None else index.node(dirent.ino) for dirent in before]
+        before = [index.tree.dirent(parent, name) for name in names]
+        nodes = [None if dirent is None else index.tree.node(dirent.ino) for dirent in before]
         answers = await self._ask(
             lambda: self._tree.names.ask_each(parent, names, Lane.BACKGROUND), self._path(parent)
         )
@@ -258,7 +258,7 @@ class Refresh:
         raise OperationError(f"the source does not answer: {path} ({SILENCE_SECONDS:g} s)")
 
     def _path(self, ino: int) -> str:
-        directory = self._tree.index.dirref(ino)
+        directory = self._tree.index.tree.dirref(ino)
         return "a directory" if directory is None else repr("/" + os.fsdecode(directory.path))
 
 

@@ -59,7 +59,7 @@ class SharedListings:
         """A directory's listing as this node may believe it, and since when (not before
         ``since_ns``); None if it is not known, or has many entries."""
         confirmed_ns = self._known.listing_confirmed_ns(ino, time.time_ns())
-        listing, kept = self._index.listing(ino), self._kept.get(ino)
+        listing, kept = self._index.listings.listing(ino), self._kept.get(ino)
         if listing is None or confirmed_ns is None or confirmed_ns < since_ns:
             return None
         if kept is not None and kept.fetched_ns == listing.fetched_ns:
@@ -72,7 +72,7 @@ class SharedListings:
         return confirmed_ns, PeerListing(0, *times, listing.lists_all, entries)
 
     def _from_index(self, ino: int) -> Entries | None:
-        rows = self._index.entries(ino, 0, MOST_LISTED + 1, only_listed=True)
+        rows = self._index.listings.entries(ino, 0, MOST_LISTED + 1, only_listed=True)
         entries: Entries = []
         for dirent, node in rows:
             if node is None or node.outdated or node.stat.device:
@@ -90,7 +90,7 @@ class SharedListings:
         listed = {name: source_ino for name, _type, source_ino in listing.entries}
         cookie = 0
         # It may lack, or have another file for, what was found here since then.
-        while rows := self._index.entries(ino, cookie, 500):
+        while rows := self._index.listings.entries(ino, cookie, 500):
             cookie = rows[-1][0].cookie
             for dirent, node in rows:
                 if dirent.checked_ns >= true_ns and (

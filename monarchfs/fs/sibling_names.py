@@ -57,7 +57,7 @@ class SiblingNames:
     @property
     def fits(self) -> bool:
         """Whether all names that are known may be published."""
-        return self._known.index.count_nodes() <= MOST_NAMES
+        return self._known.index.tree.count_nodes() <= MOST_NAMES
 
     def publish(self, parent: int, name: bytes, node: Node | None, checked_ns: int) -> None:
         """``name`` was asked for at ``checked_ns``; it is published if it may be believed."""
@@ -74,7 +74,7 @@ class SiblingNames:
         times, after, paused_until = self._directories.pop(parent, (0, 0, 0.0))
         times += 1
         if times > FEW and time.monotonic() >= paused_until and self.fits:
-            rows = self._known.index.entries(parent, after, BATCH)
+            rows = self._known.index.listings.entries(parent, after, BATCH)
             for dirent, node in rows:
                 self.publish(parent, dirent.name, node, dirent.checked_ns)
             after = rows[-1][0].cookie if len(rows) == BATCH else 0

@@ -54,7 +54,11 @@ class Tree:
         self.shared = SharedNames(known, recorder, metrics)
         batches = BatchLookups(source, known, recorder, self.siblings, self.shared)
         statahead = Statahead(
-            nursery, index.entries, index.count_entries, known.lacks, batches.ask_ahead
+            nursery,
+            index.listings.entries,
+            index.listings.count_entries,
+            known.lacks,
+            batches.ask_ahead,
         )
         listings = SharedListings(known, self.shared)
         self.directories = Directories(

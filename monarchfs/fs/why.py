@@ -51,7 +51,7 @@ class Why:
         self._cache.claim(node)
         now_ns = time.time_ns()
         common: dict[str, Any] = {
-            "pinned": self._tree.index.pinned(node.ino),
+            "pinned": self._tree.index.pins.pinned(node.ino),
             "freshness": self._tree.freshness.mode.value,
             "checked_seconds_ago": max(0, now_ns - node.fetched_ns) / NS,
             "source_responding": (
@@ -93,8 +93,8 @@ class Why:
         while directories:
             ino, cookie = directories.pop(), 0
             counts["directories"] += 1
-            counts["not_listed"] += index.listing(ino) is None
-            while entries := index.entries(ino, cookie, BATCH):
+            counts["not_listed"] += index.listings.listing(ino) is None
+            while entries := index.listings.entries(ino, cookie, BATCH):
                 cookie = entries[-1][0].cookie
                 for _dirent, node in entries:
                     if node is None:

@@ -153,7 +153,7 @@ class Passthrough:
             return unused
         if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
             return CACHED
-        record = self._files.cache.index.replica(ino)
+        record = self._files.cache.index.replicas.replica(ino)
         return CACHED if record is not None and record.segment else None
 
     def _look_for_cached(self, ino: int) -> None:
@@ -317,15 +317,15 @@ class Passthrough:
         if not self.possible:
             return
         index = self._files.cache.index
-        resident = sum(totals.resident for totals in index.tier_totals().values())
-        self._crowded = resident - index.segment_replicas() > self._most
-        await self._offer(index.replicas())
+        resident = sum(totals.resident for totals in index.replicas.tier_totals().values())
+        self._crowded = resident - index.segments.segment_replicas() > self._most
+        await self._offer(index.replicas.all())
         while True:
             await self._wake.wait()
             await trio.sleep(NEWS_SECONDS)
             self._wake = trio.Event()
             news, self._news = self._news, []
-            await self._offer((ino, index.replica(ino)) for ino in news)
+            await self._offer((ino, index.replicas.replica(ino)) for ino in news)
 
     async def _offer(self, records: Iterable[tuple[int, Replica | None]]) -> None:
         for batch in self._batches(records):

@@ -45,7 +45,7 @@ class ForeignReplicas:
 
     def _drop(self, ino: int) -> bool:
         """Unless it is open or pinned, or its owner would have to read it from the source."""
-        record = self._cache.index.replica(ino)
+        record = self._cache.index.replicas.replica(ino)
         if record is None or not self._is_kept_elsewhere(record.name, record.size):
             return False
         if not self._cache.lookup.evictable(ino) or not self._cache.readers.try_remove(ino):

@@ -10,10 +10,9 @@ from typing import Protocol
 
 import trio
 
+from monarchfs.index import Index
 from monarchfs.peers.names import NameOwners, NamesQuestion, answer_seconds
 from monarchfs.types import (
-    Dirent,
-    DirRef,
     IndexWriteError,
     Lane,
     MonarchError,
@@ -32,19 +31,11 @@ def _lane(question: NamesQuestion) -> Lane:
     return Lane.DEMAND if question.demand else Lane.BACKGROUND
 
 
-class NameIndex(Protocol):
-    """What is asked of the index."""
-
-    def dirent(self, parent: int, name: bytes) -> Dirent | None: ...
-    def node(self, ino: int) -> Node | None: ...
-    def dirref(self, ino: int) -> DirRef | None: ...
-
-
 class KnownNames(Protocol):
     """The part of ``monarchfs.fs.known.KnownMetadata`` that is used here."""
 
     @property
-    def index(self) -> NameIndex: ...
+    def index(self) -> Index: ...
 
     @property
     def mount_ns(self) -> int: ...
@@ -129,8 +120,8 @@ class NameSupply:
             ino = await self._directory(question.path, lane)
         except (OSError, IndexWriteError, MonarchError):
             return 0, []  # the peer will meet the same error in the source
-        node = None if ino is None else self._index.node(ino)
-        directory = None if ino is None else self._index.dirref(ino)
+        node = None if ino is None else self._index.tree.node(ino)
+        directory = None if ino is None else self._index.tree.dirref(ino)
         if node is None or directory is None or node.stat.device or node.stat.ino != question.ino:
             return 0, []
         size = node.stat.size if question.names else 0
@@ -157,8 +148,8 @@ class NameSupply:
 
     def _known(self, parent: int, name: bytes, since_ns: int) -> tuple[int, Node] | None:
         """What a name stands for, and when the source was asked about it."""
-        dirent = self._index.dirent(parent, name)
-        node = None if dirent is None else self._index.node(dirent.ino)
+        dirent = self._index.tree.dirent(parent, name)
+        node = None if dirent is None else self._index.tree.node(dirent.ino)
         if dirent is None or node is None or node.stat.device:
             return None
         asked_ns = min(dirent.checked_ns, node.fetched_ns)

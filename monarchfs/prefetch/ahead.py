@@ -256,7 +256,7 @@ class Ahead:
         """Have some of the files found copied, unless they are here or on their way. Returns
         whether there is room for more."""
         found = self._walks.take(BATCH, self.allowance.room)
-        held = self._cache.index.replicas_of([ino for ino, _ in found])
+        held = self._cache.index.replicas.replicas_of([ino for ino, _ in found])
         for ino, size in found:
             if ino not in held and not self._jobs.pending(ino):
                 self.allowance.take(ino, size)

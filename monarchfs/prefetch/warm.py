@@ -278,7 +278,7 @@ class Warm:
             counts.copied += names
             counts.copied_bytes += record.size
             return
-        node, reason = self._cache.index.node(ino), self._cache.reasons.get(ino)
+        node, reason = self._cache.index.tree.node(ino), self._cache.reasons.get(ino)
         if node is None or node.outdated:
             self._changed(node, versions, names)
         elif reason.cause is Cause.FOREIGN if reason else record and not self._cache.keeps_foreign:
@@ -324,7 +324,7 @@ class Warm:
 
     def _path(self, ino: int, name: bytes = b"") -> str:
         """For messages."""
-        directory = self._cache.index.dirref(ino)
+        directory = self._cache.index.tree.dirref(ino)
         parts = (directory.path if directory is not None else b"...", name)
         return os.fsdecode(b"/".join(part for part in parts if part)) or "/"
 
@@ -361,9 +361,9 @@ class Warming:
 
     def resume(self) -> None:
         """Begin again with what an earlier process of this mount was asked for."""
-        noted = json.loads(self._cache.index.meta_get(_NOTED) or b"[]")
+        noted = json.loads(self._cache.index.meta.get(_NOTED) or b"[]")
         for what, inos in noted:
-            nodes = [node for ino in inos if (node := self._cache.index.node(ino)) is not None]
+            nodes = [node for ino in inos if (node := self._cache.index.tree.node(ino)) is not None]
             self.start(What(what), nodes)
 
     def request(self, what: What) -> Warm:
@@ -395,6 +395,6 @@ class Warming:
             if len(json.dumps([*noted, (warm.what.value, inos)])) <= _NOTED_BYTES:
                 noted.append((warm.what.value, inos))
         try:
-            self._cache.index.meta_put(_NOTED, json.dumps(noted).encode())
+            self._cache.index.meta.put(_NOTED, json.dumps(noted).encode())
         except IndexWriteError as exc:
             log.warning("a request to warm would be forgotten with this process: %s", exc)

@@ -99,7 +99,7 @@ class Commands:
         self._why = why
         self._reports = reports
         self._talks = talks
-        self._files = NamedFiles(tree.names, tree.index.node, finder.find)
+        self._files = NamedFiles(tree.names, tree.index.tree.node, finder.find)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -146,21 +146,21 @@ class Commands:
             return await self._warm(nodes, request, so_far)
         counts, index, command = DoneCounts(), self._cache.index, request["command"]
         for node in nodes:
-            held = node.ino != ROOT_INO and index.pinned(node.parent)
+            held = node.ino != ROOT_INO and index.pins.pinned(node.parent)
             if command == "pin":
-                index.pin(node.ino)
+                index.pins.pin(node.ino)
             async for file in self._files_below(node, counts):
                 match command:
                     case "evict":
                         done = self._evict(file)
                     case "unpin":
-                        done = not held if index.pinned(file.ino) else None
+                        done = not held if index.pins.pinned(file.ino) else None
                     case _:
                         done = True
                 counts.add(file, done)
                 so_far.update(asdict(counts))
             if command == "unpin":
-                index.unpin(node.ino)
+                index.pins.unpin(node.ino)
         return asdict(counts)
 
     async def _refresh_all(
@@ -236,8 +236,8 @@ class Commands:
         directories = [node.ino] if node.stat.is_directory else []
         while directories:
             ino, cookie = directories.pop(), 0
-            counts.not_listed += self._tree.index.listing(ino) is None
-            while entries := self._tree.index.entries(ino, cookie, BATCH):
+            counts.not_listed += self._tree.index.listings.listing(ino) is None
+            while entries := self._tree.index.listings.entries(ino, cookie, BATCH):
                 cookie = entries[-1][0].cookie
                 for _dirent, child in entries:
                     if child is None:

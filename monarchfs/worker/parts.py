@@ -115,8 +115,8 @@ class Parts:
         self.kernel_reads = bool(table.kernel_reads)
         # Even if the index was lost, numbers that the kernel knows are not given to other files.
         if table.numbers:
-            self.index.skip_numbers_after(table.numbers)
-        table.numbers = self.index.next_number
+            self.index.environment.skip_numbers_after(table.numbers)
+        table.numbers = self.index.environment.next_number
         # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
@@ -225,7 +225,7 @@ class Parts:
             self.peering.begin(fuse_session.hooks)
         self.misses = Misses(
             fuse_session.hooks,
-            self.index,
+            self.index.tree,
             posix.opened_directory,
             self.files.only_remote,
             self.files.racy_opens.opens_until,
@@ -242,7 +242,7 @@ class Parts:
             self.files.opened_elsewhere,
         )
         self.window = Window(
-            NamedFiles(self.tree.names, self.index.node, finder.find),
+            NamedFiles(self.tree.names, self.index.tree.node, finder.find),
             *(self.source, self.cache, self.copier.jobs, self.misses),
             WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
             self.relay.seen,

@@ -57,12 +57,12 @@ class Worker(Parts):
             self._take_over()
         self.cache.load(boot_id(), self._take_over_files)
         # An earlier worker of this mount has asked; the source may hang by now.
-        if not self.restarts or self.index.node(ROOT_INO) is None:
+        if not self.restarts or self.index.tree.node(ROOT_INO) is None:
             await self.tree.attributes.load_root()
 
     def _take_over(self) -> None:
         """For what only an earlier worker knew, assume the worst."""
-        self._interrupted = self.index.under_way()
+        self._interrupted = self.index.replicas.under_way()
         self.tree.recorder.take_over(self.handle_table.moved_ns)
         self.files.racy_opens.take_over(self._mount_ns, time.time_ns())
 

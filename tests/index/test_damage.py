@@ -124,10 +124,10 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
 
 def filled(directory: Path) -> Path:
     index = open_index(directory)
-    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     for i in range(500):
         node = record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
-        index.put_replica(node.ino, replica(i))
+        index.replicas.put_replica(node.ino, replica(i))
     index.close()
     return directory / "index" / "data.mdb"
 
@@ -159,7 +159,7 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
             # Only a page that nothing refers to may be garbage: all records are still there. (One
             # that only the list of free pages refers to would not be found before a write.)
             index = open_index(tmp_path)
-            assert len(index.entries(ROOT_INO, 0, 1000)) == 500
+            assert len(index.listings.entries(ROOT_INO, 0, 1000)) == 500
             for number in range(20):
                 record_found(
                     index, ROOT_INO, b"new%d" % number, source_stat(900 + number), b"", NOW
@@ -173,20 +173,20 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
 def full(directory: Path) -> None:
     """An index with rows in every table, and nothing wrong with it."""
     index = open_index(directory)
-    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     inos = [
         record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW).ino
         for i in range(10)
     ]
     for i, ino in enumerate(inos):
-        index.put_replica(ino, replica(i))
-    index.mark_outdated(inos[3])
-    index.begin_copy(inos[4], 1, replica(99).name)
-    index.record_found_files(2, [tier_file(50)])
-    index.begin_segments(0, [SEGMENT])
-    index.put_replicas([(40, shared(101, 0)), (41, shared(102, 4096))])
-    index.put_xattr(inos[0], b"user.a", b"1")
-    index.pin(inos[5])
+        index.replicas.put_replica(ino, replica(i))
+    index.tree.mark_outdated(inos[3])
+    index.replicas.begin_copy(inos[4], 1, replica(99).name)
+    index.replicas.record_found_files(2, [tier_file(50)])
+    index.segments.begin_segments(0, [SEGMENT])
+    index.replicas.put_replicas([(40, shared(101, 0)), (41, shared(102, 4096))])
+    index.xattrs.put_xattr(inos[0], b"user.a", b"1")
+    index.pins.pin(inos[5])
     finish_listing(index, ROOT_INO, 0)
     index.close()
     assert problems(str(directory)) == []
@@ -317,10 +317,10 @@ index = Index.open(sys.argv[1], source_id="lustre:/data")
 i = int(sys.argv[2])
 while True:
     stat = SourceStat(0, 10 + i % 300, i, i, i, i, 0o100644, 1, 0, 0, 0, 0, 4096)
-    ((node, _),) = index.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
+    ((node, _),) = index.tree.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
     name = stat.version.replica_name
-    index.begin_copy(node.ino, i % 3, name)
-    index.put_replica(node.ino, Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i))
+    index.replicas.begin_copy(node.ino, i % 3, name)
+    index.replicas.put_replica(node.ino, Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i))
     print(node.ino, flush=True)
     i += 1
 """
@@ -345,5 +345,5 @@ def test_a_killed_writer_leaves_all_that_it_told_of(tmp_path: Path) -> None:
         # The whole of it is checked: names, numbers, totals.
         assert problems(str(tmp_path)) == []
         index = open_index(tmp_path)
-        assert all(index.node(ino) is not None for ino in told)
+        assert all(index.tree.node(ino) is not None for ino in told)
         index.close(clean=round_ % 2 == 0)

@@ -78,12 +78,12 @@ def shut_down(disk: Path) -> None:
 
 def prepared(disk: Path) -> Index:
     index = open_index(disk)
-    index.begin_boot(b"one")
-    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
-    index.put_replica(20, replica(20))
-    index.put_replica(21, replica(21))
-    index.begin_copy(22, 0, name_of(22))
-    index.record_found_files(0, [tier_file(30)])
+    index.replicas.begin_boot(b"one")
+    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.replicas.put_replica(20, replica(20))
+    index.replicas.put_replica(21, replica(21))
+    index.replicas.begin_copy(22, 0, name_of(22))
+    index.replicas.record_found_files(0, [tier_file(30)])
     return index
 
 
@@ -92,7 +92,7 @@ def record_until_frozen(index: Index) -> list[int]:
     inos = []
     for i in range(100_000):
         inos.append(record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW).ino)
-        if index.frozen is not None:
+        if index.environment.frozen is not None:
             return inos
     raise AssertionError("the disk never failed")
 
@@ -109,38 +109,38 @@ def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: s
     fail, message = FAILURES[how]
     index = prepared(disk)
     known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
-    assert index.node(known.ino) == known
+    assert index.tree.node(known.ino) == known
     fail(disk)
     inos = record_until_frozen(index)
-    frozen = index.frozen
+    frozen = index.environment.frozen
     assert frozen is not None
     assert any(part in frozen for part in message.split("|"))
     assert "\n" not in frozen
     # All that was known is, and names, attributes, listings and pins go on.
-    assert index.node(known.ino) == known
+    assert index.tree.node(known.ino) == known
     assert len(set(inos)) == len(inos)
-    assert all(index.node(ino) is not None for ino in inos)
+    assert all(index.tree.node(ino) is not None for ino in inos)
     add_listing(index, 700, (b"a", 1), (b"b", 2))
     assert names_in(index, 700) == [b"a", b"b"]
-    index.put_xattr(known.ino, b"user.a", bytes(1 << 20))
-    index.pin(known.ino)
-    index.mark_outdated(known.ino)
-    assert index.pinned(known.ino)
-    assert index.replica(20) == replica(20)
+    index.xattrs.put_xattr(known.ino, b"user.a", bytes(1 << 20))
+    index.pins.pin(known.ino)
+    index.tree.mark_outdated(known.ino)
+    assert index.pins.pinned(known.ino)
+    assert index.replicas.replica(20) == replica(20)
     # What lies in the tiers is as the disk says.
     for refused in (
-        lambda: index.put_replica(known.ino, replica(1)),
-        lambda: index.drop_replica(20),
-        lambda: index.begin_copy(known.ino, 0, name_of(1)),
-        lambda: index.mark_durable([20]),
-        lambda: index.record_found_files(0, [tier_file(1)]),
-        lambda: index.claim(known.ino, name_of(30), 100),
-        index.sync,
+        lambda: index.replicas.put_replica(known.ino, replica(1)),
+        lambda: index.replicas.drop_replica(20),
+        lambda: index.replicas.begin_copy(known.ino, 0, name_of(1)),
+        lambda: index.replicas.mark_durable([20]),
+        lambda: index.replicas.record_found_files(0, [tier_file(1)]),
+        lambda: index.replicas.claim(known.ino, name_of(30), 100),
+        index.environment.sync,
     ):
         with pytest.raises(IndexWriteError, match=message):
             refused()
-    assert index.tier_totals()[0].resident == 2
-    assert index.journal() == [(0, name_of(22))]
+    assert index.replicas.tier_totals()[0].resident == 2
+    assert index.replicas.journal() == [(0, name_of(22))]
     index.close()
     if how != "failing":  # there the mark cannot be read
         assert last_close(str(disk)) is LastClose.KILLED
@@ -150,9 +150,9 @@ def test_a_write_about_the_tiers_that_meets_the_failure_is_refused(disk: Path) -
     index = prepared(disk)
     abort(disk)
     with pytest.raises(IndexWriteError, match="Read-only"):
-        index.drop_replica(20)
-    assert index.frozen is not None
-    assert index.replica(20) == replica(20)
+        index.replicas.drop_replica(20)
+    assert index.environment.frozen is not None
+    assert index.replicas.replica(20) == replica(20)
     index.close()
 
 
@@ -170,11 +170,11 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     assert check_in_child(str(disk))
     assert problems(str(disk)) == []
     index = open_index(disk)
-    assert index.begin_boot(b"one") is False
-    assert index.frozen is None
-    assert index.replica(20) == replica(20)
-    assert index.node(inos[-2]) is not None
-    assert index.node(later.ino) is None
+    assert index.replicas.begin_boot(b"one") is False
+    assert index.environment.frozen is None
+    assert index.replicas.replica(20) == replica(20)
+    assert index.tree.node(inos[-2]) is not None
+    assert index.tree.node(later.ino) is None
     # Numbers that only the frozen one gave out are not given to others.
     new = record_found(index, ROOT_INO, b"new", source_stat(6), b"", NOW)
     assert new.ino > later.ino
@@ -193,10 +193,10 @@ def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, c
     for _ in range(2):
         index = open_index(disk, trust=True)
         if how == "read-only":
-            assert index.frozen is not None
-        index.begin_boot(b"one")
-        assert index.node(known.ino) == known
-        assert index.replica(21) == replica(21)
+            assert index.environment.frozen is not None
+        index.replicas.begin_boot(b"one")
+        assert index.tree.node(known.ino) == known
+        assert index.replicas.replica(21) == replica(21)
         numbers.add(record_found(index, ROOT_INO, b"new", source_stat(11), b"", NOW).ino)
         index.close(clean=False)
     if how == "read-only":
@@ -212,7 +212,7 @@ def test_others_may_fill_the_disk_without_stopping_commits(disk: Path) -> None:
     fill(disk)
     for i in range(1000):
         record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW)
-    assert index.frozen is None
+    assert index.environment.frozen is None
     index.close(clean=False)
 
 
@@ -223,9 +223,9 @@ def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path
     with surroundings.no_file_larger_than(4096):
         with pytest.raises(IndexWriteError):
             record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
-        assert index.frozen is None
-        assert index.dirent(ROOT_INO, b"b") is None
-        assert index.node(known.ino) == known
+        assert index.environment.frozen is None
+        assert index.tree.dirent(ROOT_INO, b"b") is None
+        assert index.tree.node(known.ino) == known
     after = record_found(index, ROOT_INO, b"after", source_stat(5000), b"", NOW)
     assert after.ino > known.ino
     index.close()

@@ -71,12 +71,12 @@ def test_the_map_grows_by_itself(tmp_path: Path) -> None:
     index = open_index(tmp_path, map_bytes=1 << 18)
     for i in range(3000):
         record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
-        assert index.dirent(ROOT_INO, b"%d" % i) is not None
+        assert index.tree.dirent(ROOT_INO, b"%d" % i) is not None
     index.close()
     assert (tmp_path / "index" / "data.mdb").stat().st_size > 1 << 19
     # A map smaller than the file is no obstacle either.
     index = open_index(tmp_path, map_bytes=1 << 18)
-    inos = {node.ino for _, node in index.entries(ROOT_INO, 0, 4000) if node is not None}
+    inos = {node.ino for _, node in index.listings.entries(ROOT_INO, 0, 4000) if node is not None}
     assert len(inos) == 3000
     record_found(index, ROOT_INO, b"new", source_stat(9999), b"", NOW)
     index.close()
@@ -85,8 +85,8 @@ def test_the_map_grows_by_itself(tmp_path: Path) -> None:
 def test_pages_are_used_again(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     for i in range(3000):
-        index.meta_put(b"key", b"%d" % i)
-        index.meta_get(b"key")
+        index.meta.put(b"key", b"%d" % i)
+        index.meta.get(b"key")
     index.close()
     assert (tmp_path / "index" / "data.mdb").stat().st_size < 256 * 1024
 
@@ -99,7 +99,7 @@ def test_sync_from_another_thread_while_writing(tmp_path: Path) -> None:
     def sync() -> None:
         try:
             while not stop.is_set():
-                index.sync()
+                index.environment.sync()
         except IndexWriteError as error:
             failures.append(error)
 
@@ -112,7 +112,7 @@ def test_sync_from_another_thread_while_writing(tmp_path: Path) -> None:
     thread.join()
     assert failures == []
     index = open_index(tmp_path)
-    assert len(index.entries(ROOT_INO, 0, 3000)) == 2000
+    assert len(index.listings.entries(ROOT_INO, 0, 3000)) == 2000
     index.close()
 
 
@@ -168,7 +168,7 @@ def test_room_is_kept_ahead_of_the_file(tmp_path: Path) -> None:
         pytest.skip("needs fallocate(2) beyond the end: TMPDIR on ext4, xfs or tmpfs")
     value = bytes(1 << 17)
     for i in range(1024):
-        index.put_xattr(20 + i, b"user.big", value)
+        index.xattrs.put_xattr(20 + i, b"user.big", value)
         assert ahead() >= 16 << 20
     assert data.stat().st_size > 128 << 20
     index.close()
@@ -178,14 +178,14 @@ def test_room_is_kept_ahead_of_the_file(tmp_path: Path) -> None:
 def test_tiers_and_small_values_are_remembered(tmp_path: Path) -> None:
     index = open_index(tmp_path)
     far = "/a\udcff" + "x" * 4000
-    assert [index.tier_number(path) for path in ("/b", far, "/b")] == [1, 2, 1]
-    assert index.meta_get(b"schema") is None
+    assert [index.meta.tier_number(path) for path in ("/b", far, "/b")] == [1, 2, 1]
+    assert index.meta.get(b"schema") is None
     values = {b"schema": b"mine", b"tier:" + b"p" * 4096: b"1", b"tier:" + b"p" * 4095: b"2"}
     for key, value in values.items():
-        index.meta_put(key, value)
+        index.meta.put(key, value)
     index.close()
     index = open_index(tmp_path)
-    assert index.tier_paths() == {1: "/b", 2: far}
-    assert index.tier_number("/c") == 3
-    assert {key: index.meta_get(key) for key in values} == values
+    assert index.meta.tier_paths() == {1: "/b", 2: far}
+    assert index.meta.tier_number("/c") == 3
+    assert {key: index.meta.get(key) for key in values} == values
     index.close()

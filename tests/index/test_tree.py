@@ -32,13 +32,13 @@ def directory_found(index: Index, parent: int, name: bytes, source_ino: int) -> 
 
 
 def test_unknown_numbers_and_names_are_none(index: Index) -> None:
-    assert index.node(99) is None
-    assert index.dirent(ROOT_INO, b"nothing") is None
-    assert index.dirref(99) is None
-    assert index.listing(ROOT_INO) is None
-    assert index.replica(99) is None
-    assert index.xattr(99, b"user.x") is None
-    assert index.entries(99, 0, 10) == []
+    assert index.tree.node(99) is None
+    assert index.tree.dirent(ROOT_INO, b"nothing") is None
+    assert index.tree.dirref(99) is None
+    assert index.listings.listing(ROOT_INO) is None
+    assert index.replicas.replica(99) is None
+    assert index.xattrs.xattr(99, b"user.x") is None
+    assert index.listings.entries(99, 0, 10) == []
 
 
 def test_equal_source_numbers_on_two_devices_are_two_files(index: Index) -> None:
@@ -53,7 +53,7 @@ def test_a_link_of_any_century_with_the_longest_target(index: Index, ns: int) ->
     far = far._replace(mtime_ns=ns, ctime_ns=ns + 1, atime_ns=-ns)
     target = b"../" + b"t" * 4092
     node = record_found(index, ROOT_INO, b"l", far, target, NOW)
-    assert index.node(node.ino) == node
+    assert index.tree.node(node.ino) == node
     assert (node.stat, node.target) == (far, target)
     assert record_found(index, ROOT_INO, b"l", far, target, NOW) == node
 
@@ -65,30 +65,30 @@ def test_a_path_of_4095_bytes(index: Index) -> None:
         parent = directory_found(index, parent, name, 1000 + depth)
     path = b"/".join(parts)
     assert len(path) == 4095
-    assert index.dirref(parent) == DirRef(path, 1000 + 2047)
+    assert index.tree.dirref(parent) == DirRef(path, 1000 + 2047)
 
 
 def test_a_broken_or_circular_chain_has_no_path(index: Index) -> None:
-    assert index.dirref(directory_found(index, 500, b"o", 40)) is None
+    assert index.tree.dirref(directory_found(index, 500, b"o", 40)) is None
     outer = directory_found(index, ROOT_INO, b"o", 41)
     inner = directory_found(index, outer, b"i", 42)
     directory_found(index, inner, b"o", 41)
-    assert index.dirref(inner) is None
+    assert index.tree.dirref(inner) is None
 
 
 def test_the_root_found_below_itself_stays_the_root(index: Index) -> None:
     root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
-    assert record_found(index, ROOT_INO, b"again", root, b"", NOW) == index.node(ROOT_INO)
-    assert index.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", NOW, False, b"")
-    assert index.dirref(ROOT_INO) == DirRef(b"", ROOT_SOURCE_INO)
+    assert record_found(index, ROOT_INO, b"again", root, b"", NOW) == index.tree.node(ROOT_INO)
+    assert index.tree.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", NOW, False, b"")
+    assert index.tree.dirref(ROOT_INO) == DirRef(b"", ROOT_SOURCE_INO)
 
 
 def test_the_root_may_change_but_another_one_is_another_source(index: Index) -> None:
     changed = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY, version=4)
-    assert index.record_root(changed, NOW + 1).stat == changed
-    assert index.node(ROOT_INO) == index.record_root(changed, NOW + 1)
+    assert index.tree.record_root(changed, NOW + 1).stat == changed
+    assert index.tree.node(ROOT_INO) == index.tree.record_root(changed, NOW + 1)
     with pytest.raises(IndexUnusable, match="another source"):
-        index.record_root(source_stat(3, mode=DIRECTORY), NOW)
+        index.tree.record_root(source_stat(3, mode=DIRECTORY), NOW)
 
 
 @settings(max_examples=50)
@@ -102,9 +102,9 @@ def test_names_of_any_bytes(names: set[bytes]) -> None:
         index = open_index(directory)
         assert names_in(index, ROOT_INO) == sorted(names)
         for name in names:
-            dirent = index.dirent(ROOT_INO, name)
+            dirent = index.tree.dirent(ROOT_INO, name)
             assert dirent is not None
-            node = index.node(dirent.ino)
+            node = index.tree.node(dirent.ino)
             assert node is not None
             assert node.name == dirent.name == name
         index.close()
@@ -119,10 +119,10 @@ def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
         b"": b"user.big\0",
     }
     for name, value in known.items():
-        index.put_xattr(ino, name, value)
+        index.xattrs.put_xattr(ino, name, value)
     for name, value in known.items():
-        assert index.xattr(ino, name) == value
-    assert index.xattr(ino, b"user.other") is None
+        assert index.xattrs.xattr(ino, name) == value
+    assert index.xattrs.xattr(ino, b"user.other") is None
 
 
 @pytest.mark.parametrize("root", [False, True])
@@ -132,20 +132,20 @@ def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index, root: bo
 
     def record(stat_: SourceStat) -> Node:
         if root:
-            return index.record_root(stat_, NOW)
+            return index.tree.record_root(stat_, NOW)
         return record_found(index, ROOT_INO, b"d", stat_, b"", NOW)
 
     d = record(old).ino
     other = directory_found(index, ROOT_INO, b"e", 21)
     for ino in (d, other):
-        index.put_xattr(ino, b"user.a", b"1")
-        index.put_xattr(ino, b"user.b", b"2")
+        index.xattrs.put_xattr(ino, b"user.a", b"1")
+        index.xattrs.put_xattr(ino, b"user.b", b"2")
     for stat_ in (old, new):
-        assert index.xattr(d, b"user.b") == b"2"
+        assert index.xattrs.xattr(d, b"user.b") == b"2"
         record(stat_)
-    assert index.xattr(d, b"user.a") is None
-    assert index.xattr(d, b"user.b") is None
-    assert index.xattr(other, b"user.a") == b"1"
+    assert index.xattrs.xattr(d, b"user.a") is None
+    assert index.xattrs.xattr(d, b"user.b") is None
+    assert index.xattrs.xattr(other, b"user.a") == b"1"
 
 
 # Listings.
@@ -153,39 +153,39 @@ def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index, root: bo
 
 def test_entries_go_on_after_a_cookie(index: Index) -> None:
     add_listing(index, ROOT_INO, *((b"%d" % i, 10 + i) for i in range(10)))
-    first = index.entries(ROOT_INO, 2, 4)
-    rest = index.entries(ROOT_INO, first[-1][0].cookie, 100)
+    first = index.listings.entries(ROOT_INO, 2, 4)
+    rest = index.listings.entries(ROOT_INO, first[-1][0].cookie, 100)
     assert [d.name for d, _ in first + rest] == [b"%d" % i for i in range(10)]
-    assert index.entries(ROOT_INO, rest[-1][0].cookie, 100) == []
-    assert index.entries(ROOT_INO, 0, 0) == []
+    assert index.listings.entries(ROOT_INO, rest[-1][0].cookie, 100) == []
+    assert index.listings.entries(ROOT_INO, 0, 0) == []
 
 
 def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
     record_found(index, ROOT_INO, b"before", source_stat(10), b"", NOW)
-    sequence = index.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing(ROOT_INO)
     record_found(index, ROOT_INO, b"meanwhile", source_stat(11), b"", NOW)
-    index.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
+    index.listings.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
     finish_listing(index, ROOT_INO, sequence)
     assert names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
 
 
 def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: Index) -> None:
     """Where listings lack names that look-ups find, those are not shown."""
-    sequence = index.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing(ROOT_INO)
     for name, ino in ((b"a", 10), (b".snapshot", 11)):
         record_found(index, ROOT_INO, name, source_stat(ino), b"", NOW)
-    index.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], NOW)
+    index.listings.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], NOW)
     finish_listing(index, ROOT_INO, sequence, lists_all=False)
-    shown = index.entries(ROOT_INO, 2, 10, only_listed=True)
+    shown = index.listings.entries(ROOT_INO, 2, 10, only_listed=True)
     assert [dirent.name for dirent, _node in shown] == [b"a"]
 
 
 def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None:
     add_listing(index, ROOT_INO, (b"a", 10), (b"gone", 11))
-    first, second = index.begin_listing(ROOT_INO), index.begin_listing(ROOT_INO)
+    first, second = index.listings.begin_listing(ROOT_INO), index.listings.begin_listing(ROOT_INO)
     a = [(b"a", FileType.REGULAR, 10, 0)]
-    index.add_entries(ROOT_INO, second, a, NOW)
-    index.add_entries(ROOT_INO, first, a, NOW)
+    index.listings.add_entries(ROOT_INO, second, a, NOW)
+    index.listings.add_entries(ROOT_INO, first, a, NOW)
     for sequence in (second, first):
         finish_listing(index, ROOT_INO, sequence)
     assert names_in(index, ROOT_INO) == [b"a"]
@@ -193,22 +193,22 @@ def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None
 
 def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index) -> None:
     add_listing(index, ROOT_INO, *((b"%d" % i, 100 + i) for i in range(2000)))
-    sequence = index.begin_listing(ROOT_INO)
-    steps = index.finish_listing(ROOT_INO, sequence, Listing(*3 * (NOW + 1,), True))
+    sequence = index.listings.begin_listing(ROOT_INO)
+    steps = index.listings.finish_listing(ROOT_INO, sequence, Listing(*3 * (NOW + 1,), True))
     next(steps)
-    assert 0 < len(index.entries(ROOT_INO, 2, 3000)) < 2000
-    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW, True)
+    assert 0 < len(index.listings.entries(ROOT_INO, 2, 3000)) < 2000
+    assert index.listings.listing(ROOT_INO) == Listing(NOW, NOW, NOW, True)
     assert len(list(steps)) >= 2
-    assert index.entries(ROOT_INO, 2, 10) == []
-    assert index.listing(ROOT_INO) == Listing(*3 * (NOW + 1,), True)
+    assert index.listings.entries(ROOT_INO, 2, 10) == []
+    assert index.listings.listing(ROOT_INO) == Listing(*3 * (NOW + 1,), True)
 
 
 def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Index) -> None:
     record_found(index, ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
-    sequence = index.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing(ROOT_INO)
     rows = [(b"d", FileType.UNKNOWN, 20, 0), (b"e", FileType.UNKNOWN, 21, 0)]
-    index.add_entries(ROOT_INO, sequence, rows, NOW)
-    types = {d.name: d.type for d, _ in index.entries(ROOT_INO, 2, 10)}
+    index.listings.add_entries(ROOT_INO, sequence, rows, NOW)
+    types = {d.name: d.type for d, _ in index.listings.entries(ROOT_INO, 2, 10)}
     assert types == {b"d": FileType.DIRECTORY, b"e": FileType.UNKNOWN}
 
 
@@ -235,19 +235,19 @@ def test_the_same_version_keeps_its_number_and_gets_new_attributes(index: Index)
     again = source_stat(10)._replace(atime_ns=NOW + 99, nlink=2)
     second = record_found(index, ROOT_INO, b"a", again, b"", NOW + 1)
     assert second == first._replace(stat=again, fetched_ns=NOW + 1)
-    assert index.node(first.ino) == second
+    assert index.tree.node(first.ino) == second
 
 
 def test_a_missing_name_is_gone_and_its_cookie_never_used_again(index: Index) -> None:
     record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
-    first = index.dirent(ROOT_INO, b"a")
+    first = index.tree.dirent(ROOT_INO, b"a")
     assert first is not None
-    assert index.record_missing(ROOT_INO, [b"none", b"a"]) == [None, first.ino]
-    assert index.record_missing(ROOT_INO, [b"a"]) == [None]
-    assert index.dirent(ROOT_INO, b"a") is None
+    assert index.tree.record_missing(ROOT_INO, [b"none", b"a"]) == [None, first.ino]
+    assert index.tree.record_missing(ROOT_INO, [b"a"]) == [None]
+    assert index.tree.dirent(ROOT_INO, b"a") is None
     assert names_in(index, ROOT_INO) == []
     node = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
-    again = index.dirent(ROOT_INO, b"a")
+    again = index.tree.dirent(ROOT_INO, b"a")
     assert again is not None
     assert (again.ino, node.ino) == (first.ino, first.ino)
     assert again.cookie > first.cookie

@@ -209,8 +209,8 @@ class Passing:
 
     def _missing(self, ino: int) -> bytes | None:
         """All of a file that has no replica, as the source has it; None for another version."""
-        node = self.mirror.index.node(ino)
-        if node is None or node.outdated or self.mirror.index.replica(ino) is not None:
+        node = self.mirror.index.tree.node(ino)
+        if node is None or node.outdated or self.mirror.index.replicas.replica(ino) is not None:
             return None
         path = self.mirror.area.source / os.fsdecode(node.name)
         st = path.stat()

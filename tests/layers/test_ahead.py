@@ -49,7 +49,7 @@ async def looked_again() -> None:
 
 
 def resident(mirror: Mirror) -> int:
-    return sum(totals.resident for totals in mirror.index.tier_totals().values())
+    return sum(totals.resident for totals in mirror.index.replicas.tier_totals().values())
 
 
 async def test_as_many_again_of_the_same_directory(area: Area) -> None:

@@ -290,9 +290,10 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
     area.write("d/a", content(1000))
     async with area.mounted() as mirror:
         scan = Scan(mirror.tree, mirror.copier.jobs)
-        for call in ("record_found_each", "begin_listing"):
+        for call in ("tree.record_found_each", "listings.begin_listing"):
             with monkeypatch.context() as patch:
-                patch.setattr(mirror.index, call, disk_is_full)
+                part, name = call.split(".")
+                patch.setattr(getattr(mirror.index, part), name, disk_is_full)
                 await (scan.everything() if all_of_it else scan.listed([b"d/a"]))
         assert scan.failed == (2 if all_of_it else 1)
 
@@ -365,7 +366,7 @@ async def test_each_node_scans_in_an_order_of_its_own(
             clock.autojump_threshold = math.inf
             assert 0 < trio.current_time() - begun < 2
             jobs = iter(mirror.copier.jobs.queue.pop, None)
-            nodes = [mirror.index.node(ino) for ino, _priority in jobs]
+            nodes = [mirror.index.tree.node(ino) for ino, _priority in jobs]
             orders.append([node.name for node in nodes if node is not None])
     assert sorted(orders[0]) == sorted(orders[1])
     assert len(orders[0]) == 40

@@ -89,13 +89,13 @@ async def test_what_goes_for_a_batch_goes_together_and_what_stays_costs_one_file
         await read_all(mirror, "0123")
         inos = [await mirror.ino(str(number)) for number in range(4)]
         dropped: list[list[int]] = []
-        drop, try_remove = mirror.index.drop_replicas, mirror.cache.readers.try_remove
+        drop, try_remove = mirror.index.replicas.drop_replicas, mirror.cache.readers.try_remove
 
         def dropping(going: list[int]) -> None:
             dropped.append(going)
             drop(going)
 
-        monkeypatch.setattr(mirror.index, "drop_replicas", dropping)
+        monkeypatch.setattr(mirror.index.replicas, "drop_replicas", dropping)
         monkeypatch.setattr(
             mirror.cache.readers, "try_remove", lambda ino: ino != inos[1] and try_remove(ino)
         )
@@ -168,12 +168,12 @@ async def test_open_and_pinned_replicas_stay(files: Area) -> None:
     async with files.mounted([ROOM], eviction=LRU) as mirror:
         await read_all(mirror, "0123")
         handle = await mirror.open("0")
-        mirror.cache.index.pin(await mirror.ino("1"))
+        mirror.cache.index.pins.pin(await mirror.ino("1"))
         await read_all(mirror, "4567")
         assert await resident(mirror) == set("0167")
         assert await mirror.read(handle, 5, 100) == content(SIZE, 0)[5:105]
         handle.release()
-        mirror.cache.index.unpin(await mirror.ino("1"))
+        mirror.cache.index.pins.unpin(await mirror.ino("1"))
         await read_all(mirror, "2345")
         assert await resident(mirror) == set("2345")
 
@@ -245,13 +245,13 @@ async def test_an_eviction_that_was_cut_off_is_finished_by_the_next_mount(
     async with files.mount([ROOM], eviction=LRU, shares=shares, sound=False) as mirror:
         await read_all(mirror, "0123")
         # What a crash between the commit and the unlink leaves.
-        mirror.index.drop_replica(await mirror.ino("0"))
+        mirror.index.replicas.drop_replica(await mirror.ino("0"))
     async with files.mount([ROOM], eviction=LRU, shares=shares) as mirror:
         used = mirror.used()
         await until(lambda: blocks(mirror) == used, "its room")
         mirror.check_books()
         assert await resident(mirror) == set("123")
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
 
 
 async def test_a_smaller_capacity_is_kept_even_by_keep(files: Area) -> None:
@@ -335,7 +335,7 @@ async def test_a_move_waits_until_the_replica_is_closed(files: Area, shares: boo
         handle = await mirror.open("1")
         await until(lambda: blocks(mirror) > SIZE, "the copy")
         assert mirror.residency.tier(handle.ino) == slow
-        journal = [tier for tier, _name in mirror.index.journal()]
+        journal = [tier for tier, _name in mirror.index.replicas.journal()]
         assert shares or mirror.tiers[0].id in journal, "a crash would leave it uncounted"
         assert await mirror.read(handle, 0, SIZE) == content(SIZE, 1)
         handle.release()

@@ -279,11 +279,11 @@ async def test_an_old_listing_is_confirmed_by_one_stat(
         first = await names(mirror, d)
         for _ in range(3):
             hours.pass_by(61)
-            lists = mirror.index.listing(d)
+            lists = mirror.index.listings.listing(d)
             asked(mirror)
             assert await names(mirror, d) == first
             assert asked(mirror) == 1
-            assert mirror.index.listing(d) == lists, "it was not read again"
+            assert mirror.index.listings.listing(d) == lists, "it was not read again"
         files.write("d/new", b"")
         hours.pass_by(61)
         assert set(await names(mirror, d)) == {*first, b"new"}

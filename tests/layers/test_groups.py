@@ -52,7 +52,7 @@ async def test_many_files_are_few_calls_and_few_transactions(
     async with area.mount(copies=False) as mirror:
         copy_idle = CopyIdle(mirror.copier.jobs, Scan(mirror.tree, mirror.copier.jobs), 0)
         commits = 0
-        real = mirror.index._write
+        real = mirror.index.environment.write
 
         def write(*args: object, **options: object) -> object:
             nonlocal commits
@@ -61,7 +61,7 @@ async def test_many_files_are_few_calls_and_few_transactions(
 
         await mirror.want_each(names)
         whole, tell = mirror.whole, mirror.whole.misses_events
-        monkeypatch.setattr(mirror.index, "_write", write)
+        monkeypatch.setattr(mirror.index.environment, "write", write)
         monkeypatch.setattr(whole, "misses_events", lambda: [] if whole.busy else tell())
         mirror.copier.together.value = 50
         mirror.start_copying()
@@ -278,13 +278,18 @@ async def test_a_file_that_has_changed_is_not_stored(area: Area, names: list[str
         await begin(mirror, names)
         await mirror.settled()
         assert mirror.states(inos) == ["resident"] * 2 + ["remote"] + ["resident"] * 3
-        node = mirror.index.node(inos[2])
+        node = mirror.index.tree.node(inos[2])
         assert node is not None
         assert node.outdated
 
 
 @pytest.mark.parametrize(
-    ("call", "shares"), [("begin_segments", True), ("put_replicas", True), ("begin_copies", False)]
+    ("call", "shares"),
+    [
+        ("segments.begin_segments", True),
+        ("replicas.put_replicas", True),
+        ("replicas.begin_copies", False),
+    ],
 )
 async def test_what_cannot_be_recorded_leaves_nothing_behind(
     area: Area, names: list[str], monkeypatch: pytest.MonkeyPatch, call: str, shares: bool
@@ -292,7 +297,8 @@ async def test_what_cannot_be_recorded_leaves_nothing_behind(
     async with area.mount(copies=False, shares=shares) as mirror:
         inos = [await mirror.ino(name) for name in names]
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, call, disk_is_full)
+            part, name = call.split(".")
+            patch.setattr(getattr(mirror.index, part), name, disk_is_full)
             await begin(mirror, names)
             await mirror.settled()
         assert mirror.states(inos) == ["remote"] * 6
@@ -323,11 +329,11 @@ async def test_one_whose_place_is_not_known_any_more(
     names = area.write_files(3)
     async with area.mount(copies=False) as mirror:
         node = await mirror.node("d/f")
-        real = mirror.index.dirref
+        real = mirror.index.tree.dirref
         mirror.copier.jobs.want(node.ino, Priority.SCANNED)
         with monkeypatch.context() as patch:
             patch.setattr(
-                mirror.index, "dirref", lambda ino: None if ino == node.parent else real(ino)
+                mirror.index.tree, "dirref", lambda ino: None if ino == node.parent else real(ino)
             )
             await begin(mirror, names)
             await until(lambda: mirror.metrics.copies_completed == 3, "the others")

@@ -183,8 +183,8 @@ async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(
         assert durable(mirror, *inos) == {False}
         await mirror.mend()
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "mark_durable", disk_is_full)
-            patch.setattr(mirror.index, "sync", disk_is_full)
+            patch.setattr(mirror.index.replicas, "mark_durable", disk_is_full)
+            patch.setattr(mirror.index.environment, "sync", disk_is_full)
             await mirror.cache.sync()
         inos.append(await mirror.copied(names[1]))
         gate = mirror.tier.faults.gate("sync")
@@ -240,4 +240,4 @@ async def test_a_file_of_a_tier_that_is_not_given_is_copied_again(area: Area) ->
         await again.copied(names[1])
     async with area.mounted([1 * MIB, 1 * MIB]) as third:
         await third.idle()
-        assert third.index.journal() == []
+        assert third.index.replicas.journal() == []

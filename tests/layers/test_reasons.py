@@ -57,7 +57,7 @@ async def test_before_anybody_opened_it(files: Area) -> None:
 async def test_a_resident_file_has_none(files: Area) -> None:
     async with files.mount() as mirror:
         ino = await mirror.copied("a")
-        mirror.cache.index.pin(ino)
+        mirror.cache.index.pins.pin(ino)
         report = await why(mirror).report("a", {})
         assert (report["state"], report["cause"], report["reason"]) == ("resident", None, None)
         assert report["tier"] == mirror.tier.path

@@ -88,8 +88,8 @@ async def test_a_reboot_that_lost_the_record_of_a_file(files: Area) -> None:
         await mirror.cache.sync()
         ino = await mirror.ino("large")
         record = mirror.replica(ino)
-        mirror.index.drop_replica(ino)
-        mirror.index.file_gone(record.tier, record.name)
+        mirror.index.replicas.drop_replica(ino)
+        mirror.index.replicas.file_gone(record.tier, record.name)
         (path,) = own_files(files.tier(1))
         path.chmod(0o600)
     async with files.mounted(boot_id=b"second boot") as mirror:
@@ -108,13 +108,13 @@ async def test_a_new_index_takes_over_what_lies_there(files: Area) -> None:
     set_aside(str(files.state))
     async with files.mounted() as mirror:
         await mirror.idle()
-        totals = mirror.index.tier_totals()[mirror.tier.id]
+        totals = mirror.index.replicas.tier_totals()[mirror.tier.id]
         assert (totals.found, totals.resident) == (2, 0)
         assert mirror.used() == totals.allocated_bytes > len(LARGE)
         await read_both(mirror)
         assert mirror.posix.reads == []
         assert mirror.metrics.replicas_adopted == 2
-        assert mirror.index.tier_totals()[mirror.tier.id].resident == 2
+        assert mirror.index.replicas.tier_totals()[mirror.tier.id].resident == 2
         nodes = [await mirror.node(name) for name in ("small", "large")]
         # When they were made is told, too.
         assert {mirror.reasons.of(node).since_ns for node in nodes} == made
@@ -147,7 +147,7 @@ async def test_files_that_are_not_replicas_are_neither_counted_nor_removed(files
     set_aside(str(files.state))
     async with files.mount(sound=False) as mirror:
         await mirror.idle()
-        assert mirror.index.tier_totals()[mirror.tier.id].found == 2
+        assert mirror.index.replicas.tier_totals()[mirror.tier.id].found == 2
         await read_both(mirror)
         assert mirror.posix.reads == []
     assert outside.read_text() == "precious"
@@ -199,15 +199,15 @@ async def test_a_copy_that_a_crash_cut_off_leaves_nothing(files: Area) -> None:
         node = await mirror.node("large")
         name = node.stat.version.replica_name
         # What a crash leaves between the rename and the commit.
-        mirror.index.begin_copy(node.ino, mirror.tier.id, name)
+        mirror.index.replicas.begin_copy(node.ino, mirror.tier.id, name)
         mirror.tier.files.write_whole(name, LARGE)
         other = await mirror.node("other")
         name = other.stat.version.replica_name
-        mirror.index.begin_copy(other.ino, mirror.tier.id, name)
+        mirror.index.replicas.begin_copy(other.ino, mirror.tier.id, name)
         os.close(mirror.tier.files.create_part(name, 9_000))
     async with files.mount() as mirror:
         assert own_files(files.tier(1)) == []
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
         mirror.check_books()
         await read_both(mirror)
 
@@ -253,7 +253,7 @@ async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -
         await mirror.read(handle, MIB, 1000)
         handle.release()
         await mirror.idle()
-        mirror.index.meta_put(b"stock:1", b"")
+        mirror.index.meta.put(b"stock:1", b"")
         (Path(mirror.tier.path) / "parts" / ("d" * 32)).write_bytes(b"left over")
     async with files.mounted(copies=False) as mirror:
         await mirror.idle()
@@ -271,7 +271,7 @@ async def unsynced_in_two_tiers(files: Area, patch: pytest.MonkeyPatch) -> None:
     async with files.mount(TWO_TIERS, shares=False) as mirror:
         for name in ("small", "large", "other"):
             await mirror.copied(name)
-        assert {record.tier for _ino, record in mirror.index.replicas()} == {1, 2}
+        assert {record.tier for _ino, record in mirror.index.replicas.all()} == {1, 2}
 
 
 async def test_no_tier_counts_the_reconciliation_of_another_is_about_to_drop(

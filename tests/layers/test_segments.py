@@ -68,7 +68,9 @@ async def is_left(area: Area, names: list[str], **options: Any) -> None:
     """The next mount serves these files itself, and has given everything else back."""
     async with area.mounted(copies=False, **options) as mirror:
         await until(lambda: blocks(mirror.tier) == len(names) * TAKEN, "the rest to be given back")
-        await until(lambda: len(mirror.index.segments(mirror.tier.id)) == 1, "so for segments")
+        await until(
+            lambda: len(mirror.index.segments.segments(mirror.tier.id)) == 1, "so for segments"
+        )
         await mirror.idle()
         mirror.check_books()
         await read_locally(mirror, names)
@@ -244,9 +246,9 @@ async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
                 assert path.exists() != last
                 assert path.with_suffix(".list").exists() != last
                 mirror.check_books()
-        (empty,) = mirror.index.segments(mirror.tier.id)
+        (empty,) = mirror.index.segments.segments(mirror.tier.id)
     async with area.mounted([64 * MIB], copies=False) as mirror:
-        await until(lambda: not mirror.index.segments(mirror.tier.id), "it to be removed")
+        await until(lambda: not mirror.index.segments.segments(mirror.tier.id), "it to be removed")
         assert empty not in mirror.tier.segments.found()
         assert not lies_in(mirror.tier, empty).with_suffix(".list").exists()
 
@@ -323,7 +325,7 @@ async def test_what_threads_are_reading_stays_until_they_have_read_it(
 def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
     """The calls on which the order of a removal depends, in their order."""
     calls: list[str] = []
-    real, drop = mirror.index.sync, mirror.index.drop_replicas
+    real, drop = mirror.index.environment.sync, mirror.index.replicas.drop_replicas
 
     def sync() -> None:
         calls.append("begin sync")
@@ -334,8 +336,8 @@ def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
         drop(inos)
         calls.append("commit")
 
-    patch.setattr(mirror.index, "sync", sync)
-    patch.setattr(mirror.index, "drop_replicas", dropping)
+    patch.setattr(mirror.index.environment, "sync", sync)
+    patch.setattr(mirror.index.replicas, "drop_replicas", dropping)
     mirror.tier.faults.before("remove", lambda: calls.append("punch"))
     return calls
 
@@ -389,7 +391,7 @@ async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyP
         await mirror.cache.sync()
         old = mirror.replica(inos[0])
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "sync", disk_is_full)
+            patch.setattr(mirror.index.environment, "sync", disk_is_full)
             await evict(mirror, inos[0])
             for _ in range(2):
                 await mirror.cache.maintain()
@@ -409,7 +411,7 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
         lying = [mirror.replica(ino) for ino in inos]
         for ino in (inos[0], inos[2]):
             assert mirror.cache.evict(ino)
-        mirror.index._frozen = "for the test"
+        mirror.index.environment._frozen = "for the test"
         assert not mirror.cache.evict(inos[1])
         await mirror.idle()
         await mirror.cache.maintain()
@@ -434,7 +436,7 @@ async def test_a_crash_before_the_commit(area: Area, monkeypatch: pytest.MonkeyP
     async def until_killed() -> None:
         async with area.mount(copies=False, sound=False) as mirror:
             await copy(mirror, names[:4])
-            monkeypatch.setattr(mirror.index, "put_replicas", kill)
+            monkeypatch.setattr(mirror.index.replicas, "put_replicas", kill)
             nodes = [await mirror.node(name) for name in names[4:]]
             await mirror.cache.write_each(together(mirror, nodes))
 
@@ -445,7 +447,9 @@ async def test_a_crash_before_the_commit(area: Area, monkeypatch: pytest.MonkeyP
         assert lies_in(mirror.tier, segment).stat().st_size > 7 * TAKEN
         await until(lambda: blocks(mirror.tier) == 4 * TAKEN, "the gap to be given back")
         mirror.check_books()
-        await until(lambda: not mirror.index.segments(mirror.tier.id)[segment], "it to be noted")
+        await until(
+            lambda: not mirror.index.segments.segments(mirror.tier.id)[segment], "it to be noted"
+        )
         await read_locally(mirror, names[:4])
         await copy(mirror, names)
         assert len(mirror.tier.segments.found()) == 2
@@ -461,8 +465,8 @@ async def test_what_no_record_has_is_given_back(area: Area, size: int) -> None:
         scribble(mirror.tier, last, content(size), TAKEN)
         gone = [n for n in range(7) if mirror.replica(inos[n]).offset // TAKEN in (0, 2, 3)]
         for number in gone:
-            mirror.index.drop_replica(inos[number])
-        mirror.index.begin_segments(mirror.tier.id, [77])
+            mirror.index.replicas.drop_replica(inos[number])
+        mirror.index.segments.begin_segments(mirror.tier.id, [77])
     await is_left(area, [name for n, name in enumerate(names) if n not in gone])
 
 
@@ -509,7 +513,7 @@ async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -
     set_aside(str(area.state))
     async with area.mounted(copies=False) as mirror:
         await mirror.idle()
-        assert mirror.index.tier_totals()[mirror.tier.id].found == 4
+        assert mirror.index.replicas.tier_totals()[mirror.tier.id].found == 4
         assert occupied(mirror) == 4 * TAKEN
         mirror.check_books()
         await mirror.read_each(names)
@@ -549,7 +553,7 @@ async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None
     """One was dropped, and a crash came before its room was given back."""
     async with copied(area, 3, sound=False) as (mirror, names, inos):
         await mirror.cache.sync()
-        mirror.index.drop_replica(inos[1])
+        mirror.index.replicas.drop_replica(inos[1])
         await copy(mirror, names[1:2])
         await mirror.cache.sync()
     set_aside(str(area.state))
@@ -573,7 +577,7 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
     async with area.mounted(copies=False) as mirror:
         await mirror.idle()
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
-        assert mirror.index.tier_totals()[mirror.tier.id].found == 3
+        assert mirror.index.replicas.tier_totals()[mirror.tier.id].found == 3
         await mirror.read_each(names)
 
 
@@ -646,7 +650,7 @@ async def test_one_gets_a_file_of_its_own(area: Area, monkeypatch: pytest.Monkey
         await read_locally(mirror, names[1:])
 
 
-@pytest.mark.parametrize("call", ["put_replica", "begin_segments"])
+@pytest.mark.parametrize("call", ["replicas.put_replica", "segments.begin_segments"])
 async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -659,7 +663,8 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
             disk_is_full()
 
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, call, fail)
+            part, name = call.split(".")
+            patch.setattr(getattr(mirror.index, part), name, fail)
             await mirror.read_file(names[1])
             with trio.fail_after(5):
                 await tried.wait()

@@ -318,7 +318,7 @@ class Model(RuleBasedStateMachine):
             candidates = self.candidates(path, since_ns)
             assert any(c is None or c.type is not FileType.REGULAR for c in candidates), path
             return None
-        node = self.at.do_now(self.mirror.index.node, handle.ino)
+        node = self.at.do_now(self.mirror.index.tree.node, handle.ino)
         assert node is not None
         stat = node.stat
         candidates = self.candidates(path, since_ns)
@@ -335,7 +335,7 @@ class Model(RuleBasedStateMachine):
             outdated = opened.file is None or opened.file.content != opened.content
             if exc.errno in (errno.ESTALE, *ABSENT):
                 # Nothing of it is local, and its place has another file.
-                node = self.at.do_now(lambda: self.mirror.index.node(opened.handle.ino))
+                node = self.at.do_now(lambda: self.mirror.index.tree.node(opened.handle.ino))
                 assert outdated or self.source_fails or self.moved(node), exc
             else:
                 assert self.source_fails, exc
@@ -483,7 +483,7 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH)
     def drop(self, which: int) -> None:
-        replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas()])
+        replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas.all()])
         if replicas:
             ino = replicas[which % len(replicas)]
             self.at.do_now(self.mirror.cache.drop, ino, "the test says so")
@@ -499,7 +499,7 @@ class Model(RuleBasedStateMachine):
         node = self.at.do(retried, walk, self.mirror, path)
         if node is not None:
             cache = self.mirror.cache
-            self.at.do_now(cache.index.pin if pin else cache.index.unpin, node.ino)
+            self.at.do_now(cache.index.pins.pin if pin else cache.index.pins.unpin, node.ino)
 
     @precondition(lambda self: self.mount is not None and not self.source_fails)
     @rule(which=WHICH)
@@ -740,7 +740,7 @@ class Model(RuleBasedStateMachine):
         mirror = self.mirror
         await mirror.cache.maintain()
         await mirror.settled()
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
         for tier in mirror.tiers:
             await Scrub(
                 mirror.index, mirror.cache._tiers, mirror.cache, mirror.metrics, 1 << 40

@@ -23,7 +23,12 @@ import trio
 from monarchfs.cache import moves
 from monarchfs.cache import segments as sharing
 from monarchfs.cache.cache import Cache
-from monarchfs.index import Index
+from monarchfs.index.environment import Environment
+from monarchfs.index.listings import Listings
+from monarchfs.index.meta import Meta
+from monarchfs.index.replicas import Replicas
+from monarchfs.index.segments import Segments
+from monarchfs.index.tree import TreeTables
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles
@@ -47,7 +52,8 @@ FILES = {
 }
 
 OWNERS: dict[str, Any] = {
-    **{"index": Index, "tier": Tier, "cache": Cache, "moves": moves},
+    **{"environment": Environment, "tree": TreeTables, "listings": Listings, "meta": Meta},
+    **{"replicas": Replicas, "noted": Segments, "tier": Tier, "cache": Cache, "moves": moves},
     **{"files": ReplicaFiles, "segments": SegmentFiles, "lists": SegmentLists, "sharing": sharing},
 }
 
@@ -56,7 +62,7 @@ Crash = tuple[str, str, int]
 
 
 def crashes(text: str) -> list[Crash]:
-    """Before and after each of the first calls: ``index.sync*4`` are four."""
+    """Before and after each of the first calls: ``environment.sync*4`` are four."""
     counted = [word.partition("*")[::2] for word in text.split()]
     return [
         (call, when, nth)
@@ -202,7 +208,7 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
         await mirror.idle()
         mirror.check_books()
         nothing_left_in_segments(mirror)
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
         resident = {
             path for path in FILES if mirror.residency.state(await mirror.ino(path)) == "resident"
         }
@@ -214,20 +220,22 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
             assert await mirror.read_file(path) == data, path
         await mirror.idle()
         await mirror.settled()
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
         assert mirror.metrics.tier_errors == 0
 
 
 def any_gaps(mirror: Mirror) -> bool:
     """Whether a segment may have bytes without a record, before this mount has made any."""
-    return any(any(mirror.index.segments(tier.id).values()) for tier in mirror.tiers)
+    return any(any(mirror.index.segments.segments(tier.id).values()) for tier in mirror.tiers)
 
 
 def nothing_left_in_segments(mirror: Mirror) -> None:
     """Each segment has a record, each list a segment, and nothing else lies there."""
     for tier in mirror.tiers:
-        recorded = {r.segment for _, r in mirror.index.replicas() if r.tier == tier.id} - {0}
-        assert set(tier.segments.found()) == recorded == mirror.index.segments(tier.id).keys()
+        recorded = {r.segment for _, r in mirror.index.replicas.all() if r.tier == tier.id} - {0}
+        assert (
+            set(tier.segments.found()) == recorded == mirror.index.segments.segments(tier.id).keys()
+        )
         files = {path.name.removesuffix(".list") for path in Path(tier.path).glob("segments/*")}
         assert files == {f"{segment:016x}" for segment in recorded}
 
@@ -271,9 +279,9 @@ class Mounts(NamedTuple):
 MOUNTS = {
     "at work": Mounts(
         crashes(
-            "index.begin_copies*7 index.put_replica*10 index.drop_replicas*3 "
-            "index.file_gone*2 index.mark_durable index.sync index.begin_listing "
-            "index.add_entries index.finish_listing index.record_found_each "
+            "replicas.begin_copies*7 replicas.put_replica*10 replicas.drop_replicas*3 "
+            "replicas.file_gone*2 replicas.mark_durable environment.sync listings.begin_listing "
+            "listings.add_entries listings.finish_listing tree.record_found_each "
             "files.create_part*2 files.write files.write_unit*2 files.write_whole*6 "
             "files.finish_part*2 files.remove*2 files.remove_part files.mark_synced tier.sync "
             "cache.suspend*2 moves._copy"
@@ -281,8 +289,8 @@ MOUNTS = {
     ),
     "at work on shared files": Mounts(
         crashes(
-            "index.begin_segments*2 index.put_replica*4 index.put_replicas*5 "
-            "index.drop_replicas*3 index.mark_durable*2 index.sync*4 index.segment_clean "
+            "noted.begin_segments*2 replicas.put_replica*4 replicas.put_replicas*5 "
+            "replicas.drop_replicas*3 replicas.mark_durable*2 environment.sync*4 noted.segment_clean "
             "segments._make*2 segments.write_each*8 segments.punch*3 lists.append*4 "
             "tier.sync*4 moves._read sharing._punch_gaps"
         ),
@@ -290,29 +298,30 @@ MOUNTS = {
     ),
     "while it gives back what a crash left": Mounts(
         crashes(
-            "sharing._punch_gaps*2 segments.punch index.segment_clean*2 segments.frees_punched*2"
+            "sharing._punch_gaps*2 segments.punch noted.segment_clean*2 segments.frees_punched*2"
         ),
         first=("segments.write_each", "after", 8),
         shares=True,
     ),
     "while it gives back a new segment": Mounts(
-        crashes("segments.remove index.segment_gone"),
+        crashes("segments.remove noted.segment_gone"),
         first=("segments._make", "after", 2),
         shares=True,
     ),
     "while it clears up after a crash": Mounts(
-        crashes("index.file_gone files.discard"), first=("index.put_replica", "before", 3)
+        crashes("replicas.file_gone files.discard"),
+        first=("replicas.put_replica", "before", 3),
     ),
     "while it clears up after a reboot": Mounts(
         crashes(
-            "index.begin_boot index.drop_replicas*2 index.file_gone*2 files.discard*2 "
-            "index.meta_put*2"
+            "replicas.begin_boot replicas.drop_replicas*2 replicas.file_gone*2 files.discard*2 "
+            "meta.put*2"
         ),
         first=("tier.sync", "before", 1),
         reboots=True,
     ),
     "while a new index finds what is there": Mounts(
-        crashes("index.record_found_files*2 index.claim*2 index.meta_put*2"),
+        crashes("replicas.record_found_files*2 replicas.claim*2 meta.put*2"),
         first=("files.mark_synced", "after", 1),
         keeps_index=False,
     ),
@@ -320,19 +329,19 @@ MOUNTS = {
         crashes("files.remove*2"), first=("files.mark_synced", "before", 1), keeps_index=False
     ),
     "while it removes a segment without a list after a reboot": Mounts(
-        crashes("segments.remove index.segment_gone segments.data_ranges*2"),
+        crashes("segments.remove noted.segment_gone segments.data_ranges*2"),
         first=("lists.append", "before", 1),
         shares=True,
         reboots=True,
     ),
     "while it punches gaps after a reboot": Mounts(
-        crashes("sharing._punch_gaps segments.punch index.segment_clean"),
-        first=("index.sync", "after", 4),
+        crashes("sharing._punch_gaps segments.punch noted.segment_clean"),
+        first=("environment.sync", "after", 4),
         shares=True,
         reboots=True,
     ),
     "while it drops records after a reboot": Mounts(
-        crashes("index.begin_boot index.drop_replicas*2 index.meta_put*2"),
+        crashes("replicas.begin_boot replicas.drop_replicas*2 meta.put*2"),
         first=("lists.append", "after", 2),
         shares=True,
         reboots=True,
@@ -340,7 +349,7 @@ MOUNTS = {
     **{
         f"while a new index finds shared files, killed {when} noting them": Mounts(
             crashes(
-                "index.begin_segments*2 index.record_found_files*2 index.claim*2 index.meta_put*2"
+                "noted.begin_segments*2 replicas.record_found_files*2 replicas.claim*2 meta.put*2"
             ),
             first=("lists.append", when, 2),
             shares=True,

@@ -86,10 +86,12 @@ class Cache:
         index = Index.open(str(self.state), source_id=DATASET, trust_after_kill=True)
         tier = None
         try:
-            index.begin_boot(boot)
+            index.replicas.begin_boot(boot)
             directory = os.open(self.dataset, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                tier = Tier(directory, f"{self.path}/tier", index.tier_number(f"{self.path}/tier"))
+                tier = Tier(
+                    directory, f"{self.path}/tier", index.meta.tier_number(f"{self.path}/tier")
+                )
             finally:
                 os.close(directory)
             yield index, tier
@@ -108,7 +110,7 @@ class Cache:
     ) -> None:
         """``count`` resident files below ``dir`` in the source."""
         with self.open(boot) as (index, tier):
-            index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+            index.tree.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
             parent = record_found(
                 index, ROOT_INO, b"dir", source_stat(3, stat.S_IFDIR | 0o755), b"", NOW
             )
@@ -118,9 +120,9 @@ class Cache:
                     index, parent.ino, names % number, source_stat(100 + number), b"", NOW
                 )
                 name = node.stat.version.replica_name
-                index.begin_copy(node.ino, tier.id, name)
+                index.replicas.begin_copy(node.ino, tier.id, name)
                 allocated, total = tier.files.write_whole(name, data)
-                index.put_replica(
+                index.replicas.put_replica(
                     node.ino,
                     Replica(
                         tier.id, ReplicaState.RESIDENT, name, SIZE, allocated, False, NOW, total
@@ -131,13 +133,13 @@ class Cache:
 
     def mark_synced(self, index: Index, tier: Tier) -> None:
         tier.sync()
-        records = list(index.replicas())
-        index.mark_durable(ino for ino, _ in records)
+        records = list(index.replicas.all())
+        index.replicas.mark_durable(ino for ino, _ in records)
         tier.files.mark_synced((record.name, record.checksum) for _, record in records)
 
     def resident(self) -> list[tuple[int, Replica]]:
         with self.open() as (index, _tier):
-            return list(index.replicas())
+            return list(index.replicas.all())
 
     def files(self) -> list[Path]:
         """The complete replicas."""
@@ -185,8 +187,8 @@ SHARE = 8192
 def fill_segment(cache: Cache, count: int, *, synced: bool = True, boot: bytes = BOOT_ID) -> None:
     """``count`` resident files of the source that lie in one file."""
     with cache.open(boot) as (index, tier):
-        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
-        index.begin_segments(tier.id, [SEGMENT])
+        index.tree.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+        index.segments.begin_segments(tier.id, [SEGMENT])
         rows = []
         for number in range(count):
             file, at = source_stat(500 + number), number * SHARE
@@ -196,7 +198,7 @@ def fill_segment(cache: Cache, count: int, *, synced: bool = True, boot: bytes =
             name = node.stat.version.replica_name
             rows.append(TierFile(name, checksum(data), SIZE, SHARE, synced, NOW, SEGMENT, at))
             found = Replica.found(tier.id, rows[-1])
-            index.put_replica(node.ino, found._replace(state=ReplicaState.RESIDENT))
+            index.replicas.put_replica(node.ino, found._replace(state=ReplicaState.RESIDENT))
         if synced:
             tier.sync()
             tier.segments.lists.append(SEGMENT, rows)
@@ -213,7 +215,7 @@ def offsets(cache: Cache) -> list[int]:
 def marked(cache: Cache) -> dict[int, bool]:
     """The segments, and whether the next mount gives back what no record has."""
     with cache.open() as (index, tier):
-        return index.segments(tier.id)
+        return index.segments.segments(tier.id)
 
 
 @pytest.mark.smoke
@@ -309,7 +311,7 @@ def wrong_size(cache: Cache) -> None:
 
 def interrupted(cache: Cache) -> None:
     with cache.open() as (index, tier):
-        index.begin_copy(12345, tier.id, b"i" * 16)
+        index.replicas.begin_copy(12345, tier.id, b"i" * 16)
         fd = tier.files.create_part(b"i" * 16, 1 << 20)
         tier.files.write(fd, 0, b"x" * (128 << 10))
         os.close(fd)
@@ -318,7 +320,7 @@ def interrupted(cache: Cache) -> None:
 def interrupted_removal(cache: Cache) -> None:
     ((ino, _), *_) = cache.resident()
     with cache.open() as (index, _tier):
-        index.drop_replica(ino)
+        index.replicas.drop_replica(ino)
 
 
 def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
@@ -333,7 +335,7 @@ def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
             *(128 << 10, bytes(4) + b"\1" * 4, digests),
         )
         os.close(fd)
-        index.put_replica(node.ino, record)
+        index.replicas.put_replica(node.ino, record)
         return node.ino, record
 
 
@@ -426,19 +428,19 @@ def assert_exact(cache: Cache) -> None:
     with cache.open() as (index, tier):
         files = {file.name: file for xx in range(256) for file in tier.files.complete(xx)}
         parts = {file.name: file for file in tier.files.parts()}
-        known = {record.name: record for _, record in index.replicas() if not record.segment}
+        known = {record.name: record for _, record in index.replicas.all() if not record.segment}
         assert known.keys() == files.keys() | parts.keys()
-        sharing = [record for _, record in index.replicas() if record.segment]
-        assert {record.segment for record in sharing} <= index.segments(tier.id).keys()
-        assert set(tier.segments.found()) <= index.segments(tier.id).keys()
+        sharing = [record for _, record in index.replicas.all() if record.segment]
+        assert {record.segment for record in sharing} <= index.segments.segments(tier.id).keys()
+        assert set(tier.segments.found()) <= index.segments.segments(tier.id).keys()
         assert all(tier.verify_complete(record) for record in sharing)
-        assert index.journal() == []
+        assert index.replicas.journal() == []
         both = {**files, **parts}
         assert {n: r.allocated_bytes for n, r in known.items()} == {
             name: file.allocated_bytes for name, file in both.items()
         }
         if known or sharing:
-            totals = index.tier_totals()[tier.id]
+            totals = index.replicas.tier_totals()[tier.id]
             own = sum(file.allocated_bytes for file in both.values())
             assert totals.allocated_bytes == own + sum(r.allocated_bytes for r in sharing)
 
@@ -504,9 +506,9 @@ def test_a_segment_that_no_record_knows_is_taken_over(
     spoil_shared(cache, 1)
     if whole:
         with cache.open() as (index, tier):
-            for _, ino in index.segment_records(tier.id, SEGMENT):
-                index.drop_replica(ino)
-            index.segment_gone(tier.id, SEGMENT)
+            for _, ino in index.segments.segment_records(tier.id, SEGMENT):
+                index.replicas.drop_replica(ino)
+            index.segments.segment_gone(tier.id, SEGMENT)
     else:
         shutil.rmtree(cache.state / "index")
     gone = {} if whole else {"index_missing": 1}
@@ -520,11 +522,11 @@ def test_a_segment_that_no_record_knows_is_taken_over(
     assert fsck("--checksum").report["findings"] == {}
     assert_exact(cache)
     with cache.open() as (index, tier):
-        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+        index.tree.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
         for number, there in enumerate((True, False, True, True)):
             file = source_stat(500 + number)
             node = record_found(index, ROOT_INO, b"s%d" % number, file, b"", NOW)
-            claimed = index.claim(node.ino, file.version.replica_name, SIZE)
+            claimed = index.replicas.claim(node.ino, file.version.replica_name, SIZE)
             assert (claimed is not None) == there
             if claimed is not None:
                 assert claimed.durable
@@ -545,9 +547,9 @@ def test_a_segment_of_which_nothing_is_known_is_removed(
         spoil_shared(cache, 0)
         spoil_shared(cache, 1)
     with cache.open() as (index, tier):
-        for _, ino in index.segment_records(tier.id, SEGMENT):
-            index.drop_replica(ino)
-        index.segment_gone(tier.id, SEGMENT)
+        for _, ino in index.segments.segment_records(tier.id, SEGMENT):
+            index.replicas.drop_replica(ino)
+        index.segments.segment_gone(tier.id, SEGMENT)
     assert fsck().report["findings"] == fsck("--checksum").report["findings"] == {"orphan": 1}
     assert segment_of(cache).exists()
     assert fsck("--repair").code == 0
@@ -579,7 +581,7 @@ def test_what_is_only_noted(cache: Cache, fsck: Fsck) -> None:
     cache.files()[0].chmod(0o600)
     (_, (ino, record), _) = cache.resident()
     with cache.open() as (index, _tier):
-        index.put_replica(ino, record._replace(allocated_bytes=1 << 20))
+        index.replicas.put_replica(ino, record._replace(allocated_bytes=1 << 20))
     noted = fsck()
     assert (noted.code, noted.report["clean"]) == (0, True)
     assert noted.report["findings"] == {"not_synced": 1, "wrong_blocks": 1}
@@ -592,10 +594,10 @@ def test_the_map_of_a_part_survives_a_repair(cache: Cache, fsck: Fsck) -> None:
     cache.fill(1)
     ino, record = partial(cache)
     with cache.open() as (index, _tier):
-        index.put_replica(ino, record._replace(allocated_bytes=1))
+        index.replicas.put_replica(ino, record._replace(allocated_bytes=1))
     assert fsck("--repair").report["findings"] == {"wrong_blocks": 1}
     with cache.open() as (index, _tier):
-        assert index.replica(ino) == record
+        assert index.replicas.replica(ino) == record
     assert fsck("--checksum").report["findings"] == {}
 
 
@@ -669,12 +671,12 @@ def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: Damage, 
 def assert_claimed_by_name(cache: Cache, count: int) -> None:
     """The next mount gets its replicas back, without the source."""
     with cache.open() as (index, _tier):
-        index.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
+        index.tree.record_root(source_stat(2, stat.S_IFDIR | 0o755), NOW)
         for number in range(count):
             node = record_found(
                 index, ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW
             )
-            claimed = index.claim(node.ino, node.stat.version.replica_name, SIZE)
+            claimed = index.replicas.claim(node.ino, node.stat.version.replica_name, SIZE)
             assert claimed is not None
             assert claimed.durable
 
@@ -733,7 +735,7 @@ def test_a_tier_that_is_not_there(cache: Cache, fsck: Fsck, link: bool) -> None:
 def test_a_tier_that_was_never_used_is_not_missed(cache: Cache, fsck: Fsck) -> None:
     cache.fill(1)
     with cache.open() as (index, _tier):
-        index.tier_number("/no/such/tier")
+        index.meta.tier_number("/no/such/tier")
     done = fsck("--repair")
     assert (done.code, done.report["findings"]) == (0, {})
     assert [tier["present"] for tier in done.report["tiers"]] == [True, False]

@@ -251,7 +251,7 @@ class Mirror:
         self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)
         self.misses = Misses(
             whole,  # type: ignore[arg-type]
-            index,
+            index.tree,
             posix.opened_directory,
             self.files.only_remote,
             self.files.racy_opens.opens_until,
@@ -292,7 +292,7 @@ class Mirror:
     # -- what the kernel would do
 
     async def node(self, path: str) -> Node:
-        node = self.index.node(ROOT_INO)
+        node = self.index.tree.node(ROOT_INO)
         for name in path.encode().split(b"/"):
             assert node is not None
             found = await self.tree.names.lookup(node.ino, name)
@@ -349,11 +349,11 @@ class Mirror:
         return sum(read.size for read in self.posix.reads if read.ino == ino)
 
     def record(self, ino: int) -> Replica | None:
-        return self.index.replica(ino)
+        return self.index.replicas.replica(ino)
 
     def replica(self, ino: int) -> Replica:
         """As ``record``, where there must be one."""
-        found = self.index.replica(ino)
+        found = self.index.replicas.replica(ino)
         assert found is not None
         return found
 
@@ -409,7 +409,7 @@ class Mirror:
         check_accounts(self.cache.placement)
         for tier in self.tiers:
             path = Path(tier.path)
-            records = [r for _ino, r in self.index.replicas() if r.tier == tier.id]
+            records = [r for _ino, r in self.index.replicas.all() if r.tier == tier.id]
             parts = {r.name.hex() for r in records if r.state is ReplicaState.PARTIAL}
             sharing = [r for r in records if r.segment]
             records = [r for r in records if not r.segment]
@@ -445,13 +445,13 @@ class Mirror:
             for r in sharing:
                 in_segments[r.segment] += r.allocated_bytes
             there = tier.segments.found()
-            assert in_segments.keys() <= set(there) <= self.index.segments(tier.id).keys()
+            assert in_segments.keys() <= set(there) <= self.index.segments.segments(tier.id).keys()
             assert {segment: data_bytes(tier, segment) for segment in there} == {
                 segment: in_segments[segment] for segment in there
             }
             blocks = sum(recorded.values()) + in_segments.total()
             assert self.placement.ledger(tier.id).usage[0] == blocks, (recorded, tier.id)
-            totals = self.index.tier_totals().get(tier.id, TierTotals())
+            totals = self.index.replicas.tier_totals().get(tier.id, TierTotals())
             assert totals == (
                 len(whole) + len(sharing) - found,
                 len(parts),
@@ -461,7 +461,7 @@ class Mirror:
 
     def reason(self, ino: int) -> str:
         """Why it is not resident; empty where it is."""
-        node = self.index.node(ino)
+        node = self.index.tree.node(ino)
         assert node is not None
         return self.reasons.sentence(node) or ""
 

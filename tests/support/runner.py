@@ -79,7 +79,7 @@ class Runner:
             for action in actions:
                 if action.ino in cache._open:
                     self.violations.append(f"inode {action.ino} was evicted while it was open")
-                if cache.index.pinned(action.ino):
+                if cache.index.pins.pinned(action.ino):
                     self.violations.append(f"inode {action.ino} was evicted while it was pinned")
             return evict(actions)
 
@@ -87,7 +87,7 @@ class Runner:
 
     def _watch_syncs(self) -> None:
         """What a restart of the machine may leave of the index is the last that was synced."""
-        sync, data = self.mirror.index.sync, self._area.state / "index/data.mdb"
+        sync, data = self.mirror.index.environment.sync, self._area.state / "index/data.mdb"
 
         def look() -> None:
             if data.exists():
@@ -101,7 +101,7 @@ class Runner:
             except RuntimeError:
                 look()  # it is the event loop's thread
 
-        self.mirror.index.sync = watched
+        self.mirror.index.environment.sync = watched
 
     def do(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
         """Run it on the event loop, and wait for it."""
@@ -212,8 +212,8 @@ class Runner:
             for call in SEGMENT_CALLS:
                 setattr(tier.segments, call, _dead_tier)
             tier.segments.write_each = _dead_segments
-        mirror.index._write = _dead_index
-        mirror.index.sync = _dead_index
+        mirror.index.environment.write = _dead_index
+        mirror.index.environment.sync = _dead_index
 
         async def without_close() -> None:
             mirror.index.close(clean=False)
@@ -248,7 +248,7 @@ def mounted(area: Area, **options: Any) -> Runner:
 
 async def walk(mirror: Mirror, path: str) -> Node | None:
     """The node at a path, None where there is none. Raises OSError."""
-    node = mirror.index.node(ROOT_INO)
+    node = mirror.index.tree.node(ROOT_INO)
     for name in path.encode().split(b"/") if path else ():
         assert node is not None
         found = await mirror.tree.names.lookup(node.ino, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,7 +38,8 @@ class FakeIndex:
 def lookup_of(index: FakeIndex) -> RecordLookup:
     """This node owns the names that begin with an o."""
     unused: Any = None
-    lookup = RecordLookup(index, set(), set(), unused)  # type: ignore[arg-type]
+    whole: Any = SimpleNamespace(replicas=index)
+    lookup = RecordLookup(whole, set(), set(), unused)
     lookup.owns = lambda name, size: name.startswith(b"o")
     return lookup
 

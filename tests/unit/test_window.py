@@ -111,11 +111,12 @@ class Following:
         nursery.start_soon(self.window.run)
 
     def _cache(self) -> SimpleNamespace:
-        index = SimpleNamespace(
-            replicas_of=lambda _inos: {},
+        tree = SimpleNamespace(
             nodes_of=lambda inos: {ino: node(ino) for ino in inos},
             dirref=lambda _ino: SimpleNamespace(path=b""),
         )
+        replicas = SimpleNamespace(replicas_of=lambda _inos: {})
+        index = SimpleNamespace(tree=tree, replicas=replicas)
         return SimpleNamespace(
             index=index, usage=SimpleNamespace(room_for=lambda _size: (None, []))
         )
@@ -368,7 +369,7 @@ async def test_a_slow_source_brings_the_readers_nearer(following: Following) -> 
 
 def test_the_copier_tells_of_no_read_of_the_window() -> None:
     """Nor of bytes that were in memory already."""
-    cache = SimpleNamespace(index=SimpleNamespace(nodes_of=lambda _inos: {}))
+    cache = SimpleNamespace(index=SimpleNamespace(tree=SimpleNamespace(nodes_of=lambda _inos: {})))
     jobs = SimpleNamespace(retries=SimpleNamespace(forget_failures=lambda _ino: None))
     data = memoryview(bytes(SIZE))
     served = [
