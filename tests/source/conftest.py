@@ -12,7 +12,7 @@ import trio
 from monarchfs.source import PosixSource
 from tests.source.tools import HangingPosix, open_descriptors
 from tests.support.asynchronous import arguments_of
-from tests.support.open_directories import close_directories
+from tests.support.open_directories import keep_no_directories
 from tests.support.timing import wait_for
 
 
@@ -65,7 +65,7 @@ def root_fd(root: Path) -> Iterator[int]:
 def posix(root_fd: int) -> Iterator[PosixSource]:
     source = PosixSource(root_fd)
     yield source
-    close_directories(source)
+    keep_no_directories(source)
 
 
 @pytest.fixture
@@ -76,4 +76,4 @@ def hanging(root: Path, root_fd: int) -> Iterator[HangingPosix]:
     yield source
     source.release.set()
     wait_for(lambda: source.inside == 0, "all calls to end")
-    close_directories(source)
+    keep_no_directories(source)

@@ -51,7 +51,7 @@ from tests.layers.recording import RecordingKernel
 from tests.layers.whole import WholeReaders, WholeReads
 from tests.support.accounts import check_accounts
 from tests.support.faults import FaultySource, FaultyTier
-from tests.support.open_directories import close_directories
+from tests.support.open_directories import keep_no_directories
 from tests.support.timing import WAIT_SECONDS, Stopwatch
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -144,7 +144,7 @@ class Area:
                 opened.append(tier)
             async with trio.open_nursery() as nursery:
                 posix = FaultySource(root_fd)
-                stack.callback(close_directories, posix)
+                stack.callback(keep_no_directories, posix)
                 whole = WholeReads(posix)
                 stack.callback(whole.close)
                 metrics = Metrics()
