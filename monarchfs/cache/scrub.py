@@ -8,10 +8,7 @@ from collections.abc import Callable
 
 import trio
 
-from monarchfs.cache.moves import Moves
-from monarchfs.cache.tiers import Tiers
-from monarchfs.index.index import Index
-from monarchfs.metrics import Metrics
+from monarchfs.cache.accounts import Accounts
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
 from monarchfs.system.threads import run_sync
@@ -33,14 +30,12 @@ class Scrub:
     Constant: its parts, ``rate`` in bytes a second. Changing: ``checked_bytes``.
     """
 
-    def __init__(
-        self, index: Index, tiers: Tiers, cache: Moves, metrics: Metrics, rate: int
-    ) -> None:
+    def __init__(self, accounts: Accounts, rate: int) -> None:
         self.rate = rate
-        self._index = index
-        self._tiers = tiers
-        self._cache = cache
-        self._metrics = metrics
+        self._accounts = accounts
+        self._index = accounts.index
+        self._tiers = accounts.all_tiers
+        self._metrics = accounts.metrics
         self._stopping = False
 
     async def run(self) -> None:
@@ -84,7 +79,7 @@ class Scrub:
         # It may have gone, or have moved, meanwhile.
         if not sound and self._index.replicas.replica(ino) == record:
             log.warning("tier %s: replica of inode %d is corrupt: dropped", tier.path, ino)
-            self._cache.corrupt(ino)
+            self._accounts.corrupt(ino)
 
     def _pacer(self) -> Callable[[int], None]:
         """A function that limits the rate by sleeping, in the thread that reads."""

@@ -301,7 +301,7 @@ class Files:
         ):
             return False
         # What is being copied as a whole has no replica.
-        return self._copies.jobs.copying(node.ino) or self.cache.claim(node) is None
+        return self._copies.jobs.copying(node.ino) or self.cache.accounts.claim(node) is None
 
     def read_ahead(self, ino: int, first: int, last: int) -> None:
         """They read the chunks [first, last) of a file that is not resident."""

@@ -44,7 +44,7 @@ class Reasons:
     def of(self, node: Node, *, exact: bool = False) -> Residence:
         """All that is known. ``exact``: also how many files go before it, which has to look at
         the whole queue."""
-        state, record = self._residency.state(node.ino), self._cache.state(node.ino)
+        state, record = self._residency.state(node.ino), self._cache.accounts.state(node.ino)
         known = record is not None and record.tier in self._cache.tiers
         return Residence(
             state,
@@ -124,7 +124,7 @@ class Reasons:
         return f"{reason.text} ({ago}{then})"
 
     def _no_room(self, node: Node, reason: Reason, ago: str) -> str:
-        record = self._cache.state(node.ino)
+        record = self._cache.accounts.state(node.ino)
         local = self._local_bytes(node, record)
         need, rooms = self._cache.usage.room_for(_rest(node, record, local))
         short = f"{format_bytes(reason.missing_bytes)} short"
@@ -145,7 +145,7 @@ class Reasons:
         return f"{reason.text}: {tiers}" if tiers else reason.text
 
     def _unreadable(self, node: Node) -> str | None:
-        record = self._cache.state(node.ino)
+        record = self._cache.accounts.state(node.ino)
         if record is None or record.tier not in self._cache.tiers:
             return None
         why = self._cache.usage.out_of_reach(record.tier)

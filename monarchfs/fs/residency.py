@@ -16,7 +16,7 @@ class Residency:
 
     def state(self, ino: int) -> str:
         """One of resident, partial, copying, remote."""
-        record = self._cache.state(ino)
+        record = self._cache.accounts.state(ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return "resident"
         if self._copies.jobs.copying(ino):
@@ -27,5 +27,5 @@ class Residency:
 
     def tier(self, ino: int) -> str | None:
         """The path of the tier that has a replica, whole or partial."""
-        record = self._cache.state(ino)
+        record = self._cache.accounts.state(ino)
         return None if record is None else self._cache.tiers[record.tier].path

@@ -48,7 +48,7 @@ class Why:
         stale = self._metrics.stale_answers
         node, answered = await self._finder.find_within(path, SOURCE_SECONDS)
         # A replica that an earlier index left in a tier counts, too.
-        self._cache.claim(node)
+        self._cache.accounts.claim(node)
         now_ns = time.time_ns()
         common: dict[str, Any] = {
             "pinned": self._tree.index.pins.pinned(node.ino),

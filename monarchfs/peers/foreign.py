@@ -50,7 +50,7 @@ class ForeignReplicas:
             return False
         if not self._cache.lookup.evictable(ino) or not self._cache.readers.try_remove(ino):
             return False
-        return self._cache.drop(ino, "the node that owns it keeps it", Cause.FOREIGN)
+        return self._cache.accounts.drop(ino, "the node that owns it keeps it", Cause.FOREIGN)
 
     def _is_kept_elsewhere(self, name: bytes, size: int) -> bool:
         """Of a large file nobody knows: then its owner must answer."""

@@ -230,7 +230,9 @@ class Ahead:
             return True
         await trio.lowlevel.checkpoint()
         if spare:
-            small = [node for node in nodes if _small(node) and self._cache.keeps(node)]
+            small = [
+                node for node in nodes if _small(node) and self._cache.reservations.keeps(node)
+            ]
             walks.found(directory, [(node.ino, node.stat.size) for node in small])
         if batch:
             walks.reached(directory, batch[-1][0].cookie)

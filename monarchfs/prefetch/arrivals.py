@@ -207,7 +207,7 @@ class Arrivals:
     def leave(self, ino: int) -> None:
         """Do nothing more for a file that no thread has begun to read. No checkpoint."""
         if (wanted := self._no_more(ino)) is not None:
-            self._cache.cancel(wanted.place)
+            self._cache.writer.cancel(wanted.place)
             self._end([(ino, wanted)])
 
     def suspend(self) -> None:
@@ -215,7 +215,7 @@ class Arrivals:
         self._over = True
         for wanted in (*self._wanted.values(), *(wanted for *_, wanted in self._waiting)):
             if wanted is not None:
-                self._cache.cancel(wanted.place)
+                self._cache.writer.cancel(wanted.place)
         self._wanted.clear()
         self._waiting.clear()
 
@@ -292,9 +292,9 @@ class Arrivals:
             self._jobs.retries.forget_failures(ino)
             self._wait((node, served.data, wanted))
             return
-        self._cache.cancel(place)
+        self._cache.writer.cancel(place)
         if served.error == CHANGED:
-            self._cache.outdated(node)
+            self._cache.accounts.outdated(node)
         known = self._cache.index.tree.node(ino)
         if known is None or known.outdated:
             self._metrics.copies_outdated += 1
@@ -339,12 +339,12 @@ class Arrivals:
             if not kept:
                 await trio.lowlevel.checkpoint()
                 return
-            results = await self._cache.write_each(kept)
+            results = await self._cache.writer.write_each(kept)
             for (place, _data), result in zip(kept, results, strict=True):
                 if isinstance(result, OSError):
-                    self._cache.tier_failed(place, result)
+                    self._cache.writer.tier_failed(place, result)
                     self._metrics.copy_failed(result.errno)
-                    await self._cache.abandon(
+                    await self._cache.writer.abandon(
                         place, Cause.FAILED, f"copying failed: {result.strerror}"
                     )
         finally:
@@ -353,7 +353,7 @@ class Arrivals:
     def _placed(self, arrived: list[Arrived]) -> list[tuple[Reservation, memoryview]]:
         """The files for which there is room, each with its place."""
         homeless = [node for node, _data, wanted in arrived if wanted is None]
-        found = iter(self._cache.reserve_each(homeless, evicts=True))
+        found = iter(self._cache.reservations.reserve_each(homeless, evicts=True))
         places = [next(found) if wanted is None else wanted.place for *_, wanted in arrived]
         return [
             (place, data)

@@ -123,7 +123,7 @@ class Copier:
         self._nursery.start_soon(self.files.checkpoints)
         while True:
             # Memory must not fill up with what a slow tier cannot take.
-            while not self._slots.free or self._cache.backlogged:
+            while not self._slots.free or self._cache.writer.backlogged:
                 await self.jobs.wakes.park()
             # Sleep before claiming anything: a reader must not wait for work that is put off.
             if self._source.demand_waiting and not any(
@@ -297,7 +297,9 @@ class Copier:
         """``_begin`` of each."""
         begun = []
         for place, node in zip(
-            self._cache.reserve_each(nodes, evicts=priority <= Priority.HINTED), nodes, strict=True
+            self._cache.reservations.reserve_each(nodes, evicts=priority <= Priority.HINTED),
+            nodes,
+            strict=True,
         ):
             if place is None:
                 self.jobs.notify([node.ino])
@@ -344,7 +346,7 @@ class Copier:
         node = place.node
         fill = self.files.to_copy(node)
         if fill is None:
-            self._cache.cancel(place)
+            self._cache.writer.cancel(place)
         elif fill.begin_filling(place):
             self.jobs.begin(fill, priority)
         self.jobs.arrived([node.ino])

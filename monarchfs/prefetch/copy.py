@@ -118,7 +118,7 @@ class Copy:
             return True
         if self.reservation is not None or not self.past_racy_window:
             return False  # an earlier one is still being given back, or it is too young
-        return self.begin_filling(self._cache.reserve(self.node, evicts=evicts))
+        return self.begin_filling(self._cache.reservations.reserve(self.node, evicts=evicts))
 
     def begin_filling(self, reservation: Reservation | None) -> bool:
         """``start_filling`` where that is known to be possible and the cache was asked already."""
@@ -146,7 +146,7 @@ class Copy:
             and not reservation.given_up
         ):
             chunks = self.chunks
-            self._cache.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
+            self._cache.writer.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
 
     # -- the end of it
 
@@ -166,7 +166,7 @@ class Copy:
         """The source has another version now: what was read of this one is not mixed with it."""
         self._changes += 1
         self._hide()
-        self._cache.outdated(self.node)
+        self._cache.accounts.outdated(self.node)
         if self.state is State.FILLING:
             self._metrics.copies_outdated += 1
             self.give_up(Cause.CHANGED, "it changed in the source while it was copied")
@@ -184,7 +184,7 @@ class Copy:
         assert self.reservation is not None
         # Also when the mount ends: it waits for this tier's threads alone, as that would anyway.
         with trio.CancelScope(shield=True):
-            await self._cache.abandon(self.reservation, cause, reason)
+            await self._cache.writer.abandon(self.reservation, cause, reason)
         self._reset()
         self.settle()
         self._wake_copier(self)
@@ -197,7 +197,7 @@ class Copy:
         self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
 
     def _tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
-        self._cache.tier_failed(reservation, exc)
+        self._cache.writer.tier_failed(reservation, exc)
         if self.state is State.FILLING:
             self._metrics.copy_failed(exc.errno)
             self.give_up(Cause.FAILED, f"{what}: {exc.strerror}")
@@ -216,9 +216,9 @@ class Copy:
             if self.size == 0:
                 if not await self._may_read():
                     return
-                stored = await self._cache.write_all(reservation, b"")
+                stored = await self._cache.writer.write_all(reservation, b"")
             else:
-                stored = await self._cache.finish(reservation)
+                stored = await self._cache.writer.finish(reservation)
             if stored:
                 if self.remote.spans is not None:
                     self.remote.spans.completed(reservation.digests)
@@ -320,13 +320,13 @@ class Copy:
         reservation = self.reservation
         assert reservation is not None
         if reservation.fd < 0:
-            self._cache.cancel(reservation)
+            self._cache.writer.cancel(reservation)
         else:
             try:
                 chunks = self.chunks
-                self._cache.suspend(reservation, chunks.chunk_bytes, chunks.saved())
+                self._cache.writer.suspend(reservation, chunks.chunk_bytes, chunks.saved())
             except OSError as exc:
-                self._cache.tier_failed(reservation, exc)
+                self._cache.writer.tier_failed(reservation, exc)
                 return False
         self._reset()
         return True
@@ -335,7 +335,7 @@ class Copy:
         """At the end of the mount, when no task of the copier runs any more."""
         if self.state is State.FILLING and not self._keep_part():
             assert self.reservation is not None
-            await self._cache.abandon(
+            await self._cache.writer.abandon(
                 self.reservation, Cause.FAILED, "its copy could not be suspended"
             )
             self._reset()

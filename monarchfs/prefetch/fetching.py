@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import trio
 
-from monarchfs.cache import groups
+from monarchfs.cache import writer
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.engine.units import Unit
@@ -41,7 +41,7 @@ class Fetching(Copy):
         """Take a run of missing chunks; None where there is no room for it."""
         assert self.reservation is not None
         start, end = self.chunks.span(first, last)
-        if not self._cache.grow(self.reservation, end - start):
+        if not self._cache.reservations.grow(self.reservation, end - start):
             self.full = True
             return None
         self.chunks.claim(first, last)
@@ -57,7 +57,7 @@ class Fetching(Copy):
 
     def _unit(self, start: int, end: int, lane: Lane) -> Unit:
         # A slow tier must not slow the readers: what they wait for is fetched again some time.
-        most = groups.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
+        most = writer.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
         return Unit(
             self.node.ino,
             start,
@@ -83,7 +83,7 @@ class Fetching(Copy):
     @property
     def own_alone(self) -> bool:
         """Whether only the spans that this node owns are kept."""
-        return self.remote.spans is not None and not self._cache.keeps_foreign
+        return self.remote.spans is not None and not self._cache.reservations.keeps_foreign
 
     def claim_next(self, unit_bytes: int, *, owned_only: bool = False) -> Fetch | None:
         """The next run to be copied in the background, or None where there is none to claim.
@@ -178,7 +178,7 @@ class Fetching(Copy):
         if not self._fills(fetch):
             return
         try:
-            if not await self._cache.write(reservation, unit, fetch.done):
+            if not await self._cache.writer.write(reservation, unit, fetch.done):
                 self.full = True
         except OSError as exc:
             self._tier_failed(reservation, exc, "copying failed")
@@ -234,14 +234,14 @@ class Fetching(Copy):
             self._cache.readers.nonresident.chunks(self.node.ino, first, last, state)
 
     async def _keep_whole(self, fetch: Fetch, data: bytes, lane: Lane) -> None:
-        if lane is Lane.DEMAND and self._cache.backlogged:
+        if lane is Lane.DEMAND and self._cache.writer.backlogged:
             # A slow tier must not slow the readers: these bytes are fetched again some time.
             self._metrics.chunks_dropped += fetch.last - fetch.first
             return
         reservation = self.reservation
         assert reservation is not None
         try:
-            stored = await self._cache.write_all(reservation, data)
+            stored = await self._cache.writer.write_all(reservation, data)
         except OSError as exc:
             self._tier_failed(reservation, exc, "copying failed")
             return

@@ -154,9 +154,9 @@ class Fill(Fetching):
         reservation = self.reservation
         assert reservation is not None
         try:
-            data = self._cache.read_part_nowait(reservation, offset, end - offset)
+            data = self._cache.writer.read_part_nowait(reservation, offset, end - offset)
             if data is None:
-                data = await self._cache.read_part(reservation, offset, end - offset)
+                data = await self._cache.writer.read_part(reservation, offset, end - offset)
         except OSError as exc:
             self._tier_failed(reservation, exc, "its copy could not be read")
             return None
@@ -179,7 +179,7 @@ class Fill(Fetching):
         try:
             data, version = await self.remote.read(offset, end, Lane.DEMAND)
         except SourceChanged:
-            self._cache.outdated(self.node)
+            self._cache.accounts.outdated(self.node)
             raise
         self._saw(version)
         self.allow_direct_reads()

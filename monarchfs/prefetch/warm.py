@@ -243,7 +243,7 @@ class Warm:
                 _versions, names = self.outstanding.get(ino, (1, 0))
                 self._want(ino, 1, names + 1)
             else:
-                record = self._cache.state(ino)
+                record = self._cache.accounts.state(ino)
                 if record is not None and record.state is ReplicaState.PARTIAL:
                     counts.partial += 1
                     counts.local_bytes += record.present_bytes
@@ -266,7 +266,7 @@ class Warm:
         """The copier has done something for files; perhaps all it will."""
         ended = [ino for ino in inos if ino in self.outstanding and not self._jobs.pending(ino)]
         if ended:
-            records = self._cache.states(ended)
+            records = self._cache.accounts.states(ended)
             for ino in ended:
                 self._end(ino, records.get(ino), *self.outstanding.pop(ino))
             self._news.unpark_all()
@@ -281,7 +281,11 @@ class Warm:
         node, reason = self._cache.index.tree.node(ino), self._cache.reasons.get(ino)
         if node is None or node.outdated:
             self._changed(node, versions, names)
-        elif reason.cause is Cause.FOREIGN if reason else record and not self._cache.keeps_foreign:
+        elif (
+            reason.cause is Cause.FOREIGN
+            if reason
+            else record and not self._cache.reservations.keeps_foreign
+        ):
             return  # the rest is the owners' to copy
         elif reason is not None and reason.cause in _REFUSED:
             fill = self._jobs.files.get(ino)

@@ -162,7 +162,7 @@ class Window:
         ended = self._to_tier.intersection(inos) if self._to_tier else ()
         for ino in ended:
             if not self._jobs.pending(ino):
-                record = self._cache.state(ino)
+                record = self._cache.accounts.state(ino)
                 if record is None or record.state is not ReplicaState.RESIDENT:
                     self._to_tier.discard(ino)
                     self._refused.add(ino)
@@ -311,7 +311,7 @@ class Window:
         has_room = evicts or any(room.takes(need) for room in rooms)
         others = []
         for node in nodes:
-            if has_room and self._jobs.keeps and self._cache.keeps(node):
+            if has_room and self._jobs.keeps and self._cache.reservations.keeps(node):
                 order.fetch(node)
                 self._to_tier.add(node.ino)
                 self._jobs.want(node.ino, Priority.HINTED)

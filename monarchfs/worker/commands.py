@@ -187,8 +187,8 @@ class Commands:
         return {"paths": reports}
 
     async def _weigh(self, paths: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
-        if self._cache.eviction is not EvictionPolicy.WEIGHTED:
-            evict = self._cache.eviction.value
+        if self._cache.accounts.eviction is not EvictionPolicy.WEIGHTED:
+            evict = self._cache.accounts.eviction.value
             raise OperationError(f"the mount has --evict {evict}: weights need --evict weighted")
         try:
             weights = weights_of(request)
@@ -199,7 +199,7 @@ class Commands:
         found = [(node.ino, weight) for node, weight in pairs if node is not None]
         unknown = [path for path, node in zip(paths, nodes, strict=True) if node is None]
         # At once, so that a job is never weighed by half of a request.
-        self._cache.weigh(found, replace=request.get("replace") is True)
+        self._cache.accounts.weigh(found, replace=request.get("replace") is True)
         first = unknown[0] if unknown else ""
         return {"files": len(found), "unknown": len(unknown), "first_unknown": first}
 
@@ -251,7 +251,7 @@ class Commands:
                 await trio.lowlevel.checkpoint()
 
     def _evict(self, node: Node) -> bool | None:
-        return None if self._cache.state(node.ino) is None else self._cache.evict(node.ino)
+        return None if self._cache.accounts.state(node.ino) is None else self._cache.evict(node.ino)
 
 
 async def _unless_broken(talk: Callable[[], Any], command: trio.CancelScope) -> None:

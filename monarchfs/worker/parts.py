@@ -10,8 +10,8 @@ import trio
 
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
+from monarchfs.cache.accounts import CacheOptions
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.records import CacheOptions
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import DataPath, PrefetchMode
 from monarchfs.engine.misses import Misses
@@ -292,7 +292,7 @@ class Parts:
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
-        self.cache.bind(
+        self.cache.accounts.bind(
             self.files.invalidation.noticed, self.passthrough, self.kernel.invalidate_inode
         )
         file_system = FileSystem(self.tree, self.files, self.xattrs)

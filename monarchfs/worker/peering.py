@@ -98,7 +98,7 @@ class Peering:
         self._lookup = cache.lookup
         if share is not ShareMode.REPLICATE:
             cache.lookup.owns = self._owns_some
-        cache.keeps_foreign = share is not ShareMode.PARTITION
+        cache.reservations.keeps_foreign = share is not ShareMode.PARTITION
         self._foreign = None
         if share is ShareMode.PARTITION:
             self._foreign = ForeignReplicas(cache, owners, self.following)

@@ -119,8 +119,8 @@ class Worker(Parts):
     async def _begin_background(self) -> None:
         config = self.config
         if (weights := self.said.weights()) is not None:
-            self.cache.weigh(list(weights.items()), replace=True)
-        self.cache.weighed = self.said.keep_weights
+            self.cache.accounts.weigh(list(weights.items()), replace=True)
+        self.cache.accounts.weighed = self.said.keep_weights
         self._nursery.start_soon(self.kernel.run)
         self._nursery.start_soon(self.passthrough.run)
         self._nursery.start_soon(self.relay.run)
@@ -132,7 +132,7 @@ class Worker(Parts):
         self._nursery.start_soon(self.adapter.handleless.run)
         self._nursery.start_soon(self.copier.run)
         self._nursery.start_soon(self.cache.watch)
-        self._nursery.start_soon(self.cache.sync_loop)
+        self._nursery.start_soon(self.cache.accounts.sync_loop)
         self._nursery.start_soon(purge, self.index, self._mount_ns)
         self._nursery.start_soon(_measure_delay, self.metrics.event_loop_delay)
         if self.peering is not None:
@@ -171,7 +171,7 @@ class Worker(Parts):
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
             await self.copier.files.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
-                await self.cache.sync()
+                await self.cache.accounts.sync()
                 self.said.clear()
         self.count()
         self.cache.close()

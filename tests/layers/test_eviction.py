@@ -100,10 +100,10 @@ async def test_what_goes_for_a_batch_goes_together_and_what_stays_costs_one_file
             mirror.cache.readers, "try_remove", lambda ino: ino != inos[1] and try_remove(ino)
         )
         nodes = [await mirror.node(name) for name in "456"]
-        places = mirror.cache.reserve_each(nodes, evicts=True)
+        places = mirror.cache.reservations.reserve_each(nodes, evicts=True)
         assert dropped == [[inos[0], inos[2]], [inos[3]]], "the last file is asked for anew"
         wanted = [(place, content(SIZE, n)) for n, place in enumerate(places, 4) if place]
-        assert await mirror.cache.write_each(wanted) == [True] * 3
+        assert await mirror.cache.writer.write_each(wanted) == [True] * 3
         assert await resident(mirror) == set("1456")
 
 
@@ -112,11 +112,11 @@ async def test_given_weights_say_what_stays_and_what_lies_in_the_faster_tier(fil
     async with files.mount([ROOM, ROOM], eviction=WEIGHTED) as mirror:
         inos = [await mirror.ino(str(number)) for number in range(8)]
         fast, slow = mirror.cache.tiers
-        mirror.cache.weigh([(inos[n], 8.0 - n) for n in range(8)], replace=False)
+        mirror.cache.accounts.weigh([(inos[n], 8.0 - n) for n in range(8)], replace=False)
         await read_all(mirror, "01234567" * 2)
         assert await resident(mirror) == set("01234567")
-        mirror.cache.weigh([(inos[n], float(n)) for n in range(8)], replace=False)
-        ledgers = [mirror.cache.placement.ledger(tier) for tier in mirror.cache.tiers]
+        mirror.cache.accounts.weigh([(inos[n], float(n)) for n in range(8)], replace=False)
+        ledgers = [mirror.cache.accounts.placement.ledger(tier) for tier in mirror.cache.tiers]
         for _ in range(3):
             await read_all(mirror, "7654")
             await until(lambda: not any(one.copies for one in ledgers), "moves")
@@ -134,7 +134,7 @@ async def test_nothing_moves_to_where_the_one_that_should_go_stays(
     async with files.mount([ROOM, ROOM], eviction=eviction) as mirror:
         weights = (2.0, 2.0, 2.0, 2.0, 1.0, 1.0, 1.0, 9.0)
         inos = [await mirror.ino(str(number)) for number in range(8)]
-        mirror.cache.weigh(list(zip(inos, weights, strict=True)), replace=False)
+        mirror.cache.accounts.weigh(list(zip(inos, weights, strict=True)), replace=False)
         await read_all(mirror, "01234567")
         refused: list[int] = []
         monkeypatch.setattr(mirror.cache.readers, "try_remove", refused.append)
@@ -142,7 +142,7 @@ async def test_nothing_moves_to_where_the_one_that_should_go_stays(
         assert refused
         await mirror.settled()
         for tier in mirror.cache.tiers:
-            ledger = mirror.cache.placement.ledger(tier)
+            ledger = mirror.cache.accounts.placement.ledger(tier)
             assert (ledger.copies, ledger.used_bytes <= ledger.capacity_bytes) == (0, True)
         assert await resident(mirror) == set("01234567")
 
@@ -214,7 +214,7 @@ async def test_a_removed_file_counts_until_who_has_it_open_closes_it(files: Area
         await read_all(mirror, "01")
         used = mirror.used()
         handle = await mirror.open("0")
-        assert mirror.cache.drop(handle.ino, "for the test")
+        assert mirror.cache.accounts.drop(handle.ino, "for the test")
         await mirror.idle()
         assert blocks(mirror) < mirror.used() == used, "unlinked, it keeps its blocks"
         assert await mirror.read(handle, 0, SIZE) == content(SIZE, 0)
@@ -293,7 +293,7 @@ async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
     async with files.mounted(shares=shares) as mirror:
         ino = await mirror.copied("0")
         forgotten: list[int] = []
-        mirror.cache._forget_pages = forgotten.append
+        mirror.cache.accounts.forget_pages = forgotten.append
         handle = await mirror.open("0")
         damage(mirror.tier, mirror.replica(ino), 70_000)
         async with trio.open_nursery() as nursery:
@@ -313,7 +313,7 @@ async def test_a_corrupt_replica_does_not_move(files: Area, shares: bool) -> Non
         await read_all(mirror, "0123")
         ino = await mirror.ino("1")
         damage(mirror.tiers[1], mirror.replica(ino), 50_000)
-        mirror.cache.drop(await mirror.ino("0"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")
         await mirror.idle()
         (await mirror.open("1")).release()
         await until(lambda: mirror.metrics.replicas_corrupt == 1, "the move to fail")
@@ -330,7 +330,7 @@ async def test_a_move_waits_until_the_replica_is_closed(files: Area, shares: boo
         fast, slow = (tier.path for tier in mirror.tiers)
         tiers = [mirror.residency.tier(await mirror.ino(name)) for name in "012"]
         assert tiers == [fast, slow, slow]
-        mirror.cache.drop(await mirror.ino("0"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")
         await mirror.idle()
         handle = await mirror.open("1")
         await until(lambda: blocks(mirror) > SIZE, "the copy")

@@ -170,7 +170,7 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(
         mirror.arrivals.take_events()
         await trio.testing.wait_all_tasks_blocked()
         assert mirror.metrics.copies_completed == 0
-        accounts = mirror.cache.placement.ledger(mirror.tier.id)
+        accounts = mirror.cache.accounts.placement.ledger(mirror.tier.id)
         assert (accounts.reserved_bytes, accounts.files) == (0, 0)
     async with area.mount() as mirror:
         assert mirror.states([await mirror.ino(name) for name in names]) == ["remote"] * 6

@@ -117,7 +117,7 @@ async def test_an_evicted_replica_is_closed_before_its_room_is_given(passing: Mo
 async def test_a_moved_replica_is_let_go(passing: Mounted) -> None:
     async with passing("01", [64 * KIB, ALL_ROOM]) as kernel:
         mirror = kernel.mirror
-        mirror.cache.drop(await mirror.ino("0"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")
         await mirror.idle()
         assert (await kernel.read_file("1"))[1]
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
@@ -165,9 +165,9 @@ async def test_a_replica_that_goes_under_an_open(passing: Mounted, corrupt: bool
         early = await kernel.open("0")
         assert early.backing_id
         if corrupt:
-            mirror.cache.corrupt(early.ino)
+            mirror.cache.accounts.corrupt(early.ino)
         else:
-            mirror.cache.drop(early.ino, "its replica was lost")
+            mirror.cache.accounts.drop(early.ino, "its replica was lost")
         late = await kernel.open("0")
         assert late.ino != early.ino
         assert late.backing_id == 0
@@ -198,7 +198,7 @@ async def test_a_replica_that_goes_while_its_id_is_asked_for(passing: Mounted, o
             for _ in range(opens):
                 nursery.start_soon(read_relayed, kernel)
             await until(lambda: bool(kernel.registry.files), "the question")
-            mirror.cache.corrupt(ino)
+            mirror.cache.accounts.corrupt(ino)
             kernel.answer_at_last()
         await mirror.idle()
         assert mirror.metrics.passthrough_opens == 0
@@ -387,9 +387,9 @@ class World:
                 case 0:
                     mirror.cache.evict(ino)
                 case 1:
-                    mirror.cache.corrupt(ino)
+                    mirror.cache.accounts.corrupt(ino)
                 case 2:
-                    mirror.cache.drop(ino, "its replica was lost")
+                    mirror.cache.accounts.drop(ino, "its replica was lost")
                 case 3:
                     data = content(SIZE + step, step + 50)
                     self.contents[name].append(data)

@@ -178,7 +178,7 @@ async def test_a_handle_tells_when_its_file_is_complete(area: Area) -> None:
         assert os.pread(replica.fd, len(data), 0) == data
         stopped: list[int] = []
         mirror.cache.readers.invalidate = stopped.append  # type: ignore
-        mirror.cache.corrupt(handle.ino)
+        mirror.cache.accounts.corrupt(handle.ino)
         assert set(stopped) == {handle.ino}
         assert await mirror.read(handle, 0, len(data)) == data
         handle.release()

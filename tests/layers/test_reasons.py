@@ -211,7 +211,7 @@ async def test_a_replica_that_was_lost(files: Area) -> None:
         await says(mirror, "a", "copying failed")
         mirror.posix.faults.end()
         await mirror.copied("a")
-        mirror.cache.corrupt(ino)
+        mirror.cache.accounts.corrupt(ino)
         await mirror.idle()
         assert await told(mirror, "a") == ("copy lost", "its replica was corrupt (just now)")
 

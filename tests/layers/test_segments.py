@@ -103,7 +103,7 @@ def scribble(tier: FaultyTier, replica: Replica, data: bytes = b"\0\0\0", at: in
 
 def unsynced(mirror: Mirror) -> None:
     """As if the machine went down now: nothing is synced at the end of this mount."""
-    for group in mirror.cache._durability._unsynced.values():
+    for group in mirror.cache.accounts.durability._unsynced.values():
         del group[:]
 
 
@@ -112,17 +112,17 @@ def unsynced(mirror: Mirror) -> None:
 
 def together(mirror: Mirror, nodes: list[Node]) -> list[tuple[Reservation, bytes]]:
     """Room for these files, and their bytes."""
-    places = mirror.cache.reserve_each(nodes, evicts=False)
+    places = mirror.cache.reservations.reserve_each(nodes, evicts=False)
     return [(place, content(SIZE, n)) for n, place in enumerate(places) if place is not None]
 
 
 async def written(mirror: Mirror, places: list[tuple[Reservation, bytes]]) -> None:
     """Write them; what fails is given up, as the copier does."""
-    results = await mirror.cache.write_each(places)
+    results = await mirror.cache.writer.write_each(places)
     for (place, _), result in zip(places, results, strict=True):
         if isinstance(result, OSError):
-            mirror.cache.tier_failed(place, result)
-            await mirror.cache.abandon(place, Cause.FAILED, "for the test")
+            mirror.cache.writer.tier_failed(place, result)
+            await mirror.cache.writer.abandon(place, Cause.FAILED, "for the test")
 
 
 async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
@@ -170,9 +170,9 @@ async def test_one_that_is_given_up_while_others_are_written(area: Area) -> None
         gate = mirror.tier.faults.gate("write_whole")
         places = together(mirror, nodes)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(cache.write_each, places)
+            nursery.start_soon(cache.writer.write_each, places)
             await gate.arrived()
-            nursery.start_soon(cache.abandon, places[1][0], Cause.CHANGED, "for the test")
+            nursery.start_soon(cache.writer.abandon, places[1][0], Cause.CHANGED, "for the test")
             await trio.testing.wait_all_tasks_blocked()
             gate.open()
         await mirror.settled()
@@ -211,11 +211,13 @@ async def test_a_tier_that_gives_nothing_back_any_more_when_they_are_written(
         places = together(mirror, [await mirror.node(name) for name in names])
         assert [place.shares for place, _ in places] == [True, True]
         monkeypatch.setattr(SegmentFiles, "frees_punched", lambda _: False)
-        mirror.cache._segments.replaced(mirror.tier)
-        for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
+        mirror.cache.accounts.segments.replaced(mirror.tier)
+        for (place, _), result in zip(
+            places, await mirror.cache.writer.write_each(places), strict=True
+        ):
             if result is not True:
                 assert isinstance(result, OSError)
-                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
+                await mirror.cache.writer.abandon(place, Cause.FAILED, "for the test")
         await copy(mirror, names)
         await read_locally(mirror, names)
 
@@ -227,7 +229,7 @@ async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
     """A tier of 64 MiB has segments of 4 MiB."""
     taken = allocated(900 * KIB)
     async with copied(area, 9, 900 * KIB, room=64 * MIB) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         await read_locally(mirror, names)
         by_segment: dict[int, list[int]] = {}
         for ino in inos:
@@ -266,7 +268,7 @@ async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(SegmentLists, "append", append)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.cache.sync)
+            nursery.start_soon(mirror.cache.accounts.sync)
             await gate.arrived()
             await evict(mirror, *(ino for ino in inos if mirror.replica(ino).segment == first))
             assert not lies_in(mirror.tier, first).exists()
@@ -281,10 +283,10 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
     async with area.mount() as mirror:
         inos = [await mirror.copied(name) for name in names]
         if durable:
-            await mirror.cache.sync()
+            await mirror.cache.accounts.sync()
         old = mirror.replica(inos[1])
         first, second = await mirror.open(names[1]), await mirror.open(names[1])
-        assert mirror.cache.drop(inos[1], "for the test")
+        assert mirror.cache.accounts.drop(inos[1], "for the test")
         await mirror.cache.maintain()
         await mirror.idle()
         assert mirror.residency.state(inos[1]) == "remote"
@@ -313,7 +315,7 @@ async def test_what_threads_are_reading_stays_until_they_have_read_it(
         busy = {ino}
         monkeypatch.setattr(mirror.cache.readers, "reading", busy.__contains__)
         old = mirror.replica(ino)
-        assert mirror.cache.drop(ino, "for the test")
+        assert mirror.cache.accounts.drop(ino, "for the test")
         await trio.sleep(0.02)
         assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
         assert mirror.used() == 2 * TAKEN
@@ -346,7 +348,7 @@ async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with copied(area, 2, of=4) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         inos += await copy(mirror, names[2:])
         calls = listen(mirror, monkeypatch)
         await evict(mirror, inos[3])
@@ -361,7 +363,7 @@ async def test_one_that_a_power_cut_could_bring_back_is_enough(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with copied(area, 1, of=4) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         inos += await copy(mirror, names[1:])
         calls = listen(mirror, monkeypatch)
         await evict(mirror, inos[1], inos[0], inos[2])
@@ -374,7 +376,7 @@ async def test_one_that_a_power_cut_could_bring_back_is_enough(
 
 async def test_going_together_costs_one_sync(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     async with copied(area, 20, sound=False) as (mirror, _, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         calls = listen(mirror, monkeypatch)
         await evict(mirror, *inos[1:])
         assert calls.count("commit") == 19
@@ -388,7 +390,7 @@ async def test_going_together_costs_one_sync(area: Area, monkeypatch: pytest.Mon
 
 async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     async with copied(area, 3) as (mirror, _, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         old = mirror.replica(inos[0])
         with monkeypatch.context() as patch:
             patch.setattr(mirror.index.environment, "sync", disk_is_full)
@@ -406,7 +408,7 @@ async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyP
 
 async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -> None:
     async with copied(area, 2, of=3, sound=False) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         inos += await copy(mirror, names[2:])
         lying = [mirror.replica(ino) for ino in inos]
         for ino in (inos[0], inos[2]):
@@ -438,7 +440,7 @@ async def test_a_crash_before_the_commit(area: Area, monkeypatch: pytest.MonkeyP
             await copy(mirror, names[:4])
             monkeypatch.setattr(mirror.index.replicas, "put_replicas", kill)
             nodes = [await mirror.node(name) for name in names[4:]]
-            await mirror.cache.write_each(together(mirror, nodes))
+            await mirror.cache.writer.write_each(together(mirror, nodes))
 
     with pytest.RaisesGroup(Killed, flatten_subgroups=True):
         await until_killed()
@@ -472,7 +474,7 @@ async def test_what_no_record_has_is_given_back(area: Area, size: int) -> None:
 
 async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) -> None:
     async with copied(area, 3, of=6) as (mirror, names, _):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         lost = [mirror.replica(ino) for ino in await copy(mirror, names[3:])]
         unsynced(mirror)
         for replica in lost:
@@ -492,7 +494,7 @@ async def test_after_a_reboot_what_was_not_synced_is_not_believed(area: Area) ->
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
     async with copied(area, 3, of=5, sound=False) as (mirror, names, _):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         before = shutil.copytree(area.state, area.path / "before")
         await copy(mirror, names[3:])
         unsynced(mirror)
@@ -506,7 +508,7 @@ async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
 
 async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -> None:
     async with copied(area, 5, of=6, sound=False) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         await copy(mirror, names[5:])  # not in a list
         unsynced(mirror)
         scribble(mirror.tier, mirror.replica(inos[2]))
@@ -552,10 +554,10 @@ async def test_a_segment_without_its_list_is_removed(area: Area, damage: str) ->
 async def test_two_copies_of_one_version_are_taken_over_once(area: Area) -> None:
     """One was dropped, and a crash came before its room was given back."""
     async with copied(area, 3, sound=False) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         mirror.index.replicas.drop_replica(inos[1])
         await copy(mirror, names[1:2])
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
     set_aside(str(area.state))
     await is_left(area, names)
 
@@ -612,7 +614,7 @@ async def room_above(area: Area, count: int) -> AsyncIterator[tuple[Mirror, list
         inos = [await mirror.copied(name) for name in names]
         fast, slow = mirror.tiers
         assert [mirror.replica(ino).tier for ino in inos] == [fast.id] + [slow.id] * (count - 1)
-        assert mirror.cache.drop(inos[0], "for the test")
+        assert mirror.cache.accounts.drop(inos[0], "for the test")
         await mirror.idle()
         yield mirror, names, inos
 
@@ -655,7 +657,7 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     async with room_above(area, 2) as (mirror, names, inos):
-        mirror.cache._segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
+        mirror.cache.accounts.segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
         tried = trio.Event()
 
         def fail(*_: object, **options: object) -> None:
@@ -668,12 +670,12 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
             await mirror.read_file(names[1])
             with trio.fail_after(5):
                 await tried.wait()
-            await until(lambda: not mirror.cache._busy, "its end")
+            await until(lambda: not mirror.cache.accounts.busy, "its end")
             await mirror.idle()
         assert mirror.replica(inos[1]).tier == mirror.tiers[1].id
         assert blocks(mirror.tier) == 0
         await read_locally(mirror, names[1:])
-        await until(lambda: not mirror.cache._busy, "the move")
+        await until(lambda: not mirror.cache.accounts.busy, "the move")
 
 
 def emptied(path: Path) -> None:

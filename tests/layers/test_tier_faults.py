@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.cache import groups
+from monarchfs.cache import writer
 from monarchfs.cache.reasons import Cause
 from monarchfs.fs.files import FileHandle
 from tests.support.faults import FaultyFiles, disk_is_full
@@ -389,7 +389,7 @@ async def test_an_index_that_cannot_be_written(
 
 async def test_a_slow_tier_slows_no_reader(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for the tier is bounded; more is answered and not kept."""
-    monkeypatch.setattr(groups, "MOST_UNWRITTEN_BYTES", 256 * 1024)
+    monkeypatch.setattr(writer, "MOST_UNWRITTEN_BYTES", 256 * 1024)
     async with files.mount() as mirror:
         gate = mirror.tier.faults.gate("write")
         handle = await mirror.open("large")
@@ -397,7 +397,7 @@ async def test_a_slow_tier_slows_no_reader(files: Area, monkeypatch: pytest.Monk
             data = await mirror.read(handle, offset, 400_000)
             assert data == LARGE[offset : offset + 400_000]
         assert mirror.metrics.chunks_dropped > 0
-        assert mirror.cache.backlog_bytes < 3 * MIB
+        assert mirror.cache.writer.backlog_bytes < 3 * MIB
         gate.open()
         handle.release()
         await mirror.settled()

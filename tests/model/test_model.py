@@ -486,7 +486,7 @@ class Model(RuleBasedStateMachine):
         replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas.all()])
         if replicas:
             ino = replicas[which % len(replicas)]
-            self.at.do_now(self.mirror.cache.drop, ino, "the test says so")
+            self.at.do_now(self.mirror.cache.accounts.drop, ino, "the test says so")
             self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None and not self.source_fails)
@@ -515,7 +515,7 @@ class Model(RuleBasedStateMachine):
     def sync(self) -> None:
         if self.at.waiting:
             return
-        self.at.do(self.mirror.cache.sync)
+        self.at.do(self.mirror.cache.accounts.sync)
 
     @precondition(lambda self: self.mount is not None)
     @rule()
@@ -742,9 +742,7 @@ class Model(RuleBasedStateMachine):
         await mirror.settled()
         assert mirror.index.replicas.journal() == []
         for tier in mirror.tiers:
-            await Scrub(
-                mirror.index, mirror.cache._tiers, mirror.cache, mirror.metrics, 1 << 40
-            ).round(tier)
+            await Scrub(mirror.cache.accounts, 1 << 40).round(tier)
         assert mirror.metrics.replicas_corrupt == 0
 
 

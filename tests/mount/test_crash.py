@@ -113,15 +113,15 @@ async def work(area: Area, boot_id: bytes, shares: bool) -> None:
         for path in ("small", "slow", "large", "empty"):
             assert await mirror.read_file(path) == FILES[path]
             await mirror.idle()
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         await read_some(mirror)
-        mirror.cache.drop(await mirror.ino("d/part"), "for the test")
-        mirror.cache.drop(await mirror.ino("small"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("d/part"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("small"), "for the test")
         await mirror.idle()
         await read_some(mirror)
         assert await mirror.read_file("small") == FILES["small"]
         await mirror.idle()
-        mirror.cache.drop(await mirror.ino("fast"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("fast"), "for the test")
         await mirror.idle()
         assert await mirror.read_file("slow") == FILES["slow"]
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
@@ -284,7 +284,7 @@ MOUNTS = {
             "listings.add_entries listings.finish_listing tree.record_found_each "
             "files.create_part*2 files.write files.write_unit*2 files.write_whole*6 "
             "files.finish_part*2 files.remove*2 files.remove_part files.mark_synced tier.sync "
-            "cache.suspend*2 moves._copy"
+            "cache.writer.suspend*2 moves._copy"
         )
     ),
     "at work on shared files": Mounts(

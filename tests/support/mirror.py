@@ -14,8 +14,8 @@ from typing import Any
 
 import trio
 
+from monarchfs.cache.accounts import CacheOptions
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.records import CacheOptions
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
@@ -184,7 +184,7 @@ class Area:
                     nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
                 await mirror.copier.files.suspend()
-                await mirror.cache.sync()
+                await mirror.cache.accounts.sync()
             if sound:
                 mirror.check_books()
 
@@ -229,7 +229,7 @@ class Mirror:
         )
         self.local = threads.limiter
         self.cache = cache
-        self.placement = cache.placement
+        self.placement = cache.accounts.placement
         self.copier = Copier(
             self.source,
             self.cache,
@@ -245,7 +245,7 @@ class Mirror:
         self.files = Files(
             self.tree, self.cache, self.copier, self.metrics, self.kernel, self.opens
         )
-        self.cache.bind(self.files.invalidation.noticed)
+        self.cache.accounts.bind(self.files.invalidation.noticed)
         self.residency = self.files.residency
         self.reasons = Reasons(self.residency, self.cache, self.copier)
         self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)
@@ -283,7 +283,7 @@ class Mirror:
             tier.faults.end()
         await self.cache.maintain()
         await self.idle()
-        assert not any(self.cache._tiers.out_of_service(tier.id) for tier in self.tiers)
+        assert not any(self.cache.accounts.all_tiers.out_of_service(tier.id) for tier in self.tiers)
 
     @property
     def tier(self) -> FaultyTier:
@@ -370,7 +370,7 @@ class Mirror:
             return False
         if self.source.demand.running or self.source.background.running:
             return False
-        if self.cache._removals.count or self.cache.reconciling:
+        if self.cache.accounts.removals.count or self.cache.reconciling:
             return False
         return not self.local.borrowed_tokens and not any(
             fill.busy or (fill.reservation is not None and fill.state is not State.FILLING)
@@ -384,18 +384,18 @@ class Mirror:
     def _units_are_gone(self) -> bool:
         """They are counted for the whole process. Those of an earlier mount, whose threads were
         left behind, go when their threads end and the garbage is collected."""
-        if self.cache.backlog_bytes:
+        if self.cache.writer.backlog_bytes:
             gc.collect()
-        return self.cache.backlog_bytes == 0
+        return self.cache.writer.backlog_bytes == 0
 
     async def settled(self) -> None:
         """With all handles closed: nothing is held any more, and the books are right."""
         await self.idle()
         # What was read may move to a faster tier; its place there is reserved meanwhile.
-        await until(lambda: not self.cache._busy, "moves to end")
+        await until(lambda: not self.cache.accounts.busy, "moves to end")
         await self.idle()
         assert self.copier.jobs.files == {}
-        assert self.cache._open == {}
+        assert self.cache.accounts.opened == {}
         await until(self._units_are_gone, "the memory of units to be given back")
         reserved = {
             number: (ledger.reserved_bytes, ledger.copies)
@@ -406,7 +406,7 @@ class Mirror:
 
     def check_books(self) -> None:
         """What is recorded is what lies in the tiers."""
-        check_accounts(self.cache.placement)
+        check_accounts(self.cache.accounts.placement)
         for tier in self.tiers:
             path = Path(tier.path)
             records = [r for _ino, r in self.index.replicas.all() if r.tier == tier.id]

@@ -73,17 +73,17 @@ class Runner:
 
     def _watch_evictions(self) -> None:
         cache = self.mirror.cache
-        evict = cache._evict
+        evict = cache.accounts._evict
 
         def watched(actions: Any) -> Any:
             for action in actions:
-                if action.ino in cache._open:
+                if action.ino in cache.accounts.opened:
                     self.violations.append(f"inode {action.ino} was evicted while it was open")
                 if cache.index.pins.pinned(action.ino):
                     self.violations.append(f"inode {action.ino} was evicted while it was pinned")
             return evict(actions)
 
-        cache._evict = watched
+        cache.accounts._evict = watched
 
     def _watch_syncs(self) -> None:
         """What a restart of the machine may leave of the index is the last that was synced."""
@@ -218,7 +218,7 @@ class Runner:
         async def without_close() -> None:
             mirror.index.close(clean=False)
 
-        mirror.cache.sync = without_close
+        mirror.cache.accounts.sync = without_close
         self._end.set()
 
 

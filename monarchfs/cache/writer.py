@@ -14,11 +14,12 @@ from collections.abc import Container, Sequence
 
 import trio
 
+from monarchfs.cache.accounts import Accounts
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
-from monarchfs.cache.rooms import Rooms
-from monarchfs.cache.segments import unrecorded
-from monarchfs.engine.units import Unit
+from monarchfs.cache.reservations import Reservations
+from monarchfs.cache.segments import Written, unrecorded
+from monarchfs.engine.units import Unit, memory_bytes
 from monarchfs.placement.events import (
     Abandoned,
     Dropped,
@@ -30,9 +31,24 @@ from monarchfs.store.checksum import combine
 from monarchfs.store.read import read_full, read_nowait
 from monarchfs.types import Data, IndexWriteError, Replica, ReplicaState
 
+MOST_UNWRITTEN_BYTES = 256 << 20
+"""So much of the source may wait in memory for a slow tier; more is not kept."""
 
-class Filling(Rooms):
-    """The part of the cache that copies use, chunk by chunk."""
+
+class Writer:
+    """Writes copies: large files chunk by chunk, small ones whole, and several as a group.
+
+    For each small file ``write`` and ``finish`` would call a thread and commit two transactions,
+    which takes longer than to write some kilobytes. ``write_each`` does that once for all, in the
+    same order: room, what the journal has to know, the bytes, the commit that makes them resident.
+
+    Changing: ``unwritten_bytes``, how much of small files is in memory and waits for the tiers.
+    """
+
+    def __init__(self, accounts: Accounts, reservations: Reservations) -> None:
+        self._accounts = accounts
+        self._reservations = reservations
+        self.unwritten_bytes = 0
 
     # -- bytes
 
@@ -44,19 +60,23 @@ class Filling(Rooms):
         with reservation.using():
             if reservation.sparse:
                 await read.wait()
-                if not self._take(reservation, await self._in_thread(unit.needed)):
+                if not self._reservations.take(
+                    reservation, await self._accounts.in_thread(unit.needed)
+                ):
                     return False
             if reservation.after:
                 await reservation.room()
             await self._make_part(reservation)
-            while not await self._write_in_thread(tier.files.write_unit, reservation.fd, unit):
+            while not await self._accounts.write_in_thread(
+                tier.files.write_unit, reservation.fd, unit
+            ):
                 await read.wait()
             allocated = tier.files.allocated(reservation.fd)
         before = 0 if reservation.resumed is None else reservation.resumed.allocated_bytes
         # Of two writes that end together the later one may come first.
         more = max(0, allocated - before - reservation.written)
         reservation.written += more
-        self._tiers.written[tier.id] += more
+        self._accounts.all_tiers.written[tier.id] += more
         return True
 
     async def _make_part(self, reservation: Reservation) -> None:
@@ -65,13 +85,13 @@ class Filling(Rooms):
         async with reservation.lock:
             if reservation.fd < 0:
                 self._begin_part(reservation)
-                reservation.fd = await self._in_thread(reservation.new_part)
-                self.readers.nonresident.part(reservation.node.ino, reservation.fd)
+                reservation.fd = await self._accounts.in_thread(reservation.new_part)
+                self._accounts.readers.nonresident.part(reservation.node.ino, reservation.fd)
 
     async def read_part(self, reservation: Reservation, offset: int, size: int) -> bytes:
         """Bytes that were written already. Raises OSError of the tier."""
         with reservation.using():
-            return await self._in_thread_now(read_full, reservation.fd, offset, size)
+            return await self._accounts.in_thread_now(read_full, reservation.fd, offset, size)
 
     def read_part_nowait(self, reservation: Reservation, offset: int, size: int) -> Data | None:
         """The same, or None where the disk would have to be waited for."""
@@ -89,7 +109,7 @@ class Filling(Rooms):
         """
         checksum = combine(reservation.digests)
         with reservation.using():
-            allocated = await self._in_thread(
+            allocated = await self._accounts.in_thread(
                 reservation.tier.files.finish_part, reservation.fd, reservation.name, checksum
             )
             return await self._commit(reservation, allocated, checksum)
@@ -99,7 +119,7 @@ class Filling(Rooms):
         if reservation.shares:
             ino, name = reservation.node.ino, reservation.name
             try:
-                self.index.replicas.begin_copy(ino, reservation.tier.id, name)
+                self._accounts.index.replicas.begin_copy(ino, reservation.tier.id, name)
             except IndexWriteError as exc:
                 raise unrecorded(exc) from exc
             reservation.shares = False
@@ -110,15 +130,15 @@ class Filling(Rooms):
             if not reservation.given_up:
                 # No checkpoint between the index commit and the accounts.
                 self._put(reservation.node.ino, replica)
-                now = self.index.tree.node(reservation.node.ino)
+                now = self._accounts.index.tree.node(reservation.node.ino)
                 outdated = {reservation.node.ino} if now is None or now.outdated else set()
                 self._stored([(reservation, replica)], outdated)
-                self._holder.stored(reservation.node.ino)
+                self._accounts.holder.stored(reservation.node.ino)
                 return True
         except OSError:
-            await self._in_thread(reservation.tier.files.discard, reservation.name)
+            await self._accounts.in_thread(reservation.tier.files.discard, reservation.name)
             raise
-        await self._in_thread(reservation.tier.files.discard, reservation.name)
+        await self._accounts.in_thread(reservation.tier.files.discard, reservation.name)
         return False
 
     def _stored(
@@ -127,13 +147,13 @@ class Filling(Rooms):
         """The index says that they are resident: so do the accounts."""
         for reservation, replica in stored:
             self._no_more_writes(reservation)
-            self.reasons.forget(reservation.node)
-            self._durability.stored(reservation.node.ino, replica)
-        self._handle(
+            self._accounts.reasons.forget(reservation.node)
+            self._accounts.durability.stored(reservation.node.ino, replica)
+        self._accounts.handle(
             Stored([(place.node.ino, replica.allocated_bytes) for place, replica in stored])
         )
-        self._metrics.copies_completed += len(stored)
-        self.readers.stored(
+        self._accounts.metrics.copies_completed += len(stored)
+        self._accounts.readers.stored(
             [
                 (node._replace(outdated=True) if node.ino in outdated else node, replica)
                 for node, replica in ((place.node, replica) for place, replica in stored)
@@ -170,27 +190,27 @@ class Filling(Rooms):
         """Give back the room of a copy that has no part file yet."""
         assert reservation.fd < 0
         if not reservation.shares:
-            self._removals.gone(reservation.tier.id, reservation.name)
+            self._accounts.removals.gone(reservation.tier.id, reservation.name)
         self._end(reservation, Abandoned(reservation.node.ino))
 
     async def abandon(self, reservation: Reservation, cause: Cause, reason: str) -> None:
         """Give a copy up: its part goes, its room is free again once it is gone."""
         ino = reservation.node.ino
         if cause is Cause.CHANGED:
-            self.reasons.put_changed(reservation.node, reason)
+            self._accounts.reasons.put_changed(reservation.node, reason)
         else:
-            self.reasons.put(ino, cause, reason)
+            self._accounts.reasons.put(ino, cause, reason)
         reservation.given_up = True
         allocated = self._allocated(reservation)
         await reservation.close()
-        record = self.index.replicas.replica(ino)
-        if record is not None and not self._forget([(ino, record.tier)]):
+        record = self._accounts.index.replicas.replica(ino)
+        if record is not None and not self._accounts.forget([(ino, record.tier)]):
             self._end(reservation, Suspended(ino, record.allocated_bytes))
             return
         part = replica_of(reservation, ReplicaState.PARTIAL, allocated)
         self._end(reservation, Suspended(ino, allocated))
-        self._handle(Dropped(ino, part.tier, allocated))
-        await self._removals.finish(ino, part)
+        self._accounts.handle(Dropped(ino, part.tier, allocated))
+        await self._accounts.removals.finish(ino, part)
 
     def _allocated(self, reservation: Reservation) -> int:
         if reservation.fd < 0:
@@ -202,23 +222,131 @@ class Filling(Rooms):
 
     def tier_failed(self, reservation: Reservation, exc: OSError) -> None:
         """Count and log what a copier ran into."""
-        self._tiers.failed(reservation.tier, "copying", exc)
+        self._accounts.all_tiers.failed(reservation.tier, "copying", exc)
 
     def _put(self, ino: int, replica: Replica, *, in_flight: bool = False) -> None:
         try:
-            self.index.replicas.put_replica(ino, replica, in_flight=in_flight)
+            self._accounts.index.replicas.put_replica(ino, replica, in_flight=in_flight)
         except IndexWriteError as exc:
             raise unrecorded(exc) from exc
 
     def _end(self, reservation: Reservation, event: PlacementEvent) -> None:
         self._no_more_writes(reservation)
-        self._handle(event)
+        self._accounts.handle(event)
 
     def _no_more_writes(self, reservation: Reservation) -> None:
         """Nothing is written to it any more: an event says what became of it."""
-        self._tiers.written[reservation.tier.id] -= reservation.written
+        self._accounts.all_tiers.written[reservation.tier.id] -= reservation.written
         reservation.written = 0
-        self._busy.pop(reservation.node.ino, None)
+        self._accounts.busy.pop(reservation.node.ino, None)
+
+    # -- small files: whole, and several at a time
+
+    @property
+    def backlogged(self) -> bool:
+        """Whether the tiers are so far behind that bytes must not wait for them any more."""
+        return self.backlog_bytes > MOST_UNWRITTEN_BYTES
+
+    @property
+    def backlog_bytes(self) -> int:
+        """How much of the source is in memory and waits for the tiers."""
+        return self.unwritten_bytes + memory_bytes()
+
+    async def write_all(self, reservation: Reservation, data: Data) -> bool:
+        """``write`` and ``finish`` of a whole file in one step."""
+        (result,) = await self.write_each([(reservation, data)])
+        if isinstance(result, OSError):
+            raise result
+        return result
+
+    async def write_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:
+        """``write_all`` of each: what that would have returned, or raised. Raises nothing."""
+        size = sum(len(data) for _, data in files)
+        self.unwritten_bytes += size
+        for reservation, _ in files:
+            reservation.use()
+        try:
+            return await self._write_each(files)
+        finally:
+            for reservation, _ in files:
+                reservation.unuse()
+            self.unwritten_bytes -= size
+
+    async def _write_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:
+        results: list[bool | OSError] = [True] * len(files)
+        for n, (reservation, _) in enumerate(files):
+            if reservation.after:
+                try:
+                    await reservation.room()
+                except OSError as exc:
+                    results[n] = exc
+        wanted = [n for n, result in enumerate(results) if result is True]
+        for tier in {files[n][0].tier for n in wanted if files[n][0].shares}:
+            shared = [n for n in wanted if files[n][0].shares and files[n][0].tier is tier]
+            appended = await self._append_each([files[n] for n in shared])
+            for n, result in zip(shared, appended, strict=True):
+                results[n] = result
+        for n in wanted:
+            if not files[n][0].shares:
+                try:
+                    results[n] = await self._write_own(*files[n])
+                except OSError as exc:
+                    results[n] = exc
+        return results
+
+    async def _write_own(self, reservation: Reservation, data: Data) -> bool:
+        """As a file of its own."""
+        allocated, checksum = await self._accounts.in_thread(reservation.write_whole, data)
+        return await self._commit(reservation, allocated, checksum)
+
+    async def _append_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:
+        """Put whole replicas of one tier into segments; of each whether it is resident now, or why
+        not. Raises nothing."""
+        tier = files[0][0].tier
+        results: list[bool | OSError] = []
+        stored: list[tuple[Reservation, Replica]] = []
+        unwanted: list[Written] = []
+        outcomes = await self._accounts.segments.write_each(tier, [data for _, data in files])
+        # No checkpoint between the look at what was given up, the commit and the accounts.
+        for (reservation, _), outcome in zip(files, outcomes, strict=True):
+            if isinstance(outcome, OSError):
+                results.append(outcome)
+            elif reservation.given_up:
+                results.append(False)
+                unwanted.append(outcome)
+            else:
+                results.append(True)
+                replica = replica_of(
+                    reservation,
+                    ReplicaState.RESIDENT,
+                    outcome.allocated_bytes,
+                    checksum=outcome.checksum,
+                    place=outcome[:2],
+                )
+                stored.append((reservation, replica))
+        try:
+            self._store(stored)
+        except OSError as exc:
+            results = [exc if result is True else result for result in results]
+            unwanted = [outcome for outcome in outcomes if isinstance(outcome, Written)]
+        try:
+            if unwanted:
+                await self._accounts.segments.discard(tier, unwanted)
+        except OSError as exc:
+            # The next worker looks at the segment.
+            self._accounts.all_tiers.failed(tier, "giving back a part of a file", exc)
+        return results
+
+    def _store(self, stored: Sequence[tuple[Reservation, Replica]]) -> None:
+        """Record replicas that lie in segments: all of them, or none and OSError."""
+        replicas = [(reservation.node.ino, replica) for reservation, replica in stored]
+        try:
+            outdated = self._accounts.index.replicas.put_replicas(replicas) if replicas else set()
+        except IndexWriteError as exc:
+            raise unrecorded(exc) from exc
+        for _, replica in stored:
+            self._accounts.segments.recorded(replica)
+        self._stored(stored, outdated)
 
 
 def replica_of(
