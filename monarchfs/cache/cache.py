@@ -18,7 +18,7 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.reservations import OUT_OF_DESCRIPTORS, Reservations
 from monarchfs.cache.scrub import Scrub
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.cache.writer import Writer
+from monarchfs.cache.writer import CopyWriter
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Accessed, Known
@@ -65,7 +65,7 @@ class Cache:
             index, tiers, metrics, threads, nursery, readers, options, headroom
         )
         self.reservations = Reservations(accounts)
-        self.writer = Writer(accounts, self.reservations)
+        self.writer = CopyWriter(accounts, self.reservations)
         self.index, self.readers = index, readers
         self.tiers, self.usage = accounts.tiers, accounts.usage
         self.reasons, self.lookup = accounts.reasons, accounts.lookup

@@ -35,7 +35,7 @@ MOST_UNWRITTEN_BYTES = 256 << 20
 """So much of the source may wait in memory for a slow tier; more is not kept."""
 
 
-class Writer:
+class CopyWriter:
     """Writes copies: large files chunk by chunk, small ones whole, and several as a group.
 
     For each small file ``write`` and ``finish`` would call a thread and commit two transactions,

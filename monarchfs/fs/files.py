@@ -10,14 +10,15 @@ from collections.abc import Callable
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.fs.copies import Copies, PartialFile
 from monarchfs.fs.invalidation import Invalidation
-from monarchfs.fs.kernel import Kernel
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.racy_opens import RacyOpens
 from monarchfs.fs.residency import Residency
-from monarchfs.fs.tree import Entry, Tree
+from monarchfs.metadata.kernel import Kernel
+from monarchfs.metadata.tree import Entry, Tree
 from monarchfs.metrics import Metrics
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.fill import Fill
 from monarchfs.types import Data, DirectoryChanged, Node, SourceChanged
 
 MAPS_DIRECT = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 6)
@@ -36,7 +37,7 @@ class FileHandle:
         ino: int,
         files: Files,
         replica: OpenReplica | None,
-        nonresident: PartialFile | None,
+        nonresident: Fill | None,
         keep_cache: bool,
         direct: bool = False,
     ) -> None:
@@ -131,7 +132,7 @@ class Files:
         self,
         tree: Tree,
         cache: Cache,
-        copies: Copies,
+        copies: Copier,
         metrics: Metrics,
         kernel: Kernel,
         opens: OpenCounts,
@@ -238,7 +239,7 @@ class Files:
         self,
         node: Node,
         replica: OpenReplica | None,
-        nonresident: PartialFile | None,
+        nonresident: Fill | None,
         *,
         direct: bool = False,
     ) -> FileHandle:
@@ -310,7 +311,7 @@ class Files:
 
     # -- files that are not resident
 
-    async def open_to_copy(self, ino: int) -> PartialFile:
+    async def open_to_copy(self, ino: int) -> Fill:
         """``open_nonresident``, and begin to copy it, if this mount does that."""
         keeps = self._copies.jobs.keeps
         nonresident = await self.open_nonresident(ino)
@@ -320,7 +321,7 @@ class Files:
         nonresident.allow_direct_reads()
         return nonresident
 
-    async def open_nonresident(self, ino: int) -> PartialFile:
+    async def open_nonresident(self, ino: int) -> Fill:
         """Raises OSError, ESTALE where the source has another version."""
         node = self._index.tree.node(ino)
         if node is None:

@@ -7,11 +7,11 @@ import logging
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.copies import Copies
-from monarchfs.fs.kernel import Kernel
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.residency import Residency
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.kernel import Kernel
+from monarchfs.metadata.tree import Tree
+from monarchfs.prefetch.copier import Copier
 from monarchfs.types import ROOT_INO, IndexWriteError, MonarchError, Node
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Invalidation:
         tree: Tree,
         kernel: Kernel,
         cache: Cache,
-        copies: Copies,
+        copies: Copier,
         opens: OpenCounts,
         residency: Residency,
     ) -> None:

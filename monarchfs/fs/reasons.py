@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause, Reason
 from monarchfs.cache.usage import TierRoom
-from monarchfs.fs.copies import Copies
 from monarchfs.fs.residency import Residency
+from monarchfs.prefetch.copier import Copier
 from monarchfs.text.sizes import format_bytes, format_seconds
 from monarchfs.types import Node, Replica, ReplicaState
 
@@ -36,7 +36,7 @@ class Residence:
 class Reasons:
     """Constant: its parts."""
 
-    def __init__(self, residency: Residency, cache: Cache, copies: Copies) -> None:
+    def __init__(self, residency: Residency, cache: Cache, copies: Copier) -> None:
         self._residency = residency
         self._cache = cache
         self._copies = copies

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.copies import Copies
+from monarchfs.prefetch.copier import Copier
 from monarchfs.types import ReplicaState
 
 
 class Residency:
     """Constant: its parts."""
 
-    def __init__(self, cache: Cache, copies: Copies) -> None:
+    def __init__(self, cache: Cache, copies: Copier) -> None:
         self._cache = cache
         self._copies = copies
 

@@ -10,9 +10,9 @@ from typing import Any
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.find import Finder
 from monarchfs.fs.reasons import NS, Reasons
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.find import Finder
+from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.types import Node
 

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import trio
 
-from monarchfs.fs.batches import BATCH_SECONDS
 from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.residency import Residency
-from monarchfs.fs.statahead import Statahead
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.batches import BATCH_SECONDS
+from monarchfs.metadata.statahead import Statahead
+from monarchfs.metadata.tree import Tree
 from monarchfs.source.source import Source
 from monarchfs.types import Dirent, FileType, Lane, Node
 

@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from monarchfs.fs.copies import OpenReplica
+from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
 from monarchfs.fuse.iomodes import CACHED, IoModes

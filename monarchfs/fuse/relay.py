@@ -16,9 +16,9 @@ import trio
 
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import Files
-from monarchfs.fs.tree import Entry
 from monarchfs.fuse.nonresident import NonResidentFiles
 from monarchfs.fuse.thread_counts import ThreadCounts
+from monarchfs.metadata.tree import Entry
 from monarchfs.metrics import Metrics
 from monarchfs.types import Node, Replica, ReplicaState
 

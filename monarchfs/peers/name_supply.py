@@ -6,11 +6,10 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import trio
 
-from monarchfs.index import Index
+from monarchfs.metadata.known import KnownMetadata
 from monarchfs.peers.names import NameOwners, NamesQuestion, answer_seconds
 from monarchfs.types import (
     IndexWriteError,
@@ -31,18 +30,6 @@ def _lane(question: NamesQuestion) -> Lane:
     return Lane.DEMAND if question.demand else Lane.BACKGROUND
 
 
-class KnownNames(Protocol):
-    """The part of ``monarchfs.fs.known.KnownMetadata`` that is used here."""
-
-    @property
-    def index(self) -> Index: ...
-
-    @property
-    def mount_ns(self) -> int: ...
-
-    def entry(self, checked_ns: int, node: Node | None, now_ns: int) -> object | None: ...
-
-
 class NameSupply:
     """Constant: what is known; what asks the source about names, and no peer; the listing that is
     known, and since when; what lists a directory; where a directory is; who owns it. Changing:
@@ -50,7 +37,7 @@ class NameSupply:
 
     def __init__(
         self,
-        known: KnownNames,
+        known: KnownMetadata,
         find: Callable[[int, list[bytes], Lane], Awaitable[object]],
         listed: Callable[[int, int], tuple[int, PeerListing] | None],
         list_: Callable[[int, Lane], Awaitable[object]],

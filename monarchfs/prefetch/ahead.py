@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import SELF, WANTED, MirrorTree
+from monarchfs.prefetch.scan import SELF, WANTED
 from monarchfs.types import Dirent, IndexWriteError, Lane, Node
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ the longer nothing was opened."""
 
 
 Listed = tuple[Dirent, Node | None, float, float]
-"""See ``Lister.entries``."""
+"""See ``Directories.entries``."""
 
 
 class Allowance:
@@ -165,7 +166,7 @@ class Ahead:
     walks."""
 
     def __init__(
-        self, tree: MirrorTree, cache: Cache, jobs: CopyJobs, seen: Callable[[int], bool]
+        self, tree: Tree, cache: Cache, jobs: CopyJobs, seen: Callable[[int], bool]
     ) -> None:
         """``seen``: whether a local file was opened or read, even if nobody called ``opened``."""
         self.allowance = Allowance()

@@ -20,9 +20,10 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
+from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import SELF, MirrorTree
+from monarchfs.prefetch.scan import SELF
 from monarchfs.types import IndexWriteError, Lane, Node, OperationError, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Warm:
 
     def __init__(
         self,
-        tree: MirrorTree,
+        tree: Tree,
         xattrs: AttributeLists,
         cache: Cache,
         jobs: CopyJobs,
@@ -346,7 +347,7 @@ class Warming:
 
     def __init__(
         self,
-        tree: MirrorTree,
+        tree: Tree,
         xattrs: AttributeLists,
         cache: Cache,
         jobs: CopyJobs,

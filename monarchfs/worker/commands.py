@@ -19,10 +19,10 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.control import messages
 from monarchfs.control.weights import weights_of
-from monarchfs.fs.find import Finder
-from monarchfs.fs.refresh import Refresh, RefreshResult
-from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
+from monarchfs.metadata.find import Finder
+from monarchfs.metadata.refresh import Refresh, RefreshResult
+from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.warm import Warm, Warming, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, MonarchError, Node, OperationError

@@ -17,14 +17,8 @@ from monarchfs.config.model import DataPath, PrefetchMode
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
-from monarchfs.fs.find import Finder
-from monarchfs.fs.freshness import NS, Freshness
-from monarchfs.fs.load import Load
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.sibling_names import Publishing
-from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter, SessionCalls
@@ -35,6 +29,12 @@ from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.index import OnChange
+from monarchfs.metadata.find import Finder
+from monarchfs.metadata.freshness import NS, Freshness
+from monarchfs.metadata.load import Load
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.sibling_names import Publishing
+from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals

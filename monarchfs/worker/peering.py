@@ -13,7 +13,7 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import ShareMode
 from monarchfs.engine.misses import MOST_BYTES
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Publisher

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import Config
-from monarchfs.fs.load import Load
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.index.index import Index
+from monarchfs.metadata.load import Load
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle

@@ -14,7 +14,7 @@ import trio
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.cache import purge
 from monarchfs.config.model import PrefetchMode
-from monarchfs.fs.freshness import NS
+from monarchfs.metadata.freshness import NS
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import read_list
 from monarchfs.system.logs import FewOfEach

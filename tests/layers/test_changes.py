@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from monarchfs.fs import cached_listings
-from monarchfs.fs.cached_listings import BARE_SECONDS, LATE_NS, CachedListings
-from monarchfs.fs.freshness import FOREVER_SECONDS
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata import cached_listings
+from monarchfs.metadata.cached_listings import BARE_SECONDS, LATE_NS, CachedListings
+from monarchfs.metadata.freshness import FOREVER_SECONDS
+from monarchfs.metadata.tree import Missing
 from monarchfs.types import ROOT_INO, FileType, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
 from tests.support.mirror import Area, Mirror, content

@@ -14,10 +14,10 @@ import trio.testing
 
 from monarchfs.fs import racy_opens
 from monarchfs.fs.files import FileHandle
-from monarchfs.fs.freshness import UNSETTLED_SECONDS
-from monarchfs.fs.tree import Missing
 from monarchfs.fuse import notify
 from monarchfs.fuse.notify import Notifier
+from monarchfs.metadata.freshness import UNSETTLED_SECONDS
+from monarchfs.metadata.tree import Missing
 from monarchfs.prefetch.fill import Fill
 from monarchfs.types import ROOT_INO, Data, FreshnessMode
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.fs.load import Load
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata.load import Load
+from monarchfs.metadata.tree import Missing
 from monarchfs.snapshot.export import export
 from monarchfs.types import ROOT_INO, FreshnessMode
 from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, entry, names, stale

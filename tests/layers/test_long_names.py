@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata.tree import Missing
 from monarchfs.source import posix
 from monarchfs.source.posix import Found, FoundEach, PosixSource
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane

@@ -10,10 +10,10 @@ import trio.testing
 from trio.testing import MockClock
 
 from monarchfs.cache.reasons import Cause, ReasonLog
-from monarchfs.fs import find
 from monarchfs.fs import why as why_module
-from monarchfs.fs.find import Finder
 from monarchfs.fs.why import Why
+from monarchfs.metadata import find
+from monarchfs.metadata.find import Finder
 from monarchfs.prefetch.copier import YOUNG_SECONDS
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import EvictionPolicy, OperationError

@@ -11,9 +11,9 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import refresh as refresh_module
-from monarchfs.fs.refresh import Refresh, RefreshResult
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata import refresh as refresh_module
+from monarchfs.metadata.refresh import Refresh, RefreshResult
+from monarchfs.metadata.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, entry, names
 from tests.support.mirror import Area, Mirror, content

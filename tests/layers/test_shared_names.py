@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 
-from monarchfs.fs import shared_names, statahead
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.tree import Entry
+from monarchfs.metadata import shared_names, statahead
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.tree import Entry
 from monarchfs.peers import names as peer_names
 from monarchfs.peers.name_supply import NameSupply
 from monarchfs.peers.names import (

@@ -14,9 +14,9 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import cached_listings, directories, sibling_names, statahead, unlisted
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.tree import Entry, Missing
+from monarchfs.metadata import cached_listings, directories, sibling_names, statahead, unlisted
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, names

@@ -8,8 +8,8 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs.freshness import FOREVER_SECONDS
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata.freshness import FOREVER_SECONDS
+from monarchfs.metadata.tree import Missing
 from monarchfs.types import ROOT_INO, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names
 from tests.support.mirror import Area

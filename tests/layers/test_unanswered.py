@@ -13,11 +13,11 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from monarchfs.fs import attributes as attributes_module
-from monarchfs.fs import unanswered
-from monarchfs.fs.freshness import UNANSWERED_SECONDS
-from monarchfs.fs.tree import Entry
-from monarchfs.fs.unanswered import GRACE_SECONDS, PROBE_SECONDS
+from monarchfs.metadata import attributes as attributes_module
+from monarchfs.metadata import unanswered
+from monarchfs.metadata.freshness import UNANSWERED_SECONDS
+from monarchfs.metadata.tree import Entry
+from monarchfs.metadata.unanswered import GRACE_SECONDS, PROBE_SECONDS
 from monarchfs.source.posix import Found, FoundEach, _each
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.faults import Gate, disk_is_full

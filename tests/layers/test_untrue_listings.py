@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode, Lane, Node, SourceStat
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, names
 from tests.support.mirror import Area, Mirror, content

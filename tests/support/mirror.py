@@ -19,12 +19,12 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.engine.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
-from monarchfs.fs.freshness import NS, Freshness
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
-from monarchfs.fs.tree import Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
+from monarchfs.metadata.freshness import NS, Freshness
+from monarchfs.metadata.tree import Missing, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier, CopyLimits

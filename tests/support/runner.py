@@ -15,8 +15,8 @@ import trio
 import trio.testing
 
 from monarchfs.fs.files import FileHandle
-from monarchfs.fs.tree import Missing
 from monarchfs.index.recovery import set_aside
+from monarchfs.metadata.tree import Missing
 from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError, Node
 from tests.support.faults import FaultyTier, Gate
 from tests.support.mirror import Area, Mirror, until

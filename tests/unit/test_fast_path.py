@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse import fast_path
+from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.types import Dirent, FileType, Node, SourceStat
 from tests.support.mounting import Bench, as_user, requires_fuse, requires_root
 

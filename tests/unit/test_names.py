@@ -10,10 +10,10 @@ import time
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from monarchfs.fs.freshness import FOREVER_SECONDS
-from monarchfs.fs.tree import Entry
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.session import hooks
+from monarchfs.metadata.freshness import FOREVER_SECONDS
+from monarchfs.metadata.tree import Entry
 from monarchfs.types import Node, SourceStat
 
 PARENTS = st.integers(1, 2)

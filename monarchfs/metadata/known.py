@@ -7,8 +7,8 @@ import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from monarchfs.fs.freshness import UNANSWERED_SECONDS, Freshness
 from monarchfs.index.index import Index
+from monarchfs.metadata.freshness import UNANSWERED_SECONDS, Freshness
 from monarchfs.types import Dirent, DirRef, FreshnessMode, Listing, Node
 
 SURE_NAME_BYTES = 143

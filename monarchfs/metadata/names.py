@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from monarchfs.fs.batches import BatchLookups
-from monarchfs.fs.directories import Directories, Row
-from monarchfs.fs.known import SURE_NAME_BYTES, Entry, KnownMetadata, Missing
-from monarchfs.fs.recorder import Recorder
-from monarchfs.fs.sibling_names import SiblingNames
-from monarchfs.fs.stale_on_timeout import StaleOnTimeout
-from monarchfs.fs.statahead import Statahead
+from monarchfs.metadata.batches import BatchLookups
+from monarchfs.metadata.directories import Directories, Row
+from monarchfs.metadata.known import SURE_NAME_BYTES, Entry, KnownMetadata, Missing
+from monarchfs.metadata.recorder import Recorder
+from monarchfs.metadata.sibling_names import SiblingNames
+from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
+from monarchfs.metadata.statahead import Statahead
 from monarchfs.source.source import Source
 from monarchfs.types import Lane, Node
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from monarchfs.fs.known import Entry, KnownMetadata
+from monarchfs.metadata.known import Entry, KnownMetadata
 from monarchfs.types import Node
 
 BATCH = 16

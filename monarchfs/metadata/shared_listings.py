@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import trio
 
-from monarchfs.fs.known import KnownMetadata
-from monarchfs.fs.shared_names import SharedNames
+from monarchfs.metadata.known import KnownMetadata
+from monarchfs.metadata.shared_names import SharedNames
 from monarchfs.types import MOST_LISTED, FileType, Lane, PeerListing
 
 MOST_BYTES = 128 << 10

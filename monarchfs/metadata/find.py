@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import trio
 
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.tree import Tree
 from monarchfs.types import ROOT_INO, IndexWriteError, Lane, Node, OperationError
 
 FIND_SECONDS = 30.0

@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import trio
 
-from monarchfs.fs.attributes import Attributes
-from monarchfs.fs.batches import BatchLookups
-from monarchfs.fs.directories import Directories
-from monarchfs.fs.freshness import FOREVER_NS, Freshness
-from monarchfs.fs.known import Entry, KnownMetadata, Missing
-from monarchfs.fs.names import Names
-from monarchfs.fs.recorder import Recorder
-from monarchfs.fs.shared_listings import SharedListings
-from monarchfs.fs.shared_names import SharedNames
-from monarchfs.fs.sibling_names import UNPUBLISHED, Publishing, SiblingNames
-from monarchfs.fs.stale_on_timeout import StaleOnTimeout
-from monarchfs.fs.statahead import Statahead
 from monarchfs.index.index import Index
+from monarchfs.metadata.attributes import Attributes
+from monarchfs.metadata.batches import BatchLookups
+from monarchfs.metadata.directories import Directories
+from monarchfs.metadata.freshness import FOREVER_NS, Freshness
+from monarchfs.metadata.known import Entry, KnownMetadata, Missing
+from monarchfs.metadata.names import Names
+from monarchfs.metadata.recorder import Recorder
+from monarchfs.metadata.shared_listings import SharedListings
+from monarchfs.metadata.shared_names import SharedNames
+from monarchfs.metadata.sibling_names import UNPUBLISHED, Publishing, SiblingNames
+from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
+from monarchfs.metadata.statahead import Statahead
 from monarchfs.metrics import Metrics
 from monarchfs.source.source import Source
 from monarchfs.types import Lane

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import trio
 
-from monarchfs.fs.known import Entry, KnownMetadata
-from monarchfs.fs.recorder import Recorder
+from monarchfs.metadata.known import Entry, KnownMetadata
+from monarchfs.metadata.recorder import Recorder
 from monarchfs.metrics import Metrics
 from monarchfs.types import (
     DirRef,

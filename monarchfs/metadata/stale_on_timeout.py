@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import trio
 
-from monarchfs.fs.known import Entry, KnownMetadata
-from monarchfs.fs.unanswered import Key, Unanswered
+from monarchfs.metadata.known import Entry, KnownMetadata
+from monarchfs.metadata.unanswered import Key, Unanswered
 from monarchfs.metrics import Metrics
 from monarchfs.source.layout import ATTRIBUTE, parse
 from monarchfs.source.single_flight import SingleFlight

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import trio
 
-from monarchfs.fs.cached_listings import BARE_SECONDS
-from monarchfs.fs.freshness import FOREVER_SECONDS, NS, past_racy_window
-from monarchfs.fs.known import KnownMetadata
-from monarchfs.fs.recorder import Recorder
-from monarchfs.fs.shared_listings import Entries, SharedListings
-from monarchfs.fs.stale_on_timeout import StaleOnTimeout
-from monarchfs.fs.statahead import Statahead
-from monarchfs.fs.unlisted import Unlisted
+from monarchfs.metadata.cached_listings import BARE_SECONDS
+from monarchfs.metadata.freshness import FOREVER_SECONDS, NS, past_racy_window
+from monarchfs.metadata.known import KnownMetadata
+from monarchfs.metadata.recorder import Recorder
+from monarchfs.metadata.shared_listings import Entries, SharedListings
+from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
+from monarchfs.metadata.statahead import Statahead
+from monarchfs.metadata.unlisted import Unlisted
 from monarchfs.source.source import Source
 from monarchfs.types import (
     MOST_LISTED,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
-from monarchfs.fs.directories import LISTING_BATCH
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.directories import LISTING_BATCH
+from monarchfs.metadata.tree import Tree
 from monarchfs.snapshot.file import (
     Begin,
     Complete,

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from monarchfs.fs.cached_listings import CachedListings, NegativeDentries
-from monarchfs.fs.known import KnownMetadata
+from monarchfs.metadata.cached_listings import CachedListings, NegativeDentries
+from monarchfs.metadata.known import KnownMetadata
 from monarchfs.metrics import Metrics
 from monarchfs.types import ROOT_INO, IndexWriteError, Node, SourceChanged, SourceStat
 

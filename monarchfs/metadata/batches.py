@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 
 import trio
 
-from monarchfs.fs.known import KnownMetadata
-from monarchfs.fs.recorder import Recorder
-from monarchfs.fs.shared_names import SharedNames
-from monarchfs.fs.sibling_names import SiblingNames
+from monarchfs.metadata.known import KnownMetadata
+from monarchfs.metadata.recorder import Recorder
+from monarchfs.metadata.shared_names import SharedNames
+from monarchfs.metadata.sibling_names import SiblingNames
 from monarchfs.source.source import Source
 from monarchfs.types import IndexWriteError, Lane, Node
 

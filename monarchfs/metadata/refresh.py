@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 
 import trio
 
-from monarchfs.fs.kernel import Kernel
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.kernel import Kernel
+from monarchfs.metadata.tree import Tree
 from monarchfs.types import (
     ROOT_INO,
     FileType,

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from monarchfs.fs.known import Entry, KnownMetadata, Missing, stale_entry
-from monarchfs.fs.names import Names
-from monarchfs.fs.recorder import Recorder
-from monarchfs.fs.stale_on_timeout import StaleOnTimeout
+from monarchfs.metadata.known import Entry, KnownMetadata, Missing, stale_entry
+from monarchfs.metadata.names import Names
+from monarchfs.metadata.recorder import Recorder
+from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
 from monarchfs.source.source import Source
 from monarchfs.types import ROOT_INO, Lane, Node, SourceStat
 
