@@ -48,6 +48,7 @@ from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.read import read_full
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.store.tier import Tier
+from monarchfs.system.listeners import Listeners
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.types import (
     EvictionPolicy,
@@ -133,12 +134,14 @@ class Accounts:
         self.write_in_thread = threads.write
         self.readers = readers
         self.reasons = ReasonLog()
-        self.noticed: Callable[[int], None] = self._mark_outdated
-        self.room_appeared: Callable[[], object] = lambda: None
-        """Called when files that found no tier may find one now."""
-        self.weighed: Callable[..., object] = lambda weights, *, replace: None
-        """Called as ``weigh``, after it."""
-        self.forget_pages: Callable[[int], object] = lambda ino: None
+        self.on_outdated: Listeners[[int]] = Listeners()
+        """Hear of each inode whose version the source no longer has."""
+        self.on_corrupt: Listeners[[int]] = Listeners()
+        """Hear of each inode of which the kernel may have read wrong bytes."""
+        self.on_room: Listeners[[]] = Listeners()
+        """Hear when files that found no tier may find one now."""
+        self.on_weights: Listeners[[Sequence[tuple[int, float]], bool]] = Listeners()
+        """Hear of weights (number, weight) that users gave, and whether they replace all others."""
         self.holder: ReplicaHolder = NoHolder()
         self.opened: dict[int, OpenReplica] = {}
         self.busy: dict[int, bytes] = {}
@@ -179,21 +182,12 @@ class Accounts:
         self.usage = TierUsage(index, self.all_tiers, self.placement, self.removals)
         self.reconciliation = Reconciliation(
             *(index, self.all_tiers, self.handle, metrics, self.in_thread, nursery, self.segments),
-            on_done=lambda: self.room_appeared(),
+            on_done=self.on_room,
         )
 
-    def bind(
-        self,
-        noticed: Callable[[int], None],
-        holder: ReplicaHolder | None = None,
-        forget_pages: Callable[[int], object] = lambda ino: None,
-    ) -> None:
-        """Connect parts that are made after the cache. ``noticed`` gets each inode whose version
-        the source no longer has, ``forget_pages`` each of which the kernel may have read wrong
-        bytes."""
-        self.noticed = noticed
-        self.holder = holder or NoHolder()
-        self.forget_pages = forget_pages
+    def bind(self, holder: ReplicaHolder) -> None:
+        """``holder`` opens replicas, too. It needs the cache to be made."""
+        self.holder = holder
 
     def state(self, ino: int) -> Replica | None:
         """The record of its replica; None for one in a tier that this mount does not have."""
@@ -207,13 +201,7 @@ class Accounts:
 
     def outdated(self, node: Node) -> None:
         """The source was seen to hold another version than the node stands for."""
-        self.noticed(node.ino)
-
-    def _mark_outdated(self, ino: int) -> None:
-        try:
-            self.index.tree.mark_outdated(ino)
-        except IndexWriteError as exc:
-            log.warning("inode %d is not marked as outdated: %s", ino, exc)
+        self.on_outdated(node.ino)
 
     # -- replicas that go
 
@@ -243,7 +231,7 @@ class Accounts:
             replica.bad = True
         self.readers.invalidate(ino)
         self.drop(ino, "its replica was corrupt")
-        self.forget_pages(ino)
+        self.on_corrupt(ino)
 
     def forget(self, replicas: Sequence[tuple[int, int]]) -> bool:
         """Remove the records of (inode, tier), in one commit. False if the index cannot be written:
@@ -338,7 +326,7 @@ class Accounts:
     def weigh(self, weights: Sequence[tuple[int, float]], *, replace: bool) -> None:
         """Users gave these files (number, weight) weights."""
         self.handle(Weighed(weights, replace))
-        self.weighed(weights, replace=replace)
+        self.on_weights(weights, replace)
 
 
 class Mover:

@@ -155,7 +155,10 @@ class Files:
         self._kernel = kernel
         self._on_open = on_open
         self._on_local_open = on_local_open
-        tree.recorder.bind(self.invalidation.outdated, kernel.invalidate_entry)
+        tree.recorder.on_outdated.add(self.invalidation.outdated)
+        tree.recorder.on_appeared.add(kernel.invalidate_entry)
+        cache.accounts.on_outdated.add(self.invalidation.noticed)
+        cache.accounts.on_corrupt.add(kernel.invalidate_inode)
 
     def known_open(self, ino: int) -> FileHandle | None:
         """``open`` where nobody has to be asked: a fresh inode with a complete replica."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from monarchfs.metadata.cached_listings import CachedListings, NegativeDentries
 from monarchfs.metadata.known import KnownMetadata
 from monarchfs.metrics import Metrics
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import ROOT_INO, IndexWriteError, Node, SourceChanged, SourceStat
 
 log = logging.getLogger(__name__)
@@ -36,17 +37,11 @@ class Recorder:
         self._known = known
         self._index = known.index
         self._on_moved = on_moved
-        self._on_outdated: Callable[[int], None] = lambda ino: None
-        self._on_appeared: Callable[[int, bytes], None] = lambda parent, name: None
-
-    def bind(
-        self, on_outdated: Callable[[int], None], on_appeared: Callable[[int, bytes], None]
-    ) -> None:
-        """``on_outdated`` is called with each inode number whose version the source no longer
-        holds, ``on_appeared`` with each name (directory, name) that exists by now and that the
-        kernel may remember as missing."""
-        self._on_outdated = on_outdated
-        self._on_appeared = on_appeared
+        self.on_outdated: Listeners[[int]] = Listeners()
+        """Hear of each inode number whose version the source no longer holds."""
+        self.on_appeared: Listeners[[int, bytes]] = Listeners()
+        """Hear of each name (directory, name) that exists by now and that the kernel may remember
+        as missing."""
 
     def take_over(self, moved_ns: int) -> None:
         """Another process served the mount; it passed ``moved_ns`` to ``on_moved`` (0: nothing)."""
@@ -107,7 +102,7 @@ class Recorder:
         """A whole listing was recorded: some of its names the kernel may remember as missing."""
         for name in self.negative.pop(ino):
             if self._index.tree.dirent(ino, name) is not None:
-                self._on_appeared(ino, name)
+                self.on_appeared(ino, name)
 
     def replaced(self, parent: int, name: bytes, before: int) -> None:
         """``name`` no longer stands for ``before`` (0: it was only listed), which is outdated by
@@ -117,14 +112,14 @@ class Recorder:
         if node is None or node.stat.is_directory:
             return
         if node.outdated:
-            self._on_outdated(node.ino)
+            self.on_outdated(node.ino)
         elif (node.parent, node.name) == (parent, name):
             self.outdate(node.ino)
 
     def outdate(self, ino: int) -> None:
         """The source no longer holds what ``ino`` stands for. Raises nothing."""
         self.mark_outdated(ino)
-        self._on_outdated(ino)
+        self.on_outdated(ino)
 
     def mark_outdated(self, ino: int) -> None:
         """``outdate`` without the notification. Raises nothing."""

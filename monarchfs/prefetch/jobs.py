@@ -52,7 +52,7 @@ class CopyJobs:
         self.arriving: set[int] = set()
         self.supplied: set[int] = set()
         self._shrunk = trio.lowlevel.ParkingLot()
-        cache.accounts.room_appeared = self.wakes.unpark_all
+        cache.accounts.on_room.add(self.wakes.unpark_all)
 
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.

@@ -15,6 +15,7 @@ import trio
 from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import ROOT_INO, FileType, IndexWriteError, Lane, Node
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ class Scan:
         self._tree = tree
         self._jobs = jobs
         self.running = False
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: Listeners[[]] = Listeners()
         """Called when a walk has ended."""
         self.elsewhere: Callable[[int], bool] = lambda ino: False
         """Whether another node asks the source about the names of this directory."""

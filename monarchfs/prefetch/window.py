@@ -25,6 +25,7 @@ from monarchfs.prefetch.order import Order
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.source import Source
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import (
     Lane,
     Node,
@@ -79,7 +80,7 @@ class Window:
         read, even if nobody called ``opened``; ``evicts``: files may have to go for others."""
         self.size = size
         self.orders: dict[str, Order] = {}
-        self.dropped: Callable[[str], None] = lambda name: None
+        self.on_dropped: Listeners[[str]] = Listeners()
         """Is told of each announced order that is over, and of each that is to be announced."""
         self._given_up = self._times_learned = 0
         self._learned = LearnedOrder()
@@ -258,7 +259,7 @@ class Window:
         if name == LEARNED:
             self._learned.lost()
         else:
-            self.dropped(name)
+            self.on_dropped(name)
 
     def _forget_opened(self) -> None:
         """Whoever opened them did not wait for the window: what it has of them came too late."""

@@ -288,13 +288,11 @@ class Parts:
             misses=self.misses if relays else None,
             waiting=lambda: self.interrupts.waiting,
         )
-        self.relay.counts.on_source_reads = self.source.count_elsewhere
+        self.relay.counts.on_source_reads.add(self.source.count_elsewhere)
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
-        self.cache.accounts.bind(
-            self.files.invalidation.noticed, self.passthrough, self.kernel.invalidate_inode
-        )
+        self.cache.accounts.bind(self.passthrough)
         file_system = FileSystem(self.tree, self.files, self.xattrs)
         self.adapter = Adapter(
             *(file_system, self.interrupts, self.metrics, self.relay, table, self.passthrough),

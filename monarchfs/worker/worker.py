@@ -120,7 +120,7 @@ class Worker(Parts):
         config = self.config
         if (weights := self.said.weights()) is not None:
             self.cache.accounts.weigh(list(weights.items()), replace=True)
-        self.cache.accounts.weighed = self.said.keep_weights
+        self.cache.accounts.on_weights.add(self.said.keep_weights)
         self._nursery.start_soon(self.kernel.run)
         self._nursery.start_soon(self.passthrough.run)
         self._nursery.start_soon(self.relay.run)

@@ -192,7 +192,7 @@ class Passing:
             self.threads,
             counts=True,
         )
-        mirror.cache.accounts.bind(mirror.files.invalidation.noticed, self.passthrough)
+        mirror.cache.accounts.bind(self.passthrough)
         self.slots = HandleTable(self.table, hooks)
         self.threads.begin(self.slots)
         self.adapter = Adapter(

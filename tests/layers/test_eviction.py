@@ -293,7 +293,7 @@ async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
     async with files.mounted(shares=shares) as mirror:
         ino = await mirror.copied("0")
         forgotten: list[int] = []
-        mirror.cache.accounts.forget_pages = forgotten.append
+        mirror.cache.accounts.on_corrupt.add(forgotten.append)
         handle = await mirror.open("0")
         damage(mirror.tier, mirror.replica(ino), 70_000)
         async with trio.open_nursery() as nursery:

@@ -245,7 +245,6 @@ class Mirror:
         self.files = Files(
             self.tree, self.cache, self.copier, self.metrics, self.kernel, self.opens
         )
-        self.cache.accounts.bind(self.files.invalidation.noticed)
         self.residency = self.files.residency
         self.reasons = Reasons(self.residency, self.cache, self.copier)
         self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)

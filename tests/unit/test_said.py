@@ -17,6 +17,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.system.listeners import Listeners
 from monarchfs.system.process_stat import start_ticks
 from monarchfs.worker import said as module
 from monarchfs.worker.announcing import Announcing
@@ -138,12 +139,12 @@ class Orders:
         self.exited: list[Callable[[], bool]] = []
         self.orders: dict[str, bytes] = {}
         self.begun: set[str] = set()
-        self.dropped: Callable[[str], None] = lambda name: None
+        self.on_dropped: Listeners[[str]] = Listeners()
 
     def announce(
         self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool = False
     ) -> None:
-        self.dropped(name)
+        self.on_dropped(name)
         self.exited.append(exited)
         self.orders[name] = names
         if begun:
