@@ -170,18 +170,32 @@ class Accounts:
         self.durability = Durability(index, self.all_tiers, self.placement, self.handle)
         self.sync_loop, self.sync = self.durability.sync_loop, self.durability.sync
         self.segments = SegmentRecords(
-            *(index, self.all_tiers, self.readers, self.in_thread),
+            index,
+            self.all_tiers,
+            self.readers,
+            self.in_thread,
             capacity=lambda tier_id: self.placement.ledger(tier_id).usage[1],
             most_bytes=options.shared_bytes,
         )
         self.removals = Removals(
-            *(index, self.all_tiers, self.handle, self.in_thread, nursery, self.segments),
+            index,
+            self.all_tiers,
+            self.handle,
+            self.in_thread,
+            nursery,
+            self.segments,
             let_go=lambda ino: self.holder.let_go(ino),
         )
         self._mover = Mover(self)
         self.usage = TierUsage(index, self.all_tiers, self.placement, self.removals)
         self.reconciliation = Reconciliation(
-            *(index, self.all_tiers, self.handle, metrics, self.in_thread, nursery, self.segments),
+            index,
+            self.all_tiers,
+            self.handle,
+            metrics,
+            self.in_thread,
+            nursery,
+            self.segments,
             on_done=self.on_room,
         )
 

@@ -150,7 +150,9 @@ class Reservations:
             self._accounts.busy[ino] = name
             reservations.append(
                 Reservation(
-                    *(node, name, self._accounts.tiers[tier_id]),
+                    node,
+                    name,
+                    self._accounts.tiers[tier_id],
                     whole=place.whole,
                     shares=shares,
                     after=after[tier_id],

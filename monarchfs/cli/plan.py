@@ -116,7 +116,9 @@ def shared(plan: Mapping[str, Any], nodes: int, share: ShareMode) -> dict[str, A
     """What ``--json`` prints of nodes that share. Pure."""
     room = plan["resident"]["bytes"] + plan["partial"]["bytes"]
     found = plan_sharing(
-        *(plan["bytes"], room, nodes),
+        plan["bytes"],
+        room,
+        nodes,
         own_first=share is not ShareMode.REPLICATE,
         keeps_foreign=share is not ShareMode.PARTITION,
     )

@@ -44,8 +44,16 @@ class Unit(_units.Unit):
         st_dev, st_ino, size, mtime_ns, ctime_ns = version
         numbers = st_dev or device, st_ino, size, *_timespec(mtime_ns), *_timespec(ctime_ns)
         return super().__new__(
-            *(cls, ino, start, end - start, chunk_bytes, numbers, readers, most_bytes),
-            *(in_requests, sparse),
+            cls,
+            ino,
+            start,
+            end - start,
+            chunk_bytes,
+            numbers,
+            readers,
+            most_bytes,
+            in_requests,
+            sparse,
         )
 
 

@@ -131,7 +131,10 @@ class Session:
     def hand_over(self) -> None:
         """FUSE_INIT is answered: take the real descriptor. No checkpoint."""
         if not self._relays or not hooks.start_relay(
-            *(self._init_fd, self._fuse_fd, RELAY_THREADS, self._waiting_reads),
+            self._init_fd,
+            self._fuse_fd,
+            RELAY_THREADS,
+            self._waiting_reads,
             self._free_opens,
             DURATION_BOUNDS_NS,
         ):

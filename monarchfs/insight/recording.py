@@ -147,8 +147,14 @@ class RecordingWriter:
     def _pack(self, event: Event) -> bytes:
         begin = self._origin_ns + round(event.begin * 1e9)
         return EVENT.pack(
-            *(begin, event.ino, event.offset, event.duration, event.size, event.pid),
-            *(event.kind, event.source_of),
+            begin,
+            event.ino,
+            event.offset,
+            event.duration,
+            event.size,
+            event.pid,
+            event.kind,
+            event.source_of,
         )
 
     def _write_json(self, kind: bytes, value: Mapping[str, Any]) -> None:

@@ -211,7 +211,7 @@ class Directories:
         if await self._list_by_peers(ino, Lane.BACKGROUND):
             return self.index.listings.count_entries(ino, MOST_LISTED)
         return await self.list_again(
-            *(ino, Lane.BACKGROUND, LISTING_BATCH), most_names=most_names, on_batch=on_batch
+            ino, Lane.BACKGROUND, LISTING_BATCH, most_names=most_names, on_batch=on_batch
         )
 
     async def finish_listing(

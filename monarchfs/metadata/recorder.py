@@ -85,7 +85,9 @@ class Recorder:
                 "%r has another inode number in the source than before (%d, %d), and is otherwise"
                 " the same. Such files are copied again: use a file system, or options of it, that"
                 " keep inode numbers (docs/TROUBLESHOOTING.md, Speed)",
-                *(os.fsdecode(node.name), old.stat.ino, node.stat.ino),
+                os.fsdecode(node.name),
+                old.stat.ino,
+                node.stat.ino,
             )
         self._metrics.renumbered_files += 1
         if node.stat.is_directory and len(self._renumbered) < RENUMBERED_KEPT:

@@ -65,7 +65,11 @@ class Tree:
             source, known, recorder, asking, statahead, nursery, listings
         )
         self.names = Names(
-            *(source, known, recorder, asking, batches),
+            source,
+            known,
+            recorder,
+            asking,
+            batches,
             statahead,
             self.directories,
             self.siblings,

@@ -104,7 +104,7 @@ class SpanDigests:
         files = self._cache.tiers[record.tier].files
         try:
             digests: bytes = await run_sync(
-                *(files.digests, record.name, record.checksum, record.size), abandon_on_cancel=True
+                files.digests, record.name, record.checksum, record.size, abandon_on_cancel=True
             )
         except OSError as exc:
             log.info("a replica that peers want cannot be read: %s", exc)
@@ -311,7 +311,11 @@ class SpanNodes:
     async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
         read = unit.read_elsewhere
         return await run_sync(
-            *(read, _replicas.range, owner, path, digests),
+            read,
+            _replicas.range,
+            owner,
+            path,
+            digests,
             abandon_on_cancel=True,
             limiter=self._reading,
         )
@@ -367,8 +371,11 @@ class SpanNodes:
         question = [WantedSpan(s.name, span, *part, s.priority, s.path) for s, span in wanted]
         try:
             data = await run_sync(
-                *(ask, owner, PeerQuestion("/ask/spans", encode_wanted(question), demand)),
-                *(ANSWER_SECONDS, MAX_ANSWER_BYTES),
+                ask,
+                owner,
+                PeerQuestion("/ask/spans", encode_wanted(question), demand),
+                ANSWER_SECONDS,
+                MAX_ANSWER_BYTES,
                 limiter=self._threads,
             )
             answers = decode_held(data, len(wanted))

@@ -132,7 +132,8 @@ class Fill(Fetching):
             return None
         if self._passing is None:
             self._passing = PassingReads(
-                *(spans, self.size),
+                spans,
+                self.size,
                 lambda start, end: self._unit(start, end, Lane.DEMAND),
                 self._nursery,
             )

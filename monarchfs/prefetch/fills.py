@@ -105,7 +105,10 @@ class Fills:
         fill = self._files[node.ino] = Fill(
             node,
             RemoteFile(
-                *(node.stat.version, lambda: self._where(node), self._source, self._spans(node)),
+                node.stat.version,
+                lambda: self._where(node),
+                self._source,
+                self._spans(node),
                 trusts_times=self._trusts_times,
             ),
             self._cache,

@@ -294,9 +294,19 @@ class SelfTest:
         state, tier = self._work / f"state{number}", self._tier / str(number)
         tier.mkdir()
         self._command(
-            *("mount", str(self.root / name), str(point), "--freshness", mode),
-            *("--state-dir", str(state), "--tier", f"{tier}=4G"),
-            *("--log-file", str(self._work / "log"), "--prefetch", "access"),
+            "mount",
+            str(self.root / name),
+            str(point),
+            "--freshness",
+            mode,
+            "--state-dir",
+            str(state),
+            "--tier",
+            f"{tier}=4G",
+            "--log-file",
+            str(self._work / "log"),
+            "--prefetch",
+            "access",
         )
         return point
 

@@ -71,8 +71,13 @@ def read_cache(layout: SitePaths, key: str) -> CacheShare | None:
         if used is not None:
             used = {path: int(used.get(path, 0)) for path in granted}
         return CacheShare(
-            *(key, str(record["source"]), int(record["uid"]), str(record["user"])),
-            *(granted, used, float(record["last_used_unix_seconds"])),
+            key,
+            str(record["source"]),
+            int(record["uid"]),
+            str(record["user"]),
+            granted,
+            used,
+            float(record["last_used_unix_seconds"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

@@ -161,7 +161,9 @@ def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[tuple
     return [
         (
             _open_tier(
-                *(fd, spec.path, index.meta.tier_number(spec.path)),
+                fd,
+                spec.path,
+                index.meta.tier_number(spec.path),
                 os.path.join(spec.path, spec.directory),
             ),
             spec.size,

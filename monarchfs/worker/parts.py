@@ -103,7 +103,8 @@ class Parts:
         table.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
         on_change = OnChange(
-            *(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
+            fuse_session.hooks.names_forget,
+            fuse_session.hooks.names_forget_ino,
             self._replica_changed,
         )
         self.index = open_index(config, self._state_dir, self._root_ino, on_change)
@@ -176,19 +177,31 @@ class Parts:
         self.touch: Touch | None = None
         if config.touch_source_seconds:
             self.touch = Touch(
-                *(self.source, self.cache, self.metrics, self.tree.known.place),
+                self.source,
+                self.cache,
+                self.metrics,
+                self.tree.known.place,
                 opens.inodes,
                 config.touch_source_seconds,
             )
         self.files = Files(
-            *(self.tree, self.cache, self.copier, self.metrics, self.kernel, opens),
+            self.tree,
+            self.cache,
+            self.copier,
+            self.metrics,
+            self.kernel,
+            opens,
             on_open=self._opened,
             on_local_open=None if self.touch is None else self.touch.opened,
         )
         self.reasons = Reasons(self.files.residency, self.cache, self.copier)
         finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
         self.xattrs = Xattrs(
-            *(self.tree, self.files.residency, self.reasons, self.source, nursery),
+            self.tree,
+            self.files.residency,
+            self.reasons,
+            self.source,
+            nursery,
             on_plain=self.relay.plain,
         )
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
@@ -217,7 +230,10 @@ class Parts:
                 ) from None
 
             self.peering = Peering(
-                *(self.tree, self.copier, self.cache, bootstrap.peers),
+                self.tree,
+                self.copier,
+                self.cache,
+                bootstrap.peers,
                 bootstrap.peers_fd,
                 config.share,
                 nursery,
@@ -243,7 +259,10 @@ class Parts:
         )
         self.window = Window(
             NamedFiles(self.tree.names, self.index.tree.node, finder.find),
-            *(self.source, self.cache, self.copier.jobs, self.misses),
+            self.source,
+            self.cache,
+            self.copier.jobs,
+            self.misses,
             WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
             self.relay.seen,
             evicts=config.evict is not EvictionPolicy.KEEP,
@@ -258,7 +277,10 @@ class Parts:
             self.warming,
             finder,
             Why(
-                *(self.tree, self.cache, self.reasons, finder),
+                self.tree,
+                self.cache,
+                self.reasons,
+                finder,
                 lambda: self.source.responding,
                 self.metrics,
             ),
@@ -295,7 +317,12 @@ class Parts:
         self.cache.accounts.bind(self.passthrough)
         file_system = FileSystem(self.tree, self.files, self.xattrs)
         self.adapter = Adapter(
-            *(file_system, self.interrupts, self.metrics, self.relay, table, self.passthrough),
+            file_system,
+            self.interrupts,
+            self.metrics,
+            self.relay,
+            table,
+            self.passthrough,
             SessionCalls(
                 fuse_session.current_request,
                 fuse_session.current_node,
@@ -305,7 +332,10 @@ class Parts:
             ),
         )
         fast_path = FastPath(
-            *(file_system, self.adapter.handles, self.relay, self.metrics),
+            file_system,
+            self.adapter.handles,
+            self.relay,
+            self.metrics,
             fuse_session.current_request,
             self.passthrough,
         )

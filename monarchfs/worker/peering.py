@@ -69,7 +69,8 @@ class Peering:
         self._supply = supply = Supply(
             tree.names,
             lambda ino: None if (ref := index.tree.dirref(ino)) is None else ref.path,
-            *(copier.jobs, copier.hurry),
+            copier.jobs,
+            copier.hurry,
             lambda name: bool(self._holdings.rows([name])[0].segment),
             lambda name: owners.serves(peers.own, name),
         )

@@ -97,8 +97,10 @@ class Worker(Parts):
                     await self._channel.send({"event": "status", **answer})
                 case "backed":
                     self.passthrough.answered(
-                        *(message["number"], message["ids"]),
-                        *(message.get("error", 0), message.get("reason", "")),
+                        message["number"],
+                        message["ids"],
+                        message.get("error", 0),
+                        message.get("reason", ""),
                     )
                 case "client" if not fds:  # no descriptor was left for it (recv_fds, EMFILE)
                     log.warning("a request is not answered: the limit of open files is reached")
