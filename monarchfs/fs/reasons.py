@@ -10,7 +10,7 @@ from monarchfs.cache.reasons import Cause, Reason
 from monarchfs.cache.usage import TierRoom
 from monarchfs.fs.residency import Residency
 from monarchfs.prefetch.copier import Copier
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import Node, Replica, ReplicaState
 
 NS = 1_000_000_000

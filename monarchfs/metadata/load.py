@@ -1,4 +1,4 @@
-"""Loading names and attributes that another node has looked up (``monarchfs.snapshot``)."""
+"""Loading names and attributes that another node has looked up (``metadata.snapshot``)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 import trio
 
 from monarchfs.metadata.directories import LISTING_BATCH
-from monarchfs.metadata.tree import Tree
-from monarchfs.snapshot.file import (
+from monarchfs.metadata.snapshot import (
     Begin,
     Complete,
     End,
@@ -21,6 +20,7 @@ from monarchfs.snapshot.file import (
     Reader,
     Record,
 )
+from monarchfs.metadata.tree import Tree
 from monarchfs.system.threads import run_sync
 from monarchfs.types import ROOT_INO, IndexWriteError, Lane, Listing
 

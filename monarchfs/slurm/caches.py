@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.config.model import TierSpec, User
-from monarchfs.inventory.trees import in_use, tree_size
 from monarchfs.slurm.records import (
     Busy,
     locked,
@@ -28,7 +27,8 @@ from monarchfs.slurm.records import (
 )
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site, SitePaths
-from monarchfs.text.sizes import format_bytes
+from monarchfs.slurm.trees import in_use, tree_size
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
 
 _LEAST_BYTES = 16 << 20

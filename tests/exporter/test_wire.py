@@ -18,7 +18,7 @@ from monarchfs.exporter.samples import Durations, Values
 from monarchfs.exporter.text import exposition_of
 from monarchfs.metrics import names
 from monarchfs.metrics.names import FAMILIES, MetricType
-from monarchfs.text.escaping import printable
+from monarchfs.system.escaping import printable
 from tests.support.golden import Golden
 from tests.support.prometheus import PROMTOOL
 from tests.support.scraping import parse

@@ -37,6 +37,7 @@ from monarchfs.index import Index
 from monarchfs.index.environment import DATABASES
 from monarchfs.index.recovery import mark_closed
 from monarchfs.insight.recording import AnsweredBy, Event, File, Kind, RecordingWriter
+from monarchfs.metadata import snapshot as snapshot
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers, parse_nodes
@@ -44,7 +45,6 @@ from monarchfs.slurm.caches import close_cache
 from monarchfs.slurm.records import write_record
 from monarchfs.slurm.shares import record_of, share_key
 from monarchfs.slurm.site import SitePaths
-from monarchfs.snapshot import file as snapshot
 from monarchfs.store.checksum import checksum
 from monarchfs.supervisor.launch import Descriptors, WorkerLauncher
 from monarchfs.supervisor.lock import Holder, write_holder

@@ -34,11 +34,11 @@ from monarchfs.fuse.session import hooks
 from monarchfs.index import LastClose, last_close, problems
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.recording import EVENT, open_recording
+from monarchfs.metadata.snapshot import Begin, Complete, End, Entries, Reader
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers
 from monarchfs.slurm.caches import CacheShare, read_cache
 from monarchfs.slurm.site import SitePaths
-from monarchfs.snapshot.file import Begin, Complete, End, Entries, Reader
 from monarchfs.supervisor.lock import read_holder
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.tierdirs import read_owner, read_record_of
@@ -54,7 +54,7 @@ from tests.support.mounting import REPOSITORY
 DOCUMENT = (REPOSITORY / "docs" / "FORMATS.md").read_text()
 MODULES = (
     "config.model", "fuse.handle_table", "fuse.requests", "index.records", "insight.recording",
-    "metrics.persistent", "slurm.report", "snapshot.file", "store.listed", "worker.said",
+    "metrics.persistent", "slurm.report", "metadata.snapshot", "store.listed", "worker.said",
 )  # fmt: skip
 VERSION = re.compile(r"_?(?:[A-Z]+_)?(?:VERSION|MAGIC)")
 

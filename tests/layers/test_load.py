@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from monarchfs.metadata.load import Load
+from monarchfs.metadata.snapshot_export import export
 from monarchfs.metadata.tree import Missing
-from monarchfs.snapshot.export import export
 from monarchfs.types import ROOT_INO, FreshnessMode
 from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, entry, names, stale
 from tests.support.mirror import Area, Mirror, content

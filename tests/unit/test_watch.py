@@ -33,7 +33,7 @@ from monarchfs.cli.watch import Moment, lines
 from monarchfs.control.registration import Registered, Registration
 from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.supervisor.recover import FoundMount
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError
 from tests.support import surroundings
 from tests.support.fake_daemon import changed, healthy

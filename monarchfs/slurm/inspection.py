@@ -14,7 +14,7 @@ from typing import Any
 
 from monarchfs.config import User
 from monarchfs.config.places import OWNER
-from monarchfs.inventory.trees import Size, in_use, open_users, tree_size
+from monarchfs.slurm.trees import Size, in_use, open_users, tree_size
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.supervisor.lock import LOCK, read_holder
 from monarchfs.supervisor.tierdirs import (

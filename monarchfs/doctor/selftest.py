@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import monarchfs
+from monarchfs.doctor import selftest_counters as counters
+from monarchfs.doctor import selftest_dataset as dataset
 from monarchfs.doctor.checks import Check, Value, ok, problem, warning
 from monarchfs.fuse.mountinfo import find_mount, mount_of
-from monarchfs.selftest import counters, dataset
 from monarchfs.supervisor.launch import module_command
 from monarchfs.system.bounded import bounded_call
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
 PREFIX = "monarchfs-selftest."

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from monarchfs.config.places import OWNER
-from monarchfs.inventory.discovery import LocalCache
-from monarchfs.inventory.trees import open_users, remove_tree
+from monarchfs.slurm.discovery import LocalCache
+from monarchfs.slurm.trees import open_users, remove_tree
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.lock import LOCK
 from monarchfs.system.bounded import Tell, bounded_talk

@@ -18,14 +18,14 @@ from typing import Any
 from monarchfs.config import User
 from monarchfs.config.places import current_user, home_of, own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
-from monarchfs.inventory.inspection import (
+from monarchfs.slurm.inspection import (
     MEASURE_SECONDS,
     MOST_NAMES,
     inspect_copies,
     inspect_state,
     names_in,
 )
-from monarchfs.inventory.trees import Size
+from monarchfs.slurm.trees import Size
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, claims
 from monarchfs.system.bounded import Answer, answer_within, bounded_call, is_missing

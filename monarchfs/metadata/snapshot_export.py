@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from monarchfs.snapshot.file import FoundName, Head, Writer
+from monarchfs.metadata.snapshot import FoundName, Head, Writer
 from monarchfs.system.walk import Stats, walk
 from monarchfs.types import FileType, SourceStat
 
