@@ -19,7 +19,7 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.cache.reservations import Reservations
 from monarchfs.cache.segments import Written, unrecorded
-from monarchfs.engine.units import Unit, memory_bytes
+from monarchfs.core.units import Unit, memory_bytes
 from monarchfs.placement.events import (
     Abandoned,
     Dropped,

@@ -7,7 +7,7 @@ back where there are too many. An id keeps the blocks of its file occupied: it i
 the removal of a replica counts as done.
 
 An inode that is not open, and for which there is an id, is lent to the threads of the C part
-(``fuse/_backed.c``): they answer its opens. Whoever has to know how often it is open, or has
+(``core/_backed.c``): they answer its opens. Whoever has to know how often it is open, or has
 something else in mind with it, takes it back first, with the opens that there are.
 
 A replica that shares its file with others is none to be passed through: the kernel would read that

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import trio
 
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.fs.files import Files
 from monarchfs.fuse.nonresident import NonResidentFiles
 from monarchfs.fuse.thread_counts import ThreadCounts

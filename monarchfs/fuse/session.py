@@ -22,7 +22,7 @@ if "pyfuse3" in sys.modules:
 _flags = sys.getdlopenflags()
 sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
 try:
-    from monarchfs.fuse import _session
+    from monarchfs.core import _session
 finally:
     sys.setdlopenflags(_flags)
 hooks: ModuleType = _session

@@ -12,7 +12,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
-from monarchfs.engine.misses import MOST_BYTES
+from monarchfs.core.misses import MOST_BYTES
 from monarchfs.peers import _replicas
 from monarchfs.peers.following import Following, avoided
 from monarchfs.peers.ownership import Ownership

@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
 from monarchfs.peers.following import Following, PeerQuestion, ask, avoided

@@ -19,7 +19,7 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
-from monarchfs.engine.misses import ARCHIVED, CHANGED, Misses, Served
+from monarchfs.core.misses import ARCHIVED, CHANGED, Misses, Served
 from monarchfs.metrics import NS, Metrics
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority

@@ -1,7 +1,7 @@
 """What is fetched of a file that is being copied: claimed, read from the source, written.
 
 A chunk is claimed by one fetch at a time, so a byte is asked from the source once, however many
-readers want it. Large files are fetched in units (``engine.units``), small ones as a whole.
+readers want it. Large files are fetched in units (``core.units``), small ones as a whole.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import trio
 from monarchfs.cache import writer
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State

@@ -2,7 +2,7 @@
 
 The way of a read: chunks that are local come from the part file; chunks that somebody fetches are
 waited for; the rest is claimed and fetched, and answered from the fetched bytes before they are
-written (large files: ``engine.units``). So a byte is asked from the source once, however many
+written (large files: ``core.units``). So a byte is asked from the source once, however many
 readers want it. Where there is no room for a chunk, exactly the bytes that were asked for are read.
 """
 

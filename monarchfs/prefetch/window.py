@@ -16,7 +16,7 @@ from contextlib import suppress
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.learned_order import LearnedOrder

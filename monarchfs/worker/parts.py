@@ -14,7 +14,7 @@ from monarchfs.cache.accounts import CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import DataPath, PrefetchMode
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts

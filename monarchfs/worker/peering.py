@@ -12,7 +12,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import ShareMode
-from monarchfs.engine.misses import MOST_BYTES
+from monarchfs.core.misses import MOST_BYTES
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas

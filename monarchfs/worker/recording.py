@@ -1,7 +1,7 @@
 """The command ``record``: what the mount answers, event by event, to one client: to ``monarchfs
 record``, or ``monarchfs top``.
 
-The C part notes the events (fuse/_record.c). Here they are drained, and inode numbers get their
+The C part notes the events (core/_record.c). Here they are drained, and inode numbers get their
 paths, a few at a time, so that this stays small beside the mount's own work. A client that is slow
 loses events; the mount does not wait for it.
 """

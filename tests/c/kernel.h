@@ -3,10 +3,10 @@
 #ifndef MONARCHFS_TESTS_KERNEL_H
 #define MONARCHFS_TESTS_KERNEL_H
 
-#include "../../monarchfs/fuse/_counts.h"
-#include "../../monarchfs/fuse/_handoff.h"
-#include "../../monarchfs/fuse/_relay.h"
-#include "../../monarchfs/fuse/_table.h"
+#include "../../monarchfs/core/_counts.h"
+#include "../../monarchfs/core/_handoff.h"
+#include "../../monarchfs/core/_relay.h"
+#include "../../monarchfs/core/_table.h"
 #include "check.h"
 
 #define FILES 40

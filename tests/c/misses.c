@@ -1,9 +1,9 @@
 /* Files that are not cached, opened and read by the source threads while others put, forget and hold
  * them, and replace them in the source: for a sanitizer. A socket is the kernel. Arguments: a directory
  * for the source, how many requests, and whether there are no opens. */
-#include "../../monarchfs/engine/_misses.h"
-#include "../../monarchfs/engine/_waiting.h"
-#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/core/_misses.h"
+#include "../../monarchfs/core/_waiting.h"
+#include "../../monarchfs/core/_resident.h"
 
 #include "kernel.h"
 

@@ -1,8 +1,8 @@
 /* An open that the kernel hands out again, under another name, while a thread is at it: what it took of
  * the two answers lasts. The answers are looked at by a function in the place of writev(2). */
-#include "../../monarchfs/fuse/_backed.h"
-#include "../../monarchfs/fuse/_opens.h"
-#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/core/_backed.h"
+#include "../../monarchfs/core/_opens.h"
+#include "../../monarchfs/core/_resident.h"
 
 #include "kernel.h"
 

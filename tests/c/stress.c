@@ -1,11 +1,11 @@
 /* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
  * while they are opened and read. Every other one lies in a segment, and when it was taken away, other
  * bytes are written over it: nobody may see those. Arguments: a directory for a tier, and how many requests. */
-#include "../../monarchfs/fuse/_backed.h"
-#include "../../monarchfs/fuse/_resident.h"
-#include "../../monarchfs/fuse/_nonresident.h"
-#include "../../monarchfs/fuse/_opens.h"
-#include "../../monarchfs/engine/_waiting.h"
+#include "../../monarchfs/core/_backed.h"
+#include "../../monarchfs/core/_resident.h"
+#include "../../monarchfs/core/_nonresident.h"
+#include "../../monarchfs/core/_opens.h"
+#include "../../monarchfs/core/_waiting.h"
 
 #include "kernel.h"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import trio
 
-from monarchfs.engine.misses import ARCHIVED, CHANGED, LEFT, Misses
+from monarchfs.core.misses import ARCHIVED, CHANGED, LEFT, Misses
 from monarchfs.types import Archived, Lane, Node, Replica, SourceStat
 from tests.layers.no_readers import NoReaders
 from tests.support.faults import FaultySource

@@ -14,8 +14,8 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.engine._units import GONE, READ, WRONG
-from monarchfs.engine.units import Unit
+from monarchfs.core._units import GONE, READ, WRONG
+from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.following import Following
 from monarchfs.peers.nodes import Peers, parse_nodes

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.source import PosixSource, direct
 from monarchfs.source.direct import LEAST_BYTES, PERIOD, TRIALS, DirectDescriptor, DirectReads
 from monarchfs.types import SourceVersion

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.store import ReplicaLost, read_nowait
 from monarchfs.store.checksum import BLOCK_BYTES, checksum
 from monarchfs.types import SourceStat

@@ -17,7 +17,7 @@ import trio
 from monarchfs.cache.accounts import CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarchfs.cache.replicas import Reservation
-from monarchfs.engine.misses import Served, WindowState
+from monarchfs.core.misses import Served, WindowState
 from monarchfs.prefetch import window
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.governor import Governor

@@ -1,12 +1,12 @@
 /* Requests that wait for bytes of the source, and the threads that ask the source.
  *
- * The modules that bring the bytes (_misses.c for small files, fuse/_nonresident.c for large ones) share
+ * The modules that bring the bytes (_misses.c for small files, core/_nonresident.c for large ones) share
  * one lock. A request waits until one of them answers it, or until it is left to Python: because it has
  * waited for too long, its process got a signal, or something went wrong. */
 #ifndef MONARCHFS_WAITING_H
 #define MONARCHFS_WAITING_H
 
-#include "../fuse/_pool.h"
+#include "_pool.h"
 
 #include <linux/fuse.h>
 

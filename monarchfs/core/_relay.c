@@ -24,9 +24,9 @@
 #include "_table.h"
 #include "_nonresident.h"
 
-#include "../engine/_misses.h"
-#include "../engine/_names.h"
-#include "../engine/_waiting.h"
+#include "_misses.h"
+#include "_names.h"
+#include "_waiting.h"
 
 #include <linux/fuse.h>
 

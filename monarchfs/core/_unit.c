@@ -7,7 +7,7 @@
 #define XXH_INLINE_ALL
 #include "_unit.h"
 
-#include "../fuse/_counts.h"
+#include "_counts.h"
 
 #include <xxhash.h>
 

@@ -8,8 +8,8 @@ the second.
 
 from __future__ import annotations
 
-from monarchfs.engine import _units
-from monarchfs.engine._units import memory_bytes
+from monarchfs.core import _units
+from monarchfs.core._units import memory_bytes
 from monarchfs.types import SourceVersion
 
 __all__ = ["Unit", "memory_bytes"]

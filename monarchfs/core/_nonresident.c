@@ -1,7 +1,7 @@
 /* Reads of files that are not resident (yet), without Python. See _nonresident.h.
  *
  * The threads that take requests from the kernel must not wait for a parallel file system, which may hang. So
- * reads of the source have threads of their own (engine/_waiting.h), and reads of chunks that are being fetched
+ * reads of the source have threads of their own (core/_waiting.h), and reads of chunks that are being fetched
  * wait without a thread. If a read is left to Python while a thread is reading for it, that thread answers
  * nothing. No other thread calls the source: these threads also close its descriptors.
  *
@@ -14,7 +14,7 @@
 #include "_journal.h"
 #include "_queue.h"
 
-#include "../engine/_waiting.h"
+#include "_waiting.h"
 
 #include <linux/fuse.h>
 

@@ -10,7 +10,7 @@
 #define _GNU_SOURCE
 #include "_names.h"
 
-#include "../fuse/_counts.h"
+#include "_counts.h"
 
 #include <pthread.h>
 #include <string.h>

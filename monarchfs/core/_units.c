@@ -1,5 +1,5 @@
-/* Units (_unit.h) for Python. See engine/units.py. */
-#include "../fuse/_python.h"
+/* Units (_unit.h) for Python. See core/units.py. */
+#include "_python.h"
 
 #include "_unit.h"
 
@@ -271,7 +271,7 @@ static PyMemberDef object_values[] = {
 
 static PyTypeObject object_type = {
 	PyVarObject_HEAD_INIT(NULL, 0)
-	.tp_name = "monarchfs.engine._units.Unit",
+	.tp_name = "monarchfs.core._units.Unit",
 	.tp_doc = "See units.Unit.",
 	.tp_basicsize = sizeof(struct object),
 	.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
@@ -290,7 +290,7 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {
 	PyModuleDef_HEAD_INIT,
-	.m_name = "monarchfs.engine._units",
+	.m_name = "monarchfs.core._units",
 	.m_doc = "Reads of large files in the source on behalf of their copies; see units.py.",
 	.m_size = -1,
 	.m_methods = methods,

@@ -24,10 +24,10 @@
 
 #include "_waiting.h"
 
-#include "../fuse/_journal.h"
-#include "../fuse/_opens.h"
-#include "../fuse/_queue.h"
-#include "../fuse/_resident.h"
+#include "_journal.h"
+#include "_opens.h"
+#include "_queue.h"
+#include "_resident.h"
 
 #include <errno.h>
 #include <fcntl.h>

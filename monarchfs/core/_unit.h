@@ -8,7 +8,7 @@
 #ifndef MONARCHFS_UNIT_H
 #define MONARCHFS_UNIT_H
 
-#include "../fuse/_nonresident.h"
+#include "_nonresident.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -69,7 +69,7 @@ enum elsewhere_result {
  * until `take` is false: then they are wrong. */
 typedef bool unit_take(void *to, const char *data, size_t size);
 typedef enum elsewhere_result unit_elsewhere(unsigned peer, const char *path, uint64_t offset, size_t size, unit_take *take, void *to);
-#define UNIT_ELSEWHERE "monarchfs.engine.unit_elsewhere"
+#define UNIT_ELSEWHERE "monarchfs.core.unit_elsewhere"
 
 /* Read it from elsewhere, compare each block with its digests (of all of the unit), and answer those who wait. What
  * this does not bring, unit_read does. `bytes`: how much came. */

@@ -2,8 +2,8 @@
 #define _GNU_SOURCE
 #include "_waiting.h"
 
-#include "../fuse/_journal.h"
-#include "../fuse/_queue.h"
+#include "_journal.h"
+#include "_queue.h"
 
 #include <stdlib.h>
 #include <string.h>

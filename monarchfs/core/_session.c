@@ -38,8 +38,8 @@
 #include "_relay.h"
 #include "_table.h"
 
-#include "../engine/_bindings.h"
-#include "../engine/_waiting.h"
+#include "_bindings.h"
+#include "_waiting.h"
 
 /* How often an interrupt that comes before its request is returned to the kernel. */
 #define MOST_RETURNS 3
@@ -463,7 +463,7 @@ static PyMethodDef methods[] = {
 
 static struct PyModuleDef module = {
 	PyModuleDef_HEAD_INIT,
-	.m_name = "monarchfs.fuse._session",
+	.m_name = "monarchfs.core._session",
 	.m_doc = "Hooks between libfuse and pyfuse3; import it through monarchfs.fuse.session only.",
 	.m_size = -1,
 	.m_methods = methods,

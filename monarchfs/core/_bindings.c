@@ -1,4 +1,4 @@
-/* What Python tells the data engine, and hears from it. See engine/misses.py. */
+/* What Python tells the data engine, and hears from it. See core/misses.py. */
 #include "_bindings.h"
 
 #include "_misses.h"
@@ -31,7 +31,7 @@ static PyBufferProcs buffer = {.bf_getbuffer = get_buffer};
 static PySequenceMethods sequence = {.sq_length = length_of};
 static PyTypeObject file_bytes_type = {
 	PyVarObject_HEAD_INIT(NULL, 0)
-	.tp_name = "monarchfs.fuse._session.FileBytes",
+	.tp_name = "monarchfs.core._session.FileBytes",
 	.tp_doc = "The bytes of a file, read-only; for memoryview.",
 	.tp_basicsize = sizeof(struct file_bytes),
 	.tp_flags = Py_TPFLAGS_DEFAULT,

@@ -50,7 +50,7 @@ void nonresident_ahead(uint64_t ino, uint64_t chunk);
 bool nonresident_arrived(uint64_t ino, uint64_t start, const char *data, size_t size,
 			void (*release)(void *), void *token);
 
-/* The functions that engine/_unit.c needs of this module. */
+/* The functions that core/_unit.c needs of this module. */
 struct nonresident_units {
 	bool (*arrived)(uint64_t ino, uint64_t start, const char *data, size_t size,
 			void (*release)(void *), void *token);
@@ -58,7 +58,7 @@ struct nonresident_units {
 };
 
 /* The name of the capsule with those functions. */
-#define NONRESIDENT_UNITS "monarchfs.fuse._session.nonresident_units"
+#define NONRESIDENT_UNITS "monarchfs.core._session.nonresident_units"
 
 /* Nothing of it may be read here any more. Reads under way are answered. */
 void nonresident_stop(uint64_t ino);

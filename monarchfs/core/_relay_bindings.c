@@ -10,8 +10,8 @@
 #include "_table.h"
 #include "_nonresident.h"
 
-#include "../engine/_misses.h"
-#include "../engine/_waiting.h"
+#include "_misses.h"
+#include "_waiting.h"
 
 #include <string.h>
 
