@@ -58,7 +58,7 @@ class FileHandle:
     def replica(self) -> OpenReplica | None:
         """The replica that has all of its bytes, since the open or by now."""
         if self._replica is None and self._nonresident is not None:
-            return self._nonresident.replica
+            return self._nonresident.copy.replica
         return self._replica
 
     @property
@@ -102,7 +102,7 @@ class FileHandle:
         if self._replica is None and self._nonresident is None:
             self._nonresident = nonresident
         else:
-            nonresident.release()  # another read of this handle was faster
+            nonresident.copy.release()  # another read of this handle was faster
 
     async def _leave_replica(self, replica: OpenReplica, exc: OSError) -> None:
         """A tier failed under this handle: the source serves it from now on."""
@@ -111,7 +111,7 @@ class FileHandle:
             return  # another read of this handle was faster
         nonresident = await self._files.open_nonresident(self.ino)
         if self._replica is not replica:
-            nonresident.release()
+            nonresident.copy.release()
             return
         self._replica, self._nonresident = None, nonresident
         self._files.cache.release(replica)
@@ -120,7 +120,7 @@ class FileHandle:
         if self._replica is not None:
             self._files.cache.release(self._replica)
         if self._nonresident is not None:
-            self._nonresident.release()
+            self._nonresident.copy.release()
         self._replica = self._nonresident = None
         self._files.opens.remove(self.ino)
 
@@ -247,7 +247,7 @@ class Files:
         direct: bool = False,
     ) -> FileHandle:
         self._count(node, resident=replica is not None)
-        if self._on_local_open is not None and (nonresident is None or nonresident.partial):
+        if self._on_local_open is not None and (nonresident is None or nonresident.copy.partial):
             self._on_local_open(node.ino)
         self.opens.add(node.ino)
         # If the file is truncated and its attributes come in the same moment, the kernel pads what
@@ -319,9 +319,9 @@ class Files:
         keeps = self._copies.jobs.keeps
         nonresident = await self.open_nonresident(ino)
         if keeps and not nonresident.arriving:
-            nonresident.start_filling()
+            nonresident.copy.start_filling()
             self._copies.jobs.opened(ino)
-        nonresident.allow_direct_reads()
+        nonresident.copy.allow_direct_reads()
         return nonresident
 
     async def open_nonresident(self, ino: int) -> Fill:

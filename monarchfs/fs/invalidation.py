@@ -57,7 +57,7 @@ class Invalidation:
     def outdated(self, ino: int) -> None:
         """The tree found that out."""
         if (nonresident := self._copies.files.get(ino)) is not None:
-            nonresident.outdated()
+            nonresident.copy.outdated()
         self.notify(ino)
 
     def notify(self, ino: int) -> None:

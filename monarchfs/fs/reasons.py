@@ -84,7 +84,7 @@ class Reasons:
             return None if why is None else f"it is read from the source: {why}"
         if state == "copying":
             nonresident = self._copies.files.get(ino)
-            done = 0 if nonresident is None else nonresident.local_bytes
+            done = 0 if nonresident is None else nonresident.copy.local_bytes
             return f"it is being copied: {_share(done, node.stat.size)}"
         if ino in self._copies.jobs.queue:
             before = self._copies.jobs.queue.position(ino) if exact else None
@@ -155,8 +155,8 @@ class Reasons:
         nonresident = self._copies.files.get(node.ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return node.stat.size
-        if nonresident is not None and nonresident.local_bytes:
-            return nonresident.local_bytes
+        if nonresident is not None and nonresident.copy.local_bytes:
+            return nonresident.copy.local_bytes
         if record is None or record.state is not ReplicaState.PARTIAL:
             return 0
         return record.present_bytes

@@ -22,7 +22,7 @@ class Residency:
         if self._copies.jobs.copying(ino):
             return "copying"
         nonresident = self._copies.files.get(ino)
-        local = record is not None or (nonresident is not None and nonresident.partial)
+        local = record is not None or (nonresident is not None and nonresident.copy.partial)
         return "partial" if local else "remote"
 
     def tier(self, ino: int) -> str | None:

@@ -290,7 +290,7 @@ class Warm:
             return  # the rest is the owners' to copy
         elif reason is not None and reason.cause in _REFUSED:
             fill = self._jobs.files.get(ino)
-            local = max(record.present_bytes if record else 0, fill.local_bytes if fill else 0)
+            local = max(record.present_bytes if record else 0, fill.copy.local_bytes if fill else 0)
             missing = max(0, node.stat.size - local)
             counts.refused += names
             counts.refused_bytes += missing

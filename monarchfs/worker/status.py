@@ -181,8 +181,8 @@ def status(worker: Observed) -> dict[str, Any]:
 
 def _left(fill: Fill) -> int:
     """How much of a file that is being copied is still to be read."""
-    chunks = fill.chunks
-    return max(0, fill.size - chunks.present_count * chunks.chunk_bytes)
+    chunks = fill.copy.chunks
+    return max(0, fill.copy.size - chunks.present_count * chunks.chunk_bytes)
 
 
 def _peers(peering: Peering | None) -> list[dict[str, Any]]:

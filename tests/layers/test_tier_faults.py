@@ -257,9 +257,9 @@ async def test_a_copy_that_is_given_up_in_its_last_step(files: Area, name: str) 
         gate = mirror.tier.faults.gate("write_whole", "finish_part")
         handle = await mirror.open(name)
         await gate.arrived()
-        mirror.copier.jobs.files[handle.ino].give_up(Cause.FAILED, "for the test")
+        mirror.copier.jobs.files[handle.ino].copy.give_up(Cause.FAILED, "for the test")
         await trio.testing.wait_all_tasks_blocked()
-        assert mirror.copier.jobs.files[handle.ino].reservation is not None
+        assert mirror.copier.jobs.files[handle.ino].copy.reservation is not None
         gate.open()
         await mirror.idle()
         assert mirror.metrics.copies_completed == 0

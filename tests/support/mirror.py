@@ -372,7 +372,8 @@ class Mirror:
         if self.cache.accounts.removals.count or self.cache.reconciling:
             return False
         return not self.local.borrowed_tokens and not any(
-            fill.busy or (fill.reservation is not None and fill.state is not State.FILLING)
+            fill.copy.busy
+            or (fill.copy.reservation is not None and fill.copy.state is not State.FILLING)
             for fill in copier.jobs.files.values()
         )
 
