@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import pytest
 import trio
 
-from monarchfs.cache import moves
+from monarchfs.cache import accounts
 from monarchfs.cache import segments as sharing
-from monarchfs.cache.cache import Cache
+from monarchfs.cache.writer import CopyWriter
 from monarchfs.index.environment import Environment
 from monarchfs.index.listings import Listings
 from monarchfs.index.meta import Meta
@@ -53,7 +53,13 @@ FILES = {
 
 OWNERS: dict[str, Any] = {
     **{"environment": Environment, "tree": TreeTables, "listings": Listings, "meta": Meta},
-    **{"replicas": Replicas, "noted": Segments, "tier": Tier, "cache": Cache, "moves": moves},
+    **{
+        "replicas": Replicas,
+        "noted": Segments,
+        "tier": Tier,
+        "writer": CopyWriter,
+        "moves": accounts,
+    },
     **{"files": ReplicaFiles, "segments": SegmentFiles, "lists": SegmentLists, "sharing": sharing},
 }
 
@@ -284,7 +290,7 @@ MOUNTS = {
             "listings.add_entries listings.finish_listing tree.record_found_each "
             "files.create_part*2 files.write files.write_unit*2 files.write_whole*6 "
             "files.finish_part*2 files.remove*2 files.remove_part files.mark_synced tier.sync "
-            "cache.writer.suspend*2 moves._copy"
+            "writer.suspend*2 moves._copy"
         )
     ),
     "at work on shared files": Mounts(
