@@ -320,7 +320,8 @@ while True:
     ((node, _),) = index.tree.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
     name = stat.version.replica_name
     index.replicas.begin_copy(node.ino, i % 3, name)
-    index.replicas.put_replica(node.ino, Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i))
+    replica = Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i)
+    index.replicas.put_replica(node.ino, replica)
     print(node.ino, flush=True)
     i += 1
 """
