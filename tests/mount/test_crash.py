@@ -292,8 +292,8 @@ MOUNTS = {
         crashes(
             "noted.begin_segments*2 replicas.put_replica*4 replicas.put_replicas*5 "
             "replicas.drop_replicas*3 replicas.mark_durable*2 environment.sync*4 "
-            "noted.segment_clean segments._make*2 segments.write_each*8 segments.punch*3 lists.append*4 "
-            "tier.sync*4 moves._read sharing._punch_gaps"
+            "noted.segment_clean segments._make*2 segments.write_each*8 segments.punch*3 "
+            "lists.append*4 tier.sync*4 moves._read sharing._punch_gaps"
         ),
         shares=True,
     ),
