@@ -34,7 +34,7 @@ $(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/
 		$(PYTHON) -m venv $(VENV); }
 	@echo "set-up, 3 of 3: Python packages, and building the C part: a minute the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench]'
-	@$(BIN)/python -c 'import monarchfs.fuse._session, monarchfs.store._records, monarchfs.engine._units, monarchfs.source._stats, monarchfs.peers._replicas' || \
+	@$(BIN)/python -c 'import monarchfs.core._session, monarchfs.store._records, monarchfs.core._units, monarchfs.source._stats, monarchfs.peers._replicas' || \
 		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 

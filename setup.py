@@ -64,13 +64,7 @@ class BuildOrSayWhy(build_ext):
             raise SystemExit(NEEDS) from None
 
 
-PARTS = (
-    "_session", "_relay", "_counts", "_record", "_reply", "_resident", "_items", "_tier_files",
-    "_nonresident", "_pool", "_backed", "_table", "_relay_bindings", "_handoff", "_journal",
-    "_absent_xattrs",
-)  # fmt: skip
-ENGINE = ("_waiting", "_misses", "_miss_entries", "_small_file", "_names", "_layout", "_bindings")
-UNITS = ("_units", "_unit")
+UNITS = ["monarchfs/core/_units.c", "monarchfs/core/_unit.c"]
 PEERS = ("_bindings", "_fetch", "_places", "_want")
 
 # Also what a source distribution takes along, so each has all of them.
@@ -81,11 +75,8 @@ setup(
     cmdclass={"build_ext": BuildOrSayWhy, "dist_info": DescribeOrSayWhy},
     ext_modules=[
         Extension(
-            "monarchfs.fuse._session",
-            [
-                *(f"monarchfs/fuse/{part}.c" for part in PARTS),
-                *(f"monarchfs/engine/{part}.c" for part in ENGINE),
-            ],
+            "monarchfs.core._session",
+            sorted({*glob("monarchfs/core/_*.c")} - {*UNITS}),
             depends=HEADERS,
             extra_compile_args=[
                 *(pkg_config("--cflags") or ["-I/usr/include/fuse3"]),
@@ -121,8 +112,8 @@ setup(
             extra_link_args=["-ldl"],  # libcurl
         ),
         Extension(
-            "monarchfs.engine._units",
-            [f"monarchfs/engine/{part}.c" for part in UNITS],
+            "monarchfs.core._units",
+            UNITS,
             depends=HEADERS,
             extra_compile_args=[*FLAGS, "-pthread"],
         ),

@@ -11,15 +11,21 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from monarchfs.cache.groups import Groups
+from monarchfs.cache.accounts import Accounts, CacheOptions
+from monarchfs.cache.readers import Readers
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.cache.rooms import OUT_OF_DESCRIPTORS
+from monarchfs.cache.reservations import OUT_OF_DESCRIPTORS, Reservations
 from monarchfs.cache.scrub import Scrub
+from monarchfs.cache.tier_threads import TierThreads
+from monarchfs.cache.writer import CopyWriter
 from monarchfs.index.index import Index
+from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Accessed, Known
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
+from monarchfs.store.tier import Tier
+from monarchfs.system.memory import MemoryHeadroom
+from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState, TierSize
 
 log = logging.getLogger(__name__)
 
@@ -31,26 +37,50 @@ async def purge(index: Index, before_ns: int) -> None:
     """Forget versions that were outdated before then: before this mount, so that no kernel asks for
     them."""
     try:
-        while index.purge_outdated(before_ns, PURGE_BATCH):
+        while index.tree.purge_outdated(before_ns, PURGE_BATCH):
             await trio.lowlevel.checkpoint()
     except IndexWriteError as exc:
         log.warning("outdated inodes stay recorded: %s", exc)
 
 
-class Cache(Groups):
-    """Replicas of one mount: what an earlier one left, those that are read, those to come."""
+class Cache:
+    """Replicas of one mount: what an earlier one left, those that are read, those to come.
+
+    Constant: its parts.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tiers: Sequence[tuple[Tier, TierSize]],
+        metrics: Metrics,
+        threads: TierThreads,
+        nursery: trio.Nursery,
+        readers: Readers,
+        options: CacheOptions,
+        headroom: Callable[[], MemoryHeadroom] | None = None,
+    ) -> None:
+        """As ``Accounts``."""
+        self.accounts = accounts = Accounts(
+            index, tiers, metrics, threads, nursery, readers, options, headroom
+        )
+        self.reservations = Reservations(accounts)
+        self.writer = CopyWriter(accounts, self.reservations)
+        self.index, self.readers = index, readers
+        self.tiers, self.usage = accounts.tiers, accounts.usage
+        self.reasons, self.lookup = accounts.reasons, accounts.lookup
 
     # -- start and end
 
     @property
     def tracks(self) -> bool:
         """Whether it matters what is opened."""
-        return self.placement.tracks or len(self.tiers) > 1
+        return self.accounts.placement.tracks or len(self.tiers) > 1
 
     @property
     def reconciling(self) -> bool:
         """Whether a tier takes nothing only because its files are being compared with the index."""
-        return bool(self._reconciliation.running)
+        return bool(self.accounts.reconciliation.running)
 
     def load(self, boot_id: bytes, reopen: Callable[[], None] = lambda: None) -> None:
         """Take over what an earlier mount left; ``boot_id`` tells whether the machine was restarted
@@ -58,40 +88,40 @@ class Cache(Groups):
         the background. ``reopen`` is called before anything may be evicted, to acquire what is in
         use.
         """
-        rebooted = self.index.begin_boot(boot_id)
-        self._reconciliation.recover()
+        rebooted = self.index.replicas.begin_boot(boot_id)
+        self.accounts.reconciliation.recover()
         for tier in self.tiers.values():
-            self._reconciliation.load(tier)
+            self.accounts.reconciliation.load(tier)
             self.readers.serve(tier.id, tier.dir_fd)
             try:
-                needed = self._reconciliation.needed(tier, rebooted=rebooted)
+                needed = self.accounts.reconciliation.needed(tier, rebooted=rebooted)
             except OSError as exc:
-                self._tiers.failed(tier, "looking at what it holds", exc)
+                self.accounts.all_tiers.failed(tier, "looking at what it holds", exc)
                 needed = True
             if needed:
-                self._reconciliation.begin(tier)
+                self.accounts.reconciliation.begin(tier)
         reopen()
-        self._tiers.measure()
+        self.accounts.all_tiers.measure()
         for tier in self.tiers.values():
-            self._segments.begin(tier)
-            if tier.id not in self._reconciliation.running:
-                self._nursery.start_soon(self._reconciliation.settle, tier)
-        if self.placement.tracks:
-            self._nursery.start_soon(self._announce_known)
+            self.accounts.segments.begin(tier)
+            if tier.id not in self.accounts.reconciliation.running:
+                self.accounts.nursery.start_soon(self.accounts.reconciliation.settle, tier)
+        if self.accounts.placement.tracks:
+            self.accounts.nursery.start_soon(self._announce_known)
 
     async def _announce_known(self) -> None:
         """Have the policy know the replicas that an earlier mount left."""
-        for count, (ino, record) in enumerate(self.index.replicas()):
+        for count, (ino, record) in enumerate(self.index.replicas.all()):
             if record.tier in self.tiers:
-                self._handle(Known(ino, record.tier))
+                self.accounts.handle(Known(ino, record.tier))
             if count % 256 == 0:
                 await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
         """Close what is open. Replicas stay."""
-        for replica in self._open.values():
+        for replica in self.accounts.opened.values():
             os.close(replica.fd)
-        self._open.clear()
+        self.accounts.opened.clear()
 
     # -- reading
 
@@ -101,10 +131,10 @@ class Cache(Groups):
 
     def resident_each(self, nodes: Sequence[Node]) -> set[int]:
         """The numbers of those that are ``resident``."""
-        records = self.index.replicas_of([node.ino for node in nodes])
-        resident = self._open.keys() & {node.ino for node in nodes}
+        records = self.index.replicas.replicas_of([node.ino for node in nodes])
+        resident = self.accounts.opened.keys() & {node.ino for node in nodes}
         for node in nodes:
-            record = records.get(node.ino) or self._adopt(node)
+            record = records.get(node.ino) or self.accounts.adopt(node)
             if record is None or record.state is not ReplicaState.RESIDENT:
                 continue
             if record.tier in self.tiers:
@@ -114,18 +144,18 @@ class Cache(Groups):
     def acquire(self, node: Node, *, accessed: bool = True) -> OpenReplica | None:
         """The complete replica of ``node``, open, or None. Each needs a ``release``. Not
         ``accessed``: it has just been copied, and nobody opened it for that."""
-        replica = self._open.get(node.ino)
+        replica = self.accounts.opened.get(node.ino)
         if replica is None:
-            record = self.claim(node)
+            record = self.accounts.claim(node)
             if record is None or record.state is not ReplicaState.RESIDENT:
                 return None
             replica = self._open_replica(node, record)
             if replica is None:
                 return None
-            self._open[node.ino] = replica
+            self.accounts.opened[node.ino] = replica
         replica.uses += 1
         if self.tracks and accessed:
-            self._handle(Accessed(node.ino, replica.tier))
+            self.accounts.handle(Accessed(node.ino, replica.tier))
         return replica
 
     def share(self, replica: OpenReplica) -> None:
@@ -134,23 +164,23 @@ class Cache(Groups):
 
     def gives(self, replica: OpenReplica) -> bool:
         """Whether it is what ``acquire`` gives: it is open, sound and recorded."""
-        return self._open.get(replica.ino) is replica and not replica.bad
+        return self.accounts.opened.get(replica.ino) is replica and not replica.bad
 
     def accessed(self, ino: int) -> None:
         """It was opened without ``acquire``, or somebody asked for it: others go before it."""
         if not self.tracks:
             return
-        record, tier = self.index.replica(ino), None
+        record, tier = self.index.replicas.replica(ino), None
         if record is not None and record.state is ReplicaState.RESIDENT:
             tier = record.tier if record.tier in self.tiers else None
-        self._handle(Accessed(ino, tier))
+        self.accounts.handle(Accessed(ino, tier))
 
     def release(self, replica: OpenReplica) -> None:
         replica.uses -= 1
         if replica.uses:
             return
-        if self._open.get(replica.ino) is replica:
-            del self._open[replica.ino]
+        if self.accounts.opened.get(replica.ino) is replica:
+            del self.accounts.opened[replica.ino]
         os.close(replica.fd)
         for then in replica.then:
             then()
@@ -160,7 +190,7 @@ class Cache(Groups):
         Raises OSError of the tier."""
         replica.uses += 1
         try:
-            return await self._in_thread_now(replica.read, offset, size)
+            return await self.accounts.in_thread_now(replica.read, offset, size)
         finally:
             self.release(replica)
 
@@ -169,29 +199,31 @@ class Cache(Groups):
         if replica.bad:
             return  # that is known, and the tier is not to blame
         self.readers.invalidate(replica.ino)
-        self._tiers.failed(self.tiers[replica.tier], "reading", exc, reading=True)
+        self.accounts.all_tiers.failed(self.tiers[replica.tier], "reading", exc, reading=True)
         # Others who read it may have said so already; what is recorded now may be a new one.
-        if self._open.get(replica.ino) is replica:
-            self.drop(replica.ino, f"the replica could not be read: {exc.strerror}")
+        if self.accounts.opened.get(replica.ino) is replica:
+            self.accounts.drop(replica.ino, f"the replica could not be read: {exc.strerror}")
 
     def _open_replica(self, node: Node, record: Replica) -> OpenReplica | None:
         tier = self.tiers.get(record.tier)
-        if tier is None or not self._tiers.readable(tier.id):
+        if tier is None or not self.accounts.all_tiers.readable(tier.id):
             return None
         try:
             fd = tier.open_complete(record)
         except ReplicaLost as exc:
-            self._metrics.replicas_lost += 1
-            if tier.id in self._reconciliation.running:
-                self._reconciliation.lost[tier.id] += 1  # logged with all others, at its end
+            self.accounts.metrics.replicas_lost += 1
+            if tier.id in self.accounts.reconciliation.running:
+                self.accounts.reconciliation.lost[tier.id] += (
+                    1  # logged with all others, at its end
+                )
             else:
                 log.warning("replica of inode %d is gone, reading the source: %s", node.ino, exc)
-            self.drop(node.ino, "its replica was lost")
+            self.accounts.drop(node.ino, "its replica was lost")
             return None
         except OSError as exc:
-            self._tiers.failed(tier, "opening", exc, reading=True)
+            self.accounts.all_tiers.failed(tier, "opening", exc, reading=True)
             if exc.errno not in OUT_OF_DESCRIPTORS:
-                self.drop(node.ino, f"its replica could not be opened: {exc.strerror}")
+                self.accounts.drop(node.ino, f"its replica could not be opened: {exc.strerror}")
             return None
         return OpenReplica(node.ino, fd, record, tier.memory_backed)
 
@@ -202,9 +234,11 @@ class Cache(Groups):
         was."""
         if not self.lookup.evictable(ino):
             return False
-        if not self.readers.try_remove(ino) or not self.drop(ino, "evicted by hand", Cause.EVICTED):
+        if not self.readers.try_remove(ino) or not self.accounts.drop(
+            ino, "evicted by hand", Cause.EVICTED
+        ):
             return False
-        self._metrics.evictions_manual += 1
+        self.accounts.metrics.evictions_manual += 1
         return True
 
     # -- upkeep
@@ -217,13 +251,13 @@ class Cache(Groups):
 
     async def maintain(self) -> None:
         """``watch``, once."""
-        self._tiers.measure()
-        for tier in await self._tiers.probe(self._in_thread):
-            if tier.id not in self._reconciliation.running:
-                self._segments.replaced(tier)
-                self._reconciliation.begin(tier)
-        self._removals.retry(self._busy.values())
+        self.accounts.all_tiers.measure()
+        for tier in await self.accounts.all_tiers.probe(self.accounts.in_thread):
+            if tier.id not in self.accounts.reconciliation.running:
+                self.accounts.segments.replaced(tier)
+                self.accounts.reconciliation.begin(tier)
+        self.accounts.removals.retry(self.accounts.busy.values())
 
     async def scrub(self, rate: int) -> None:
         """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""
-        await Scrub(self.index, self._tiers, self, self._metrics, rate).run()
+        await Scrub(self.accounts, rate).run()

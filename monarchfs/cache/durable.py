@@ -72,7 +72,7 @@ class Durability:
                 await self._sync_tier(tier_id)
             await self._measure(self._tiers.by_id[tier_id])
         try:
-            await run_sync(self._index.sync, abandon_on_cancel=True)
+            await run_sync(self._index.environment.sync, abandon_on_cancel=True)
         except IndexWriteError as exc:
             log.warning("replicas are not durable: %s", exc)
 
@@ -112,12 +112,12 @@ class Durability:
         if not tier.memory_backed:
             synced = self._still(tier, synced)
             self._resize(tier, synced, allocated)
-            self._index.mark_durable(synced)
+            self._index.replicas.mark_durable(synced)
 
     def _still(self, tier: Tier, inos: Iterable[int]) -> dict[int, Replica]:
         """The records of those that were complete in ``tier`` before the sync began."""
         changed = self._changed
-        replicas = self._index.replicas_of(
+        replicas = self._index.replicas.replicas_of(
             [ino for ino in inos if changed is None or not changed.get(ino)]
         )
         return {
@@ -134,7 +134,7 @@ class Durability:
             more = allocated.get(now.name, now.allocated_bytes) - now.allocated_bytes
             if more and not now.segment and not self._placement.busy(ino, tier.id):
                 right = now._replace(allocated_bytes=now.allocated_bytes + more)
-                self._index.put_replica(ino, right)
+                self._index.replicas.put_replica(ino, right)
                 self._handle(Resized(ino, tier.id, more))
 
 

@@ -69,14 +69,14 @@ class Reconciliation:
 
         Blocks for the disk; there are as many as were under way. At the start of a mount.
         """
-        for tier_id, name in self._index.journal():
+        for tier_id, name in self._index.replicas.journal():
             tier = self._tiers.by_id.get(tier_id)
             if tier is None:
                 continue
             try:
                 if not self._kept_part(tier, name):
                     tier.files.discard(name)
-                self._index.file_gone(tier_id, name)
+                self._index.replicas.file_gone(tier_id, name)
             except OSError as exc:
                 self._tiers.failed(tier, "removing what a crash left", exc)
             except IndexWriteError as exc:
@@ -84,29 +84,29 @@ class Reconciliation:
 
     def _kept_part(self, tier: Tier, name: bytes) -> bool:
         """Whether the file is a part whose progress was recorded; its blocks are counted anew."""
-        ino = self._index.owner(tier.id, name)
-        record = None if ino is None else self._index.replica(ino)
+        ino = self._index.replicas.owner(tier.id, name)
+        record = None if ino is None else self._index.replicas.replica(ino)
         if ino is None or record is None or record.state is not ReplicaState.PARTIAL:
             return False
         part = next((part for part in tier.files.parts() if part.name == name), None)
         if part is None:
-            self._index.drop_replica(ino)
+            self._index.replicas.drop_replica(ino)
             return False
-        self._index.put_replica(ino, record._replace(allocated_bytes=part.allocated_bytes))
+        self._index.replicas.put_replica(ino, record._replace(allocated_bytes=part.allocated_bytes))
         return True
 
     def needed(self, tier: Tier, *, rebooted: bool) -> bool:
         """Whether the records of a tier may be wrong. Blocks for the disk, no longer than for an
         empty tier. Raises OSError of the tier, IndexWriteError."""
-        right = not rebooted and self._index.meta_get(_mark(tier)) == _right(tier)
+        right = not rebooted and self._index.meta.get(_mark(tier)) == _right(tier)
         if right and not self._was_cleaned(tier):
             return False
-        known = self._index.tier_totals().get(tier.id, TierTotals())
+        known = self._index.replicas.tier_totals().get(tier.id, TierTotals())
         if any(known) or tier.files.parts() or tier.segments.found():
             return True
         if any(tier.files.complete(n) for n in range(FAN_OUTS)):
             return True
-        self._index.meta_put(_mark(tier), _right(tier))
+        self._index.meta.put(_mark(tier), _right(tier))
         return False
 
     def _was_cleaned(self, tier: Tier) -> bool:
@@ -114,8 +114,8 @@ class Reconciliation:
 
         Looks at a few, which stand for all: names are hashes. Raises OSError of the tier.
         """
-        for _name, ino in self._index.names(tier.id, b"", b"", SAMPLED):
-            record = self._index.replica(ino)
+        for _name, ino in self._index.replicas.names(tier.id, b"", b"", SAMPLED):
+            record = self._index.replicas.replica(ino)
             if record is None:
                 continue
             try:
@@ -135,7 +135,7 @@ class Reconciliation:
         self.running.add(tier.id)
         self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, "what it holds is to be looked at")
         try:
-            self._index.meta_put(_mark(tier), b"")
+            self._index.meta.put(_mark(tier), b"")
         except IndexWriteError as exc:
             log.warning("tier %s is not marked as suspect: %s", tier.path, exc)
         self._nursery.start_soon(self._run, tier)
@@ -181,7 +181,7 @@ class Reconciliation:
         await self._mend(tier, [f for f in findings if not isinstance(f, found.Orphan)])
         await self._look_at_segments(tier)
         self.load(tier)
-        self._index.meta_put(_mark(tier), _right(tier))
+        self._index.meta.put(_mark(tier), _right(tier))
         self._tiers.end_outage(tier.id, Outage.RECONCILIATION)
         self._log_findings(tier)
 
@@ -201,7 +201,7 @@ class Reconciliation:
         """Forget what a reboot took: replicas whose data were never synced."""
         # This drops the records of all tiers: no other tier is counted before.
         async with self._dropping:
-            while lost := self._index.lost_in_reboot(LOST_BATCH):
+            while lost := self._index.replicas.lost_in_reboot(LOST_BATCH):
                 for ino, record in lost:
                     await self._drop(ino, record)
                 self._metrics.replicas_lost += len(lost)
@@ -209,9 +209,9 @@ class Reconciliation:
                 await trio.lowlevel.checkpoint()
 
     async def _drop(self, ino: int, record: Replica) -> None:
-        now = self._index.replica(ino)
+        now = self._index.replicas.replica(ino)
         if now is None:
-            self._index.drop_replica(ino)
+            self._index.replicas.drop_replica(ino)
         elif (now.tier, now.name) == (record.tier, record.name):
             return  # copied anew meanwhile
         tier = self._tiers.by_id.get(record.tier)
@@ -224,23 +224,23 @@ class Reconciliation:
                 # The journal keeps it for the next mount. This may be another tier.
                 self._tiers.failed(tier, "removing what a reboot took", exc)
                 return
-        self._index.file_gone(record.tier, record.name)
+        self._index.replicas.file_gone(record.tier, record.name)
 
     def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
         """The records of files of a fan-out directory, without the maps of what is there of partial
         ones."""
         rows: list[Row] = []
         after = b""
-        while names := self._index.names(tier.id, prefix, after, 1024):
+        while names := self._index.replicas.names(tier.id, prefix, after, 1024):
             for name, ino in names:
-                record = self._index.replica(ino)
+                record = self._index.replicas.replica(ino)
                 if record is not None and not record.segment:
                     rows.append((name, ino, record._replace(present=b"", digests=b"")))
             after = names[-1][0]
         return rows
 
     async def _mend(self, tier: Tier, findings: list[Finding]) -> None:
-        journal = {name for tier_id, name in self._index.journal() if tier_id == tier.id}
+        journal = {name for tier_id, name in self._index.replicas.journal() if tier_id == tier.id}
         orphans: list[TierFile] = []
         for finding in findings:
             match finding:
@@ -251,20 +251,22 @@ class Reconciliation:
                     found.MissingFile(ino=ino, replica=replica)
                     | found.WrongSize(ino=ino, replica=replica)
                 ):
-                    now = self._index.replica(ino)
+                    now = self._index.replicas.replica(ino)
                     if now is None or (now.tier, now.name) != (tier.id, replica.name):
                         continue  # a reader found out first, and may have copied it elsewhere
                     self._metrics.replicas_lost += 1
                     self.lost[tier.id] += 1
-                    self._index.drop_replica(ino)
+                    self._index.replicas.drop_replica(ino)
                     await self._in_thread(tier.files.discard, replica.name)
-                    self._index.file_gone(tier.id, replica.name)
+                    self._index.replicas.file_gone(tier.id, replica.name)
                 case found.WrongChecksumName(file=file) | found.Ambiguous(file=file):
                     self._removed[tier.id] += 1
                     await self._in_thread(tier.files.remove, file.name, file.checksum)
                 case found.WrongBlocks(ino=ino, allocated_bytes=allocated):
-                    if (record := self._index.replica(ino)) is not None:
-                        self._index.put_replica(ino, record._replace(allocated_bytes=allocated))
+                    if (record := self._index.replicas.replica(ino)) is not None:
+                        self._index.replicas.put_replica(
+                            ino, record._replace(allocated_bytes=allocated)
+                        )
                 case found.NotSynced():
                     pass  # a note for fsck: what the record says was done, the mode came later
         await self._adopt(tier, orphans)
@@ -277,24 +279,24 @@ class Reconciliation:
             if file not in proven:
                 self._removed[tier.id] += 1
                 await self._in_thread(tier.files.remove, file.name, file.checksum)
-        self._found[tier.id] += len(self._index.record_found_files(tier.id, proven))
+        self._found[tier.id] += len(self._index.replicas.record_found_files(tier.id, proven))
 
     async def _look_at_segments(self, tier: Tier) -> None:
         """Forget records whose bytes are not there; take over segments that are not known."""
-        known = self._index.segments(tier.id)
+        known = self._index.segments.segments(tier.id)
         for segment in known:
             # In this order: what is recorded has its bytes.
-            records = self._index.segment_records(tier.id, segment)
+            records = self._index.segments.segment_records(tier.id, segment)
             data = await self._in_thread(_data_ranges, tier, segment)
             for offset, ino in records:
-                record = self._index.replica(ino)
+                record = self._index.replicas.replica(ino)
                 if record is None or (record.segment, record.offset) != (segment, offset):
                     continue
                 end = offset + record.size
                 if not any(start <= offset and end <= stop for start, stop in data):
                     self._metrics.replicas_lost += 1
                     self.lost[tier.id] += 1
-                    self._index.drop_replica(ino)
+                    self._index.replicas.drop_replica(ino)
         for segment in await self._in_thread(tier.segments.found):
             if segment not in known:
                 await self._adopt_segment(tier, segment)
@@ -306,12 +308,12 @@ class Reconciliation:
         if not sound:
             await self._in_thread(tier.segments.remove, segment)
             return
-        self._index.begin_segments(tier.id, [segment])
-        self._found[tier.id] += len(self._index.record_found_files(tier.id, sound))
+        self._index.segments.begin_segments(tier.id, [segment])
+        self._found[tier.id] += len(self._index.replicas.record_found_files(tier.id, sound))
 
     def load(self, tier: Tier) -> None:
         """Tell placement what the tier holds, by the records."""
-        totals = self._index.tier_totals().get(tier.id, TierTotals())
+        totals = self._index.replicas.tier_totals().get(tier.id, TierTotals())
         files = totals.resident + totals.partial + totals.found
         self._handle(Loaded(tier.id, files, totals.allocated_bytes))
 

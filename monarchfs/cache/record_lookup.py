@@ -39,16 +39,16 @@ class RecordLookup:
         self._own_alone: set[int] = set()
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
-        record = None if ino in self._busy else self._index.replica(ino)
+        record = None if ino in self._busy else self._index.replicas.replica(ino)
         return None if record is None or record.tier != tier else record.allocated_bytes
 
     def evictable(self, ino: int) -> bool:
         if ino in self._opened or ino in self._busy or self._readers.used(ino):
             return False
-        return not self._index.pinned(ino)
+        return not self._index.pins.pinned(ino)
 
     def outdated(self, tier: int) -> Iterator[int]:
-        return iter(self._index.outdated_replicas(tier, OUTDATED_BATCH))
+        return iter(self._index.replicas.outdated_replicas(tier, OUTDATED_BATCH))
 
     def any(self, tier: int) -> Iterator[int]:
         """Each replica once, from where the last search ended. Names are hashes, so the order is
@@ -65,12 +65,12 @@ class RecordLookup:
             else:
                 self._own_in_turn[tier] = 0
                 yield ino
-        totals = self._index.tier_totals().get(tier, TierTotals())
+        totals = self._index.replicas.tier_totals().get(tier, TierTotals())
         if self._own_in_turn.get(tier, 0) >= totals.resident + totals.partial + totals.found:
             self._own_alone.add(tier)
 
     def is_foreign(self, ino: int) -> bool:
-        record = self._index.replica(ino)
+        record = self._index.replicas.replica(ino)
         if record is None or self.owns is None:
             return False
         return not self.owns(record.name, record.size)
@@ -84,7 +84,7 @@ class RecordLookup:
         start = after = places.get(tier, b"")
         wrapped = False
         while True:
-            rows = self._index.names(tier, b"", after, NAMES_BATCH)
+            rows = self._index.replicas.names(tier, b"", after, NAMES_BATCH)
             for name, ino in rows:
                 if wrapped and name > start:
                     return

@@ -166,7 +166,7 @@ class Removals:
     def gone(self, tier_id: int, name: bytes) -> None:
         """No file of that name is in the tier any more."""
         try:
-            self._index.file_gone(tier_id, name)
+            self._index.replicas.file_gone(tier_id, name)
         except IndexWriteError as exc:
             # The next mount looks for it once more.
             log.warning("the journal keeps an entry of a file that is gone: %s", exc)
@@ -179,7 +179,10 @@ class Removals:
             if record.name in busy and not record.segment:
                 continue
             self._stuck.remove((ino, record))
-            if not record.segment and self._index.owner(record.tier, record.name) is not None:
+            if (
+                not record.segment
+                and self._index.replicas.owner(record.tier, record.name) is not None
+            ):
                 # A new replica of the same version took the place of the file.
                 self._files_removed(ino, record)
             else:

@@ -8,10 +8,7 @@ from collections.abc import Callable
 
 import trio
 
-from monarchfs.cache.moves import Moves
-from monarchfs.cache.tiers import Tiers
-from monarchfs.index.index import Index
-from monarchfs.metrics import Metrics
+from monarchfs.cache.accounts import Accounts
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
 from monarchfs.system.threads import run_sync
@@ -33,14 +30,12 @@ class Scrub:
     Constant: its parts, ``rate`` in bytes a second. Changing: ``checked_bytes``.
     """
 
-    def __init__(
-        self, index: Index, tiers: Tiers, cache: Moves, metrics: Metrics, rate: int
-    ) -> None:
+    def __init__(self, accounts: Accounts, rate: int) -> None:
         self.rate = rate
-        self._index = index
-        self._tiers = tiers
-        self._cache = cache
-        self._metrics = metrics
+        self._accounts = accounts
+        self._index = accounts.index
+        self._tiers = accounts.all_tiers
+        self._metrics = accounts.metrics
         self._stopping = False
 
     async def run(self) -> None:
@@ -55,10 +50,10 @@ class Scrub:
     async def round(self, tier: Tier) -> None:
         """Each replica of a tier once, in the order of their names."""
         after = b""
-        while rows := self._index.names(tier.id, b"", after, 64):
+        while rows := self._index.replicas.names(tier.id, b"", after, 64):
             after = rows[-1][0]
             for _name, ino in rows:
-                record = self._index.replica(ino)
+                record = self._index.replicas.replica(ino)
                 if record is not None and record.state is not ReplicaState.PARTIAL:
                     await self._check(tier, ino, record)
 
@@ -82,9 +77,9 @@ class Scrub:
             return
         self._metrics.scrubbed_bytes += record.size
         # It may have gone, or have moved, meanwhile.
-        if not sound and self._index.replica(ino) == record:
+        if not sound and self._index.replicas.replica(ino) == record:
             log.warning("tier %s: replica of inode %d is corrupt: dropped", tier.path, ino)
-            self._cache.corrupt(ino)
+            self._accounts.corrupt(ino)
 
     def _pacer(self) -> Callable[[int], None]:
         """A function that limits the rate by sleeping, in the thread that reads."""

@@ -130,7 +130,7 @@ class SegmentRecords:
         places, begun = allocator.place(sizes)
         try:
             if begun:
-                self._index.begin_segments(tier.id, begun)
+                self._index.segments.begin_segments(tier.id, begun)
         except IndexWriteError as exc:
             allocator.seal()
             return [unrecorded(exc) for _ in places]
@@ -199,7 +199,7 @@ class SegmentRecords:
                 by_tier[replica.tier].append((replica, done))
             try:
                 if any(replica.durable for replica, _ in waiting):
-                    await self._in_thread(self._index.sync)
+                    await self._in_thread(self._index.environment.sync)
                 for tier_id, going in by_tier.items():
                     await self._punch(self._tiers.by_id[tier_id], going)
             except IndexWriteError as exc:
@@ -233,7 +233,7 @@ class SegmentRecords:
         if allocator is not None and allocator.current == segment:
             return False
         others = self._leaving[tier_id, segment].keys() - set(going)
-        return not others and self._index.segment_empty(tier_id, segment)
+        return not others and self._index.segments.segment_empty(tier_id, segment)
 
     def _left(self, tier_id: int, segment: int, offset: int) -> None:
         leaving = self._leaving.get((tier_id, segment))
@@ -245,7 +245,7 @@ class SegmentRecords:
     def _gone(self, tier_id: int, segment: int) -> None:
         self._own[tier_id].discard(segment)
         try:
-            self._index.segment_gone(tier_id, segment)
+            self._index.segments.segment_gone(tier_id, segment)
         except IndexWriteError as exc:
             # The next mount looks for it once more.
             log.warning("the index keeps a segment that is gone: %s", exc)
@@ -255,7 +255,7 @@ class SegmentRecords:
     async def settle(self, tier: Tier) -> None:
         """Give back what an earlier worker left in segments without a record. Raises OSError,
         IndexWriteError."""
-        for segment, marked in self._index.segments(tier.id).items():
+        for segment, marked in self._index.segments.segments(tier.id).items():
             if not marked or segment in self._own[tier.id]:
                 continue
             # There is no checkpoint between reading the records and computing the gaps.
@@ -266,14 +266,14 @@ class SegmentRecords:
             else:
                 await self._in_thread(partial(_punch_gaps, tier, segment, gaps))
                 if (tier.id, segment) not in self._leaving:
-                    self._index.segment_clean(tier.id, segment)
+                    self._index.segments.segment_clean(tier.id, segment)
 
     def _gaps(self, tier_id: int, segment: int) -> list[Range] | None:
         """The ranges of a segment that have no record and no reader. The last one has no end
         (length 0). None if that is the whole segment."""
         taken = dict(self._leaving.get((tier_id, segment), {}))
-        for offset, ino in self._index.segment_records(tier_id, segment):
-            record = self._index.replica(ino)
+        for offset, ino in self._index.segments.segment_records(tier_id, segment):
+            record = self._index.replicas.replica(ino)
             # A record without a replica was lost in a reboot: such are dropped one by one.
             taken[offset] = SMALL_BYTES if record is None else record.allocated_bytes
         if not taken:

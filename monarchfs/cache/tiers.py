@@ -78,7 +78,7 @@ class Tiers:
         if now - self._seen_at < SPACE_MAX_AGE_SECONDS:
             return
         self._seen_at = now
-        frozen = self._index.frozen
+        frozen = self._index.environment.frozen
         for tier in self.by_id.values():
             if frozen is not None:
                 self.begin_outage(tier.id, Outage.INDEX, frozen)

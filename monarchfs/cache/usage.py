@@ -71,7 +71,7 @@ class TierUsage:
     def report(self) -> list[dict[str, object]]:
         """One dict a tier, with the keys of ``status --json``."""
         self._tiers.measure()
-        totals = self._index.tier_totals()
+        totals = self._index.replicas.tier_totals()
         result: list[dict[str, object]] = []
         for tier in self._tiers.by_id.values():
             used, capacity = self._used(tier)

@@ -18,7 +18,7 @@ from monarchfs.insight.recording import RecordingError, open_recording
 from monarchfs.insight.results import Analysis
 from monarchfs.insight.text import text_of
 from monarchfs.insight.trace import write_trace
-from monarchfs.text.escaping import printable
+from monarchfs.system.escaping import printable
 from monarchfs.types import OperationError, UsageError
 
 

@@ -17,7 +17,7 @@ from monarchfs.control.client import connect
 from monarchfs.control.messages import too_long
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import FoundMount, find_all
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
 CONNECT_SECONDS = 5.0

@@ -16,7 +16,8 @@ from typing import Any
 from monarchfs.cli.text import printable
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of
 from monarchfs.config.values import parse_path
-from monarchfs.inventory.discovery import (
+from monarchfs.slurm.caches import all_caches, discard, trash_in
+from monarchfs.slurm.discovery import (
     UNKNOWN,
     Inventory,
     LocalCache,
@@ -24,13 +25,12 @@ from monarchfs.inventory.discovery import (
     user_of,
     users_of_node,
 )
-from monarchfs.inventory.removing import remove_cache
-from monarchfs.inventory.trees import remove_tree
-from monarchfs.slurm.caches import all_caches, discard, trash_in
 from monarchfs.slurm.records import prepare
+from monarchfs.slurm.removing import remove_cache
 from monarchfs.slurm.site import Site, read_site
+from monarchfs.slurm.trees import remove_tree
 from monarchfs.supervisor.recover import find_all, find_private
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 

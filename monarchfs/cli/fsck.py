@@ -17,13 +17,13 @@ from monarchfs.cli.progress import Progress, bar
 from monarchfs.cli.text import printable
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id
-from monarchfs.inventory.discovery import user_of
+from monarchfs.slurm.discovery import user_of
 from monarchfs.supervisor.identity import user_name
 from monarchfs.supervisor.launch import module_command, spawn_as
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.supervisor.tierdirs import read_record
+from monarchfs.system.sizes import format_bytes
 from monarchfs.system.trusted import place_of
-from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -16,9 +16,9 @@ from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import printable
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.source import refuse_ours
-from monarchfs.snapshot.export import Exported, export
+from monarchfs.metadata.snapshot_export import Exported, export
 from monarchfs.system.bounded import Tell, bounded_call, bounded_talk
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _SOURCE_SECONDS = 10.0

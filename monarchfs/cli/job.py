@@ -19,7 +19,7 @@ from monarchfs.slurm.prolog import run_prolog
 from monarchfs.slurm.recordings import run_recording
 from monarchfs.slurm.records import make_directory
 from monarchfs.slurm.site import Site, read_site
-from monarchfs.text.escaping import OneLine
+from monarchfs.system.escaping import OneLine
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _SYSLOG = "/dev/log"

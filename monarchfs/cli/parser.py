@@ -234,9 +234,7 @@ def _add_asking(commands: _Commands) -> None:
     option = parser.add_argument
     option("mountpoint", type=parse_path, help="where it is mounted")
     output = "the file to write (default monarchfs.rec)"
-    option(
-        *("-o", "--output"), metavar="FILE", type=parse_path, default="monarchfs.rec", help=output
-    )
+    option("-o", "--output", metavar="FILE", type=parse_path, default="monarchfs.rec", help=output)
     option("--seconds", metavar="N", help="for so long (default: until Ctrl-C)")
     option("--max-size", metavar="SIZE", default="256M", help="stop with this size (default 256M)")
     sample = "record one of N files (a power of two; default 1: all)"

@@ -11,7 +11,7 @@ from monarchfs.cli.text import format_count, printable
 from monarchfs.config.places import search_of
 from monarchfs.control.client import request
 from monarchfs.supervisor.recover import required
-from monarchfs.text.sizes import format_bytes, format_seconds, in_columns
+from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 from monarchfs.types import UsageError
 
 _ASK_SECONDS = 5.0

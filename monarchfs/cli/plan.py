@@ -31,7 +31,7 @@ from monarchfs.supervisor.probe import probe_source
 from monarchfs.supervisor.storage import recorded_directories
 from monarchfs.supervisor.tierdirs import names_for
 from monarchfs.system.bounded import Answer, Tell, bounded_call, bounded_talk
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, Space
 
 _SOURCE_SECONDS = 10.0
@@ -116,7 +116,9 @@ def shared(plan: Mapping[str, Any], nodes: int, share: ShareMode) -> dict[str, A
     """What ``--json`` prints of nodes that share. Pure."""
     room = plan["resident"]["bytes"] + plan["partial"]["bytes"]
     found = plan_sharing(
-        *(plan["bytes"], room, nodes),
+        plan["bytes"],
+        room,
+        nodes,
         own_first=share is not ShareMode.REPLICATE,
         keeps_foreign=share is not ShareMode.PARTITION,
     )

@@ -19,7 +19,7 @@ from monarchfs.cli.recorder import HIDDEN, EventRecorder, daemon_of
 from monarchfs.cli.text import counted, printable
 from monarchfs.config.values import parse_seconds, parse_size
 from monarchfs.insight.recording import MOST_SAMPLE
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

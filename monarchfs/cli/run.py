@@ -41,7 +41,7 @@ from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.shared import lease_mount, stems_of
 from monarchfs.system.bounded import bounded_call
 from monarchfs.system.limits import explained
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _STATUS_SECONDS = 5.0

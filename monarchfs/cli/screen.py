@@ -21,7 +21,7 @@ from monarchfs.cli.text import (
     printable,
     sparkline,
 )
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
 _FAIR_STATES = ("starting", "restarting", "safe mode", "source not responding", "not mounted")

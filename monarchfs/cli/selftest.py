@@ -14,7 +14,7 @@ from monarchfs.cli.doctor import print_check
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import counted, printable
 from monarchfs.doctor.checks import Check, Severity
-from monarchfs.selftest.run import SelfTest, TestedDirectory, about
+from monarchfs.doctor.selftest import SelfTest, TestedDirectory, about
 from monarchfs.types import UsageError
 
 

@@ -13,7 +13,7 @@ from monarchfs.cli.text import (
     printable,
     renumbered_text,
 )
-from monarchfs.text.sizes import format_bytes, format_seconds, in_columns
+from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 
 Report = Mapping[str, Any]
 

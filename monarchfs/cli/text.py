@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from monarchfs.text.escaping import printable as printable
+from monarchfs.system.escaping import printable as printable
 
 SPARKS = "▁▂▃▄▅▆▇█"
 ASCII_SPARKS = "_.:-=+*#"

@@ -24,7 +24,7 @@ from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
 from monarchfs.insight.tables import Grid
 from monarchfs.insight.text import aligned
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
 RATE = 20_000

@@ -14,7 +14,7 @@ from typing import Any
 
 from monarchfs.cli.ask import add, ask, batches, mount_and_paths
 from monarchfs.cli.text import counted, printable
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _LINE_SECONDS = 10.0

@@ -26,7 +26,7 @@ from monarchfs.cli.rates import History, MountView, Report, number
 from monarchfs.cli.screen import draw, draw_list
 from monarchfs.cli.status_text import list_row
 from monarchfs.cli.text import format_count, format_share, printable
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 
 Look = Callable[[], "Report | list[Report]"]
 """One mount's report, or those of all. May take seconds; raises nothing."""

@@ -16,7 +16,7 @@ from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import FoundMount, find_all
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 

@@ -15,7 +15,7 @@ from monarchfs.supervisor.storage import (
     directories_of,
 )
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, Space, TierSize
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})

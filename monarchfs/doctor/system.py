@@ -21,7 +21,7 @@ from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.limits import check_limits
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError
 
 FIRST_LARGE_READS = (4, 20)

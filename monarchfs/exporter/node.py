@@ -30,7 +30,7 @@ from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
 from monarchfs.metrics.names import FAMILIES, Family
 from monarchfs.supervisor.recover import is_about
-from monarchfs.text.escaping import printable
+from monarchfs.system.escaping import printable
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from monarchfs.exporter.samples import Durations, Sample, Value, Values
 from monarchfs.metrics.names import FAMILIES, Family, MetricType
-from monarchfs.text.escaping import printable
+from monarchfs.system.escaping import printable
 
 MOST_LINES = 4096
 """Of one mount in the text: with a tier there are about 650."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from monarchfs.fs.files import Files
-from monarchfs.fs.tree import Tree
 from monarchfs.fs.xattrs import Xattrs
+from monarchfs.metadata.tree import Tree
 
 
 class FileSystem(NamedTuple):

@@ -10,14 +10,15 @@ from collections.abc import Callable
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
-from monarchfs.fs.copies import Copies, PartialFile
 from monarchfs.fs.invalidation import Invalidation
-from monarchfs.fs.kernel import Kernel
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.racy_opens import RacyOpens
 from monarchfs.fs.residency import Residency
-from monarchfs.fs.tree import Entry, Tree
+from monarchfs.metadata.kernel import Kernel
+from monarchfs.metadata.tree import Entry, Tree
 from monarchfs.metrics import Metrics
+from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.fill import Fill
 from monarchfs.types import Data, DirectoryChanged, Node, SourceChanged
 
 MAPS_DIRECT = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 6)
@@ -36,7 +37,7 @@ class FileHandle:
         ino: int,
         files: Files,
         replica: OpenReplica | None,
-        nonresident: PartialFile | None,
+        nonresident: Fill | None,
         keep_cache: bool,
         direct: bool = False,
     ) -> None:
@@ -57,7 +58,7 @@ class FileHandle:
     def replica(self) -> OpenReplica | None:
         """The replica that has all of its bytes, since the open or by now."""
         if self._replica is None and self._nonresident is not None:
-            return self._nonresident.replica
+            return self._nonresident.copy.replica
         return self._replica
 
     @property
@@ -101,7 +102,7 @@ class FileHandle:
         if self._replica is None and self._nonresident is None:
             self._nonresident = nonresident
         else:
-            nonresident.release()  # another read of this handle was faster
+            nonresident.copy.release()  # another read of this handle was faster
 
     async def _leave_replica(self, replica: OpenReplica, exc: OSError) -> None:
         """A tier failed under this handle: the source serves it from now on."""
@@ -110,7 +111,7 @@ class FileHandle:
             return  # another read of this handle was faster
         nonresident = await self._files.open_nonresident(self.ino)
         if self._replica is not replica:
-            nonresident.release()
+            nonresident.copy.release()
             return
         self._replica, self._nonresident = None, nonresident
         self._files.cache.release(replica)
@@ -119,7 +120,7 @@ class FileHandle:
         if self._replica is not None:
             self._files.cache.release(self._replica)
         if self._nonresident is not None:
-            self._nonresident.release()
+            self._nonresident.copy.release()
         self._replica = self._nonresident = None
         self._files.opens.remove(self.ino)
 
@@ -131,7 +132,7 @@ class Files:
         self,
         tree: Tree,
         cache: Cache,
-        copies: Copies,
+        copies: Copier,
         metrics: Metrics,
         kernel: Kernel,
         opens: OpenCounts,
@@ -154,7 +155,10 @@ class Files:
         self._kernel = kernel
         self._on_open = on_open
         self._on_local_open = on_local_open
-        tree.recorder.bind(self.invalidation.outdated, kernel.invalidate_entry)
+        tree.recorder.on_outdated.add(self.invalidation.outdated)
+        tree.recorder.on_appeared.add(kernel.invalidate_entry)
+        cache.accounts.on_outdated.add(self.invalidation.noticed)
+        cache.accounts.on_corrupt.add(kernel.invalidate_inode)
 
     def known_open(self, ino: int) -> FileHandle | None:
         """``open`` where nobody has to be asked: a fresh inode with a complete replica."""
@@ -191,7 +195,7 @@ class Files:
         """An outdated inode: all of its version where that is local, else what the source has now,
         as a plain file would show it. The kernel may have pages of another version of the inode, so
         these reads bypass the page cache."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is None:
             raise OSError(errno.ESTALE, "unknown inode")
         replica = self.cache.acquire(node)
@@ -206,7 +210,7 @@ class Files:
     def reopened(self, ino: int) -> FileHandle:
         """A handle for a file that an earlier process of this mount has opened. What it reads from
         is there at once if that is a replica, else with the first read."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is not None and node.outdated:
             # The process that found this out may have died before it told the kernel.
             self.invalidation.notify(ino)
@@ -221,7 +225,7 @@ class Files:
         if handle is not None:
             return handle
         handle = self._unopened(ino)
-        if (node := self._index.node(ino)) is not None:
+        if (node := self._index.tree.node(ino)) is not None:
             self._count(node, resident=handle.local)
         return handle
 
@@ -231,19 +235,19 @@ class Files:
 
     def resident(self, ino: int) -> OpenReplica | None:
         """The complete replica of any inode, opened or not; to be released."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         return None if node is None else self.cache.acquire(node, accessed=False)
 
     def _handle(
         self,
         node: Node,
         replica: OpenReplica | None,
-        nonresident: PartialFile | None,
+        nonresident: Fill | None,
         *,
         direct: bool = False,
     ) -> FileHandle:
         self._count(node, resident=replica is not None)
-        if self._on_local_open is not None and (nonresident is None or nonresident.partial):
+        if self._on_local_open is not None and (nonresident is None or nonresident.copy.partial):
             self._on_local_open(node.ino)
         self.opens.add(node.ino)
         # If the file is truncated and its attributes come in the same moment, the kernel pads what
@@ -301,7 +305,7 @@ class Files:
         ):
             return False
         # What is being copied as a whole has no replica.
-        return self._copies.jobs.copying(node.ino) or self.cache.claim(node) is None
+        return self._copies.jobs.copying(node.ino) or self.cache.accounts.claim(node) is None
 
     def read_ahead(self, ino: int, first: int, last: int) -> None:
         """They read the chunks [first, last) of a file that is not resident."""
@@ -310,19 +314,19 @@ class Files:
 
     # -- files that are not resident
 
-    async def open_to_copy(self, ino: int) -> PartialFile:
+    async def open_to_copy(self, ino: int) -> Fill:
         """``open_nonresident``, and begin to copy it, if this mount does that."""
         keeps = self._copies.jobs.keeps
         nonresident = await self.open_nonresident(ino)
         if keeps and not nonresident.arriving:
-            nonresident.start_filling()
+            nonresident.copy.start_filling()
             self._copies.jobs.opened(ino)
-        nonresident.allow_direct_reads()
+        nonresident.copy.allow_direct_reads()
         return nonresident
 
-    async def open_nonresident(self, ino: int) -> PartialFile:
+    async def open_nonresident(self, ino: int) -> Fill:
         """Raises OSError, ESTALE where the source has another version."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is None:
             if not self.opens.known:
                 await self.invalidation.forget_all_names()
@@ -349,7 +353,7 @@ class Files:
         """What fstat(2) shows. Raises OSError with the source's errno; ESTALE where nobody has
         ``ino`` open and it is outdated: the kernel then looks the name up again (fs/stat.c).
         ``again`` as for ``open``."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         try:
             found = await self._tree.attributes.get(ino)
         except OSError as exc:

@@ -7,11 +7,11 @@ import logging
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.copies import Copies
-from monarchfs.fs.kernel import Kernel
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.residency import Residency
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.kernel import Kernel
+from monarchfs.metadata.tree import Tree
+from monarchfs.prefetch.copier import Copier
 from monarchfs.types import ROOT_INO, IndexWriteError, MonarchError, Node
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Invalidation:
         tree: Tree,
         kernel: Kernel,
         cache: Cache,
-        copies: Copies,
+        copies: Copier,
         opens: OpenCounts,
         residency: Residency,
     ) -> None:
@@ -57,7 +57,7 @@ class Invalidation:
     def outdated(self, ino: int) -> None:
         """The tree found that out."""
         if (nonresident := self._copies.files.get(ino)) is not None:
-            nonresident.outdated()
+            nonresident.copy.outdated()
         self.notify(ino)
 
     def notify(self, ino: int) -> None:
@@ -73,23 +73,23 @@ class Invalidation:
         """Give the file another inode number at its next open, though its version is the same: the
         kernel is not to open again what it knows under this one. Raises nothing."""
         try:
-            self._index.renumber(ino)
+            self._index.tree.renumber(ino)
         except IndexWriteError as exc:
             log.warning("inode %d keeps its number: %s", ino, exc)
 
     # -- names that the kernel is to forget
 
     def _forget_name(self, ino: int) -> None:
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is not None and ino != ROOT_INO:
             self._kernel.invalidate_entry(node.parent, node.name)
 
     def forget_path(self, ino: int) -> None:
         """A directory above ``ino`` lies elsewhere. A name that is forgotten takes all below it
         along (fs/dcache.c, d_invalidate), so the path's first is enough. No checkpoint."""
-        node: Node | None = self._index.node(ino)
+        node: Node | None = self._index.tree.node(ino)
         while node is not None and node.parent != ROOT_INO:
-            node = self._index.node(node.parent)
+            node = self._index.tree.node(node.parent)
         if node is not None:
             self._forget_name(node.ino)
 
@@ -107,7 +107,7 @@ class Invalidation:
             self._all_forgotten = False
             return
         cookie = 0
-        while rows := self._index.entries(ROOT_INO, cookie, NAMES_BATCH):
+        while rows := self._index.listings.entries(ROOT_INO, cookie, NAMES_BATCH):
             cookie = rows[-1][0].cookie
             for dirent, _node in rows:
                 self._kernel.invalidate_entry(ROOT_INO, dirent.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from monarchfs.fs.freshness import SURELY_SETTLED_NS, Freshness
+from monarchfs.metadata.freshness import SURELY_SETTLED_NS, Freshness
 from monarchfs.types import Node
 
 KEPT = 10_000

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause, Reason
 from monarchfs.cache.usage import TierRoom
-from monarchfs.fs.copies import Copies
 from monarchfs.fs.residency import Residency
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.prefetch.copier import Copier
+from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import Node, Replica, ReplicaState
 
 NS = 1_000_000_000
@@ -36,7 +36,7 @@ class Residence:
 class Reasons:
     """Constant: its parts."""
 
-    def __init__(self, residency: Residency, cache: Cache, copies: Copies) -> None:
+    def __init__(self, residency: Residency, cache: Cache, copies: Copier) -> None:
         self._residency = residency
         self._cache = cache
         self._copies = copies
@@ -44,7 +44,7 @@ class Reasons:
     def of(self, node: Node, *, exact: bool = False) -> Residence:
         """All that is known. ``exact``: also how many files go before it, which has to look at
         the whole queue."""
-        state, record = self._residency.state(node.ino), self._cache.state(node.ino)
+        state, record = self._residency.state(node.ino), self._cache.accounts.state(node.ino)
         known = record is not None and record.tier in self._cache.tiers
         return Residence(
             state,
@@ -84,7 +84,7 @@ class Reasons:
             return None if why is None else f"it is read from the source: {why}"
         if state == "copying":
             nonresident = self._copies.files.get(ino)
-            done = 0 if nonresident is None else nonresident.local_bytes
+            done = 0 if nonresident is None else nonresident.copy.local_bytes
             return f"it is being copied: {_share(done, node.stat.size)}"
         if ino in self._copies.jobs.queue:
             before = self._copies.jobs.queue.position(ino) if exact else None
@@ -124,7 +124,7 @@ class Reasons:
         return f"{reason.text} ({ago}{then})"
 
     def _no_room(self, node: Node, reason: Reason, ago: str) -> str:
-        record = self._cache.state(node.ino)
+        record = self._cache.accounts.state(node.ino)
         local = self._local_bytes(node, record)
         need, rooms = self._cache.usage.room_for(_rest(node, record, local))
         short = f"{format_bytes(reason.missing_bytes)} short"
@@ -145,7 +145,7 @@ class Reasons:
         return f"{reason.text}: {tiers}" if tiers else reason.text
 
     def _unreadable(self, node: Node) -> str | None:
-        record = self._cache.state(node.ino)
+        record = self._cache.accounts.state(node.ino)
         if record is None or record.tier not in self._cache.tiers:
             return None
         why = self._cache.usage.out_of_reach(record.tier)
@@ -155,8 +155,8 @@ class Reasons:
         nonresident = self._copies.files.get(node.ino)
         if record is not None and record.state is ReplicaState.RESIDENT:
             return node.stat.size
-        if nonresident is not None and nonresident.local_bytes:
-            return nonresident.local_bytes
+        if nonresident is not None and nonresident.copy.local_bytes:
+            return nonresident.copy.local_bytes
         if record is None or record.state is not ReplicaState.PARTIAL:
             return 0
         return record.present_bytes

@@ -10,9 +10,9 @@ from typing import Any
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.find import Finder
 from monarchfs.fs.reasons import NS, Reasons
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.find import Finder
+from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.types import Node
 
@@ -48,10 +48,10 @@ class Why:
         stale = self._metrics.stale_answers
         node, answered = await self._finder.find_within(path, SOURCE_SECONDS)
         # A replica that an earlier index left in a tier counts, too.
-        self._cache.claim(node)
+        self._cache.accounts.claim(node)
         now_ns = time.time_ns()
         common: dict[str, Any] = {
-            "pinned": self._tree.index.pinned(node.ino),
+            "pinned": self._tree.index.pins.pinned(node.ino),
             "freshness": self._tree.freshness.mode.value,
             "checked_seconds_ago": max(0, now_ns - node.fetched_ns) / NS,
             "source_responding": (
@@ -93,8 +93,8 @@ class Why:
         while directories:
             ino, cookie = directories.pop(), 0
             counts["directories"] += 1
-            counts["not_listed"] += index.listing(ino) is None
-            while entries := index.entries(ino, cookie, BATCH):
+            counts["not_listed"] += index.listings.listing(ino) is None
+            while entries := index.listings.entries(ino, cookie, BATCH):
                 cookie = entries[-1][0].cookie
                 for _dirent, node in entries:
                     if node is None:

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import trio
 
-from monarchfs.fs.batches import BATCH_SECONDS
 from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.residency import Residency
-from monarchfs.fs.statahead import Statahead
-from monarchfs.fs.tree import Tree
+from monarchfs.metadata.batches import BATCH_SECONDS
+from monarchfs.metadata.statahead import Statahead
+from monarchfs.metadata.tree import Tree
 from monarchfs.source.source import Source
 from monarchfs.types import Dirent, FileType, Lane, Node
 
@@ -85,8 +85,8 @@ class Xattrs:
         self._labelled = False
         self._statahead = Statahead(
             nursery,
-            tree.index.entries,
-            tree.index.count_entries,
+            tree.index.listings.entries,
+            tree.index.listings.count_entries,
             self._lacks,
             partial(self._ask_lists, lane=Lane.DEMAND, seconds=BATCH_SECONDS),
         )
@@ -96,12 +96,12 @@ class Xattrs:
         """The value where it is known. Raises OSError where it is known that there is none."""
         if name.startswith(PREFIX) and (own := self._own(ino, name)) is not None:
             return own
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if name.startswith(LISTED) and node is not None:
             code = self._known_absent(node, name)
             if code is not None:
                 raise OSError(code, os.strerror(code))
-        value = self._index.xattr(ino, _key(node, name))
+        value = self._index.xattrs.xattr(ino, _key(node, name))
         if isinstance(value, int):
             raise OSError(value, os.strerror(value))
         return value
@@ -127,7 +127,7 @@ class Xattrs:
 
     def plain(self, ino: int) -> bool:
         """Whether it is one of those that ``on_plain`` gets."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         names = None if node is None else self._known_list(node)
         return node is not None and names is not None and self._is_plain(node, names)
 
@@ -148,13 +148,13 @@ class Xattrs:
         """The names that the source's list has, where it is known and can be relied on."""
         if node.stat.device in self._unlisted:
             return None
-        value = self._index.xattr(node.ino, _key(node, LIST))
+        value = self._index.xattrs.xattr(node.ino, _key(node, LIST))
         if not isinstance(value, bytes):
             return None
         return value.split(b"\0") if value else []
 
     def _own(self, ino: int, name: bytes) -> bytes | None:
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is None or node.stat is None or not node.stat.is_regular:
             return None
         value: str | None = None
@@ -187,7 +187,7 @@ class Xattrs:
 
     def _answered(self, ino: int, name: bytes, answer: bytes | int) -> None:
         """The source was asked for an attribute."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is not None and name.startswith(LISTED):
             names = self._known_list(node)
             if isinstance(answer, bytes):
@@ -196,26 +196,26 @@ class Xattrs:
             elif answer == errno.EOPNOTSUPP or (names is not None and name not in names):
                 self._absent[_kind(node, name)] = answer
                 return
-        self._index.put_xattr(ino, _key(node, name), answer)
+        self._index.xattrs.put_xattr(ino, _key(node, name), answer)
 
     async def list(self, ino: int) -> Names:
         """The source's names. Ours are not among them: ``cp -a`` and ``rsync -X`` copy what is
         listed."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         key = _key(node, LIST)
-        value = self._index.xattr(ino, key)
+        value = self._index.xattrs.xattr(ino, key)
         if value is None:
             with self._estale_if_replaced(ino):
                 names = await self._source.listxattr(*self._tree.known.place(ino), Lane.DEMAND)
             value = b"\0".join(names)
-            self._index.put_xattr(ino, key, value)
+            self._index.xattrs.put_xattr(ino, key, value)
             if node is not None and self._note_list(node, names):
                 self._on_plain([ino])
         assert isinstance(value, bytes)
         return value.split(b"\0") if value else []
 
     def _estale_if_replaced(self, ino: int) -> AbstractContextManager[None]:
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         parent = ino if node is None or node.stat.is_directory else node.parent
         return self._tree.recorder.estale_if_replaced(parent)
 
@@ -225,14 +225,14 @@ class Xattrs:
         """Whether the list is not known. Of what was never looked up nothing can be recorded."""
         if node is None or node.outdated or node.stat.device in self._unlisted:
             return False
-        return self._index.xattr(node.ino, _key(node, LIST)) is None
+        return self._index.xattrs.xattr(node.ino, _key(node, LIST)) is None
 
     async def _listed(self, ino: int) -> bool:
         """Have the list of names, and those of files that follow; whether there is one."""
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is None or node.stat.device in self._unlisted:
             return False
-        dirent = self._index.dirent(node.parent, node.name)
+        dirent = self._index.tree.dirent(node.parent, node.name)
         if dirent is not None and dirent.ino == ino and self._lacks(dirent, node):
             await self._statahead.bring(node.parent, dirent)
         try:
@@ -250,8 +250,8 @@ class Xattrs:
         index = self._index
         lacking = []
         for name in names:
-            dirent = index.dirent(parent, name)
-            if dirent is not None and self._lacks(dirent, index.node(dirent.ino)):
+            dirent = index.tree.dirent(parent, name)
+            if dirent is not None and self._lacks(dirent, index.tree.node(dirent.ino)):
                 lacking.append(name)
         if lacking:
             await self._ask_lists(parent, lacking, lane, math.inf)
@@ -268,8 +268,8 @@ class Xattrs:
         rows: list[tuple[int, bytes, bytes]] = []
         plain: list[int] = []
         for name, answer in zip(names, answers, strict=False):
-            dirent = index.dirent(parent, name)
-            node = None if dirent is None else index.node(dirent.ino)
+            dirent = index.tree.dirent(parent, name)
+            node = None if dirent is None else index.tree.node(dirent.ino)
             if node is None:
                 continue
             if isinstance(answer, OSError):
@@ -279,7 +279,7 @@ class Xattrs:
             rows.append((node.ino, _key(node, LIST), b"\0".join(answer)))
             if self._note_list(node, answer):
                 plain.append(node.ino)
-        index.put_xattrs(rows)
+        index.xattrs.put_xattrs(rows)
         self._on_plain(plain)
         return names[: len(answers)], len(rows)
 
@@ -291,7 +291,7 @@ class Xattrs:
         sockets, FIFOs, devices (fs/namei.c, sb_permission)."""
         if not mask & (os.R_OK | os.X_OK | os.W_OK):
             return True
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if mask & os.W_OK and (node is None or stat_module.S_IFMT(node.stat.mode) in WRITTEN):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if node is None or node.stat is None:
@@ -305,7 +305,7 @@ class Xattrs:
         with self._estale_if_replaced(ino):
             place = self._tree.known.place(ino)
             allowed = await self._source.access(*place, mask, Lane.DEMAND)
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         if node is not None and node.stat is not None:
             self._access[(ino, mask, node.stat.ctime_ns)] = allowed
             if len(self._access) > ACCESS_KEPT:

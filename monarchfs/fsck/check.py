@@ -88,7 +88,7 @@ class CacheCheck:
         aside = set_aside(self._directory)
         index = self._open()
         for path in self._task.tiers:
-            index.tier_number(path)
+            index.meta.tier_number(path)
         done = "made a new one" + (f", kept it as {os.path.basename(aside)}" if aside else "")
         self._report.found(kind, "index", detail, done)
         return index
@@ -108,11 +108,11 @@ class CacheCheck:
 
     def _check_tiers(self, index: Index) -> None:
         if self._task.repair:
-            index.begin_boot(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip())
+            index.replicas.begin_boot(Path("/proc/sys/kernel/random/boot_id").read_bytes().strip())
             forget_lost(index, self._report)
-        for number, path in sorted(index.tier_paths().items()):
+        for number, path in sorted(index.meta.tier_paths().items()):
             seen = self._check_tier(index, number, path)
-            totals = index.tier_totals().get(number, TierTotals())
+            totals = index.replicas.tier_totals().get(number, TierTotals())
             self._tiers.append(
                 {
                     "path": path,
@@ -128,7 +128,7 @@ class CacheCheck:
             tier = self._open_tier(path, number)
         except OSError as error:
             # One that an earlier mount had and that holds nothing is missed by nobody.
-            if number in index.tier_totals():
+            if number in index.replicas.tier_totals():
                 detail = f"cannot be opened, what is recorded of it stays: {error.strerror}"
                 self._report.found(FindingKind.TIER_GONE, path, detail)
             return {"present": False}

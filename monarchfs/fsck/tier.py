@@ -44,7 +44,7 @@ class TierCheck:
         """All of the tier. Raises OSError of the tier, IndexUnusable, IndexWriteError."""
         # What a crash interrupted first: no record may vouch for those files.
         self._end_journal()
-        totals = self._index.tier_totals().get(self._tier.id, TierTotals())
+        totals = self._index.replicas.tier_totals().get(self._tier.id, TierTotals())
         to_read = totals.allocated_bytes if self._checksum else 0
         partial_rows: list[Row] = []
         for fan_out in range(FAN_OUTS):
@@ -60,23 +60,23 @@ class TierCheck:
         parts = self._tier.files.parts()
         for finding in found.compare_parts(partial_rows, parts):
             self._handle_part(finding)
-        for segment in self._index.segments(self._tier.id):
+        for segment in self._index.segments.segments(self._tier.id):
             self._check_segment(segment, to_read)
         self._handle_unknown_segments()
 
     # -- the steps
 
     def _end_journal(self) -> None:
-        entries = [name for tier, name in self._index.journal() if tier == self._tier.id]
+        entries = [name for tier, name in self._index.replicas.journal() if tier == self._tier.id]
         for name in entries:
-            ino = self._index.owner(self._tier.id, name)
-            recorded = ino is not None and self._index.replica(ino) is not None
+            ino = self._index.replicas.owner(self._tier.id, name)
+            recorded = ino is not None and self._index.replicas.replica(ino) is not None
 
             def end(name: bytes = name, recorded: bool = recorded) -> None:
                 # What a record says ought to be there is compared next.
                 if not recorded:
                     self._tier.files.discard(name)
-                self._index.file_gone(self._tier.id, name)
+                self._index.replicas.file_gone(self._tier.id, name)
 
             done = "the record stands" if recorded else "removed what there was of it"
             place, detail = self._place(name), "copying it was cut off"
@@ -107,8 +107,8 @@ class TierCheck:
             data = []  # something else lies in its place
         align = self._tier.segments.align
         self.gap_bytes += sum(allocated(stop, align) - start for start, stop in data)
-        for offset, ino in self._index.segment_records(self._tier.id, segment):
-            record = self._index.replica(ino)
+        for offset, ino in self._index.segments.segment_records(self._tier.id, segment):
+            record = self._index.replicas.replica(ino)
             if record is None:
                 continue
             end = offset + record.size
@@ -121,7 +121,7 @@ class TierCheck:
                 self._report.progress(f"reading {self._tier.path}", self.checked_bytes, to_read)
 
     def _handle_unknown_segments(self) -> None:
-        known = self._index.segments(self._tier.id)
+        known = self._index.segments.segments(self._tier.id)
         for segment in self._tier.segments.found():
             if segment in known:
                 continue
@@ -132,8 +132,8 @@ class TierCheck:
             place = f"{self._tier.path}: segments/{segment:016x}"
             done = None
             if self._repair and sound:
-                self._index.begin_segments(self._tier.id, [segment])
-                self._index.record_found_files(self._tier.id, sound)
+                self._index.segments.begin_segments(self._tier.id, [segment])
+                self._index.replicas.record_found_files(self._tier.id, sound)
                 done = "recorded as found"
             elif self._repair:
                 self._tier.segments.remove(segment)
@@ -174,7 +174,7 @@ class TierCheck:
                 detail = f"its copy occupies {allocated} bytes, recorded {record.allocated_bytes}"
                 what, done = self._path(ino, record), "recorded"
                 right = record._replace(allocated_bytes=allocated)
-                repair = partial(self._index.put_replica, ino, right)
+                repair = partial(self._index.replicas.put_replica, ino, right)
             case found.NotSynced(ino=ino, replica=record):
                 kind, detail = FindingKind.NOT_SYNCED, "its copy is not marked as synced"
                 what, done = self._path(ino, record), "marked"
@@ -192,7 +192,7 @@ class TierCheck:
     def _handle_part(self, finding: Finding) -> None:
         if isinstance(finding, found.WrongBlocks):
             # The slim row has lost the map of what is there.
-            record = self._index.replica(finding.ino)
+            record = self._index.replicas.replica(finding.ino)
             if record is None:
                 return
             finding = found.WrongBlocks(finding.ino, record, finding.allocated_bytes)
@@ -221,7 +221,7 @@ class TierCheck:
             self._mark_synced([(file.name, file.checksum) for file in proven])
             synced += [file._replace(synced=True) for file in proven]
         if synced:
-            self._index.record_found_files(self._tier.id, synced)
+            self._index.replicas.record_found_files(self._tier.id, synced)
 
     def _verify(self, ino: int, record: Replica) -> None:
         if self._reads_right(record):
@@ -243,23 +243,23 @@ class TierCheck:
 
     def _rows(self, prefix: bytes) -> Iterator[Row]:
         after = b""
-        while names := self._index.names(self._tier.id, prefix, after, _BATCH):
+        while names := self._index.replicas.names(self._tier.id, prefix, after, _BATCH):
             for name, ino in names:
-                record = self._index.replica(ino)
+                record = self._index.replicas.replica(ino)
                 if record is not None:
                     yield name, ino, record
             after = names[-1][0]
 
     def _forget(self, ino: int, record: Replica) -> None:
         """The record and its file: in this order, so that no record is ever without its file."""
-        self._index.drop_replica(ino)
+        self._index.replicas.drop_replica(ino)
         if record.segment:
             return  # the next mount gives its room back
         if record.state is ReplicaState.PARTIAL:
             self._tier.files.remove_part(record.name)
         else:
             self._tier.files.remove(record.name, record.checksum)
-        self._index.file_gone(self._tier.id, record.name)
+        self._index.replicas.file_gone(self._tier.id, record.name)
 
     def _path(self, ino: int, record: Replica) -> str:
         """The source file's, relative to the source; where it has none, the copy's."""
@@ -278,7 +278,7 @@ def source_path(index: Index, ino: int) -> str | None:
     """Where a file was seen in the source (os.fsdecode)."""
     names: list[bytes] = []
     while ino != ROOT_INO:
-        node = index.node(ino)
+        node = index.tree.node(ino)
         if node is None or len(names) == _DEEPEST:
             return None
         names.append(node.name)
@@ -289,11 +289,11 @@ def source_path(index: Index, ino: int) -> str | None:
 def forget_lost(index: Index, report: FsckReport) -> None:
     """Forget the records of replicas that a reboot may have taken. Their files are then orphans,
     and treated as such. Raises IndexWriteError."""
-    while lost := index.lost_in_reboot(_BATCH):
+    while lost := index.replicas.lost_in_reboot(_BATCH):
         for ino, record in lost:
             what = source_path(index, ino) or record.name.hex()
-            index.drop_replica(ino)
+            index.replicas.drop_replica(ino)
             if not record.segment:
-                index.file_gone(record.tier, record.name)
+                index.replicas.file_gone(record.tier, record.name)
             detail = "its copy was not synced before the machine went down"
             report.found(FindingKind.LOST_IN_REBOOT, what, detail, "forgotten")

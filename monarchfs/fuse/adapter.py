@@ -20,7 +20,6 @@ from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
 
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import FileHandle
-from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse.estale_retries import EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.handleless_reads import HandlelessReads
@@ -29,6 +28,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.insight.recording import AnsweredBy
+from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data
 

@@ -16,10 +16,10 @@ from time import perf_counter_ns as now_ns
 
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import FileHandle
-from monarchfs.fs.tree import Entry, Missing
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
+from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.metrics import NS, Metrics
 from monarchfs.types import Dirent, Node
 

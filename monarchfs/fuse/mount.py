@@ -55,7 +55,7 @@ def mount(
 def check_device(device: str = DEVICE) -> None:
     """Raises OperationError if this process could not mount, as far as can be told beforehand.
 
-    Nobody has run this with other pages than those of 4 KiB, in which fuse/_reply.c counts what a
+    Nobody has run this with other pages than those of 4 KiB, in which core/_reply.c counts what a
     pipe holds.
     """
     page_bytes = os.sysconf("SC_PAGE_SIZE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from monarchfs.fs.copies import NonresidentReads
+from monarchfs.cache.readers import NonresidentReads
 from monarchfs.types import SourceVersion
 
 NO_CHUNK = (1 << 64) - 1

@@ -30,7 +30,7 @@ FORGET_SECONDS = 1.0
 
 
 class Notifier:
-    """The ``Kernel`` of ``monarchfs.fs.kernel``. On the event loop.
+    """The ``Kernel`` of ``monarchfs.metadata.kernel``. On the event loop.
 
     Constant: what it calls. Changing: what is still to be done, each thing once; ``failed``, how
     often the kernel refused.

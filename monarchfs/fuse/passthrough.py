@@ -7,7 +7,7 @@ back where there are too many. An id keeps the blocks of its file occupied: it i
 the removal of a replica counts as done.
 
 An inode that is not open, and for which there is an id, is lent to the threads of the C part
-(``fuse/_backed.c``): they answer its opens. Whoever has to know how often it is open, or has
+(``core/_backed.c``): they answer its opens. Whoever has to know how often it is open, or has
 something else in mind with it, takes it back first, with the opens that there are.
 
 A replica that shares its file with others is none to be passed through: the kernel would read that
@@ -27,7 +27,7 @@ from typing import Protocol, TypeVar
 
 import trio
 
-from monarchfs.fs.copies import OpenReplica
+from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
 from monarchfs.fuse.iomodes import CACHED, IoModes
@@ -153,7 +153,7 @@ class Passthrough:
             return unused
         if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
             return CACHED
-        record = self._files.cache.index.replica(ino)
+        record = self._files.cache.index.replicas.replica(ino)
         return CACHED if record is not None and record.segment else None
 
     def _look_for_cached(self, ino: int) -> None:
@@ -317,15 +317,15 @@ class Passthrough:
         if not self.possible:
             return
         index = self._files.cache.index
-        resident = sum(totals.resident for totals in index.tier_totals().values())
-        self._crowded = resident - index.segment_replicas() > self._most
-        await self._offer(index.replicas())
+        resident = sum(totals.resident for totals in index.replicas.tier_totals().values())
+        self._crowded = resident - index.segments.segment_replicas() > self._most
+        await self._offer(index.replicas.all())
         while True:
             await self._wake.wait()
             await trio.sleep(NEWS_SECONDS)
             self._wake = trio.Event()
             news, self._news = self._news, []
-            await self._offer((ino, index.replica(ino)) for ino in news)
+            await self._offer((ino, index.replicas.replica(ino)) for ino in news)
 
     async def _offer(self, records: Iterable[tuple[int, Replica | None]]) -> None:
         for batch in self._batches(records):

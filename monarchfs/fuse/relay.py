@@ -14,11 +14,11 @@ from types import ModuleType
 
 import trio
 
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.fs.files import Files
-from monarchfs.fs.tree import Entry
 from monarchfs.fuse.nonresident import NonResidentFiles
 from monarchfs.fuse.thread_counts import ThreadCounts
+from monarchfs.metadata.tree import Entry
 from monarchfs.metrics import Metrics
 from monarchfs.types import Node, Replica, ReplicaState
 
@@ -101,7 +101,7 @@ class Relay:
         counts as opened. About 10 us."""
         files = self._files
         return files is not None and self._offer_recorded(
-            files, ino, files.cache.index.replica(ino), seen
+            files, ino, files.cache.index.replicas.replica(ino), seen
         )
 
     def _offer_recorded(
@@ -116,7 +116,7 @@ class Relay:
         """``opens_too``: only if opens need not be asked about now."""
         if record is None or record.state is not ReplicaState.RESIDENT:
             return False
-        node = files.cache.index.node(ino)
+        node = files.cache.index.tree.node(ino)
         return node is not None and self._offer(files, node, record, seen, opens_too)
 
     def _offer(
@@ -138,7 +138,7 @@ class Relay:
         files = self._files
         if files is None:
             return False
-        record = files.cache.index.replica(ino)
+        record = files.cache.index.replicas.replica(ino)
         if not self._opens_here and (record is None or not record.segment):
             return False
         return self._offer_recorded(files, ino, record, opens_too=True)
@@ -149,7 +149,7 @@ class Relay:
         files = self._files
         if files is None:
             return False
-        record = files.cache.index.replica(ino)
+        record = files.cache.index.replicas.replica(ino)
         if not self._offer_recorded(files, ino, record, opens_too=True):
             return False
         return bool(self._hooks.backed_delegate(ino, backing_id))
@@ -181,7 +181,7 @@ class Relay:
         files = self._files
         if files is None or self.misses is None:
             return False
-        node = files.cache.index.node(ino)
+        node = files.cache.index.tree.node(ino)
         return node is not None and self.misses.offer(node)
 
     def found(self, node: Node) -> None:
@@ -270,7 +270,7 @@ class Relay:
         """Offer what is resident already."""
         if self._files is None:
             return
-        for count, (ino, record) in enumerate(self._files.cache.index.replicas(), 1):
+        for count, (ino, record) in enumerate(self._files.cache.index.replicas.all(), 1):
             if record.state is ReplicaState.RESIDENT and not self._hooks.resident_has(ino):
                 self.offer(ino)
             if count % WALK_BATCH == 0:

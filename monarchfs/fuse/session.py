@@ -22,7 +22,7 @@ if "pyfuse3" in sys.modules:
 _flags = sys.getdlopenflags()
 sys.setdlopenflags(os.RTLD_NOW | os.RTLD_GLOBAL)
 try:
-    from monarchfs.fuse import _session
+    from monarchfs.core import _session
 finally:
     sys.setdlopenflags(_flags)
 hooks: ModuleType = _session
@@ -131,7 +131,10 @@ class Session:
     def hand_over(self) -> None:
         """FUSE_INIT is answered: take the real descriptor. No checkpoint."""
         if not self._relays or not hooks.start_relay(
-            *(self._init_fd, self._fuse_fd, RELAY_THREADS, self._waiting_reads),
+            self._init_fd,
+            self._fuse_fd,
+            RELAY_THREADS,
+            self._waiting_reads,
             self._free_opens,
             DURATION_BOUNDS_NS,
         ):

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
 from monarchfs.metrics import Histogram, Metrics
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import Lane
-
-OnSourceReads = Callable[[Lane, int, int, list[int]], None]
-"""Told of reads of the source when they are counted: whether somebody waited for them, their bytes,
-the nanoseconds that they took, and how many took at most so long as each of DURATION_BOUNDS_NS."""
 
 _Duration = tuple[int, tuple[int, ...]]
 """Nanoseconds in all, and how many took at most so long as each of the bounds."""
@@ -47,10 +43,13 @@ class ThreadDurations(NamedTuple):
 
 
 class ThreadCounts:
-    """Changing: ``on_source_reads``; what the metrics know of."""
+    """Changing: what the metrics know of."""
 
     def __init__(self, hooks: ModuleType, metrics: Metrics) -> None:
-        self.on_source_reads: OnSourceReads = lambda *_: None
+        self.on_source_reads: Listeners[[Lane, int, int, list[int]]] = Listeners()
+        """Hear of reads of the source when they are counted: whether somebody waited for them,
+        their bytes, the nanoseconds that they took, and how many took at most so long as each of
+        DURATION_BOUNDS_NS."""
         self._hooks = hooks
         self._metrics = metrics
         self._numbers, self._durations = hooks.counts()

@@ -1,5 +1,6 @@
 """What is known of the source and of the local copies: the only user of lmdb."""
 
+from monarchfs.index.environment import OnChange
 from monarchfs.index.index import Index
 from monarchfs.index.recovery import (
     LastClose,
@@ -10,7 +11,6 @@ from monarchfs.index.recovery import (
     remove_aside,
     set_aside,
 )
-from monarchfs.index.tables import OnChange
 
 __all__ = [
     "Index",

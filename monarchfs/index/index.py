@@ -1,7 +1,7 @@
 """The index: what is known of the source and of the replicas, in one LMDB environment.
 
 Every change is one transaction, committed before the call returns, but not synced. So it survives
-the death of this process, and after ``sync`` also that of the machine.
+the death of this process, and after ``environment.sync`` also that of the machine.
 """
 
 from __future__ import annotations
@@ -9,38 +9,40 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from monarchfs.index import disk, recovery
 from monarchfs.index.disk import DATA_FILE
-from monarchfs.index.environment import MAP_BYTES, Databases, open_environment
+from monarchfs.index.environment import MAP_BYTES, Environment, OnChange
 from monarchfs.index.listings import Listings
-from monarchfs.index.machine import Machine
+from monarchfs.index.meta import Meta
+from monarchfs.index.pins import Pins
 from monarchfs.index.recovery import INDEX_DIRECTORY, LastClose
-from monarchfs.index.tables import OnChange
+from monarchfs.index.replicas import Replicas
+from monarchfs.index.segments import Segments
+from monarchfs.index.tree import TreeTables
 from monarchfs.index.xattrs import XattrTables
 from monarchfs.types import IndexUnusable, IndexWriteError
 
 
-class Index(Listings, Machine, XattrTables):
-    """The open index. All calls but ``sync`` come from one thread at a time.
+class Index:
+    """The open index, by tables. All calls but ``environment.sync`` come from one thread at a time.
 
     Calls take microseconds unless they say otherwise. Writing calls raise IndexWriteError (then
     nothing was changed), reading ones IndexUnusable. When the disk is full or fails, writing calls
-    do not raise: the index is frozen, see ``frozen``.
+    do not raise: the index is frozen, see ``Environment.frozen``.
     """
 
-    def __init__(
-        self,
-        directory: str,
-        opened: tuple[Any, Databases, int],
-        source_id: str,
-        on_change: OnChange,
-    ) -> None:
-        super().__init__(*opened, source_id, on_change)
+    def __init__(self, directory: str, environment: Environment) -> None:
+        """``directory``: the state directory."""
         self._directory = directory
-        self._load_replicas()
-        self._count_pins()
+        self.environment = environment
+        self.meta = Meta(environment)
+        self.replicas = Replicas(environment)
+        self.segments = Segments(environment)
+        self.pins = Pins(environment)
+        self.xattrs = XattrTables(environment)
+        self.tree = TreeTables(environment, self.replicas, self.pins, self.xattrs)
+        self.listings = Listings(environment)
 
     @classmethod
     def open(
@@ -81,9 +83,8 @@ class Index(Listings, Machine, XattrTables):
         except FileExistsError as error:
             raise IndexUnusable(f"{path} is not a directory") from error
 
-        def open_in(place: str) -> Index:
-            environment = open_environment(place, source_id, map_bytes)
-            return cls(directory, environment, source_id, on_change)
+        def open_in(place: str, frozen: str | None = None) -> Index:
+            return cls(directory, Environment(place, source_id, map_bytes, on_change, frozen))
 
         try:
             index = open_in(str(path))
@@ -95,29 +96,16 @@ class Index(Listings, Machine, XattrTables):
         try:
             # Before anything is written that a crash could tear.
             recovery.mark_open(directory)
-            index._keep_headroom()
+            index.environment.keep_headroom()
         except OSError as error:
-            index._freeze_at_start(error)
+            _freeze_at_start(index.environment, error)
         if (
-            index.frozen is not None
+            index.environment.frozen is not None
             or left in (LastClose.KILLED, LastClose.CRASHED)
             or recovery.has_set_aside(directory)
         ):
-            index._skip_numbers()
+            index.environment.skip_numbers()
         return index
-
-    def _freeze_at_start(self, error: OSError) -> None:
-        """The mark that the index is open cannot be written, so nothing else may be."""
-        if self._frozen is not None:
-            return
-        try:
-            why = disk.trouble(error)
-            if why is None:
-                raise error
-            self._freeze(why)
-        except (OSError, IndexWriteError):
-            self._close_environment(sync=False)
-            raise
 
     def close(self, *, clean: bool = True) -> None:
         """Close it; idempotent. With ``clean`` it is synced, and the next opener need not check it.
@@ -125,11 +113,25 @@ class Index(Listings, Machine, XattrTables):
         A frozen index is never marked as closed cleanly. Waits for the disk, and for a ``sync`` in
         another thread. Raises IndexWriteError, OSError; it is closed all the same.
         """
-        if self._close_environment(sync=clean) and clean and self._frozen is None:
+        if self.environment.close(sync=clean) and clean and self.environment.frozen is None:
             recovery.mark_closed(self._directory)
 
 
-def _open_copy(path: str, why: str, open_in: Callable[[str], Index]) -> Index:
+def _freeze_at_start(environment: Environment, error: OSError) -> None:
+    """The mark that the index is open cannot be written, so nothing else may be."""
+    if environment.frozen is not None:
+        return
+    try:
+        why = disk.trouble(error)
+        if why is None:
+            raise error
+        environment.freeze(why)
+    except (OSError, IndexWriteError):
+        environment.close(sync=False)
+        raise
+
+
+def _open_copy(path: str, why: str, open_in: Callable[[str, str], Index]) -> Index:
     """A copy in memory of an index on a read-only disk, which LMDB does not open for writing."""
 
     def fill(to: int) -> None:
@@ -141,8 +143,6 @@ def _open_copy(path: str, why: str, open_in: Callable[[str], Index]) -> Index:
 
     try:
         with disk.memory_copy(fill) as copy:
-            index = open_in(copy)
+            return open_in(copy, f"the index cannot be written: {why}")
     except OSError as error:
         raise IndexWriteError(f"the index in {path} cannot be opened: {why}") from error
-    index._frozen = f"the index cannot be written: {why}"
-    return index

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from monarchfs.index.environment import Environment
 from monarchfs.index.records import (
     ENTRY,
     FILE_TYPES,
@@ -23,7 +24,6 @@ from monarchfs.index.records import (
     unpack_listing,
     unpack_node,
 )
-from monarchfs.index.tree import TreeTables
 from monarchfs.types import Dirent, FileType, Listing, Node
 
 FoundName = tuple[bytes, FileType, int, int]
@@ -33,7 +33,7 @@ _SWEEP = 500
 """Entries examined in one step of ``finish_listing``: about half a millisecond."""
 
 
-class Listings(TreeTables):
+class Listings:
     """Listings of whole directories.
 
     A listing is recorded by ``begin_listing``, ``add_entries`` for each batch, and
@@ -41,9 +41,12 @@ class Listings(TreeTables):
     leaves names that are true, and the earlier listing.
     """
 
+    def __init__(self, environment: Environment) -> None:
+        self._env = environment
+
     def listing(self, parent: int) -> Listing | None:
         """The listing of a directory whose entries are all recorded; else None."""
-        value = self._get(self._db.listings, ID.pack(parent))
+        value = self._env.get(self._env.db.listings, ID.pack(parent))
         return None if value is None else unpack_listing(value)
 
     def entries(
@@ -56,13 +59,13 @@ class Listings(TreeTables):
         """
         prefix = ID.pack(parent)
         start = prefix + ID.pack(after_cookie + 1)
-        rows = self._rows(self._db.entries, start, prefix, limit)
+        rows = self._env.rows(self._env.db.entries, start, prefix, limit)
         while only_listed and (hidden := [row for row in rows if not row[1][0] & LISTED]):
             start = rows[-1][0] + b"\0"
-            more = self._rows(self._db.entries, start, prefix, len(hidden))
+            more = self._env.rows(self._env.db.entries, start, prefix, len(hidden))
             rows = [row for row in rows if row[1][0] & LISTED] + more
         found: list[tuple[Dirent, Node | None]] = []
-        get, nodes, pack = self._get, self._db.nodes, ID.pack
+        get, nodes, pack = self._env.get, self._env.db.nodes, ID.pack
         for key, value in rows:
             dirent = unpack_dirent(int.from_bytes(key[8:], "big"), value)
             node = get(nodes, pack(dirent.ino)) if dirent.ino else None
@@ -71,7 +74,7 @@ class Listings(TreeTables):
 
     def count_entries(self, parent: int, most: int) -> int:
         """How many entries there are, counted up to ``most``: a quarter of a microsecond each."""
-        return self._count_keys(self._db.entries, ID.pack(parent), most)
+        return self._env.count_keys(self._env.db.entries, ID.pack(parent), most)
 
     # Recording a listing.
 
@@ -81,7 +84,7 @@ class Listings(TreeTables):
         Call it before the source's directory is opened: then ``finish_listing`` does not remove
         names that ``record_found_each`` records meanwhile.
         """
-        return self._write(self._new_ids)
+        return self._env.write(self._env.new_ids)
 
     def add_entries(
         self, parent: int, sequence: int, found: Sequence[FoundName], now_ns: int
@@ -93,15 +96,15 @@ class Listings(TreeTables):
         be believed before the next look-up. A new name stands for nothing: what a listing says of
         it is only shown, because d_ino may be the st_ino of any other file.
         """
-        self._write(lambda txn: self._add(txn, parent, sequence, found, now_ns))
+        self._env.write(lambda txn: self._add(txn, parent, sequence, found, now_ns))
 
     def _add(
         self, txn: Any, parent: int, sequence: int, found: Sequence[FoundName], now_ns: int
     ) -> None:
-        names, entries, by_source = self._db.names, self._db.entries, self._db.by_source
+        names, entries, by_source = self._env.db.names, self._env.db.entries, self._env.db.by_source
         get, put, pack = txn.get, txn.put, ID.pack
         prefix = pack(parent)
-        next_id = self._next_id
+        next_id = self._env.next_id
         for name, type_, source_ino, device in found:
             source = device, source_ino
             cookie = get(prefix + name, None, names)
@@ -138,8 +141,8 @@ class Listings(TreeTables):
                 put(source_key, number, db=by_source)
             shown = int.from_bytes(number, "big")
             put(prefix + cookie, pack_entry(type_ | LISTED, shown, now_ns, seen, name), db=entries)
-        put(META_NEXT, pack(next_id), db=self._db.meta)
-        self._next_id = next_id
+        put(META_NEXT, pack(next_id), db=self._env.db.meta)
+        self._env.next_id = next_id
 
     def _listed_again(
         self,
@@ -154,12 +157,12 @@ class Listings(TreeTables):
         with this type and number; None if what it stood for is forgotten."""
         _, ino, checked_ns, _ = ENTRY.unpack_from(row)
         name = row[ENTRY.size :]
-        node = txn.get(ID.pack(ino), None, self._db.nodes)
+        node = txn.get(ID.pack(ino), None, self._env.db.nodes)
         if node is None:
             return None
         if node_type(node) != type_ or node_identity(node) != source:
             # It was replaced; or its d_ino is not its st_ino.
-            self._on_name(parent, name)
+            self._env.on_name(parent, name)
             checked_ns = 0
         elif checked_ns and node_place(node) == (parent, name):
             checked_ns = now_ns
@@ -178,7 +181,7 @@ class Listings(TreeTables):
         """
         prefix = ID.pack(parent)
         start = prefix
-        while rows := self._rows(self._db.entries, start, prefix, _SWEEP):
+        while rows := self._env.rows(self._env.db.entries, start, prefix, _SWEEP):
             gone = {
                 key: value
                 for key, value in rows
@@ -189,14 +192,16 @@ class Listings(TreeTables):
                 self._remove_entries(gone)
             start = rows[-1][0] + b"\0"
             yield [unpack_dirent(ID.unpack(key[8:])[0], value) for key, value in gone.items()]
-        self._write(lambda txn: txn.put(prefix, pack_listing(listing), db=self._db.listings))
+        self._env.write(
+            lambda txn: txn.put(prefix, pack_listing(listing), db=self._env.db.listings)
+        )
 
     def _remove_entries(self, keys: Iterable[bytes]) -> None:
         # There is no checkpoint between reading these entries and removing them.
         def remove(txn: Any) -> None:
             for key in keys:
-                name = txn.pop(key, self._db.entries)[ENTRY.size :]
-                self._on_name(int.from_bytes(key[:8], "big"), name)
-                txn.delete(key[:8] + name, db=self._db.names)
+                name = txn.pop(key, self._env.db.entries)[ENTRY.size :]
+                self._env.on_name(int.from_bytes(key[:8], "big"), name)
+                txn.delete(key[:8] + name, db=self._env.db.names)
 
-        self._write(remove)
+        self._env.write(remove)

@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from monarchfs.index.environment import Environment
 from monarchfs.index.records import ID, PLACE, node_place
-from monarchfs.index.tables import Tables
 from monarchfs.types import ROOT_INO
 
 
-class Pins(Tables):
+class Pins:
     """Pins of inode numbers. When a name comes to stand for another number, or a file becomes
     another version, the pin moves with it.
 
     Changing: ``_pin_count``.
     """
 
-    _pin_count: int
+    def __init__(self, environment: Environment) -> None:
+        self._env = environment
+        self._pin_count = 0
+        self._count_pins()
 
     def pin(self, ino: int) -> None:
         """Keep ``ino``: a file, or a directory with all that is or will be below it."""
-        self._write(lambda txn: txn.put(ID.pack(ino), b"", db=self._db.pins))
+        self._env.write(lambda txn: txn.put(ID.pack(ino), b"", db=self._env.db.pins))
         self._count_pins()
 
     def unpin(self, ino: int) -> None:
@@ -30,14 +33,14 @@ class Pins(Tables):
 
         def remove(txn: Any) -> None:
             for key in keys:
-                txn.delete(key, db=self._db.pins)
+                txn.delete(key, db=self._env.db.pins)
 
-        self._write(remove)
+        self._env.write(remove)
         self._count_pins()
 
     def pins(self) -> list[int]:
         """The pinned numbers, in rising order."""
-        rows = self._rows(self._db.pins, b"", b"", self._pin_count)
+        rows = self._env.rows(self._env.db.pins, b"", b"", self._pin_count)
         return [int.from_bytes(key, "big") for key, _ in rows]
 
     def pinned(self, ino: int) -> bool:
@@ -47,7 +50,7 @@ class Pins(Tables):
         several names, the one where it was last found counts.
         """
         return bool(self._pin_count) and any(
-            self._get(self._db.pins, ID.pack(one)) is not None for one in self._climb(ino)
+            self._env.get(self._env.db.pins, ID.pack(one)) is not None for one in self._climb(ino)
         )
 
     def _climb(self, ino: int) -> Iterator[int]:
@@ -55,27 +58,30 @@ class Pins(Tables):
         climbed: set[int] = set()
         while ino not in climbed:  # a directory that was moved below its own descendant, half seen
             yield ino
-            if ino == ROOT_INO or (value := self._get(self._db.nodes, ID.pack(ino))) is None:
+            if (
+                ino == ROOT_INO
+                or (value := self._env.get(self._env.db.nodes, ID.pack(ino))) is None
+            ):
                 return
             climbed.add(ino)
             ino = PLACE.unpack_from(value)[0]
 
     def _count_pins(self) -> None:
-        self._pin_count = self._count_rows(self._db.pins)
+        self._pin_count = self._env.count_rows(self._env.db.pins)
 
     # Within a transaction. Pins only move here, so the count is never too low. It is too high by
     # one where both numbers were pinned.
 
-    def _move_pin(self, txn: Any, old: bytes, new: bytes) -> None:
-        if self._pin_count and txn.delete(old, db=self._db.pins):
-            txn.put(new, b"", db=self._db.pins)
+    def move(self, txn: Any, old: bytes, new: bytes) -> None:
+        if self._pin_count and txn.delete(old, db=self._env.db.pins):
+            txn.put(new, b"", db=self._env.db.pins)
 
-    def _move_pin_of_name(self, txn: Any, parent: int, name: bytes, old: bytes, new: bytes) -> None:
+    def move_of_name(self, txn: Any, parent: int, name: bytes, old: bytes, new: bytes) -> None:
         """``name`` stood for ``old``, and now stands for ``new``. A file that was found under
         another name since (it was renamed, or has hard links) keeps its pin."""
         if not self._pin_count or old == new:
             return
-        value = txn.get(old, None, self._db.nodes)
+        value = txn.get(old, None, self._env.db.nodes)
         if value is not None and node_place(value) != (parent, name):
             return
-        self._move_pin(txn, old, new)
+        self.move(txn, old, new)

@@ -5,26 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from monarchfs.index.environment import Environment
 from monarchfs.index.records import RECORD_KEY, SEGMENT, SEGMENT_KEY, TIER_KEY
-from monarchfs.index.tables import Tables
 
 _BATCH = 256
 
 
-class SegmentTables(Tables):
+class Segments:
     """The tables ``segments`` and ``records``; replicas enter and leave the latter."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._env = environment
 
     def segments(self, tier: int) -> dict[int, bool]:
         """The segments that may lie in ``tier``, and whether each may have unrecorded bytes."""
         prefix = TIER_KEY.pack(tier)
-        most = self._count_rows(self._db.segments)
-        rows = self._rows(self._db.segments, prefix, prefix, most)
+        most = self._env.count_rows(self._env.db.segments)
+        rows = self._env.rows(self._env.db.segments, prefix, prefix, most)
         return {SEGMENT_KEY.unpack(key)[1]: bool(value[0]) for key, value in rows}
 
     def segment_empty(self, tier: int, segment: int) -> bool:
         """Whether no replica lies in a segment."""
         prefix = SEGMENT_KEY.pack(tier, segment)
-        return not self._rows(self._db.records, prefix, prefix, 1)
+        return not self._env.rows(self._env.db.records, prefix, prefix, 1)
 
     def segment_records(self, tier: int, segment: int) -> list[tuple[int, int]]:
         """Offset and inode number of each replica that lies in a segment, by rising offset; lost
@@ -32,14 +35,14 @@ class SegmentTables(Tables):
         prefix = SEGMENT_KEY.pack(tier, segment)
         found: list[tuple[int, int]] = []
         start = prefix
-        while rows := self._rows(self._db.records, start, prefix, _BATCH):
+        while rows := self._env.rows(self._env.db.records, start, prefix, _BATCH):
             found += [(RECORD_KEY.unpack(key)[2], int.from_bytes(ino, "big")) for key, ino in rows]
             start = rows[-1][0] + b"\0"
         return found
 
     def segment_replicas(self) -> int:
         """How many replicas lie in segments; lost ones, too."""
-        return self._count_rows(self._db.records)
+        return self._env.count_rows(self._env.db.records)
 
     # Writing. All but segment_gone raise IndexWriteError where the index is frozen.
 
@@ -49,21 +52,21 @@ class SegmentTables(Tables):
 
         def put(txn: Any) -> None:
             for key in keys:
-                txn.put(key, SEGMENT.pack(1), db=self._db.segments)
+                txn.put(key, SEGMENT.pack(1), db=self._env.db.segments)
 
-        self._write(put, of_tiers=True)
+        self._env.write(put, of_tiers=True)
 
     def segment_clean(self, tier: int, segment: int) -> None:
         """All its bytes belong to records, and no others will come."""
         key = SEGMENT_KEY.pack(tier, segment)
 
         def put(txn: Any) -> None:
-            if txn.get(key, None, self._db.segments) is not None:
-                txn.put(key, SEGMENT.pack(0), db=self._db.segments)
+            if txn.get(key, None, self._env.db.segments) is not None:
+                txn.put(key, SEGMENT.pack(0), db=self._env.db.segments)
 
-        self._write(put, of_tiers=True)
+        self._env.write(put, of_tiers=True)
 
     def segment_gone(self, tier: int, segment: int) -> None:
         """Its file is not in the tier any more."""
         key = SEGMENT_KEY.pack(tier, segment)
-        self._write(lambda txn: txn.delete(key, db=self._db.segments))
+        self._env.write(lambda txn: txn.delete(key, db=self._env.db.segments))

@@ -29,7 +29,7 @@ from monarchfs.insight.results import (
 from monarchfs.insight.verdict import AS_IT_WAS, IMMUTABLE, PEERS, give_verdict, steady_epoch
 from monarchfs.insight.visits import Visits
 from monarchfs.insight.waiting import Sweep
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import EvictionPolicy
 
 _BINS = 160

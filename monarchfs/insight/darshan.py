@@ -101,7 +101,9 @@ _MODULES = (
     _Module("POSIX", "POSIX", ("OPENS",), ("READS",)),
     _Module("STDIO", "STDIO", ("OPENS",), ("READS",)),
     _Module(
-        *("MPI-IO", "MPIIO", ("INDEP_OPENS", "COLL_OPENS")),
+        "MPI-IO",
+        "MPIIO",
+        ("INDEP_OPENS", "COLL_OPENS"),
         ("INDEP_READS", "COLL_READS", "SPLIT_READS", "NB_READS"),
     ),
     _Module("H5D", "H5D", ("OPENS",), ("READS",)),

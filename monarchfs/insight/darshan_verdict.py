@@ -12,7 +12,7 @@ from monarchfs.insight.tables import Grid
 from monarchfs.insight.text import lines_of
 from monarchfs.insight.verdict import COMPUTE_BOUND, INPUT_BOUND, count, percent
 from monarchfs.plan.fitting import blocks
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 
 _SHORTEST_SECONDS = 1.0
 _FEWEST_READS = 50

@@ -10,8 +10,8 @@ from monarchfs.insight import charts
 from monarchfs.insight.results import CAUSES, Analysis, Span
 from monarchfs.insight.tables import Grid, grids, headline, pattern_lines
 from monarchfs.insight.verdict import percent, words_of
-from monarchfs.text.escaping import printable
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import format_bytes, format_seconds
 
 _STYLE = """
 body { font: 15px/1.5 "DejaVu Sans", Verdana, sans-serif; color: #222; max-width: 60em;

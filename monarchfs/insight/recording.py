@@ -90,7 +90,7 @@ _ANSWERED_BY = {answer.value: answer for answer in AnsweredBy}
 
 def sampled(ino: int, sample: int) -> bool:
     """Whether a recording of one of ``sample`` (a power of two) inode numbers has this one; as
-    fuse/_record.c does."""
+    core/_record.c does."""
     return not (ino * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 32 & (sample - 1)
 
 
@@ -147,8 +147,14 @@ class RecordingWriter:
     def _pack(self, event: Event) -> bytes:
         begin = self._origin_ns + round(event.begin * 1e9)
         return EVENT.pack(
-            *(begin, event.ino, event.offset, event.duration, event.size, event.pid),
-            *(event.kind, event.source_of),
+            begin,
+            event.ino,
+            event.offset,
+            event.duration,
+            event.size,
+            event.pid,
+            event.kind,
+            event.source_of,
         )
 
     def _write_json(self, kind: bytes, value: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from monarchfs.insight.facts import read_facts
 from monarchfs.insight.results import CAUSES, Analysis, Epoch
 from monarchfs.insight.verdict import count, percent, words_of
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 
 _MOST_LETTERS = 100
 

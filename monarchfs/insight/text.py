@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 from monarchfs.insight.results import Analysis, Conclusion
 from monarchfs.insight.tables import Grid, grids, headline, pattern_lines
-from monarchfs.text.escaping import printable
-from monarchfs.text.sizes import in_columns
+from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import in_columns
 
 
 def text_of(analysis: Analysis) -> str:

@@ -19,7 +19,7 @@ from monarchfs.insight.results import (
     Outcome,
     SourceLimits,
 )
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 
 INPUT_BOUND = 0.5
 COMPUTE_BOUND = 0.2

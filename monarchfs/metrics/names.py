@@ -44,7 +44,12 @@ BUILD_INFO = _gauge("build_info", "Always 1; the labels show the versions", "ver
 MOUNT_INFO = _gauge(
     "mount_info",
     "Always 1; the labels show what is mounted where, with which options",
-    *("source", "mountpoint", "data_path", "freshness", "prefetch", "evict"),
+    "source",
+    "mountpoint",
+    "data_path",
+    "freshness",
+    "prefetch",
+    "evict",
 )
 WORKER_RESTARTS = _counter(
     "worker_restarts_total", "Workers of this mount that replaced another one"
@@ -77,7 +82,8 @@ STALE_ANSWERS = _counter(
 REQUEST_DURATION = _histogram(
     "request_duration_seconds",
     "Time from a request's arrival in the worker to its answer, without errors",
-    *("operation", "served"),
+    "operation",
+    "served",
 )
 WAIT = _counter(
     "wait_seconds_total",
@@ -106,7 +112,8 @@ SOURCE_OPERATIONS = _counter(
 SOURCE_CALL_DURATION = _histogram(
     "source_call_duration_seconds",
     "Duration of calls into the source, without those whose caller gave up",
-    *("purpose", "operation"),
+    "purpose",
+    "operation",
 )
 SOURCE_READ_BYTES = _counter("source_read_bytes_total", "Bytes read from the source", "purpose")
 SOURCE_ERRORS = _counter(

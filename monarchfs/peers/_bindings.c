@@ -1,11 +1,11 @@
 /* _places.h and _fetch.h for Python. See replicas.py. */
-#include "../fuse/_python.h"
+#include "../core/_python.h"
 
 #include "_want.h"
 
-#include "../engine/_misses.h"
-#include "../engine/_unit.h"
-#include "../fuse/_counts.h"
+#include "../core/_misses.h"
+#include "../core/_unit.h"
+#include "../core/_counts.h"
 
 #include <stdlib.h>
 

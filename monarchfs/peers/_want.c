@@ -2,7 +2,7 @@
  * page as in catalogue.py. */
 #include "_want.h"
 
-#include "../fuse/_counts.h"
+#include "../core/_counts.h"
 
 #include <endian.h>
 #include <errno.h>

@@ -12,7 +12,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
-from monarchfs.engine.misses import MOST_BYTES
+from monarchfs.core.misses import MOST_BYTES
 from monarchfs.peers import _replicas
 from monarchfs.peers.following import Following, avoided
 from monarchfs.peers.ownership import Ownership
@@ -45,12 +45,12 @@ class ForeignReplicas:
 
     def _drop(self, ino: int) -> bool:
         """Unless it is open or pinned, or its owner would have to read it from the source."""
-        record = self._cache.index.replica(ino)
+        record = self._cache.index.replicas.replica(ino)
         if record is None or not self._is_kept_elsewhere(record.name, record.size):
             return False
         if not self._cache.lookup.evictable(ino) or not self._cache.readers.try_remove(ino):
             return False
-        return self._cache.drop(ino, "the node that owns it keeps it", Cause.FOREIGN)
+        return self._cache.accounts.drop(ino, "the node that owns it keeps it", Cause.FOREIGN)
 
     def _is_kept_elsewhere(self, name: bytes, size: int) -> bool:
         """Of a large file nobody knows: then its owner must answer."""

@@ -5,34 +5,24 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Protocol
 
+from monarchfs.index.replicas import Replicas
 from monarchfs.peers.catalogue import Row
 from monarchfs.peers.nodes import PeerNode
 from monarchfs.peers.ownership import Ownership
-from monarchfs.types import Replica, ReplicaState
+from monarchfs.types import ReplicaState
 
 _BATCH = 256
 
 
-class ReplicaIndex(Protocol):
-    """What is asked of the index."""
-
-    def replica(self, ino: int) -> Replica | None: ...
-    def owner(self, tier: int, name: bytes) -> int | None: ...
-    def names(
-        self, tier: int, prefix: bytes, after: bytes, limit: int
-    ) -> list[tuple[bytes, int]]: ...
-
-
 class IndexHoldings:
-    """Implements ``catalogue.Holdings``. Constant: the index; the numbers of the tiers in it, in
+    """Implements ``catalogue.Holdings``. Constant: the numbers of the tiers in the index, in
     the order in which nginx serves them; who owns what."""
 
     def __init__(
-        self, index: ReplicaIndex, tiers: Iterable[int], ownership: Ownership, own: PeerNode
+        self, replicas: Replicas, tiers: Iterable[int], ownership: Ownership, own: PeerNode
     ) -> None:
-        self._index = index
+        self._replicas = replicas
         self._tiers = tuple(tiers)
         self._ownership = ownership
         self._own = own
@@ -51,7 +41,7 @@ class IndexHoldings:
         return list(islice(filter(self.owns, ordered), limit))
 
     def _names_of(self, tier: int, after: bytes) -> Iterator[bytes]:
-        while found := self._index.names(tier, b"", after, _BATCH):
+        while found := self._replicas.names(tier, b"", after, _BATCH):
             yield from (name for name, _ino in found)
             after = found[-1][0]
             if len(found) < _BATCH:
@@ -59,16 +49,14 @@ class IndexHoldings:
 
     def _row(self, name: bytes) -> Row:
         for place, tier in enumerate(self._tiers):
-            ino = self._index.owner(tier, name)
-            replica = None if ino is None else self._index.replica(ino)
+            ino = self._replicas.owner(tier, name)
+            replica = None if ino is None else self._replicas.replica(ino)
             if (
                 replica is not None
                 and replica.segment
                 and replica.state is ReplicaState.RESIDENT
                 and replica.name == name
             ):
-                return Row(
-                    *(name, replica.checksum, replica.size, place),
-                    *(replica.segment, replica.offset),
-                )
+                at = replica.segment, replica.offset
+                return Row(name, replica.checksum, replica.size, place, *at)
         return Row(name)

@@ -6,14 +6,12 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import trio
 
+from monarchfs.metadata.known import KnownMetadata
 from monarchfs.peers.names import NameOwners, NamesQuestion, answer_seconds
 from monarchfs.types import (
-    Dirent,
-    DirRef,
     IndexWriteError,
     Lane,
     MonarchError,
@@ -32,26 +30,6 @@ def _lane(question: NamesQuestion) -> Lane:
     return Lane.DEMAND if question.demand else Lane.BACKGROUND
 
 
-class NameIndex(Protocol):
-    """What is asked of the index."""
-
-    def dirent(self, parent: int, name: bytes) -> Dirent | None: ...
-    def node(self, ino: int) -> Node | None: ...
-    def dirref(self, ino: int) -> DirRef | None: ...
-
-
-class KnownNames(Protocol):
-    """The part of ``monarchfs.fs.known.KnownMetadata`` that is used here."""
-
-    @property
-    def index(self) -> NameIndex: ...
-
-    @property
-    def mount_ns(self) -> int: ...
-
-    def entry(self, checked_ns: int, node: Node | None, now_ns: int) -> object | None: ...
-
-
 class NameSupply:
     """Constant: what is known; what asks the source about names, and no peer; the listing that is
     known, and since when; what lists a directory; where a directory is; who owns it. Changing:
@@ -59,7 +37,7 @@ class NameSupply:
 
     def __init__(
         self,
-        known: KnownNames,
+        known: KnownMetadata,
         find: Callable[[int, list[bytes], Lane], Awaitable[object]],
         listed: Callable[[int, int], tuple[int, PeerListing] | None],
         list_: Callable[[int, Lane], Awaitable[object]],
@@ -129,8 +107,8 @@ class NameSupply:
             ino = await self._directory(question.path, lane)
         except (OSError, IndexWriteError, MonarchError):
             return 0, []  # the peer will meet the same error in the source
-        node = None if ino is None else self._index.node(ino)
-        directory = None if ino is None else self._index.dirref(ino)
+        node = None if ino is None else self._index.tree.node(ino)
+        directory = None if ino is None else self._index.tree.dirref(ino)
         if node is None or directory is None or node.stat.device or node.stat.ino != question.ino:
             return 0, []
         size = node.stat.size if question.names else 0
@@ -157,8 +135,8 @@ class NameSupply:
 
     def _known(self, parent: int, name: bytes, since_ns: int) -> tuple[int, Node] | None:
         """What a name stands for, and when the source was asked about it."""
-        dirent = self._index.dirent(parent, name)
-        node = None if dirent is None else self._index.node(dirent.ino)
+        dirent = self._index.tree.dirent(parent, name)
+        node = None if dirent is None else self._index.tree.node(dirent.ino)
         if dirent is None or node is None or node.stat.device:
             return None
         asked_ns = min(dirent.checked_ns, node.fetched_ns)

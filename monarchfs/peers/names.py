@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
+from monarchfs.metadata.snapshot import FoundName, MalformedSnapshot, decode_entry, encode_entry
 from monarchfs.peers.errors import PeerError
 from monarchfs.peers.following import Following, PeerQuestion, ask, avoided
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import is_path
-from monarchfs.snapshot.file import FoundName, MalformedSnapshot, decode_entry, encode_entry
 from monarchfs.system.threads import run_sync
 from monarchfs.types import MOST_LISTED, DirRef, FileType, Lane, PeerListing, PeerNames
 

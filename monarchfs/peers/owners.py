@@ -87,8 +87,12 @@ class Owners:
         try:
             status, data = await run_sync(
                 _replicas.ask,
-                *(owner, f"/ask/want?seconds={MOST_SECONDS:g}", encode([row for _, row in wanted])),
-                *(MOST_SECONDS + MARGIN_SECONDS, MAX_ANSWER_BYTES, True),
+                owner,
+                f"/ask/want?seconds={MOST_SECONDS:g}",
+                encode([row for _, row in wanted]),
+                MOST_SECONDS + MARGIN_SECONDS,
+                MAX_ANSWER_BYTES,
+                True,
                 limiter=self._threads,
             )
             if status != 200:

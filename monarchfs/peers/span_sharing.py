@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.errors import PeerError
 from monarchfs.peers.following import Following, PeerQuestion, ask, avoided
@@ -104,7 +104,7 @@ class SpanDigests:
         files = self._cache.tiers[record.tier].files
         try:
             digests: bytes = await run_sync(
-                *(files.digests, record.name, record.checksum, record.size), abandon_on_cancel=True
+                files.digests, record.name, record.checksum, record.size, abandon_on_cancel=True
             )
         except OSError as exc:
             log.info("a replica that peers want cannot be read: %s", exc)
@@ -181,10 +181,13 @@ class SpanService:
         start, fetched = wanted.span * SPAN_BYTES + wanted.offset, False
         while self._jobs.pending(ino):
             fill = self._jobs.files.get(ino)
-            if fill is not None and fill.state is State.FILLING:
-                end = min(start + wanted.size, fill.size)
-                first, last = fill.chunks.chunk_of(start), fill.chunks.chunk_of(end - 1) + 1
-                if start >= end or fill.full or fill.chunks.is_present(first, last):
+            if fill is not None and fill.copy.state is State.FILLING:
+                end = min(start + wanted.size, fill.copy.size)
+                first, last = (
+                    fill.copy.chunks.chunk_of(start),
+                    fill.copy.chunks.chunk_of(end - 1) + 1,
+                )
+                if start >= end or fill.copy.full or fill.copy.chunks.is_present(first, last):
                     return
                 if not fetched:
                     fill.fetch_now(first, last)
@@ -194,12 +197,12 @@ class SpanService:
     def _held(self, ino: int, wanted: WantedSpan) -> HeldSpan:
         """``coming``: this node lacks some of the span."""
         fill = self._jobs.files.get(ino)
-        place = None if fill is None else fill.reservation
-        if fill is not None and place is not None and fill.state is State.FILLING:
-            if place.fd < 0 or fill.ending:
+        place = None if fill is None else fill.copy.reservation
+        if fill is not None and place is not None and fill.copy.state is State.FILLING:
+            if place.fd < 0 or fill.copy.ending:
                 return HeldSpan(coming=True)
-            first, last = _chunks(wanted.span, fill.chunks.chunk_bytes)
-            present = fill.chunks.saved_range(first, last)
+            first, last = _chunks(wanted.span, fill.copy.chunks.chunk_bytes)
+            present = fill.copy.chunks.saved_range(first, last)
             return self._of_part(place.tier.id, present, place.digests, wanted)
         record = self._record(ino)
         if record is None or record.tier not in self._places:
@@ -217,7 +220,7 @@ class SpanService:
         now = trio.current_time()
         if self._last is not None and self._last[0] == ino and now < self._last[1]:
             return self._last[2]
-        record = self._cache.index.replica(ino)
+        record = self._cache.index.replicas.replica(ino)
         if record is not None and len(record.digests) > LARGE_DIGEST_BYTES:
             self._last = ino, now + LARGE_SECONDS, record
         return record
@@ -311,7 +314,11 @@ class SpanNodes:
     async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
         read = unit.read_elsewhere
         return await run_sync(
-            *(read, _replicas.range, owner, path, digests),
+            read,
+            _replicas.range,
+            owner,
+            path,
+            digests,
             abandon_on_cancel=True,
             limiter=self._reading,
         )
@@ -332,11 +339,11 @@ class SpanNodes:
         now = trio.current_time()
         due: defaultdict[int, list[tuple[FileSpans, int]]] = defaultdict(list)
         for fill in self._jobs.background:
-            if (spans := fill.remote.spans) is None or fill.own_alone:
+            if (spans := fill.copy.remote.spans) is None or fill.own_alone:
                 continue
-            if fill.node.ino in self._jobs.supplied:
+            if fill.copy.node.ino in self._jobs.supplied:
                 continue
-            spans.priority = fill.priority
+            spans.priority = fill.copy.priority
             for owner, span in spans.due(now):
                 if owner not in self._asking and len(due[owner]) < MOST_SPANS:
                     due[owner].append((spans, span))
@@ -367,8 +374,11 @@ class SpanNodes:
         question = [WantedSpan(s.name, span, *part, s.priority, s.path) for s, span in wanted]
         try:
             data = await run_sync(
-                *(ask, owner, PeerQuestion("/ask/spans", encode_wanted(question), demand)),
-                *(ANSWER_SECONDS, MAX_ANSWER_BYTES),
+                ask,
+                owner,
+                PeerQuestion("/ask/spans", encode_wanted(question), demand),
+                ANSWER_SECONDS,
+                MAX_ANSWER_BYTES,
                 limiter=self._threads,
             )
             answers = decode_held(data, len(wanted))

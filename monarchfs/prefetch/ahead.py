@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import SELF, WANTED, MirrorTree
+from monarchfs.prefetch.scan import SELF, WANTED
 from monarchfs.types import Dirent, IndexWriteError, Lane, Node
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ the longer nothing was opened."""
 
 
 Listed = tuple[Dirent, Node | None, float, float]
-"""See ``Lister.entries``."""
+"""See ``Directories.entries``."""
 
 
 class Allowance:
@@ -165,7 +166,7 @@ class Ahead:
     walks."""
 
     def __init__(
-        self, tree: MirrorTree, cache: Cache, jobs: CopyJobs, seen: Callable[[int], bool]
+        self, tree: Tree, cache: Cache, jobs: CopyJobs, seen: Callable[[int], bool]
     ) -> None:
         """``seen``: whether a local file was opened or read, even if nobody called ``opened``."""
         self.allowance = Allowance()
@@ -230,7 +231,9 @@ class Ahead:
             return True
         await trio.lowlevel.checkpoint()
         if spare:
-            small = [node for node in nodes if _small(node) and self._cache.keeps(node)]
+            small = [
+                node for node in nodes if _small(node) and self._cache.reservations.keeps(node)
+            ]
             walks.found(directory, [(node.ino, node.stat.size) for node in small])
         if batch:
             walks.reached(directory, batch[-1][0].cookie)
@@ -256,7 +259,7 @@ class Ahead:
         """Have some of the files found copied, unless they are here or on their way. Returns
         whether there is room for more."""
         found = self._walks.take(BATCH, self.allowance.room)
-        held = self._cache.index.replicas_of([ino for ino, _ in found])
+        held = self._cache.index.replicas.replicas_of([ino for ino, _ in found])
         for ino, size in found:
             if ino not in held and not self._jobs.pending(ino):
                 self.allowance.take(ino, size)

@@ -19,7 +19,7 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
-from monarchfs.engine.misses import ARCHIVED, CHANGED, Misses, Served
+from monarchfs.core.misses import ARCHIVED, CHANGED, Misses, Served
 from monarchfs.metrics import NS, Metrics
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
@@ -207,7 +207,7 @@ class Arrivals:
     def leave(self, ino: int) -> None:
         """Do nothing more for a file that no thread has begun to read. No checkpoint."""
         if (wanted := self._no_more(ino)) is not None:
-            self._cache.cancel(wanted.place)
+            self._cache.writer.cancel(wanted.place)
             self._end([(ino, wanted)])
 
     def suspend(self) -> None:
@@ -215,7 +215,7 @@ class Arrivals:
         self._over = True
         for wanted in (*self._wanted.values(), *(wanted for *_, wanted in self._waiting)):
             if wanted is not None:
-                self._cache.cancel(wanted.place)
+                self._cache.writer.cancel(wanted.place)
         self._wanted.clear()
         self._waiting.clear()
 
@@ -225,14 +225,14 @@ class Arrivals:
         """Handle what was served since the last call. No checkpoint."""
         events = self._misses.served()
         others = [served.ino for served in events if served.ino not in self._wanted]
-        nodes = self._cache.index.nodes_of(others)
+        nodes = self._cache.index.tree.nodes_of(others)
         for served in events:
             self._complete |= served.ino in self._hurried
             wanted = self._no_more(served.ino)
             if wanted is not None:
                 node: Node | None = wanted.place.node
             else:
-                node = nodes.get(served.ino) or self._cache.index.node(served.ino)
+                node = nodes.get(served.ino) or self._cache.index.tree.node(served.ino)
             if node is not None and served.opens:
                 self._opened(node, served.opens, served.spared)
             if wanted is not None:
@@ -292,10 +292,10 @@ class Arrivals:
             self._jobs.retries.forget_failures(ino)
             self._wait((node, served.data, wanted))
             return
-        self._cache.cancel(place)
+        self._cache.writer.cancel(place)
         if served.error == CHANGED:
-            self._cache.outdated(node)
-        known = self._cache.index.node(ino)
+            self._cache.accounts.outdated(node)
+        known = self._cache.index.tree.node(ino)
         if known is None or known.outdated:
             self._metrics.copies_outdated += 1
             self._cache.reasons.put_changed(node, "it changed in the source while it was copied")
@@ -339,12 +339,12 @@ class Arrivals:
             if not kept:
                 await trio.lowlevel.checkpoint()
                 return
-            results = await self._cache.write_each(kept)
+            results = await self._cache.writer.write_each(kept)
             for (place, _data), result in zip(kept, results, strict=True):
                 if isinstance(result, OSError):
-                    self._cache.tier_failed(place, result)
+                    self._cache.writer.tier_failed(place, result)
                     self._metrics.copy_failed(result.errno)
-                    await self._cache.abandon(
+                    await self._cache.writer.abandon(
                         place, Cause.FAILED, f"copying failed: {result.strerror}"
                     )
         finally:
@@ -353,7 +353,7 @@ class Arrivals:
     def _placed(self, arrived: list[Arrived]) -> list[tuple[Reservation, memoryview]]:
         """The files for which there is room, each with its place."""
         homeless = [node for node, _data, wanted in arrived if wanted is None]
-        found = iter(self._cache.reserve_each(homeless, evicts=True))
+        found = iter(self._cache.reservations.reserve_each(homeless, evicts=True))
         places = [next(found) if wanted is None else wanted.place for *_, wanted in arrived]
         return [
             (place, data)

@@ -123,11 +123,11 @@ class Copier:
         self._nursery.start_soon(self.files.checkpoints)
         while True:
             # Memory must not fill up with what a slow tier cannot take.
-            while not self._slots.free or self._cache.backlogged:
+            while not self._slots.free or self._cache.writer.backlogged:
                 await self.jobs.wakes.park()
             # Sleep before claiming anything: a reader must not wait for work that is put off.
             if self._source.demand_waiting and not any(
-                fill.handles for fill in self.jobs.background
+                fill.copy.handles for fill in self.jobs.background
             ):
                 await trio.sleep(self._defer_seconds)
             now = trio.current_time()
@@ -152,14 +152,14 @@ class Copier:
             if step is not None:
                 return step
             allowed = paced and self.governor.wait(now, fill.next_target) == 0
-            if not (allowed or fill.handles):
+            if not (allowed or fill.copy.handles):
                 continue
             fetch = self._claim(fill)
             if fetch is not None:
-                size = 0 if fill.handles else fetch.end - fetch.start
+                size = 0 if fill.copy.handles else fetch.end - fetch.start
                 return Step(partial(self._fetch, fill, fetch), size, fetch.target)
             if self._over(fill):
-                self.jobs.retries.forget_failures(fill.node.ino)
+                self.jobs.retries.forget_failures(fill.copy.node.ino)
                 self.jobs.end(fill)
         if len(self.jobs.background) >= MOST_BEGUN:
             return None  # they wait for other nodes' copies
@@ -167,7 +167,7 @@ class Copier:
 
     def _claim(self, fill: Fill) -> Fetch | None:
         """Claim the part of a file that is to be copied next."""
-        supplied = fill.node.ino in self.jobs.supplied
+        supplied = fill.copy.node.ino in self.jobs.supplied
         fetch = fill.claim_next(self.unit_bytes.value, owned_only=supplied)
         if fetch is not None:
             self._targets[fetch.target] += 1
@@ -175,11 +175,11 @@ class Copier:
 
     def _over(self, fill: Fill) -> bool:
         """Whether there is nothing left to copy of it."""
-        if fill.state is not State.FILLING or fill.full or fill.chunks.complete:
+        if fill.copy.state is not State.FILLING or fill.copy.full or fill.copy.chunks.complete:
             return True
-        own_alone = fill.own_alone or fill.node.ino in self.jobs.supplied
-        spans = fill.remote.spans if own_alone else None
-        return spans is not None and not spans.owned_missing(fill.chunks)
+        own_alone = fill.own_alone or fill.copy.node.ino in self.jobs.supplied
+        spans = fill.copy.remote.spans if own_alone else None
+        return spans is not None and not spans.owned_missing(fill.copy.chunks)
 
     def _in_turn(self) -> list[Fill]:
         """The files of the background list in turn: by priority, and within one by how few of our
@@ -188,13 +188,13 @@ class Copier:
             return list(self.jobs.background)
         first, rest = self.jobs.background[:SPREAD_OVER], self.jobs.background[SPREAD_OVER:]
         load = self._targets
-        return sorted(first, key=lambda fill: (fill.priority, load[fill.next_target])) + rest
+        return sorted(first, key=lambda fill: (fill.copy.priority, load[fill.next_target])) + rest
 
     def _goes_before(self, fill: Fill) -> int:
         """Queued files with a priority number below this are begun before ``fill`` goes on. Its own
         priority is among them if its storage target is already busy."""
         busy = fill.next_target is not None and self._targets[fill.next_target] > 0
-        return fill.priority + (busy and len(self.jobs.background) < SPREAD_OVER)
+        return fill.copy.priority + (busy and len(self.jobs.background) < SPREAD_OVER)
 
     def _next_file(self, before: int, *, paced: bool) -> Step | None:
         """Begin the next queued file, if its priority number is below ``before``."""
@@ -203,7 +203,7 @@ class Copier:
         if not paced:
             before = min(before, Priority.HINTED)
         while self.jobs.queue.first < before and (job := self.jobs.take()) is not None:
-            if (node := self._copyable(job[0], self._cache.index.node(job[0]))) is not None:
+            if (node := self._copyable(job[0], self._cache.index.tree.node(job[0]))) is not None:
                 if self._is_small(node):
                     return self._begin_small(self._with_others(node, job[1]), job[1])
                 if not self._cache.resident(node):
@@ -220,7 +220,7 @@ class Copier:
         """The node, as the index has it, if it may be copied. A resident one passes, but finds no
         room."""
         fill = self.files.get(ino)
-        if fill is not None and (fill.in_background or fill.state is State.RESIDENT):
+        if fill is not None and (fill.copy.in_background or fill.copy.state is State.RESIDENT):
             return None
         if ino in self.jobs.arriving:
             return None
@@ -242,9 +242,9 @@ class Copier:
         if fill is None:
             return trio.lowlevel.checkpoint
         fetch = None
-        past_racy_window = fill.past_racy_window
+        past_racy_window = fill.copy.past_racy_window
         evicts = priority <= Priority.HINTED
-        if not fill.in_background and fill.start_filling(evicts=evicts):
+        if not fill.copy.in_background and fill.copy.start_filling(evicts=evicts):
             self.jobs.begin(fill, priority)
             fetch = self._claim(fill)
         elif not past_racy_window:
@@ -252,7 +252,7 @@ class Copier:
                 node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"
             )
             self.jobs.retries.later(node.ino, priority, YOUNG_SECONDS)
-        fill.settle()
+        fill.copy.settle()
         self.jobs.notify([node.ino])
         return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
 
@@ -275,7 +275,7 @@ class Copier:
         )
         # There is no checkpoint between these looks and the end of the batch.
         next_ones = self.jobs.queue.next(priority, max(0, self.together.value - 1))
-        known = self._cache.index.nodes_of(next_ones)
+        known = self._cache.index.tree.nodes_of(next_ones)
         taken = 0
         for ino in next_ones:
             if size > paced:
@@ -297,7 +297,9 @@ class Copier:
         """``_begin`` of each."""
         begun = []
         for place, node in zip(
-            self._cache.reserve_each(nodes, evicts=priority <= Priority.HINTED), nodes, strict=True
+            self._cache.reservations.reserve_each(nodes, evicts=priority <= Priority.HINTED),
+            nodes,
+            strict=True,
         ):
             if place is None:
                 self.jobs.notify([node.ino])
@@ -330,7 +332,7 @@ class Copier:
         if small is None or not self.jobs.keeps or self._cache.reconciling:
             return
         small.take_events()
-        known = self._cache.index.nodes_of(inos)
+        known = self._cache.index.tree.nodes_of(inos)
         nodes = [node for ino in inos if (node := self._copyable(ino, known.get(ino))) is not None]
         others = [node for node in nodes if not self._is_small(node)]
         for node in others:
@@ -344,13 +346,13 @@ class Copier:
         node = place.node
         fill = self.files.to_copy(node)
         if fill is None:
-            self._cache.cancel(place)
-        elif fill.begin_filling(place):
+            self._cache.writer.cancel(place)
+        elif fill.copy.begin_filling(place):
             self.jobs.begin(fill, priority)
         self.jobs.arrived([node.ino])
 
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
-        paced = not fill.handles
+        paced = not fill.copy.handles
         # Somebody who has it open may read at any moment what is fetched here.
         at_normal_priority.set(not paced)
         await fill.fetch(fetch, Lane.BACKGROUND)
@@ -358,9 +360,9 @@ class Copier:
         if paced and fetch.seconds:
             size = fetch.end - fetch.start
             self.governor.record(trio.current_time(), fetch.target, fetch.seconds, size)
-        if fetch.error is not None and fill.in_background:
+        if fetch.error is not None and fill.copy.in_background:
             # The first failed fetch is reported for all fetches of the file that are under way.
-            self.jobs.failed(fill.node.ino, fill.priority, fetch.error)
+            self.jobs.failed(fill.copy.node.ino, fill.copy.priority, fetch.error)
             self.jobs.end(fill)
         elif fetch.seconds is not None and fetch.end - fetch.start >= self.unit_bytes.value:
             self.unit_bytes.record_latency(fetch.seconds)
@@ -369,6 +371,6 @@ class Copier:
         while True:
             await trio.sleep(STUCK_SECONDS / 2)
             for fill in self.jobs.files.values():
-                fill.try_again()
+                fill.copy.threads.hide_source()
             if self._slots.lend(trio.current_time()):
                 self.jobs.wakes.unpark_all()

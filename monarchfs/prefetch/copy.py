@@ -9,19 +9,14 @@ from collections.abc import Callable
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.readers import NonresidentReads
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
+from monarchfs.core.units import Unit
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import ChunkMap
-from monarchfs.prefetch.fetch import (
-    MOST_AHEAD_BYTES,
-    WHOLE_BYTES,
-    Fetch,
-    State,
-    chunk_bytes_for,
-)
+from monarchfs.prefetch.fetch import WHOLE_BYTES, State, chunk_bytes_for
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.readahead import Readahead
 from monarchfs.prefetch.remote import RemoteFile
 from monarchfs.types import Lane, Node, SourceChanged, SourceVersion
 
@@ -29,9 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Copy:
-    """What ``Fill`` is apart from reading: its place in a tier.
+    """A file's place in a tier, if there is room for it. ``Fill`` fetches and reads it.
 
-    Constant: ``node``, ``remote``, ``size``. Changing: the rest, on the event loop only.
+    Constant: ``node``, ``remote``, ``size``. Changing: the rest, on the event loop only. ``units``
+    are under way.
 
     It lives while it has handles, fetches under way (``busy``), or a place in the copier's
     background list; then ``settle`` puts it to rest and calls ``forget``.
@@ -60,7 +56,6 @@ class Copy:
         self.in_background = False
         self.priority = Priority.NOBODY
         self.full = False
-        self.cursor = 0
         self.reservation: Reservation | None = None
         self.replica: OpenReplica | None = None
         self.busy = 0
@@ -70,15 +65,13 @@ class Copy:
         self._metrics = metrics
         self._nursery = nursery
         self._forget = forget
-        self._wake_copier = wake_copier
+        self.wake_copier = wake_copier
         self._trusts_times = trusts_times
-        self._changes = 0
+        self.changes = 0
         self._seen = node.stat.version
-        self._fetches: list[Fetch] = []
-        self._ahead = Readahead(MOST_AHEAD_BYTES // self.chunks.chunk_bytes)
-        self._finishing = False
-        self._shown = False
-        self._handed_out = False
+        self.units: list[Unit] = []
+        self.finishing = False
+        self.threads = ShownCopy(node, cache.readers.nonresident)
 
     @property
     def past_racy_window(self) -> bool:
@@ -106,7 +99,7 @@ class Copy:
     def ending(self) -> bool:
         """Whether the copy's last step is under way, to the replica or to nothing."""
         if self.state is State.FILLING:
-            return self._finishing
+            return self.finishing
         return self.state is State.DIRECT and self.reservation is not None
 
     def start_filling(self, *, evicts: bool = True) -> bool:
@@ -118,21 +111,21 @@ class Copy:
             return True
         if self.reservation is not None or not self.past_racy_window:
             return False  # an earlier one is still being given back, or it is too young
-        return self.begin_filling(self._cache.reserve(self.node, evicts=evicts))
+        return self.begin_filling(self._cache.reservations.reserve(self.node, evicts=evicts))
 
     def begin_filling(self, reservation: Reservation | None) -> bool:
         """``start_filling`` where that is known to be possible and the cache was asked already."""
         if reservation is None:
             return False
-        self._hide()
+        self.threads.hide()
         if (resumed := reservation.resumed) is not None:
             self.chunks = ChunkMap(self.size, resumed.chunk_bytes, resumed.present)
         self.reservation = reservation
         self.full = False
-        self._finishing = False
+        self.finishing = False
         self.state = State.FILLING
         if self.chunks.complete:  # an empty file, or one whose last step was missing
-            self._begin_finish()
+            self.begin_finish()
         return True
 
     def checkpoint(self) -> None:
@@ -142,31 +135,31 @@ class Copy:
             self.state is State.FILLING
             and reservation is not None
             and reservation.fd >= 0
-            and not self._finishing
+            and not self.finishing
             and not reservation.given_up
         ):
             chunks = self.chunks
-            self._cache.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
+            self._cache.writer.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
 
     # -- the end of it
 
-    def _saw(self, version: SourceVersion) -> None:
+    def saw(self, version: SourceVersion) -> None:
         """The source was read, and had this version then: once for each, what is known is wrong."""
         if version != self._seen:
             self._seen = version
-            self._changed()
+            self.changed()
 
     def outdated(self) -> None:
         """The source holds another version: unless all of this one is local, nothing that is may
         be served any more, and reads show the source as it is. No checkpoint."""
         if self.state is not State.RESIDENT:
-            self._changed()
+            self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         """The source has another version now: what was read of this one is not mixed with it."""
-        self._changes += 1
-        self._hide()
-        self._cache.outdated(self.node)
+        self.changes += 1
+        self.threads.hide()
+        self._cache.accounts.outdated(self.node)
         if self.state is State.FILLING:
             self._metrics.copies_outdated += 1
             self.give_up(Cause.CHANGED, "it changed in the source while it was copied")
@@ -177,34 +170,36 @@ class Copy:
             assert self.reservation is not None
             self.reservation.given_up = True  # at once: its last step may be under way
             self.state = State.DIRECT
-            self._hide()
+            self.threads.hide()
             self._nursery.start_soon(self._abandon, cause, reason)
+        for unit in self.units:
+            unit.stop()
 
     async def _abandon(self, cause: Cause, reason: str) -> None:
         assert self.reservation is not None
         # Also when the mount ends: it waits for this tier's threads alone, as that would anyway.
         with trio.CancelScope(shield=True):
-            await self._cache.abandon(self.reservation, cause, reason)
+            await self._cache.writer.abandon(self.reservation, cause, reason)
         self._reset()
         self.settle()
-        self._wake_copier(self)
+        self.wake_copier(self)
 
     def _reset(self) -> None:
         """There is no reservation any more, and no part file."""
-        self._hide()
+        self.threads.hide()
         self.state = State.DIRECT
         self.reservation = None
         self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
 
-    def _tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
-        self._cache.tier_failed(reservation, exc)
+    def tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
+        self._cache.writer.tier_failed(reservation, exc)
         if self.state is State.FILLING:
             self._metrics.copy_failed(exc.errno)
             self.give_up(Cause.FAILED, f"{what}: {exc.strerror}")
 
-    def _begin_finish(self) -> None:
-        if not self._finishing:
-            self._finishing = True
+    def begin_finish(self) -> None:
+        if not self.finishing:
+            self.finishing = True
             self.busy += 1
             self._nursery.start_soon(self._finish)
 
@@ -216,25 +211,25 @@ class Copy:
             if self.size == 0:
                 if not await self._may_read():
                     return
-                stored = await self._cache.write_all(reservation, b"")
+                stored = await self._cache.writer.write_all(reservation, b"")
             else:
-                stored = await self._cache.finish(reservation)
+                stored = await self._cache.writer.finish(reservation)
             if stored:
                 if self.remote.spans is not None:
                     self.remote.spans.completed(reservation.digests)
-                self._become_resident()
+                self.become_resident()
                 await reservation.close()
         except OSError as exc:
-            self._tier_failed(reservation, exc, "copying failed")
+            self.tier_failed(reservation, exc, "copying failed")
         finally:
-            self._leave()
+            self.leave()
 
     async def _may_read(self) -> bool:
         """Whether the source lets us open an empty file, for which no read asks."""
         try:
             await self.remote.open(Lane.BACKGROUND)
         except SourceChanged:
-            self._changed()
+            self.changed()
         except OSError as exc:
             self._metrics.copy_failed(exc.errno)
             self.give_up(Cause.FAILED, f"copying failed: {exc.strerror}")
@@ -242,60 +237,32 @@ class Copy:
             return True
         return False
 
-    def _become_resident(self) -> None:
+    def become_resident(self) -> None:
         """The index says so already. No checkpoint."""
         self._reset()
-        self._wake_copier(self)
+        self.wake_copier(self)
         if not self.handles and self.busy <= 1:
             return  # nobody reads it: the file need not be opened
         if (replica := self._cache.acquire(self.node, accessed=False)) is not None:
             self.replica, self.state = replica, State.RESIDENT
             self._acquired.append(replica)
 
-    # -- others who read it, without Python
-
-    def _show(self) -> bool:
-        """Somebody reads it: others may read what is there, and wait for what is being fetched.
-        True if that is new. No checkpoint. (A small file's readers hurry what is fetched together
-        with others.)"""
-        reservation = self.reservation
-        if self._shown or self.size <= WHOLE_BYTES or self.state is not State.FILLING:
-            return False
-        chunks, reads = self.chunks, self._cache.readers.nonresident
-        self._shown = reads.fill(self.node.ino, self.size, chunks.chunk_bytes, chunks.states())
-        if self._shown and reservation is not None and reservation.fd >= 0:
-            reads.part(self.node.ino, reservation.fd)
-        return self._shown
-
     def allow_direct_reads(self) -> None:
         """Missing chunks are not kept: the threads may read them from the source. No checkpoint."""
-        if self._handed_out or self._changes or not self.handles or self.remote.fd < 0:
+        if self.changes or not self.handles or self.remote.fd < 0:
             return
         if self.remote.spans is not None and self.remote.spans.shared:
             return  # other nodes may have them
         not_kept = self.state is State.DIRECT and self.reservation is None
-        if not_kept or (self._shown and self.full):
-            self._handed_out = self._cache.readers.nonresident.source(
-                self.node.ino, self.remote.fd, self.node.stat.version
-            )
-
-    def try_again(self) -> None:
-        """There may be room for missing chunks: the next read has to ask. No checkpoint."""
-        if self._handed_out and self._shown:
-            self._handed_out = False
-            self._cache.readers.nonresident.no_source(self.node.ino)
-
-    def _hide(self) -> None:
-        if self._shown or self._handed_out:
-            self._shown = self._handed_out = False
-            self._cache.readers.nonresident.stop(self.node.ino)
+        if not_kept or (self.threads.shown and self.full):
+            self.threads.show_source(self.remote.fd)
 
     def release(self) -> None:
         """A handle is closed."""
         self.handles -= 1
         self.settle()
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         self.busy -= 1
         self.settle()
 
@@ -308,7 +275,7 @@ class Copy:
         if self.state is State.DIRECT and self.reservation is not None:
             return  # its end is under way and comes back here
         self._forget(self)
-        self._hide()
+        self.threads.hide()
         self.remote.close_soon()
         self.replica = None
         while self._acquired:
@@ -320,13 +287,13 @@ class Copy:
         reservation = self.reservation
         assert reservation is not None
         if reservation.fd < 0:
-            self._cache.cancel(reservation)
+            self._cache.writer.cancel(reservation)
         else:
             try:
                 chunks = self.chunks
-                self._cache.suspend(reservation, chunks.chunk_bytes, chunks.saved())
+                self._cache.writer.suspend(reservation, chunks.chunk_bytes, chunks.saved())
             except OSError as exc:
-                self._cache.tier_failed(reservation, exc)
+                self._cache.writer.tier_failed(reservation, exc)
                 return False
         self._reset()
         return True
@@ -335,8 +302,58 @@ class Copy:
         """At the end of the mount, when no task of the copier runs any more."""
         if self.state is State.FILLING and not self._keep_part():
             assert self.reservation is not None
-            await self._cache.abandon(
+            await self._cache.writer.abandon(
                 self.reservation, Cause.FAILED, "its copy could not be suspended"
             )
             self._reset()
         self.remote.close_soon()
+
+
+class ShownCopy:
+    """What the threads of the C part may read of a file that is not resident, without Python.
+
+    Changing: ``shown``, whether they know its chunks; ``from_source``, whether they read from the
+    source what is missing."""
+
+    def __init__(self, node: Node, reads: NonresidentReads) -> None:
+        self.shown = False
+        self.from_source = False
+        self._node = node
+        self._reads = reads
+
+    def show(self, chunks: ChunkMap, reservation: Reservation | None) -> bool:
+        """They may read what is there, and wait for what is being fetched. True if that is new. No
+        checkpoint. (A small file's readers hurry what is fetched together with others.)"""
+        size = self._node.stat.size
+        if self.shown or size <= WHOLE_BYTES:
+            return False
+        self.shown = self._reads.fill(self._node.ino, size, chunks.chunk_bytes, chunks.states())
+        if self.shown and reservation is not None and reservation.fd >= 0:
+            self._reads.part(self._node.ino, reservation.fd)
+        return self.shown
+
+    def tell(self, first: int, last: int, state: bytes) -> None:
+        """The chunks [first, last) are in this state now."""
+        if self.shown:
+            self._reads.chunks(self._node.ino, first, last, state)
+
+    def ahead(self, chunk: int | None) -> None:
+        """Hear of the next read that reaches this chunk; None: of none."""
+        if self.shown:
+            self._reads.ahead(self._node.ino, chunk)
+
+    def show_source(self, fd: int) -> None:
+        """They may read the missing chunks from the source, through this descriptor."""
+        if not self.from_source:
+            self.from_source = self._reads.source(self._node.ino, fd, self._node.stat.version)
+
+    def hide_source(self) -> None:
+        """The next read of a missing chunk has to ask."""
+        if self.from_source and self.shown:
+            self.from_source = False
+            self._reads.no_source(self._node.ino)
+
+    def hide(self) -> None:
+        if self.shown or self.from_source:
+            self.shown = self.from_source = False
+            self._reads.stop(self._node.ino)

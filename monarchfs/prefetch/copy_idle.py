@@ -24,7 +24,7 @@ class CopyIdle:
         self.since: float | None = None
         self._copied = False
         jobs.observers.append(self._copy_ended)
-        scan.on_end = self._check
+        scan.on_end.add(self._check)
 
     @property
     def since_uptime_seconds(self) -> float | None:

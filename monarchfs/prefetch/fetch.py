@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 import trio
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.prefetch.chunks import ChunkMap
 from monarchfs.types import Data
 

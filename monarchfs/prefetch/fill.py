@@ -2,7 +2,7 @@
 
 The way of a read: chunks that are local come from the part file; chunks that somebody fetches are
 waited for; the rest is claimed and fetched, and answered from the fetched bytes before they are
-written (large files: ``engine.units``). So a byte is asked from the source once, however many
+written (large files: ``core.units``). So a byte is asked from the source once, however many
 readers want it. Where there is no room for a chunk, exactly the bytes that were asked for are read.
 """
 
@@ -10,19 +10,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from monarchfs.cache.replicas import OpenReplica
-from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT
-from monarchfs.prefetch.fetch import WHOLE_BYTES, Fetch, State
-from monarchfs.prefetch.fetching import Fetching
+import trio
+
+from monarchfs.cache import writer
+from monarchfs.cache.cache import Cache
+from monarchfs.cache.replicas import OpenReplica, Reservation
+from monarchfs.core.units import Unit
+from monarchfs.metrics import Metrics
+from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
+from monarchfs.prefetch.copy import Copy
+from monarchfs.prefetch.fetch import CHUNK_BYTES, MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.passing import PassingReads
+from monarchfs.prefetch.readahead import Readahead
 from monarchfs.types import Data, Lane, SourceChanged, SourceStat
 
+MOST_SKIPPED_BYTES = 64 << 30
+"""Of a hole, at once: the digests of so much take a few milliseconds."""
 
-class Fill(Fetching):
-    """A file behind all handles of its inode. Changing: ``_passing``, what was read of it from
-    other nodes and is not kept."""
 
-    _passing: PassingReads | None = None
+class Fill:
+    """A file behind all handles of its inode, and what is fetched of it: claimed, read from the
+    source, written. A chunk is claimed by one fetch at a time. Small files are fetched as a whole.
+
+    Constant: ``copy``. Changing: ``cursor``, where the copier goes on; ``_data``, a range of the
+    source without holes; ``_at_random``, whether nothing was local before what was missed last;
+    ``_passing``, what was read of it from other nodes and is not kept."""
+
+    def __init__(self, copy: Copy, cache: Cache, metrics: Metrics, nursery: trio.Nursery) -> None:
+        self.copy = copy
+        self.cursor = 0
+        self._cache = cache
+        self._metrics = metrics
+        self._nursery = nursery
+        self._fetches: list[Fetch] = []
+        self._ahead = Readahead(MOST_AHEAD_BYTES // copy.chunks.chunk_bytes)
+        self._data = (0, 0)
+        self._at_random = False
+        self._passing: PassingReads | None = None
 
     # -- reading
 
@@ -31,19 +55,19 @@ class Fill(Fetching):
 
         Raises OSError with the source's errno; trouble with the tier is routed around.
         """
-        if self._changes and self.state is not State.RESIDENT:
-            self.busy += 1
+        if self.copy.changes and self.copy.state is not State.RESIDENT:
+            self.copy.busy += 1
             try:
                 return await self._read_source(offset, offset + size)  # it may have grown
             finally:
-                self._leave()
-        end = min(offset + size, self.size)
+                self.copy.leave()
+        end = min(offset + size, self.copy.size)
         if offset >= end:
             return b""
-        self.busy += 1
+        self.copy.busy += 1
         try:
-            changes = self._changes
-            if self.state is State.FILLING:
+            changes = self.copy.changes
+            if self.copy.state is State.FILLING:
                 self._demand(offset, end)
             piece = await self._piece(offset, end)
             if offset + len(piece) == end:
@@ -52,18 +76,18 @@ class Fill(Fetching):
             while piece and offset + len(out) < end:
                 piece = await self._piece(offset + len(out), end)
                 out += piece
-            if self._changes != changes:
+            if self.copy.changes != changes:
                 # Some of it was of one version and some of another.
                 return await self._read_source(offset, end)
             return bytes(out)
         finally:
-            self._leave()
+            self.copy.leave()
 
     def _demand(self, offset: int, end: int) -> None:
         """Claim what is missing of [offset, end) and fetch it now. No checkpoint."""
-        chunks = self.chunks
+        chunks = self.copy.chunks
         first, last = chunks.chunk_of(offset), chunks.chunk_of(end - 1) + 1
-        if self.size <= WHOLE_BYTES:
+        if self.copy.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
         self._at_random = first > 0 and chunks.state(first - 1) == MISSING
         self.fetch_now(first, last)
@@ -72,21 +96,20 @@ class Fill(Fetching):
     def _go_ahead(self, first: int, last: int) -> None:
         """Fetch what comes after the chunks [first, last), if they are read in sequence. Apart from
         them, which are then answered as soon as they are there."""
-        chunks = self.chunks
+        chunks = self.copy.chunks
         stop = self._ahead.advance(first, last)
         self.cursor = last
         self.fetch_now(last, min(stop, chunks.count), ahead=True)
-        if self._show():
+        copy = self.copy
+        if copy.state is State.FILLING and copy.threads.show(chunks, copy.reservation):
             for fetch in self._fetches:
                 if fetch.unit is not None:  # some of it may be on its way into a tier that is slow
                     fetch.unit.show()
-        if self._shown:
-            trigger = self._ahead.trigger if stop < chunks.count else None
-            self._cache.readers.nonresident.ahead(self.node.ino, trigger)
+        copy.threads.ahead(self._ahead.trigger if stop < chunks.count else None)
 
     def on_readahead(self, first: int, last: int) -> None:
         """A read that went past Python is of the chunks [first, last). No checkpoint."""
-        if self._shown and first < last <= self.chunks.count:
+        if self.copy.threads.shown and first < last <= self.copy.chunks.count:
             self._go_ahead(first, last)
 
     def fetch_now(self, first: int, last: int, *, ahead: bool = False) -> None:
@@ -98,21 +121,21 @@ class Fill(Fetching):
 
     def _to_keep(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """The runs that are missing of [first, last), and to be kept."""
-        spans = self.remote.spans if self.own_alone else None
-        for run in self.chunks.missing_runs(first, last):
+        spans = self.copy.remote.spans if self.own_alone else None
+        for run in self.copy.chunks.missing_runs(first, last):
             if spans is None:
                 yield run
             else:
-                yield from spans.owned_runs(self.chunks, *run)
+                yield from spans.owned_runs(self.copy.chunks, *run)
 
     async def _piece(self, offset: int, end: int) -> Data:
         """At least one byte of [offset, end), from its start; none where the source has no more."""
-        if self.replica is not None:
-            return await self._read_replica(self.replica, offset, end)
-        if self.state is State.FILLING:
-            chunk, last = self.chunks.chunk_of(offset), self.chunks.chunk_of(end - 1) + 1
-            state = self.chunks.state(chunk)
-            stop = min(end, self.chunks.span(chunk, self.chunks.run_end(chunk, last))[1])
+        if self.copy.replica is not None:
+            return await self._read_replica(self.copy.replica, offset, end)
+        if self.copy.state is State.FILLING:
+            chunk, last = self.copy.chunks.chunk_of(offset), self.copy.chunks.chunk_of(end - 1) + 1
+            state = self.copy.chunks.state(chunk)
+            stop = min(end, self.copy.chunks.span(chunk, self.copy.chunks.run_end(chunk, last))[1])
             if state == PRESENT:
                 if (piece := await self._read_part(offset, stop)) is not None:
                     return piece
@@ -127,12 +150,13 @@ class Fill(Fetching):
     async def _from_owner(self, offset: int, end: int) -> Data | None:
         """At least one byte of [offset, end) of a file that other nodes share; None: read it from
         the source."""
-        spans = self.remote.spans
+        spans = self.copy.remote.spans
         if spans is None or not spans.shared:
             return None
         if self._passing is None:
             self._passing = PassingReads(
-                *(spans, self.size),
+                spans,
+                self.copy.size,
                 lambda start, end: self._unit(start, end, Lane.DEMAND),
                 self._nursery,
             )
@@ -141,24 +165,24 @@ class Fill(Fetching):
     async def _fetched(self, fetch: Fetch, offset: int, end: int) -> Data:
         if (piece := await fetch.piece(offset, end)) is not None:
             return piece
-        if self.state is not State.FILLING or fetch.chunks is not self.chunks:
+        if self.copy.state is not State.FILLING or fetch.chunks is not self.copy.chunks:
             return await self._piece(offset, end)  # as the source is now
         if fetch.unit is not None and fetch.unit.is_stored(offset):
-            chunk = self.chunks.chunk_of(offset)
-            stop = min(end, self.chunks.span(chunk, chunk + 1)[1])
+            chunk = self.copy.chunks.chunk_of(offset)
+            stop = min(end, self.copy.chunks.span(chunk, chunk + 1)[1])
             if (piece := await self._read_part(offset, stop)) is not None:
                 return piece
         return await self._read_source(offset, min(end, fetch.end))
 
     async def _read_part(self, offset: int, end: int) -> Data | None:
-        reservation = self.reservation
+        reservation = self.copy.reservation
         assert reservation is not None
         try:
-            data = self._cache.read_part_nowait(reservation, offset, end - offset)
+            data = self._cache.writer.read_part_nowait(reservation, offset, end - offset)
             if data is None:
-                data = await self._cache.read_part(reservation, offset, end - offset)
+                data = await self._cache.writer.read_part(reservation, offset, end - offset)
         except OSError as exc:
-            self._tier_failed(reservation, exc, "its copy could not be read")
+            self.copy.tier_failed(reservation, exc, "its copy could not be read")
             return None
         return data
 
@@ -169,36 +193,268 @@ class Fill(Fetching):
                 data = await self._cache.read(replica, offset, end - offset)
         except OSError as exc:
             self._cache.failed_read(replica, exc)
-            if self.replica is replica:
-                self.replica, self.state = None, State.DIRECT
+            if self.copy.replica is replica:
+                self.copy.replica, self.copy.state = None, State.DIRECT
             return await self._read_source(offset, end)
         return data
 
     async def _read_source(self, offset: int, end: int) -> Data:
         """Exactly these bytes, from the source as it is. Raises its OSError, SourceChanged."""
         try:
-            data, version = await self.remote.read(offset, end, Lane.DEMAND)
+            data, version = await self.copy.remote.read(offset, end, Lane.DEMAND)
         except SourceChanged:
-            self._cache.outdated(self.node)
+            self._cache.accounts.outdated(self.copy.node)
             raise
-        self._saw(version)
-        self.allow_direct_reads()
+        self.copy.saw(version)
+        self.copy.allow_direct_reads()
         return data
 
     async def current(self) -> SourceStat:
         """What the source has now under the descriptor that is read. Raises as ``read``."""
-        self.busy += 1
+        self.copy.busy += 1
         try:
-            stat = await self.remote.current(Lane.DEMAND)
-            self._saw(stat.version)
+            stat = await self.copy.remote.current(Lane.DEMAND)
+            self.copy.saw(stat.version)
             return stat
         finally:
-            self._leave()
+            self.copy.leave()
 
     async def open_as_is(self) -> None:
         """Read what the source has now, whatever version that is, unless all of this one is local.
         Raises the source's OSError, SourceChanged where the directory lies elsewhere."""
-        if self.replica is None:
-            version = await self.remote.open_as_is(Lane.DEMAND)
-            if version != self.node.stat.version:
-                self._saw(version)
+        if self.copy.replica is None:
+            version = await self.copy.remote.open_as_is(Lane.DEMAND)
+            if version != self.copy.node.stat.version:
+                self.copy.saw(version)
+
+    @property
+    def fetching(self) -> bool:
+        """Whether reads of the source are under way for it; after each, ``wake_copier``."""
+        return bool(self._fetches)
+
+    # -- what is to be fetched
+
+    def _claim(self, first: int, last: int, lane: Lane) -> Fetch | None:
+        """Take a run of missing chunks; None where there is no room for it."""
+        assert self.copy.reservation is not None
+        start, end = self.copy.chunks.span(first, last)
+        if not self._cache.reservations.grow(self.copy.reservation, end - start):
+            self.copy.full = True
+            return None
+        self.copy.chunks.claim(first, last)
+        self.copy.threads.tell(first, last, CLAIMED)
+        layout = self.copy.remote.layout
+        target = None if layout is None else layout.target(start)
+        whole = (
+            self.copy.size <= WHOLE_BYTES
+            and end - start == self.copy.size
+            and self.copy.reservation.whole
+        )
+        unit = None if whole else self._unit(start, end, lane)
+        fetch = Fetch(self.copy.chunks, first, last, start, end, trio.Event(), target, unit)
+        self._fetches.append(fetch)
+        if unit is not None:
+            self.copy.units.append(unit)
+        self.copy.busy += 1
+        return fetch
+
+    def _unit(self, start: int, end: int, lane: Lane) -> Unit:
+        # A slow tier must not slow the readers: what they wait for is fetched again some time.
+        most = writer.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
+        return Unit(
+            self.copy.node.ino,
+            start,
+            end,
+            chunk_bytes=self.copy.chunks.chunk_bytes,
+            version=self.copy.remote.version,
+            device=self.copy.remote.device,
+            readers=self._cache.readers.nonresident.units,
+            most_bytes=most,
+            # Whoever reads at random may want any block of it next.
+            in_requests=not (self.copy.handles and self._at_random),
+            sparse=lane is Lane.BACKGROUND
+            and self.copy.node.stat.occupied_bytes < self.copy.size
+            and not (self._data[0] <= start and end <= self._data[1]),
+        )
+
+    @property
+    def arriving(self) -> bool:
+        """Whether all of it was fetched, and is local or on its way into the tier."""
+        missing = self.copy.state is State.FILLING and self.copy.chunks.first_missing(0) is not None
+        return not missing and self.copy.state is not State.DIRECT
+
+    @property
+    def own_alone(self) -> bool:
+        """Whether only the spans that this node owns are kept."""
+        return self.copy.remote.spans is not None and not self._cache.reservations.keeps_foreign
+
+    def claim_next(self, unit_bytes: int, *, owned_only: bool = False) -> Fetch | None:
+        """The next run to be copied in the background, or None where there is none to claim.
+        ``owned_only``: it is copied for other nodes."""
+        if self.copy.state is not State.FILLING or self.copy.full or self.copy.finishing:
+            return None
+        if (layout := self.copy.remote.layout) is not None:
+            unit_bytes = layout.span(self._next_offset, unit_bytes)
+        unit = max(1, unit_bytes // self.copy.chunks.chunk_bytes)
+        if self.copy.size <= WHOLE_BYTES:
+            unit = self.copy.chunks.count
+        if self.copy.remote.spans is None:
+            run = self.copy.chunks.next_missing(self.cursor, unit)
+        else:
+            owned_only = owned_only or self.own_alone
+            run = self.copy.remote.spans.next_run(self.copy.chunks, unit, owned_only=owned_only)
+        return None if run is None else self._claim(*run, Lane.BACKGROUND)
+
+    @property
+    def next_target(self) -> int | None:
+        """The storage target of the source that ``claim_next`` comes to; None if not known."""
+        layout = self.copy.remote.layout
+        return None if layout is None else layout.target(self._next_offset)
+
+    @property
+    def _next_offset(self) -> int:
+        return (self.copy.chunks.first_missing(self.cursor) or 0) * self.copy.chunks.chunk_bytes
+
+    # -- to fetch it
+
+    async def fetch(self, fetch: Fetch, lane: Lane) -> None:
+        """Carry out a claimed fetch: source, then readers, then tier. Raises nothing."""
+        try:
+            if fetch.unit is not None:
+                await self._fetch_unit(fetch, fetch.unit, lane)
+            else:
+                data = await self._fetch_source(fetch, lane)
+                if data is not None and self._fills(fetch):
+                    await self._keep_whole(fetch, data, lane)
+        finally:
+            self.end(fetch)
+
+    def end(self, fetch: Fetch) -> None:
+        """A claimed fetch is over, whatever came of it. No checkpoint."""
+        self._fetches.remove(fetch)
+        if fetch.unit is not None:
+            self.copy.units.remove(fetch.unit)
+            self._settle_unit(fetch, fetch.unit)
+        elif fetch.chunks.state(fetch.first) == CLAIMED:
+            fetch.chunks.release(fetch.first, fetch.last)
+        fetch.is_over()
+        self.copy.leave()
+        self.copy.wake_copier(self.copy)
+
+    async def _fetch_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
+        """Source and tier at the same time, once there is a part file: if the source does not let
+        us read it, there is to be none."""
+        reservation = self.copy.reservation
+        if reservation is None or not self._fills(fetch):
+            unit.stop()
+            await self._read_unit(fetch, unit, lane)
+        elif reservation.fd < 0:
+            await self._read_unit(fetch, unit, lane)
+            if unit.read_bytes or unit.elsewhere_bytes or unit.hole_bytes:
+                await self._keep_unit(reservation, fetch, unit)
+        else:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._keep_unit, reservation, fetch, unit)
+                await self._read_unit(fetch, unit, lane)
+
+    def _fills(self, fetch: Fetch) -> bool:
+        return self.copy.state is State.FILLING and fetch.chunks is self.copy.chunks
+
+    async def _read_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
+        started = trio.current_time()
+        try:
+            from_source = await self.copy.remote.read_unit(unit, lane, ahead=fetch.ahead)
+        except OSError as exc:
+            fetch.error = exc.with_traceback(None)
+        except SourceChanged:
+            self.copy.changed()
+        except BaseException:
+            unit.stop()  # its thread goes on
+            raise
+        else:
+            fetch.seconds = trio.current_time() - started if from_source else None
+        unit.finish()
+        for start, end in unit.dropped():
+            self._metrics.chunks_dropped += -(-(end - start) // fetch.chunks.chunk_bytes)
+        fetch.done.set()
+
+    async def _keep_unit(self, reservation: Reservation, fetch: Fetch, unit: Unit) -> None:
+        if not self._fills(fetch):
+            return
+        try:
+            if not await self._cache.writer.write(reservation, unit, fetch.done):
+                self.copy.full = True
+        except OSError as exc:
+            self.copy.tier_failed(reservation, exc, "copying failed")
+
+    def _settle_unit(self, fetch: Fetch, unit: Unit) -> None:
+        """What was written is present, the rest is missing again."""
+        unit.stop()
+        chunks, at, fills = fetch.chunks, fetch.first, self._fills(fetch)
+        for start, end in unit.stored():
+            first, last = chunks.chunk_of(start), chunks.chunk_of(end - 1) + 1
+            self._miss(fetch, at, first)
+            chunks.arrive(first, last)
+            if fills and self.copy.reservation is not None:
+                self.copy.reservation.put_digests(start, unit.digests(start, end))
+                self.copy.threads.tell(first, last, PRESENT)
+            at = last
+        self._miss(fetch, at, fetch.last)
+        if unit.data_end:
+            self._data = unit.start, unit.data_end
+        if fills and self.copy.reservation is not None and at == fetch.last and not self.own_alone:
+            for first, last in _skip_hole(unit, chunks, self.copy.reservation):
+                self.copy.threads.tell(first, last, PRESENT)
+        if fills and chunks.complete:
+            self.copy.begin_finish()
+
+    def _miss(self, fetch: Fetch, first: int, last: int) -> None:
+        if first < last:
+            fetch.chunks.release(first, last)
+            if fetch.chunks is self.copy.chunks:
+                self.copy.threads.tell(first, last, MISSING)
+
+    async def _fetch_source(self, fetch: Fetch, lane: Lane) -> bytes | None:
+        started = trio.current_time()
+        try:
+            fetch.data = await self.copy.remote.fetch_whole(lane)
+        except OSError as exc:
+            fetch.error = exc
+        except SourceChanged:
+            self.copy.changed()
+        else:
+            fetch.seconds = trio.current_time() - started
+            fetch.done.set()
+        return fetch.data
+
+    async def _keep_whole(self, fetch: Fetch, data: bytes, lane: Lane) -> None:
+        if lane is Lane.DEMAND and self._cache.writer.backlogged:
+            # A slow tier must not slow the readers: these bytes are fetched again some time.
+            self._metrics.chunks_dropped += fetch.last - fetch.first
+            return
+        reservation = self.copy.reservation
+        assert reservation is not None
+        try:
+            stored = await self._cache.writer.write_all(reservation, data)
+        except OSError as exc:
+            self.copy.tier_failed(reservation, exc, "copying failed")
+            return
+        fetch.chunks.arrive(fetch.first, fetch.last)
+        if stored:
+            self.copy.become_resident()
+
+
+def _skip_hole(unit: Unit, chunks: ChunkMap, reservation: Reservation) -> Iterator[tuple[int, int]]:
+    """A unit was written: the rest of the hole of the source in which it ends, if it does, is one
+    in the part file, too. The runs of chunks that are present now."""
+    if unit.hole_end <= unit.end:
+        return
+    zeros = unit.digests(unit.end - CHUNK_BYTES, unit.end)
+    # The last chunk, which may be a short one, is left for a unit.
+    stop = chunks.chunk_of(min(unit.hole_end, unit.end + MOST_SKIPPED_BYTES) - 1)
+    for first, last in chunks.missing_runs(chunks.chunk_of(unit.end), stop):
+        start, end = chunks.span(first, last)
+        chunks.claim(first, last)
+        chunks.arrive(first, last)
+        reservation.put_digests(start, zeros * ((end - start) // CHUNK_BYTES))
+        yield first, last

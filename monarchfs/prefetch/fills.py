@@ -66,14 +66,14 @@ class Fills:
         Asks the source for a descriptor, and so for permission, unless that was done already.
         Raises the source's OSError, or SourceChanged where it holds another version now.
         """
-        return await self._opened(node, lambda fill: fill.remote.open(Lane.DEMAND))
+        return await self._opened(node, lambda fill: fill.copy.remote.open(Lane.DEMAND))
 
     async def open_as_is(self, node: Node) -> Fill:
         """The same for an outdated node: what is read is what the source has now at its place, or
         what those read who have it open already; nothing of it is kept. Raises as ``open``,
         SourceChanged where the directory lies elsewhere."""
         fill = await self._opened(node, Fill.open_as_is)
-        fill.outdated()
+        fill.copy.outdated()
         return fill
 
     async def _opened(self, node: Node, opening: Callable[[Fill], Awaitable[object]]) -> Fill:
@@ -83,11 +83,11 @@ class Fills:
             held_elsewhere = self._cache.readers.exclude(node.ino, excluded=True)
             if not held_elsewhere and self.small is not None:
                 self.small.leave(node.ino)
-        fill.handles += 1
+        fill.copy.handles += 1
         try:
             await opening(fill)
         except BaseException:
-            fill.release()
+            fill.copy.release()
             raise
         return fill
 
@@ -97,15 +97,18 @@ class Fills:
         if fill is None:
             fill = self._make(node)
             if self._cache.readers.exclude(node.ino, excluded=True):
-                fill.settle()
+                fill.copy.settle()
                 return None
         return fill
 
     def _make(self, node: Node) -> Fill:
-        fill = self._files[node.ino] = Fill(
+        copy = Copy(
             node,
             RemoteFile(
-                *(node.stat.version, lambda: self._where(node), self._source, self._spans(node)),
+                node.stat.version,
+                lambda: self._where(node),
+                self._source,
+                self._spans(node),
                 trusts_times=self._trusts_times,
             ),
             self._cache,
@@ -115,11 +118,12 @@ class Fills:
             self._jobs.stepped,
             trusts_times=self._trusts_times,
         )
+        fill = self._files[node.ino] = Fill(copy, self._cache, self._metrics, self._nursery)
         return fill
 
     def _where(self, node: Node) -> tuple[DirRef, bytes]:
-        current = self._cache.index.node(node.ino) or node
-        directory = self._cache.index.dirref(current.parent)
+        current = self._cache.index.tree.node(node.ino) or node
+        directory = self._cache.index.tree.dirref(current.parent)
         if directory is None:
             raise OSError(errno.ESTALE, "its directory is not known any more")
         return directory, current.name
@@ -134,9 +138,10 @@ class Fills:
         path = directory.path + b"/" + name if directory.path else name
         return FileSpans(node.stat.version.replica_name, path, node.stat.size, self.nodes)
 
-    def _forget(self, fill: Copy) -> None:
-        ino = fill.node.ino
-        if self._files.get(ino) is fill:
+    def _forget(self, copy: Copy) -> None:
+        ino = copy.node.ino
+        fill = self._files.get(ino)
+        if fill is not None and fill.copy is copy:
             del self._files[ino]
             self._cache.readers.exclude(ino, excluded=False)
             self._jobs.notify([ino])
@@ -146,9 +151,9 @@ class Fills:
         while True:
             await trio.sleep(CHECKPOINT_SECONDS)
             for ino, fill in list(self._files.items()):
-                if fill.size >= CHECKPOINT_MIN_BYTES:
+                if fill.copy.size >= CHECKPOINT_MIN_BYTES:
                     try:
-                        fill.checkpoint()
+                        fill.copy.checkpoint()
                     except OSError as exc:
                         log.warning("inode %d: its progress is not recorded: %s", ino, exc)
 
@@ -157,4 +162,4 @@ class Fills:
         if self.small is not None:
             self.small.suspend()
         for fill in list(self._files.values()):
-            await fill.suspend()
+            await fill.copy.suspend()

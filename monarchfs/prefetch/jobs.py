@@ -52,7 +52,7 @@ class CopyJobs:
         self.arriving: set[int] = set()
         self.supplied: set[int] = set()
         self._shrunk = trio.lowlevel.ParkingLot()
-        cache.room_appeared = self.wakes.unpark_all
+        cache.accounts.on_room.add(self.wakes.unpark_all)
 
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.
@@ -65,8 +65,8 @@ class CopyJobs:
         if priority is Priority.SCANNED and self.elsewhere(ino):
             priority = Priority.ELSEWHERE
         fill = self.files.get(ino)
-        if fill is not None and fill.in_background:
-            if priority < fill.priority:
+        if fill is not None and fill.copy.in_background:
+            if priority < fill.copy.priority:
                 self.background.remove(fill)
                 self.begin(fill, priority)
         elif self.queue.push(ino, priority) and self.wakes:
@@ -104,18 +104,18 @@ class CopyJobs:
 
     def begin(self, fill: Fill, priority: Priority) -> None:
         """It is copied from now on."""
-        fill.in_background, fill.priority = True, priority
-        insort(self.background, fill, key=lambda fill: fill.priority)
+        fill.copy.in_background, fill.copy.priority = True, priority
+        insort(self.background, fill, key=lambda fill: fill.copy.priority)
         self.wakes.unpark_all()
 
     def end(self, fill: Fill) -> None:
         """Nothing more is to be fetched of it."""
-        if fill.in_background:
-            fill.in_background = False
+        if fill.copy.in_background:
+            fill.copy.in_background = False
             self.background.remove(fill)
-            self.supplied.discard(fill.node.ino)
-            fill.settle()
-            self.notify([fill.node.ino])
+            self.supplied.discard(fill.copy.node.ino)
+            fill.copy.settle()
+            self.notify([fill.copy.node.ino])
 
     # -- what is under way
 
@@ -123,18 +123,20 @@ class CopyJobs:
         """Whether there is still something to do for the file: it is queued, being copied, or to be
         tried again."""
         fill = self.files.get(ino)
-        under_way = fill is not None and (fill.in_background or fill.fetching or fill.ending)
+        under_way = fill is not None and (
+            fill.copy.in_background or fill.fetching or fill.copy.ending
+        )
         return under_way or ino in self.queue or ino in self.retries or ino in self.arriving
 
     def copying(self, ino: int) -> bool:
         """Whether it is being copied."""
         fill = self.files.get(ino)
-        return ino in self.arriving or (fill is not None and fill.filling)
+        return ino in self.arriving or (fill is not None and fill.copy.filling)
 
     @property
     def filling(self) -> int:
         """How many files ``copying`` is true of."""
-        return len(self.arriving) + sum(fill.filling for fill in self.files.values())
+        return len(self.arriving) + sum(fill.copy.filling for fill in self.files.values())
 
     @property
     def active(self) -> int:
@@ -142,7 +144,7 @@ class CopyJobs:
 
     def copied_bytes(self, inos: Container[int]) -> int:
         """How much of these files is local, of those that are being copied now."""
-        return sum(fill.local_bytes for fill in self.background if fill.node.ino in inos)
+        return sum(fill.copy.local_bytes for fill in self.background if fill.copy.node.ino in inos)
 
     def arrives(self, ino: int) -> bool:
         """All of the file is read by others, or was, and is stored then; False where it is being
@@ -163,10 +165,10 @@ class CopyJobs:
         for observer in self.observers:
             observer(inos)
 
-    def stepped(self, fill: Copy) -> None:
+    def stepped(self, copy: Copy) -> None:
         """A fetch or a copy has ended: it may be another file's turn."""
         self.wakes.unpark_all()
-        self.notify([fill.node.ino])
+        self.notify([copy.node.ino])
 
     def failed(self, ino: int, priority: Priority, exc: OSError) -> None:
         """The source said this when the file was to be copied. No checkpoint."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
-from monarchfs.prefetch.scan import NameFinder
+from monarchfs.metadata.names import Names
 from monarchfs.types import IndexWriteError, Lane, Node, OperationError
 
 MOST_DIRECTORIES = 10_000
@@ -17,7 +17,7 @@ class NamedFiles:
 
     def __init__(
         self,
-        names: NameFinder,
+        names: Names,
         node: Callable[[int], Node | None],
         find: Callable[[str], Awaitable[Node]],
     ) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.prefetch.spans import FileSpans
 from monarchfs.types import Data
 

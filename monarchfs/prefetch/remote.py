@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import trio
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.prefetch.spans import FileSpans
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.layout import Layout

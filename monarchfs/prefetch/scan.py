@@ -9,13 +9,14 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
-from typing import Protocol
 
 import trio
 
+from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.types import ROOT_INO, Dirent, FileType, IndexWriteError, Lane, Node
+from monarchfs.system.listeners import Listeners
+from monarchfs.types import ROOT_INO, FileType, IndexWriteError, Lane, Node
 
 log = logging.getLogger(__name__)
 
@@ -27,48 +28,6 @@ _MOST_NAMED = 10
 
 _LONGEST_PATH = 4096  # PATH_MAX of limits.h
 _LONGEST_LINE = 2 * _LONGEST_PATH  # with that of the root before it
-
-
-Listed = tuple[Dirent, Node | None, float, float]
-"""As ``monarchfs.fs.directories.Row``."""
-
-
-class NameFinder(Protocol):
-    """The part of ``monarchfs.fs.names.Names`` that is used here."""
-
-    async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
-
-    async def find_each(
-        self, parent: int, names: list[bytes], lane: Lane, *, publish: bool = False
-    ) -> list[Node | None]: ...
-
-    async def find_entries(
-        self,
-        parent: int,
-        entries: Sequence[Listed],
-        lane: Lane,
-        *,
-        publish: bool = False,
-        scanned: bool = False,
-    ) -> list[Node | None]: ...
-
-
-class Lister(Protocol):
-    """The part of ``monarchfs.fs.directories.Directories`` that is used here."""
-
-    async def open(self, ino: int, lane: Lane) -> None: ...
-
-    def entries(self, ino: int, after_cookie: int, limit: int) -> list[Listed]: ...
-
-
-class MirrorTree(Protocol):
-    """The part of ``monarchfs.fs.tree.Tree`` that is used here."""
-
-    @property
-    def names(self) -> NameFinder: ...
-
-    @property
-    def directories(self) -> Lister: ...
 
 
 def read_list(path: str, roots: Sequence[bytes]) -> list[bytes]:
@@ -101,7 +60,7 @@ class Scan:
 
     def __init__(
         self,
-        tree: MirrorTree,
+        tree: Tree,
         jobs: CopyJobs,
         *,
         jitter_seconds: float = 0.0,
@@ -114,7 +73,7 @@ class Scan:
         self._tree = tree
         self._jobs = jobs
         self.running = False
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_end: Listeners[[]] = Listeners()
         """Called when a walk has ended."""
         self.elsewhere: Callable[[int], bool] = lambda ino: False
         """Whether another node asks the source about the names of this directory."""

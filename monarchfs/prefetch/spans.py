@@ -13,8 +13,8 @@ from typing import Protocol
 
 import trio
 
-from monarchfs.engine._units import GONE, WRONG
-from monarchfs.engine.units import Unit
+from monarchfs.core._units import GONE, WRONG
+from monarchfs.core.units import Unit
 from monarchfs.prefetch.chunks import ChunkMap
 from monarchfs.prefetch.queue import Priority
 

@@ -76,7 +76,9 @@ class Touch:
         overflowed, self.overflowed = self.overflowed, False
         count = len(used)
         if overflowed:
-            count = sum(totals.resident for totals in self._cache.index.tier_totals().values())
+            count = sum(
+                totals.resident for totals in self._cache.index.replicas.tier_totals().values()
+            )
         pause = min(SLOWEST_SECONDS, max(FASTEST_SECONDS, self._interval / 2 / max(1, count)))
         given_up = 0
         for ino in self._all_resident() if overflowed else used:
@@ -91,7 +93,7 @@ class Touch:
             await trio.sleep(pause * 2**given_up)
 
     def _all_resident(self) -> Iterator[int]:
-        for ino, record in self._cache.index.replicas():
+        for ino, record in self._cache.index.replicas.all():
             if record.state is ReplicaState.RESIDENT:
                 yield ino
 

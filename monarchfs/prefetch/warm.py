@@ -20,9 +20,10 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
+from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import SELF, MirrorTree
+from monarchfs.prefetch.scan import SELF
 from monarchfs.types import IndexWriteError, Lane, Node, OperationError, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Warm:
 
     def __init__(
         self,
-        tree: MirrorTree,
+        tree: Tree,
         xattrs: AttributeLists,
         cache: Cache,
         jobs: CopyJobs,
@@ -243,7 +244,7 @@ class Warm:
                 _versions, names = self.outstanding.get(ino, (1, 0))
                 self._want(ino, 1, names + 1)
             else:
-                record = self._cache.state(ino)
+                record = self._cache.accounts.state(ino)
                 if record is not None and record.state is ReplicaState.PARTIAL:
                     counts.partial += 1
                     counts.local_bytes += record.present_bytes
@@ -266,7 +267,7 @@ class Warm:
         """The copier has done something for files; perhaps all it will."""
         ended = [ino for ino in inos if ino in self.outstanding and not self._jobs.pending(ino)]
         if ended:
-            records = self._cache.states(ended)
+            records = self._cache.accounts.states(ended)
             for ino in ended:
                 self._end(ino, records.get(ino), *self.outstanding.pop(ino))
             self._news.unpark_all()
@@ -278,14 +279,18 @@ class Warm:
             counts.copied += names
             counts.copied_bytes += record.size
             return
-        node, reason = self._cache.index.node(ino), self._cache.reasons.get(ino)
+        node, reason = self._cache.index.tree.node(ino), self._cache.reasons.get(ino)
         if node is None or node.outdated:
             self._changed(node, versions, names)
-        elif reason.cause is Cause.FOREIGN if reason else record and not self._cache.keeps_foreign:
+        elif (
+            reason.cause is Cause.FOREIGN
+            if reason
+            else record and not self._cache.reservations.keeps_foreign
+        ):
             return  # the rest is the owners' to copy
         elif reason is not None and reason.cause in _REFUSED:
             fill = self._jobs.files.get(ino)
-            local = max(record.present_bytes if record else 0, fill.local_bytes if fill else 0)
+            local = max(record.present_bytes if record else 0, fill.copy.local_bytes if fill else 0)
             missing = max(0, node.stat.size - local)
             counts.refused += names
             counts.refused_bytes += missing
@@ -324,7 +329,7 @@ class Warm:
 
     def _path(self, ino: int, name: bytes = b"") -> str:
         """For messages."""
-        directory = self._cache.index.dirref(ino)
+        directory = self._cache.index.tree.dirref(ino)
         parts = (directory.path if directory is not None else b"...", name)
         return os.fsdecode(b"/".join(part for part in parts if part)) or "/"
 
@@ -342,7 +347,7 @@ class Warming:
 
     def __init__(
         self,
-        tree: MirrorTree,
+        tree: Tree,
         xattrs: AttributeLists,
         cache: Cache,
         jobs: CopyJobs,
@@ -361,9 +366,9 @@ class Warming:
 
     def resume(self) -> None:
         """Begin again with what an earlier process of this mount was asked for."""
-        noted = json.loads(self._cache.index.meta_get(_NOTED) or b"[]")
+        noted = json.loads(self._cache.index.meta.get(_NOTED) or b"[]")
         for what, inos in noted:
-            nodes = [node for ino in inos if (node := self._cache.index.node(ino)) is not None]
+            nodes = [node for ino in inos if (node := self._cache.index.tree.node(ino)) is not None]
             self.start(What(what), nodes)
 
     def request(self, what: What) -> Warm:
@@ -395,6 +400,6 @@ class Warming:
             if len(json.dumps([*noted, (warm.what.value, inos)])) <= _NOTED_BYTES:
                 noted.append((warm.what.value, inos))
         try:
-            self._cache.index.meta_put(_NOTED, json.dumps(noted).encode())
+            self._cache.index.meta.put(_NOTED, json.dumps(noted).encode())
         except IndexWriteError as exc:
             log.warning("a request to warm would be forgotten with this process: %s", exc)

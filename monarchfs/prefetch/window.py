@@ -16,7 +16,7 @@ from contextlib import suppress
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.learned_order import LearnedOrder
@@ -25,6 +25,7 @@ from monarchfs.prefetch.order import Order
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.source import Source
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import (
     Lane,
     Node,
@@ -79,7 +80,7 @@ class Window:
         read, even if nobody called ``opened``; ``evicts``: files may have to go for others."""
         self.size = size
         self.orders: dict[str, Order] = {}
-        self.dropped: Callable[[str], None] = lambda name: None
+        self.on_dropped: Listeners[[str]] = Listeners()
         """Is told of each announced order that is over, and of each that is to be announced."""
         self._given_up = self._times_learned = 0
         self._learned = LearnedOrder()
@@ -153,7 +154,7 @@ class Window:
             self._follow(LEARNED, Order(b""))
         order = self.orders.get(LEARNED)
         if order is not None and (inos := learned.take(order.ahead)):
-            known = self._cache.index.nodes_of(inos)
+            known = self._cache.index.tree.nodes_of(inos)
             nodes = [known.get(ino) for ino in inos]
             order.found([node if is_file(node) else None for node in nodes])
 
@@ -162,7 +163,7 @@ class Window:
         ended = self._to_tier.intersection(inos) if self._to_tier else ()
         for ino in ended:
             if not self._jobs.pending(ino):
-                record = self._cache.state(ino)
+                record = self._cache.accounts.state(ino)
                 if record is None or record.state is not ReplicaState.RESIDENT:
                     self._to_tier.discard(ino)
                     self._refused.add(ino)
@@ -222,7 +223,7 @@ class Window:
             self._search(order, node)
         self._lost.clear()
         for ino in list(filter(self._seen, self._to_tier)):
-            if (opened := self._cache.index.node(ino)) is not None:
+            if (opened := self._cache.index.tree.node(ino)) is not None:
                 self.opened(opened, local=True)
             self._to_tier.discard(ino)
         self._refused = {
@@ -238,7 +239,7 @@ class Window:
 
     def _search(self, order: Order, node: Node) -> None:
         name = next((name for name, known in self.orders.items() if known is order), None)
-        directory = self._cache.index.dirref(node.parent)
+        directory = self._cache.index.tree.dirref(node.parent)
         if name is None or directory is None:
             return
         path = directory.path + b"/" + node.name if directory.path else node.name
@@ -258,7 +259,7 @@ class Window:
         if name == LEARNED:
             self._learned.lost()
         else:
-            self.dropped(name)
+            self.on_dropped(name)
 
     def _forget_opened(self) -> None:
         """Whoever opened them did not wait for the window: what it has of them came too late."""
@@ -290,11 +291,11 @@ class Window:
         self._refused.difference_update(refused)
         nodes = list(order.next_files(BATCH, self._distance_of_each))
         if nodes:
-            held = self._cache.index.replicas_of([node.ino for node in nodes])
+            held = self._cache.index.replicas.replicas_of([node.ino for node in nodes])
             order.looked_at(len(nodes), len(nodes) - len(held))
             nodes = [node for node in nodes if node.ino not in held]
         nodes = self._without_room(order, nodes)
-        nodes += self._cache.index.nodes_of(refused).values()
+        nodes += self._cache.index.tree.nodes_of(refused).values()
         await self._into_window(order, nodes)
         return bool(names or nodes)
 
@@ -311,7 +312,7 @@ class Window:
         has_room = evicts or any(room.takes(need) for room in rooms)
         others = []
         for node in nodes:
-            if has_room and self._jobs.keeps and self._cache.keeps(node):
+            if has_room and self._jobs.keeps and self._cache.reservations.keeps(node):
                 order.fetch(node)
                 self._to_tier.add(node.ino)
                 self._jobs.want(node.ino, Priority.HINTED)

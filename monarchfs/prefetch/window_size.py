@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarchfs.engine.misses import Misses, WindowState
+from monarchfs.core.misses import Misses, WindowState
 from monarchfs.metrics import NS, Metrics
 from monarchfs.prefetch.fetch_threads import FetchThreads
 from monarchfs.prefetch.governor import Governor

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.config.model import TierSpec, User
-from monarchfs.inventory.trees import in_use, tree_size
 from monarchfs.slurm.records import (
     Busy,
     locked,
@@ -28,7 +27,8 @@ from monarchfs.slurm.records import (
 )
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site, SitePaths
-from monarchfs.text.sizes import format_bytes
+from monarchfs.slurm.trees import in_use, tree_size
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
 
 _LEAST_BYTES = 16 << 20
@@ -71,8 +71,13 @@ def read_cache(layout: SitePaths, key: str) -> CacheShare | None:
         if used is not None:
             used = {path: int(used.get(path, 0)) for path in granted}
         return CacheShare(
-            *(key, str(record["source"]), int(record["uid"]), str(record["user"])),
-            *(granted, used, float(record["last_used_unix_seconds"])),
+            key,
+            str(record["source"]),
+            int(record["uid"]),
+            str(record["user"]),
+            granted,
+            used,
+            float(record["last_used_unix_seconds"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None

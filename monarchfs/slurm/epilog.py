@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from monarchfs.inventory.trees import remove_tree
 from monarchfs.slurm import caches, daemon, recordings
 from monarchfs.slurm.archive import keep_report
 from monarchfs.slurm.job import Job
@@ -24,6 +23,7 @@ from monarchfs.slurm.records import (
 from monarchfs.slurm.report import Status, dataset_report, job_report, unmounted_report
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
+from monarchfs.slurm.trees import remove_tree
 from monarchfs.supervisor.recover import unmount_found
 from monarchfs.types import MonarchError
 

@@ -24,12 +24,12 @@ from monarchfs.control.registration import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets, mount_owners
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
-from monarchfs.inventory.trees import in_use, remove_tree
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
 from monarchfs.slurm.records import Busy, locked, names_in, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site, SitePaths
+from monarchfs.slurm.trees import in_use, remove_tree
 from monarchfs.supervisor.recover import (
     FoundMount,
     find_all,

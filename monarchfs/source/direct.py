@@ -14,7 +14,7 @@ import time
 from collections import deque
 from statistics import median
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.system.file_system_type import FUSE, file_system_type, is_network
 
 LEAST_BYTES = 1 << 20

@@ -6,7 +6,7 @@ import errno
 import os
 from contextlib import suppress
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.source.direct import DirectDescriptor, DirectReads
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.system.file_system_type import LUSTRE, file_system_type

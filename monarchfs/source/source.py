@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.source.calls import SourceCalls
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.layout import Layout

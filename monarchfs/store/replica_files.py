@@ -27,7 +27,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.store import files as on_disk
 from monarchfs.store.checksum import BLOCK_BYTES, checksum, combine, digests
 from monarchfs.store.directory import Directory, Remarks

@@ -201,7 +201,7 @@ class SegmentFiles:
         ``ReplicaFiles.verify``."""
         fd, name = self.open(segment, offset + size), segment_name(segment)
         found = read_digests(
-            *(fd, size, paced), memory_backed=self.memory_backed, name=name, base=offset
+            fd, size, paced, memory_backed=self.memory_backed, name=name, base=offset
         )
         return combine(found) == checksum
 

@@ -266,7 +266,8 @@ class Failover:
             log.error(
                 "%s, as those before it: the next one only serves the source; a whole one is tried"
                 " in %g s",
-                *(why, policy.retry_seconds),
+                why,
+                policy.retry_seconds,
             )
         elif life.killed:
             # By the user, perhaps, again and again.

@@ -17,7 +17,7 @@ from monarchfs.config import User
 from monarchfs.supervisor.identity import become
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.system.limits import explained
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError
 
 LEAST_OPEN_FILES = 256

@@ -15,9 +15,9 @@ from monarchfs.config import Config, User
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log
 from monarchfs.system.effective_access import may_access
+from monarchfs.system.escaping import OneLine
 from monarchfs.system.logs import BoundedLog, keep_small, suspend
 from monarchfs.system.trusted import TrustedPath, Untrusted, place_of
-from monarchfs.text.escaping import OneLine
 from monarchfs.types import UsageError
 
 _SYSLOG = "/dev/log"

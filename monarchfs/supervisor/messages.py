@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from monarchfs.text import escaping
+from monarchfs.system import escaping
 
 MOST_WORDS = 500
 """Characters of a worker's that a log line or an error message gets."""

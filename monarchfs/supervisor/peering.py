@@ -72,8 +72,12 @@ def open_peer_server(
             if not stat.S_ISDIR(path.lstat().st_mode):
                 raise OperationError(f"{path} is no directory: remove it")
             options = WebServerOptions(
-                *(path, address, own.port),
-                *([Path(tier) for tier in tiers], path / "worker.sock", peers.secret),
+                path,
+                address,
+                own.port,
+                [Path(tier) for tier in tiers],
+                path / "worker.sock",
+                peers.secret,
                 certificate=certificate,
             )
             configuration(options)

@@ -98,8 +98,11 @@ def take_over(
     with ExitStack() as undo:
         with _interruptible():
             supervisor = _resume(
-                *(handover, orphans, restarts + 1),
-                *(worker_command or module_command("monarchfs.worker"), undo),
+                handover,
+                orphans,
+                restarts + 1,
+                worker_command or module_command("monarchfs.worker"),
+                undo,
             )
             supervisor.catch_signals()
             report()
@@ -132,15 +135,27 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     request = read_init_request(fuse, deadline)
     journal = _journal(config, request, undo)
     descriptors = Descriptors(
-        *(fuse, what.descriptor, state_dir, tuple(tiers), handles, counts, journal),
+        fuse,
+        what.descriptor,
+        state_dir,
+        tuple(tiers),
+        handles,
+        counts,
+        journal,
         metrics=metrics,
         peers=None if peer_server is None else peer_server.listener.fileno(),
     )
     backing = BackingFiles(config, fuse, tiers, handles)
     backing.prepare(request)
     handover = Handover(
-        *(config, descriptors, (lock, *directories.locks), mount_ns, request),
-        *(backing.stack_depth, what.identity, connection.number),
+        config,
+        descriptors,
+        (lock, *directories.locks),
+        mount_ns,
+        request,
+        backing.stack_depth,
+        what.identity,
+        connection.number,
         peers=None if peers is None else peers.to_message(),
         peer_address=address,
     )
@@ -205,8 +220,12 @@ def _peer_server(
     if peers is None or address is None:
         return None
     return open_peer_server(
-        *(config, peers, address, os.path.join(config.state_dir, "peers")),
-        *([os.path.join(tier.path, tier.directory) for tier in config.tiers], undo),
+        config,
+        peers,
+        address,
+        os.path.join(config.state_dir, "peers"),
+        [os.path.join(tier.path, tier.directory) for tier in config.tiers],
+        undo,
     )
 
 
@@ -223,14 +242,21 @@ def _parts(
     if output is not None:
         undo.callback(output.close)
     launcher = WorkerLauncher(
-        *(config, command, descriptors, handover.mount_ns, WorkerLogging()),
+        config,
+        command,
+        descriptors,
+        handover.mount_ns,
+        WorkerLogging(),
         output=None if output is None else output.end,
         source_root=handover.source_root,
         passes=backing.stack_depth > 0,
         peer_server=peer_server,
     )
     mounted = Mounted(
-        *(descriptors.fuse, connection, handover.init_request, descriptors.requests is not None),
+        descriptors.fuse,
+        connection,
+        handover.init_request,
+        descriptors.requests is not None,
         config.start_timeout_seconds,
         vitals=partial(read_vitals, descriptors.handles),
         waiting=partial(_waiting, connection, descriptors.fuse),

@@ -26,8 +26,8 @@ from monarchfs.supervisor.probe import Mountpoint, OpenedSource, lineage
 from monarchfs.supervisor.tierdirs import RECORD, RECORD_NEW, read_record_of
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.system.effective_access import may_access
+from monarchfs.system.sizes import format_bytes
 from monarchfs.system.trusted import Untrusted, place_of
-from monarchfs.text.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
 WORKER_LOG = "worker.log"

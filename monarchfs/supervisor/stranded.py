@@ -12,7 +12,7 @@ from monarchfs.config.places import OWNER
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY
 from monarchfs.system.bounded import answer_within
-from monarchfs.text.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes
 
 _LOOK_SECONDS = 2.0
 _MEASURE_SECONDS = 0.5

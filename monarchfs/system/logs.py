@@ -64,8 +64,11 @@ class FewOfEach(logging.Filter):
         for began, count, last in over.values():
             if count > MOST_LINES:
                 log.log(
-                    *(last.levelno, "and %d more like this in %.0f s, the last one: %s"),
-                    *(count - MOST_LINES, self._clock() - began, last.getMessage()),
+                    last.levelno,
+                    "and %d more like this in %.0f s, the last one: %s",
+                    count - MOST_LINES,
+                    self._clock() - began,
+                    last.getMessage(),
                 )
 
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 import trio
 
+from monarchfs.system.escaping import OneLine
 from monarchfs.system.limits import explained
 from monarchfs.system.logs import BoundedLog, FewOfEach
 from monarchfs.system.privileges import close_to_others, drop_capabilities
-from monarchfs.text.escaping import OneLine
 from monarchfs.types import MonarchError, OperationError
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel, wait_to_begin
 from monarchfs.worker.worker import Worker

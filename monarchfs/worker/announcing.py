@@ -27,7 +27,7 @@ class Announcing:
         self._said = said
         self._one_at_a_time = trio.Lock()
         if window is not None:
-            window.dropped = said.forget_order
+            window.on_dropped.add(said.forget_order)
 
     async def answer(self, request: Mapping[str, Any], stream: trio.SocketStream) -> dict[str, Any]:
         """Ask for the list, read it to its end, and announce it; the result. Raises

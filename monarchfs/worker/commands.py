@@ -19,10 +19,10 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.control import messages
 from monarchfs.control.weights import weights_of
-from monarchfs.fs.find import Finder
-from monarchfs.fs.refresh import Refresh, RefreshResult
-from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
+from monarchfs.metadata.find import Finder
+from monarchfs.metadata.refresh import Refresh, RefreshResult
+from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.warm import Warm, Warming, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, MonarchError, Node, OperationError
@@ -99,7 +99,7 @@ class Commands:
         self._why = why
         self._reports = reports
         self._talks = talks
-        self._files = NamedFiles(tree.names, tree.index.node, finder.find)
+        self._files = NamedFiles(tree.names, tree.index.tree.node, finder.find)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -146,21 +146,21 @@ class Commands:
             return await self._warm(nodes, request, so_far)
         counts, index, command = DoneCounts(), self._cache.index, request["command"]
         for node in nodes:
-            held = node.ino != ROOT_INO and index.pinned(node.parent)
+            held = node.ino != ROOT_INO and index.pins.pinned(node.parent)
             if command == "pin":
-                index.pin(node.ino)
+                index.pins.pin(node.ino)
             async for file in self._files_below(node, counts):
                 match command:
                     case "evict":
                         done = self._evict(file)
                     case "unpin":
-                        done = not held if index.pinned(file.ino) else None
+                        done = not held if index.pins.pinned(file.ino) else None
                     case _:
                         done = True
                 counts.add(file, done)
                 so_far.update(asdict(counts))
             if command == "unpin":
-                index.unpin(node.ino)
+                index.pins.unpin(node.ino)
         return asdict(counts)
 
     async def _refresh_all(
@@ -187,8 +187,8 @@ class Commands:
         return {"paths": reports}
 
     async def _weigh(self, paths: Sequence[str], request: dict[str, Any]) -> dict[str, Any]:
-        if self._cache.eviction is not EvictionPolicy.WEIGHTED:
-            evict = self._cache.eviction.value
+        if self._cache.accounts.eviction is not EvictionPolicy.WEIGHTED:
+            evict = self._cache.accounts.eviction.value
             raise OperationError(f"the mount has --evict {evict}: weights need --evict weighted")
         try:
             weights = weights_of(request)
@@ -199,7 +199,7 @@ class Commands:
         found = [(node.ino, weight) for node, weight in pairs if node is not None]
         unknown = [path for path, node in zip(paths, nodes, strict=True) if node is None]
         # At once, so that a job is never weighed by half of a request.
-        self._cache.weigh(found, replace=request.get("replace") is True)
+        self._cache.accounts.weigh(found, replace=request.get("replace") is True)
         first = unknown[0] if unknown else ""
         return {"files": len(found), "unknown": len(unknown), "first_unknown": first}
 
@@ -236,8 +236,8 @@ class Commands:
         directories = [node.ino] if node.stat.is_directory else []
         while directories:
             ino, cookie = directories.pop(), 0
-            counts.not_listed += self._tree.index.listing(ino) is None
-            while entries := self._tree.index.entries(ino, cookie, BATCH):
+            counts.not_listed += self._tree.index.listings.listing(ino) is None
+            while entries := self._tree.index.listings.entries(ino, cookie, BATCH):
                 cookie = entries[-1][0].cookie
                 for _dirent, child in entries:
                     if child is None:
@@ -251,7 +251,7 @@ class Commands:
                 await trio.lowlevel.checkpoint()
 
     def _evict(self, node: Node) -> bool | None:
-        return None if self._cache.state(node.ino) is None else self._cache.evict(node.ino)
+        return None if self._cache.accounts.state(node.ino) is None else self._cache.evict(node.ino)
 
 
 async def _unless_broken(talk: Callable[[], Any], command: trio.CancelScope) -> None:

@@ -30,9 +30,9 @@ def values_now(worker: Observed) -> Values:
         **_replicas(metrics),
         **_peers(worker),
         **_window(worker),
-        names.INDEX_INODES: [((), worker.index.count_nodes())],
-        names.INDEX_BYTES: [((), worker.index.size_bytes())],
-        names.INDEX_FROZEN: [((), int(worker.index.frozen is not None))],
+        names.INDEX_INODES: [((), worker.index.tree.count_nodes())],
+        names.INDEX_BYTES: [((), worker.index.environment.size_bytes())],
+        names.INDEX_FROZEN: [((), int(worker.index.environment.frozen is not None))],
     }
 
 
@@ -125,12 +125,12 @@ def _tiers(worker: Observed) -> Values:
         names.TIER_FILES: [],
         names.TIER_IN_SERVICE: [],
         names.TIER_ERRORS: [],
-        names.TIER_BACKLOG: [((), worker.cache.backlog_bytes)],
+        names.TIER_BACKLOG: [((), worker.cache.writer.backlog_bytes)],
         names.REMOVALS_PENDING: [((), worker.cache.usage.removals_pending)],
     }
-    totals = worker.index.tier_totals()
+    totals = worker.index.replicas.tier_totals()
     for tier_id, tier in worker.cache.tiers.items():
-        used, capacity = worker.cache.placement.ledger(tier_id).usage
+        used, capacity = worker.cache.accounts.placement.ledger(tier_id).usage
         held = totals.get(tier_id, TierTotals())
         states = {"complete": held.resident, "partial": held.partial, "unclaimed": held.found}
         values[names.TIER_CAPACITY].append(((tier.path,), capacity))

@@ -68,7 +68,7 @@ def free_opens(config: Config) -> bool:
 def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
     """Whether the kernel reads resident files itself; ``passes``: it is able to. Decided once for a
     mount, because the kernel goes by the first answer to an open."""
-    totals = index.tier_totals().values()
+    totals = index.replicas.tier_totals().values()
     dataset = ResidentReplicas(
         sum(tier.resident for tier in totals), sum(tier.allocated_bytes for tier in totals)
     )
@@ -96,7 +96,7 @@ def forget_earlier_mounts(
         for entry in os.scandir(fd)
         if _COPIES.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
     ]
-    if not left and next(index.replicas(), None) is None:
+    if not left and next(index.replicas.all(), None) is None:
         return False
     index.close()
     for path in (*left, os.path.join(state_dir, INDEX_DIRECTORY)):
@@ -108,11 +108,11 @@ def forget_earlier_mounts(
 def _numbers_stay(index: Index, source: PosixSource) -> bool:
     """Whether most of some files with copies have the inode number that they had. Others may have
     been replaced; what is gone, or cannot be looked up, tells nothing."""
-    known = [ino for ino, _ in index.replicas()]
+    known = [ino for ino, _ in index.replicas.all()]
     told = same = 0
     for ino in random.sample(known, min(len(known), 8 * SAMPLE)):
-        node = index.node(ino)
-        directory = None if node is None else index.dirref(node.parent)
+        node = index.tree.node(ino)
+        directory = None if node is None else index.tree.dirref(node.parent)
         if node is None or directory is None:
             continue
         try:
@@ -147,7 +147,7 @@ def _open_index_of_root(
         state_dir, source_id=config.dataset_id, trust_after_kill=True, on_change=on_change
     )
     try:
-        known = index.node(ROOT_INO)
+        known = index.tree.node(ROOT_INO)
         if known is not None and known.stat is not None and known.stat.ino != root_ino:
             raise IndexUnusable("the index is of another source: its root is another directory")
     except IndexUnusable:
@@ -161,7 +161,9 @@ def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[tuple
     return [
         (
             _open_tier(
-                *(fd, spec.path, index.tier_number(spec.path)),
+                fd,
+                spec.path,
+                index.meta.tier_number(spec.path),
                 os.path.join(spec.path, spec.directory),
             ),
             spec.size,

@@ -10,21 +10,15 @@ import trio
 
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
+from monarchfs.cache.accounts import CacheOptions
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.records import CacheOptions
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import DataPath, PrefetchMode
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
-from monarchfs.fs.find import Finder
-from monarchfs.fs.freshness import NS, Freshness
-from monarchfs.fs.load import Load
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.sibling_names import Publishing
-from monarchfs.fs.tree import Tree
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter, SessionCalls
@@ -35,6 +29,12 @@ from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.index import OnChange
+from monarchfs.metadata.find import Finder
+from monarchfs.metadata.freshness import NS, Freshness
+from monarchfs.metadata.load import Load
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.sibling_names import Publishing
+from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
@@ -103,7 +103,8 @@ class Parts:
         table.has_layouts = posix.has_layouts
         self._root_ino = posix.root.ino
         on_change = OnChange(
-            *(fuse_session.hooks.names_forget, fuse_session.hooks.names_forget_ino),
+            fuse_session.hooks.names_forget,
+            fuse_session.hooks.names_forget_ino,
             self._replica_changed,
         )
         self.index = open_index(config, self._state_dir, self._root_ino, on_change)
@@ -115,8 +116,8 @@ class Parts:
         self.kernel_reads = bool(table.kernel_reads)
         # Even if the index was lost, numbers that the kernel knows are not given to other files.
         if table.numbers:
-            self.index.skip_numbers_after(table.numbers)
-        table.numbers = self.index.next_number
+            self.index.environment.skip_numbers_after(table.numbers)
+        table.numbers = self.index.environment.next_number
         # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
@@ -176,19 +177,31 @@ class Parts:
         self.touch: Touch | None = None
         if config.touch_source_seconds:
             self.touch = Touch(
-                *(self.source, self.cache, self.metrics, self.tree.known.place),
+                self.source,
+                self.cache,
+                self.metrics,
+                self.tree.known.place,
                 opens.inodes,
                 config.touch_source_seconds,
             )
         self.files = Files(
-            *(self.tree, self.cache, self.copier, self.metrics, self.kernel, opens),
+            self.tree,
+            self.cache,
+            self.copier,
+            self.metrics,
+            self.kernel,
+            opens,
             on_open=self._opened,
             on_local_open=None if self.touch is None else self.touch.opened,
         )
         self.reasons = Reasons(self.files.residency, self.cache, self.copier)
         finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
         self.xattrs = Xattrs(
-            *(self.tree, self.files.residency, self.reasons, self.source, nursery),
+            self.tree,
+            self.files.residency,
+            self.reasons,
+            self.source,
+            nursery,
             on_plain=self.relay.plain,
         )
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
@@ -217,7 +230,10 @@ class Parts:
                 ) from None
 
             self.peering = Peering(
-                *(self.tree, self.copier, self.cache, bootstrap.peers),
+                self.tree,
+                self.copier,
+                self.cache,
+                bootstrap.peers,
                 bootstrap.peers_fd,
                 config.share,
                 nursery,
@@ -225,7 +241,7 @@ class Parts:
             self.peering.begin(fuse_session.hooks)
         self.misses = Misses(
             fuse_session.hooks,
-            self.index,
+            self.index.tree,
             posix.opened_directory,
             self.files.only_remote,
             self.files.racy_opens.opens_until,
@@ -242,8 +258,11 @@ class Parts:
             self.files.opened_elsewhere,
         )
         self.window = Window(
-            NamedFiles(self.tree.names, self.index.node, finder.find),
-            *(self.source, self.cache, self.copier.jobs, self.misses),
+            NamedFiles(self.tree.names, self.index.tree.node, finder.find),
+            self.source,
+            self.cache,
+            self.copier.jobs,
+            self.misses,
             WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
             self.relay.seen,
             evicts=config.evict is not EvictionPolicy.KEEP,
@@ -258,7 +277,10 @@ class Parts:
             self.warming,
             finder,
             Why(
-                *(self.tree, self.cache, self.reasons, finder),
+                self.tree,
+                self.cache,
+                self.reasons,
+                finder,
                 lambda: self.source.responding,
                 self.metrics,
             ),
@@ -288,16 +310,19 @@ class Parts:
             misses=self.misses if relays else None,
             waiting=lambda: self.interrupts.waiting,
         )
-        self.relay.counts.on_source_reads = self.source.count_elsewhere
+        self.relay.counts.on_source_reads.add(self.source.count_elsewhere)
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
-        self.cache.bind(
-            self.files.invalidation.noticed, self.passthrough, self.kernel.invalidate_inode
-        )
+        self.cache.accounts.bind(self.passthrough)
         file_system = FileSystem(self.tree, self.files, self.xattrs)
         self.adapter = Adapter(
-            *(file_system, self.interrupts, self.metrics, self.relay, table, self.passthrough),
+            file_system,
+            self.interrupts,
+            self.metrics,
+            self.relay,
+            table,
+            self.passthrough,
             SessionCalls(
                 fuse_session.current_request,
                 fuse_session.current_node,
@@ -307,7 +332,10 @@ class Parts:
             ),
         )
         fast_path = FastPath(
-            *(file_system, self.adapter.handles, self.relay, self.metrics),
+            file_system,
+            self.adapter.handles,
+            self.relay,
+            self.metrics,
             fuse_session.current_request,
             self.passthrough,
         )

@@ -12,8 +12,8 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import ShareMode
-from monarchfs.engine.misses import MOST_BYTES
-from monarchfs.fs.tree import Tree
+from monarchfs.core.misses import MOST_BYTES
+from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Publisher
@@ -61,17 +61,20 @@ class Peering:
         self.following = Following(peers)
         self._listener = socket.socket(fileno=descriptor)
         self._ownership = owners = Ownership(peers.nodes)
-        self._holdings = IndexHoldings(tree.index, cache.tiers, owners, peers.nodes[peers.own])
+        self._holdings = IndexHoldings(
+            tree.index.replicas, cache.tiers, owners, peers.nodes[peers.own]
+        )
         self._publisher = Publisher(self._holdings, secrets.randbits(63))
         self._index = index = tree.index
         self._supply = supply = Supply(
             tree.names,
-            lambda ino: None if (ref := index.dirref(ino)) is None else ref.path,
-            *(copier.jobs, copier.hurry),
+            lambda ino: None if (ref := index.tree.dirref(ino)) is None else ref.path,
+            copier.jobs,
+            copier.hurry,
             lambda name: bool(self._holdings.rows([name])[0].segment),
             lambda name: owners.serves(peers.own, name),
         )
-        self._owners = Owners(owners, self.following, index.dirref, supply.copies)
+        self._owners = Owners(owners, self.following, index.tree.dirref, supply.copies)
         copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
         spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
@@ -96,7 +99,7 @@ class Peering:
         self._lookup = cache.lookup
         if share is not ShareMode.REPLICATE:
             cache.lookup.owns = self._owns_some
-        cache.keeps_foreign = share is not ShareMode.PARTITION
+        cache.reservations.keeps_foreign = share is not ShareMode.PARTITION
         self._foreign = None
         if share is ShareMode.PARTITION:
             self._foreign = ForeignReplicas(cache, owners, self.following)
@@ -115,7 +118,7 @@ class Peering:
         arrivals.owners = self._owners
 
     def _elsewhere(self, ino: int) -> bool:
-        node = self._index.node(ino)
+        node = self._index.tree.node(ino)
         return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
     def _owns_some(self, name: bytes, size: int) -> bool:

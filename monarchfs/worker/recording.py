@@ -1,7 +1,7 @@
 """The command ``record``: what the mount answers, event by event, to one client: to ``monarchfs
 record``, or ``monarchfs top``.
 
-The C part notes the events (fuse/_record.c). Here they are drained, and inode numbers get their
+The C part notes the events (core/_record.c). Here they are drained, and inode numbers get their
 paths, a few at a time, so that this stays small beside the mount's own work. A client that is slow
 loses events; the mount does not wait for it.
 """
@@ -251,7 +251,7 @@ class _Paths:
         return dict(self._files(inos))
 
     def _files(self, inos: Sequence[int]) -> Iterator[tuple[int, File]]:
-        for ino, node in self._index.nodes_of(inos).items() if inos else ():
+        for ino, node in self._index.tree.nodes_of(inos).items() if inos else ():
             path = os.fsdecode(self._directory(node.parent) + node.name)
             directory = node.stat.is_directory
             yield ino, File(f"{path}/", 0) if directory else File(path, node.stat.size)
@@ -260,6 +260,6 @@ class _Paths:
         """With a slash, unless it is the root."""
         known = self._directories.get(ino)
         if known is None:
-            ref = self._index.dirref(ino)
+            ref = self._index.tree.dirref(ino)
             known = self._directories[ino] = b"" if ref is None else ref.path + b"/"
         return known

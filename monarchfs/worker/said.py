@@ -74,7 +74,7 @@ class Said:
 
     # -- weights
 
-    def keep_weights(self, weights: Sequence[tuple[int, float]], *, replace: bool) -> None:
+    def keep_weights(self, weights: Sequence[tuple[int, float]], replace: bool) -> None:
         """Of files (number, weight); ``replace``: others have none now."""
         rows = b"".join(_PAIR.pack(*pair) for pair in weights)
         path = self._directory / _WEIGHTS

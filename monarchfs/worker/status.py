@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import Config
-from monarchfs.fs.load import Load
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.index.index import Index
+from monarchfs.metadata.load import Load
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle
@@ -72,7 +72,7 @@ def status(worker: Observed) -> dict[str, Any]:
     counters = worker.source.counters
     metrics = worker.metrics
     worker.count()
-    of_tiers = worker.index.tier_totals()
+    of_tiers = worker.index.replicas.tier_totals()
     totals = [held for tier, held in of_tiers.items() if tier in worker.cache.tiers]
     return {
         "source": worker.config.source,
@@ -88,11 +88,11 @@ def status(worker: Observed) -> dict[str, Any]:
                 "files": held.resident + held.partial + held.found,
                 "used_bytes": held.allocated_bytes,
             }
-            for tier, path in sorted(worker.index.tier_paths().items())
+            for tier, path in sorted(worker.index.meta.tier_paths().items())
             if tier not in worker.cache.tiers and (held := of_tiers.get(tier)) is not None
         ],
         "files": {
-            "known": worker.index.count_nodes(),
+            "known": worker.index.tree.count_nodes(),
             "resident": sum(tier.resident for tier in totals),
             "partial": sum(tier.partial for tier in totals),
             "copying": worker.copier.jobs.filling,
@@ -167,7 +167,7 @@ def status(worker: Observed) -> dict[str, Any]:
         "peers": _peers(worker.peering),
         "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},
         "index": {
-            "frozen": worker.index.frozen,
+            "frozen": worker.index.environment.frozen,
             "load": worker.load.state,
             "loaded_entries": worker.load.entries,
         },
@@ -181,8 +181,8 @@ def status(worker: Observed) -> dict[str, Any]:
 
 def _left(fill: Fill) -> int:
     """How much of a file that is being copied is still to be read."""
-    chunks = fill.chunks
-    return max(0, fill.size - chunks.present_count * chunks.chunk_bytes)
+    chunks = fill.copy.chunks
+    return max(0, fill.copy.size - chunks.present_count * chunks.chunk_bytes)
 
 
 def _peers(peering: Peering | None) -> list[dict[str, Any]]:

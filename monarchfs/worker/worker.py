@@ -14,7 +14,7 @@ import trio
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.cache import purge
 from monarchfs.config.model import PrefetchMode
-from monarchfs.fs.freshness import NS
+from monarchfs.metadata.freshness import NS
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import read_list
 from monarchfs.system.logs import FewOfEach
@@ -57,12 +57,12 @@ class Worker(Parts):
             self._take_over()
         self.cache.load(boot_id(), self._take_over_files)
         # An earlier worker of this mount has asked; the source may hang by now.
-        if not self.restarts or self.index.node(ROOT_INO) is None:
+        if not self.restarts or self.index.tree.node(ROOT_INO) is None:
             await self.tree.attributes.load_root()
 
     def _take_over(self) -> None:
         """For what only an earlier worker knew, assume the worst."""
-        self._interrupted = self.index.under_way()
+        self._interrupted = self.index.replicas.under_way()
         self.tree.recorder.take_over(self.handle_table.moved_ns)
         self.files.racy_opens.take_over(self._mount_ns, time.time_ns())
 
@@ -97,8 +97,10 @@ class Worker(Parts):
                     await self._channel.send({"event": "status", **answer})
                 case "backed":
                     self.passthrough.answered(
-                        *(message["number"], message["ids"]),
-                        *(message.get("error", 0), message.get("reason", "")),
+                        message["number"],
+                        message["ids"],
+                        message.get("error", 0),
+                        message.get("reason", ""),
                     )
                 case "client" if not fds:  # no descriptor was left for it (recv_fds, EMFILE)
                     log.warning("a request is not answered: the limit of open files is reached")
@@ -119,8 +121,8 @@ class Worker(Parts):
     async def _begin_background(self) -> None:
         config = self.config
         if (weights := self.said.weights()) is not None:
-            self.cache.weigh(list(weights.items()), replace=True)
-        self.cache.weighed = self.said.keep_weights
+            self.cache.accounts.weigh(list(weights.items()), replace=True)
+        self.cache.accounts.on_weights.add(self.said.keep_weights)
         self._nursery.start_soon(self.kernel.run)
         self._nursery.start_soon(self.passthrough.run)
         self._nursery.start_soon(self.relay.run)
@@ -132,7 +134,7 @@ class Worker(Parts):
         self._nursery.start_soon(self.adapter.handleless.run)
         self._nursery.start_soon(self.copier.run)
         self._nursery.start_soon(self.cache.watch)
-        self._nursery.start_soon(self.cache.sync_loop)
+        self._nursery.start_soon(self.cache.accounts.sync_loop)
         self._nursery.start_soon(purge, self.index, self._mount_ns)
         self._nursery.start_soon(_measure_delay, self.metrics.event_loop_delay)
         if self.peering is not None:
@@ -171,7 +173,7 @@ class Worker(Parts):
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
             await self.copier.files.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
-                await self.cache.sync()
+                await self.cache.accounts.sync()
                 self.said.clear()
         self.count()
         self.cache.close()

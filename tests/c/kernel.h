@@ -3,10 +3,10 @@
 #ifndef MONARCHFS_TESTS_KERNEL_H
 #define MONARCHFS_TESTS_KERNEL_H
 
-#include "../../monarchfs/fuse/_counts.h"
-#include "../../monarchfs/fuse/_handoff.h"
-#include "../../monarchfs/fuse/_relay.h"
-#include "../../monarchfs/fuse/_table.h"
+#include "../../monarchfs/core/_counts.h"
+#include "../../monarchfs/core/_handoff.h"
+#include "../../monarchfs/core/_relay.h"
+#include "../../monarchfs/core/_table.h"
 #include "check.h"
 
 #define FILES 40
@@ -115,8 +115,8 @@ static void *be_python(void *unused)
 	char *buffer = malloc(REQUEST_BYTES);
 	while (!is_over()) {
 		int ended_by;
-		enum relay_past past;
-		long got = relay_next(buffer, &ended_by, &past);
+		enum queued_after past;
+		long got = queue_next(buffer, &ended_by, &past);
 		if (got > 0 && !relay_answered(buffer, (size_t)got, past)) {
 			const struct fuse_in_header *in = (const void *)buffer;
 			struct fuse_out_header out = {.len = sizeof(out), .unique = in->unique};

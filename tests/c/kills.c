@@ -1,8 +1,8 @@
 /* A worker that is killed at any instruction of what it does to memory that outlives it, and what the
  * next one finds. It is stepped through, and after each step its memory is copied and taken over.
  * Arguments: `table` or `journal`. */
-#include "../../monarchfs/fuse/_journal.h"
-#include "../../monarchfs/fuse/_table.h"
+#include "../../monarchfs/core/_journal.h"
+#include "../../monarchfs/core/_table.h"
 
 #include "check.h"
 

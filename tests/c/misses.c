@@ -1,9 +1,9 @@
 /* Files that are not cached, opened and read by the source threads while others put, forget and hold
  * them, and replace them in the source: for a sanitizer. A socket is the kernel. Arguments: a directory
  * for the source, how many requests, and whether there are no opens. */
-#include "../../monarchfs/engine/_misses.h"
-#include "../../monarchfs/engine/_waiting.h"
-#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/core/_misses.h"
+#include "../../monarchfs/core/_waiting.h"
+#include "../../monarchfs/core/_resident.h"
 
 #include "kernel.h"
 
@@ -93,9 +93,9 @@ static void check_not_open(const struct fuse_in_header *in)
 }
 
 /* The linker's --wrap: others come in between where an open is to be answered. */
-bool __real_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
+bool __real_opens_answer_source(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns);
-bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
+bool __wrap_opens_answer_source(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns);
 
 /* Opens that are being answered from memory, with what they came after. */
@@ -105,7 +105,7 @@ static struct {
 static uint64_t order;
 static pthread_mutex_t answering_lock = PTHREAD_MUTEX_INITIALIZER;
 
-bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum answered_by by,
+bool __wrap_opens_answer_source(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns)
 {
 	unsigned at = 0;
@@ -116,7 +116,7 @@ bool __wrap_relay_answer_open(const struct fuse_in_header *in, enum answered_by 
 	answering[at].order = ++order;
 	pthread_mutex_unlock(&answering_lock);
 	usleep(in->unique >> 8 & 1 ? 300 : 0);
-	const bool done = __real_relay_answer_open(in, by, started_ns);
+	const bool done = __real_opens_answer_source(in, by, started_ns);
 	pthread_mutex_lock(&answering_lock);
 	answering[at].ino = 0;
 	pthread_mutex_unlock(&answering_lock);

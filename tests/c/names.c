@@ -1,7 +1,7 @@
 /* Names that are looked up while others put, replace and forget them: for a sanitizer. Whoever looks one
  * up sees what it stands for until he is done, and never what had been forgotten before. The argument:
  * how many look-ups. NAMES_BYTES is the room for names. */
-#include "../../monarchfs/engine/_names.h"
+#include "../../monarchfs/core/_names.h"
 
 #include "check.h"
 

@@ -1,7 +1,7 @@
 /* An open that the kernel hands out again, under another name, while a thread is at it: what it took of
  * the two answers lasts. The linker's --wrap has the answers looked at. */
-#include "../../monarchfs/fuse/_backed.h"
-#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/core/_backed.h"
+#include "../../monarchfs/core/_resident.h"
 
 #include "kernel.h"
 
@@ -97,8 +97,8 @@ static long next_of_python(void)
 {
 	static char buffer[REQUEST_BYTES];
 	int ended_by;
-	enum relay_past past;
-	return relay_next(buffer, &ended_by, &past);
+	enum queued_after past;
+	return queue_next(buffer, &ended_by, &past);
 }
 
 int main(int count, char **arguments)
@@ -148,7 +148,7 @@ int main(int count, char **arguments)
 	CHECK(!table_length() && !resident_used(INO));
 
 	/* With a backing file: the second is Python's, which has the handle from then on. */
-	relay_answer_opens(false, false);
+	opens_answer_here(false, false);
 	CHECK(backed_delegate(INO, 7));
 	begin(14, false);
 	ask_open(14 | RESENT);

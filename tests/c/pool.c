@@ -1,6 +1,6 @@
 /* Threads of a pool, whose tasks are queued and withdrawn by others while some of them hang, for a
  * sanitizer. Argument: how many tasks each of those queues. */
-#include "../../monarchfs/fuse/_pool.h"
+#include "../../monarchfs/core/_pool.h"
 
 #include "check.h"
 

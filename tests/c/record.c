@@ -1,7 +1,7 @@
 /* Events of requests that some threads take and others answer, while they are drained and recordings begin and end,
  * for a sanitizer. Argument: how many requests each thread takes in a recording. */
-#include "../../monarchfs/fuse/_counts.h"
-#include "../../monarchfs/fuse/_record.h"
+#include "../../monarchfs/core/_counts.h"
+#include "../../monarchfs/core/_record.h"
 
 #include "check.h"
 

@@ -2,8 +2,8 @@
  * them: no answer has a byte of that. A socket is the kernel; splice(2), by the linker's --wrap, has it take
  * what is in a pipe at once, as the kernel does. Arguments: a directory for a tier, and how many answers each
  * thread gives. */
-#include "../../monarchfs/fuse/_reply.h"
-#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/core/_reply.h"
+#include "../../monarchfs/core/_resident.h"
 
 #include "check.h"
 

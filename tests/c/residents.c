@@ -1,6 +1,6 @@
 /* The table of resident files beside a plain one, with numbers that follow each other and numbers that do not; then
  * as many files as it takes, twice; then more, one after the other. Arguments: a directory, and how many steps. */
-#include "../../monarchfs/fuse/_resident.h"
+#include "../../monarchfs/core/_resident.h"
 
 #include "check.h"
 

@@ -1,5 +1,5 @@
 /* A small file of the source that changes between the parts in which it is read. Argument: a directory. */
-#include "../../monarchfs/engine/_small_file.h"
+#include "../../monarchfs/core/_small_file.h"
 
 #include "check.h"
 

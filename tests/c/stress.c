@@ -1,10 +1,10 @@
 /* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
  * while they are opened and read. (records.c has segments, of which something is written over.)
  * Arguments: a directory for a tier, and how many requests. */
-#include "../../monarchfs/fuse/_backed.h"
-#include "../../monarchfs/fuse/_resident.h"
-#include "../../monarchfs/fuse/_nonresident.h"
-#include "../../monarchfs/engine/_waiting.h"
+#include "../../monarchfs/core/_backed.h"
+#include "../../monarchfs/core/_resident.h"
+#include "../../monarchfs/core/_nonresident.h"
+#include "../../monarchfs/core/_waiting.h"
 
 #include "kernel.h"
 
@@ -132,7 +132,7 @@ static void *be_cache(void *unused)
 					  ns_of(source->st_mtim), ns_of(source->st_ctim));
 			break;
 		case 21:
-			relay_answer_opens(rand_r(&seed) % 2, rand_r(&seed) % 2);
+			opens_answer_here(rand_r(&seed) % 2, rand_r(&seed) % 2);
 			break;
 		case 22:
 			backed_delegate(ino, (uint32_t)ino);

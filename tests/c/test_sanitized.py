@@ -19,13 +19,13 @@ from tests.support.surroundings import REPOSITORY
 
 PRODUCT = REPOSITORY / "monarchfs"
 MEMORY = (
-    "fuse/_table", "fuse/_resident", "fuse/_items", "fuse/_tier_files", "fuse/_counts",
-    "fuse/_journal",
+    "core/_table", "core/_resident", "core/_items", "core/_tier_files", "core/_counts",
+    "core/_journal",
 )  # fmt: skip
 PARTS = (
-    "fuse/_relay", "fuse/_record", "fuse/_reply", "fuse/_nonresident", "fuse/_pool", "fuse/_backed",
-    "fuse/_absent_xattrs", "engine/_waiting", "engine/_misses", "engine/_miss_entries",
-    "engine/_small_file", "engine/_layout", "engine/_names", *MEMORY,
+    "core/_relay", "core/_record", "core/_reply", "core/_nonresident", "core/_pool", "core/_backed",
+    "core/_absent_xattrs", "core/_waiting", "core/_misses",
+    "core/_small_file", "core/_layout", "core/_names", "core/_opens", "core/_queue", *MEMORY,
 )  # fmt: skip
 REQUESTS = 20_000
 
@@ -105,7 +105,7 @@ def test_the_table_of_resident_files(run: Run, tier: Path) -> None:
 @BOTH
 def test_records_that_are_written_over(run: Run, tier: Path, sanitized: str) -> None:
     """No answer has a byte of what comes after a record that was taken away."""
-    parts = ("fuse/_reply", "fuse/_record", *MEMORY)
+    parts = ("core/_reply", "core/_record", *MEMORY)
     flags = (sanitized, "-Wl,--wrap=splice")
     run("records", tier, REQUESTS // 20, parts=parts, flags=flags)
 
@@ -115,26 +115,26 @@ def test_records_that_are_written_over(run: Run, tier: Path, sanitized: str) -> 
 def test_misses_while_files_change(run: Run, tier: Path, sanitized: str, opens: str) -> None:
     """No byte of another version is answered, and who has opened a file can read it, whoever puts,
     forgets, holds and replaces files."""
-    flags = (sanitized, "-Wl,--wrap=relay_answer_open")
+    flags = (sanitized, "-Wl,--wrap=opens_answer_source")
     run("misses", tier, REQUESTS, int(opens == "no opens"), flags=flags)
 
 
 def test_a_small_file_that_changes_while_it_is_read(run: Run, tier: Path) -> None:
     flags = ("-fsanitize=address,undefined", "-Wl,--wrap=pread")
-    run("small", tier, parts=("engine/_small_file", "engine/_layout"), flags=flags)
+    run("small", tier, parts=("core/_small_file", "core/_layout"), flags=flags)
 
 
 @BOTH
 def test_threads_of_a_pool_while_some_hang(run: Run, sanitized: str) -> None:
     """Each task is run once, or was withdrawn before; those that hang are not counted."""
-    parts = ("fuse/_pool", "fuse/_reply", "fuse/_record", *MEMORY)
+    parts = ("core/_pool", "core/_reply", "core/_record", *MEMORY)
     run("pool", REQUESTS // 20, parts=parts, flags=(sanitized,))
 
 
 @BOTH
 def test_events_of_a_recording(run: Run, sanitized: str) -> None:
     """Each is whole, comes once, or is counted as lost."""
-    run("record", REQUESTS, parts=("fuse/_record", "fuse/_counts"), flags=(sanitized,))
+    run("record", REQUESTS, parts=("core/_record", "core/_counts"), flags=(sanitized,))
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,14 @@ def test_events_of_a_recording(run: Run, sanitized: str) -> None:
 def test_names_while_they_change(run: Run, sanitizer: str, room: int) -> None:
     """No look-up shows what had been forgotten before."""
     flags = (f"-fsanitize={sanitizer}", f"-DNAMES_BYTES={room}", "-Wl,--wrap=madvise")
-    run("names", 10 * REQUESTS, parts=("engine/_names",), flags=flags)
+    run("names", 10 * REQUESTS, parts=("core/_names",), flags=flags)
 
 
 @BOTH
 def test_units_while_their_files_change(run: Run, tier: Path, sanitized: str) -> None:
     """What is shown and written of a large file is of its version, whoever stops it."""
     flags = (sanitized, "-Dpreadv=read_badly", "-Dlseek=seek_badly")
-    run("units", tier, REQUESTS // 200, parts=("engine/_unit",), flags=flags)
+    run("units", tier, REQUESTS // 200, parts=("core/_unit",), flags=flags)
 
 
 @BOTH

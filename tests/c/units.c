@@ -1,7 +1,7 @@
 /* Units: a thread that reads and one that writes for each, while others look at them, show them and stop
  * them, and the source changes now and then. Every byte that is shown, copied or written is of the version
  * that was asked for, and has its digest; all memory is given back. Arguments: a directory, how many units. */
-#include "../../monarchfs/engine/_unit.h"
+#include "../../monarchfs/core/_unit.h"
 
 #include "check.h"
 

@@ -1,6 +1,6 @@
 /* The journal, and threads of workers that were killed and live on: nobody acts on half of a request, and
  * each is taken up once. */
-#include "../../monarchfs/fuse/_journal.h"
+#include "../../monarchfs/core/_journal.h"
 
 #include "check.h"
 

@@ -24,7 +24,7 @@ from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
 from monarchfs.placement.events import RefusalReason
 from monarchfs.source.lanes import OPERATIONS, SourceCounters
 from monarchfs.source.posix import PosixSource
-from monarchfs.text.escaping import printable
+from monarchfs.system.escaping import printable
 from monarchfs.types import Lane
 from tests.support.golden import Golden
 from tests.support.programs import execute

@@ -37,6 +37,7 @@ from monarchfs.index import Index
 from monarchfs.index.environment import DATABASES
 from monarchfs.index.recovery import mark_closed
 from monarchfs.insight.recording import AnsweredBy, Event, File, Kind, RecordingWriter
+from monarchfs.metadata import snapshot as snapshot
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers, parse_nodes
@@ -44,7 +45,6 @@ from monarchfs.slurm.caches import close_cache
 from monarchfs.slurm.records import write_record
 from monarchfs.slurm.shares import record_of, share_key
 from monarchfs.slurm.site import SitePaths
-from monarchfs.snapshot import file as snapshot
 from monarchfs.store.checksum import checksum
 from monarchfs.supervisor.launch import Descriptors, WorkerLauncher
 from monarchfs.supervisor.lock import Holder, write_holder
@@ -105,9 +105,9 @@ LONG_KEY = b"long" * 200
 
 
 def fill(index: Index) -> None:
-    index.begin_boot(b"boot 1")
-    index.tier_number("/tier")
-    index.record_root(source_stat(2, mode=DIRECTORY), NOW)
+    index.replicas.begin_boot(b"boot 1")
+    index.meta.tier_number("/tier")
+    index.tree.record_root(source_stat(2, mode=DIRECTORY), NOW)
     found = {
         one: record_found(index, 1, b"%d" % one, source_stat(one, mode=DIRECTORY), b"", NOW).ino
         for one in (DIR, LISTED)
@@ -116,25 +116,25 @@ def fill(index: Index) -> None:
     for one, known in attributes.items():
         target = b"../target" if one == LINK else b""
         found[one] = record_found(index, found[DIR], b"%d" % one, known, target, NOW).ino
-    index.put_replica(found[PINNED], MOVED)
-    index.begin_boot(b"boot 2")
-    index.put_replica(found[CHANGED], OWN_FILE)
+    index.replicas.put_replica(found[PINNED], MOVED)
+    index.replicas.begin_boot(b"boot 2")
+    index.replicas.put_replica(found[CHANGED], OWN_FILE)
     newer = record_found(index, found[DIR], b"%d" % CHANGED, NEW, b"", NOW + 1).ino
-    index.put_replica(newer, PART)
-    index.begin_segments(1, [7, SMALL.segment])
-    index.segment_clean(1, 7)
-    index.put_replicas([(found[FAR], SMALL)])
-    index.record_found_files(1, [FOUND])
-    index.begin_copy(found[LISTED], 1, b"copy".ljust(16, b"."))
-    index.drop_replica(found[PINNED])
-    index.put_replica(found[PINNED], MOVED._replace(tier=3, durable=True))
+    index.replicas.put_replica(newer, PART)
+    index.segments.begin_segments(1, [7, SMALL.segment])
+    index.segments.segment_clean(1, 7)
+    index.replicas.put_replicas([(found[FAR], SMALL)])
+    index.replicas.record_found_files(1, [FOUND])
+    index.replicas.begin_copy(found[LISTED], 1, b"copy".ljust(16, b"."))
+    index.replicas.drop_replica(found[PINNED])
+    index.replicas.put_replica(found[PINNED], MOVED._replace(tier=3, durable=True))
     add_listing(index, found[LISTED], (b"only listed", 30), (b"other", 31))
-    index.put_xattr(found[DIR], b"user.a", b"value")
-    index.put_xattr(found[DIR], b"user.b", 61)
-    index.pin(found[PINNED])
-    index.meta_put(b"key", b"value")
-    index.meta_put(LONG_KEY, b"long")
-    assert index.lost_in_reboot(10) == []  # notes that it looked for them
+    index.xattrs.put_xattr(found[DIR], b"user.a", b"value")
+    index.xattrs.put_xattr(found[DIR], b"user.b", 61)
+    index.pins.pin(found[PINNED])
+    index.meta.put(b"key", b"value")
+    index.meta.put(LONG_KEY, b"long")
+    assert index.replicas.lost_in_reboot(10) == []  # notes that it looked for them
 
 
 def make_index(to: Path) -> None:

@@ -34,11 +34,11 @@ from monarchfs.fuse.session import hooks
 from monarchfs.index import LastClose, last_close, problems
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.recording import EVENT, open_recording
+from monarchfs.metadata.snapshot import Begin, Complete, End, Entries, Reader
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers
 from monarchfs.slurm.caches import CacheShare, read_cache
 from monarchfs.slurm.site import SitePaths
-from monarchfs.snapshot.file import Begin, Complete, End, Entries, Reader
 from monarchfs.supervisor.lock import read_holder
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.tierdirs import read_owner, read_record_of
@@ -54,7 +54,7 @@ from tests.support.mounting import REPOSITORY
 DOCUMENT = (REPOSITORY / "docs" / "FORMATS.md").read_text()
 MODULES = (
     "config.model", "fuse.handle_table", "fuse.requests", "index.records", "insight.recording",
-    "metrics.persistent", "slurm.report", "snapshot.file", "store.listed", "worker.said",
+    "metrics.persistent", "slurm.report", "metadata.snapshot", "store.listed", "worker.said",
 )  # fmt: skip
 VERSION = re.compile(r"_?(?:[A-Z]+_)?(?:VERSION|MAGIC)")
 
@@ -104,30 +104,33 @@ def test_the_index(tmp_path: Path) -> None:
     make.load_index((FROZEN / "index.txt").read_text(), tmp_path)
     assert problems(str(tmp_path)) == []
     index = open_index(tmp_path)
-    nodes = index.nodes_of(range(30))
+    nodes = index.tree.nodes_of(range(30))
     stats = {18: make.OLD, 20: make.LINK_STAT, 21: make.FAR_STAT, 22: make.NEW}
     assert list(nodes) == [1, *range(16, 23)]
     assert {ino: nodes[ino].stat for ino in stats} == stats
     assert [ino for ino, node in nodes.items() if node.outdated] == [18]
     assert (nodes[20].target, nodes[20].parent, nodes[20].name) == (b"../target", 16, b"24")
-    listing = [(e.name, e.ino, e.shown_ino) for e, _ in index.entries(17, 2, 9)]
+    listing = [(e.name, e.ino, e.shown_ino) for e, _ in index.listings.entries(17, 2, 9)]
     assert listing == [(b"only listed", 0, 25), (b"other", 0, 26)]
-    assert index.listing(17) == Listing(NOW, NOW, NOW, True)
-    assert [(e.name, e.ino) for e, _ in index.entries(16, 2, 1)] == [(b"22", 22)]
+    assert index.listings.listing(17) == Listing(NOW, NOW, NOW, True)
+    assert [(e.name, e.ino) for e, _ in index.listings.entries(16, 2, 1)] == [(b"22", 22)]
     replicas = {18: make.OWN_FILE, 19: make.MOVED._replace(tier=3, durable=True), 21: make.SMALL}
     replicas |= {22: make.PART, 23: Replica.found(1, make.FOUND)}
-    assert dict(index.replicas()) == replicas
-    assert index.journal() == [(1, b"copy............"), (2, make.MOVED.name)]
-    assert (index.under_way(), index.lost_in_reboot(9)) == ([17], [])
-    assert index.segments(1) == {7: False, make.SMALL.segment: True}
-    assert index.segment_records(1, make.SMALL.segment) == [(8192, 21)]
-    assert index.tier_totals() == {1: TierTotals(2, 1, 1, 16384), 3: TierTotals(1, 0, 0, 4096)}
-    assert index.outdated_replicas(1, 9) == [18, 23]
-    assert (index.tier_paths(), index.begin_boot(b"boot 2")) == ({1: "/tier"}, False)
-    assert [index.xattr(16, n) for n in (b"user.a", b"user.b", b"")] == [b"value", 61, None]
-    assert (index.pins(), index.pinned(19)) == ([19], True)
-    assert [index.meta_get(key) for key in (b"key", make.LONG_KEY)] == [b"value", b"long"]
-    assert index.purge_outdated(NOW + 1, 9) == 0
+    assert dict(index.replicas.all()) == replicas
+    assert index.replicas.journal() == [(1, b"copy............"), (2, make.MOVED.name)]
+    assert (index.replicas.under_way(), index.replicas.lost_in_reboot(9)) == ([17], [])
+    assert index.segments.segments(1) == {7: False, make.SMALL.segment: True}
+    assert index.segments.segment_records(1, make.SMALL.segment) == [(8192, 21)]
+    assert index.replicas.tier_totals() == {
+        1: TierTotals(2, 1, 1, 16384),
+        3: TierTotals(1, 0, 0, 4096),
+    }
+    assert index.replicas.outdated_replicas(1, 9) == [18, 23]
+    assert (index.meta.tier_paths(), index.replicas.begin_boot(b"boot 2")) == ({1: "/tier"}, False)
+    assert [index.xattrs.xattr(16, n) for n in (b"user.a", b"user.b", b"")] == [b"value", 61, None]
+    assert (index.pins.pins(), index.pins.pinned(19)) == ([19], True)
+    assert [index.meta.get(key) for key in (b"key", make.LONG_KEY)] == [b"value", b"long"]
+    assert index.tree.purge_outdated(NOW + 1, 9) == 0
     index.close()
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from monarchfs.config import Config
 from monarchfs.config.model import TierSpec, User
-from monarchfs.inventory.trees import tree_size
+from monarchfs.slurm.trees import tree_size
 from monarchfs.supervisor import logs, storage
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.tieropening import open_tiers

@@ -55,37 +55,37 @@ def test_a_link_of_any_century_with_the_longest_target(index: Index) -> None:
     for ns in (-(2**80), -1, 0, 2**63 - 1, 2**63, 16_725_225_600 * 10**9, 2**90):
         far = link._replace(mtime_ns=ns, ctime_ns=ns + 1, atime_ns=-ns)
         node = record_found(index, ROOT_INO, b"l", far, target, NOW)
-        assert index.node(node.ino) == node
+        assert index.tree.node(node.ino) == node
         assert (node.stat, node.target) == (far, target)
         assert record_found(index, ROOT_INO, b"l", far, target, NOW) == node
 
 
 def test_a_broken_or_circular_chain_has_no_path_and_an_end(index: Index) -> None:
-    assert index.dirref(directory_found(index, 500, b"o", 40)) is None
+    assert index.tree.dirref(directory_found(index, 500, b"o", 40)) is None
     outer = directory_found(index, ROOT_INO, b"o", 41)
     inner = directory_found(index, outer, b"i", 42)
     directory_found(index, inner, b"o", 41)
-    assert index.dirref(inner) is None
+    assert index.tree.dirref(inner) is None
     pinned = found(index, b"pinned", 10).ino
-    index.pin(pinned)
-    assert not index.pinned(inner)
-    index.unpin(inner)
-    assert index.pins() == [pinned]
+    index.pins.pin(pinned)
+    assert not index.pins.pinned(inner)
+    index.pins.unpin(inner)
+    assert index.pins.pins() == [pinned]
 
 
 def test_the_root_found_below_itself_stays_the_root(index: Index) -> None:
     root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
-    assert record_found(index, ROOT_INO, b"again", root, b"", NOW) == index.node(ROOT_INO)
-    assert index.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", NOW, False, b"")
-    assert index.dirref(ROOT_INO) == DirRef(b"", ROOT_SOURCE_INO)
+    assert record_found(index, ROOT_INO, b"again", root, b"", NOW) == index.tree.node(ROOT_INO)
+    assert index.tree.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", NOW, False, b"")
+    assert index.tree.dirref(ROOT_INO) == DirRef(b"", ROOT_SOURCE_INO)
 
 
 def test_the_root_may_change_but_another_one_is_another_source(index: Index) -> None:
     changed = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY, version=4)
-    assert index.record_root(changed, NOW + 1).stat == changed
-    assert index.node(ROOT_INO) == index.record_root(changed, NOW + 1)
+    assert index.tree.record_root(changed, NOW + 1).stat == changed
+    assert index.tree.node(ROOT_INO) == index.tree.record_root(changed, NOW + 1)
     with pytest.raises(IndexUnusable, match="another source"):
-        index.record_root(source_stat(3, mode=DIRECTORY), NOW)
+        index.tree.record_root(source_stat(3, mode=DIRECTORY), NOW)
 
 
 def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
@@ -97,29 +97,29 @@ def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
         b"": b"user.big\0",
     }
     for name, value in known.items():
-        index.put_xattr(ino, name, value)
+        index.xattrs.put_xattr(ino, name, value)
     for name, value in known.items():
-        assert index.xattr(ino, name) == value
-    assert index.xattr(ino, b"user.other") is None
+        assert index.xattrs.xattr(ino, name) == value
+    assert index.xattrs.xattr(ino, b"user.other") is None
 
 
 def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index) -> None:
     other = directory_found(index, ROOT_INO, b"e", 21)
-    index.put_xattr(other, b"user.a", b"1")
+    index.xattrs.put_xattr(other, b"user.a", b"1")
     ways: list[tuple[int, Callable[[SourceStat], Node]]] = [
-        (ROOT_SOURCE_INO, lambda stat_: index.record_root(stat_, NOW)),
+        (ROOT_SOURCE_INO, lambda stat_: index.tree.record_root(stat_, NOW)),
         (20, lambda stat_: record_found(index, ROOT_INO, b"d", stat_, b"", NOW)),
     ]
     for number, record in ways:
         old, new = (source_stat(number, mode=DIRECTORY, version=v) for v in (0, 1))
         d = record(old).ino
-        index.put_xattr(d, b"user.a", b"1")
-        index.put_xattr(d, b"user.b", b"2")
+        index.xattrs.put_xattr(d, b"user.a", b"1")
+        index.xattrs.put_xattr(d, b"user.b", b"2")
         for stat_ in (old, new):
-            assert index.xattr(d, b"user.b") == b"2"
+            assert index.xattrs.xattr(d, b"user.b") == b"2"
             record(stat_)
-        assert [index.xattr(d, name) for name in (b"user.a", b"user.b")] == [None, None]
-    assert index.xattr(other, b"user.a") == b"1"
+        assert [index.xattrs.xattr(d, name) for name in (b"user.a", b"user.b")] == [None, None]
+    assert index.xattrs.xattr(other, b"user.a") == b"1"
 
 
 # Listings.
@@ -127,30 +127,30 @@ def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index) -> None:
 
 def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
     record_found(index, ROOT_INO, b"before", source_stat(10), b"", NOW)
-    sequence = index.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing(ROOT_INO)
     record_found(index, ROOT_INO, b"meanwhile", source_stat(11), b"", NOW)
-    index.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
+    index.listings.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
     finish_listing(index, ROOT_INO, sequence)
     assert names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
 
 
 def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: Index) -> None:
     """Where listings lack names that look-ups find, those are not shown."""
-    sequence = index.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing(ROOT_INO)
     for name, ino in ((b"a", 10), (b".snapshot", 11)):
         record_found(index, ROOT_INO, name, source_stat(ino), b"", NOW)
-    index.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], NOW)
+    index.listings.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], NOW)
     finish_listing(index, ROOT_INO, sequence, lists_all=False)
-    shown = index.entries(ROOT_INO, 2, 10, only_listed=True)
+    shown = index.listings.entries(ROOT_INO, 2, 10, only_listed=True)
     assert [dirent.name for dirent, _node in shown] == [b"a"]
 
 
 def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None:
     add_listing(index, ROOT_INO, (b"a", 10), (b"gone", 11))
-    first, second = index.begin_listing(ROOT_INO), index.begin_listing(ROOT_INO)
+    first, second = index.listings.begin_listing(ROOT_INO), index.listings.begin_listing(ROOT_INO)
     a = [(b"a", FileType.REGULAR, 10, 0)]
-    index.add_entries(ROOT_INO, second, a, NOW)
-    index.add_entries(ROOT_INO, first, a, NOW)
+    index.listings.add_entries(ROOT_INO, second, a, NOW)
+    index.listings.add_entries(ROOT_INO, first, a, NOW)
     for sequence in (second, first):
         finish_listing(index, ROOT_INO, sequence)
     assert names_in(index, ROOT_INO) == [b"a"]
@@ -158,22 +158,22 @@ def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None
 
 def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index) -> None:
     add_listing(index, ROOT_INO, *((b"%d" % i, 100 + i) for i in range(2000)))
-    sequence = index.begin_listing(ROOT_INO)
-    steps = index.finish_listing(ROOT_INO, sequence, Listing(*3 * (NOW + 1,), True))
+    sequence = index.listings.begin_listing(ROOT_INO)
+    steps = index.listings.finish_listing(ROOT_INO, sequence, Listing(*3 * (NOW + 1,), True))
     next(steps)
-    assert 0 < len(index.entries(ROOT_INO, 2, 3000)) < 2000
-    assert index.listing(ROOT_INO) == Listing(NOW, NOW, NOW, True)
+    assert 0 < len(index.listings.entries(ROOT_INO, 2, 3000)) < 2000
+    assert index.listings.listing(ROOT_INO) == Listing(NOW, NOW, NOW, True)
     assert len(list(steps)) >= 2
-    assert index.entries(ROOT_INO, 2, 10) == []
-    assert index.listing(ROOT_INO) == Listing(*3 * (NOW + 1,), True)
+    assert index.listings.entries(ROOT_INO, 2, 10) == []
+    assert index.listings.listing(ROOT_INO) == Listing(*3 * (NOW + 1,), True)
 
 
 def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Index) -> None:
     record_found(index, ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
-    sequence = index.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing(ROOT_INO)
     rows = [(b"d", FileType.UNKNOWN, 20, 0), (b"e", FileType.UNKNOWN, 21, 0)]
-    index.add_entries(ROOT_INO, sequence, rows, NOW)
-    types = {d.name: d.type for d, _ in index.entries(ROOT_INO, 2, 10)}
+    index.listings.add_entries(ROOT_INO, sequence, rows, NOW)
+    types = {d.name: d.type for d, _ in index.listings.entries(ROOT_INO, 2, 10)}
     assert types == {b"d": FileType.DIRECTORY, b"e": FileType.UNKNOWN}
 
 
@@ -204,43 +204,43 @@ def test_a_pin_holds_all_below_a_directory(index: Index) -> None:
     inner = directory_found(index, outer, b"i", 21)
     file, beside = found(index, b"f", 10, parent=inner).ino, found(index, b"g", 11).ino
     every = (outer, inner, file, beside)
-    assert not index.pinned(file)
-    index.pin(outer)
-    index.pin(outer)
-    assert [index.pinned(ino) for ino in every] == [True, True, True, False]
-    assert index.pins() == [outer]
-    index.pin(file)
-    index.unpin(file)
-    assert (index.pins(), index.pinned(file)) == ([outer], True)
-    index.pin(file)
-    index.pin(beside)
-    index.unpin(outer)
-    assert [index.pinned(ino) for ino in every] == [False] * 3 + [True]
-    index.pin(ROOT_INO)
-    assert index.pinned(beside)
+    assert not index.pins.pinned(file)
+    index.pins.pin(outer)
+    index.pins.pin(outer)
+    assert [index.pins.pinned(ino) for ino in every] == [True, True, True, False]
+    assert index.pins.pins() == [outer]
+    index.pins.pin(file)
+    index.pins.unpin(file)
+    assert (index.pins.pins(), index.pins.pinned(file)) == ([outer], True)
+    index.pins.pin(file)
+    index.pins.pin(beside)
+    index.pins.unpin(outer)
+    assert [index.pins.pinned(ino) for ino in every] == [False] * 3 + [True]
+    index.pins.pin(ROOT_INO)
+    assert index.pins.pinned(beside)
 
 
 def test_a_pin_goes_with_the_file_and_with_the_name(index: Index) -> None:
-    index.pin(found(index, b"a", 10).ino)
+    index.pins.pin(found(index, b"a", 10).ino)
     newer = found(index, b"a", 10, version=1)
-    assert index.pins() == [newer.ino]
+    assert index.pins.pins() == [newer.ino]
     # Also where the change was noticed under the file's other name.
     newest = found(index, b"b", 10, version=2)
-    assert index.pins() == [newest.ino]
+    assert index.pins.pins() == [newest.ino]
     add_listing(index, ROOT_INO, (b"b", 11))
-    assert index.pins() == [newest.ino]
+    assert index.pins.pins() == [newest.ino]
     other = found(index, b"b", 11)
-    assert index.pins() == [other.ino]
+    assert index.pins.pins() == [other.ino]
 
 
 def test_only_old_outdated_nodes_without_replicas_are_purged(index: Index) -> None:
     good, held, late, gone = (found(index, b"%d" % i, 10 + i).ino for i in range(4))
-    index.put_replica(held, replica(1))
+    index.replicas.put_replica(held, replica(1))
     # The last one counts from the first time on.
     for ino, since in ((held, NOW), (late, NOW + 5), (gone, NOW), (gone, NOW + 9)):
-        index.mark_outdated(ino, since)
-    assert [index.purge_outdated(NOW + after, 10) for after in (0, 5)] == [0, 1]
-    assert [index.node(n) is None for n in (good, held, late, gone)] == [False] * 3 + [True]
+        index.tree.mark_outdated(ino, since)
+    assert [index.tree.purge_outdated(NOW + after, 10) for after in (0, 5)] == [0, 1]
+    assert [index.tree.node(n) is None for n in (good, held, late, gone)] == [False] * 3 + [True]
 
 
 @pytest.mark.parametrize("listed", [None, FileType.REGULAR, FileType.UNKNOWN])
@@ -248,40 +248,40 @@ def test_a_purged_number_never_stands_for_anything_again(
     index: Index, listed: FileType | None
 ) -> None:
     old = found(index, b"a", 10)
-    index.put_xattr(old.ino, b"user.a", b"1")
-    index.mark_outdated(old.ino, NOW)
-    assert index.purge_outdated(NOW + 1, 10) == 1
-    assert index.xattr(old.ino, b"user.a") is None
+    index.xattrs.put_xattr(old.ino, b"user.a", b"1")
+    index.tree.mark_outdated(old.ino, NOW)
+    assert index.tree.purge_outdated(NOW + 1, 10) == 1
+    assert index.xattrs.xattr(old.ino, b"user.a") is None
     if listed is not None:
-        sequence = index.begin_listing(ROOT_INO)
-        index.add_entries(ROOT_INO, sequence, [(b"a", listed, 10, 0)], NOW)
-        dirent = index.dirent(ROOT_INO, b"a")
+        sequence = index.listings.begin_listing(ROOT_INO)
+        index.listings.add_entries(ROOT_INO, sequence, [(b"a", listed, 10, 0)], NOW)
+        dirent = index.tree.dirent(ROOT_INO, b"a")
         assert dirent is not None
         assert dirent.ino == 0
         assert dirent.shown_ino != old.ino
     assert found(index, b"a", 10).ino != old.ino
-    assert index.node(old.ino) is None
+    assert index.tree.node(old.ino) is None
 
 
 def test_a_purged_directory_takes_its_names_along_in_steps(index: Index) -> None:
     directory = directory_found(index, ROOT_INO, b"d", 20)
     add_listing(index, directory, *((b"%d" % i, 100 + i) for i in range(50)))
-    index.mark_outdated(directory, NOW)
-    assert index.purge_outdated(NOW + 1, 20) == 0
+    index.tree.mark_outdated(directory, NOW)
+    assert index.tree.purge_outdated(NOW + 1, 20) == 0
     assert len(names_in(index, directory)) == 30
-    assert sum(index.purge_outdated(NOW + 1, 20) for _ in range(4)) == 1
-    assert index.entries(directory, 0, 100) == []
-    assert index.listing(directory) is None
+    assert sum(index.tree.purge_outdated(NOW + 1, 20) for _ in range(4)) == 1
+    assert index.listings.entries(directory, 0, 100) == []
+    assert index.listings.listing(directory) is None
 
 
 def test_purging_gets_to_the_end_past_those_that_stay(index: Index) -> None:
     nodes = [found(index, b"%d" % i, 10 + i) for i in range(200)]
     for i, node in enumerate(nodes):
-        index.mark_outdated(node.ino, NOW + (0 if i >= 180 else 10))
-    purged = [index.purge_outdated(NOW + 5, 3) for _ in range(40)]
+        index.tree.mark_outdated(node.ino, NOW + (0 if i >= 180 else 10))
+    purged = [index.tree.purge_outdated(NOW + 5, 3) for _ in range(40)]
     assert max(purged) == 3
     assert sum(purged) == 20
-    assert index.count_nodes() == 181
+    assert index.tree.count_nodes() == 181
 
 
 # Replicas.
@@ -289,63 +289,63 @@ def test_purging_gets_to_the_end_past_those_that_stay(index: Index) -> None:
 
 def test_names_come_in_order_and_by_prefix(index: Index) -> None:
     inos = {name_of(n): 20 + n for n in range(600)}
-    index.put_replicas([(ino, replica(ino - 20, 2)) for ino in inos.values()])
-    index.put_replica(5000, replica(700, 1))
-    index.put_replica(5001, replica(701, 3))
-    assert index.names(2, b"", b"", 10_000) == sorted(inos.items())
+    index.replicas.put_replicas([(ino, replica(ino - 20, 2)) for ino in inos.values()])
+    index.replicas.put_replica(5000, replica(700, 1))
+    index.replicas.put_replica(5001, replica(701, 3))
+    assert index.replicas.names(2, b"", b"", 10_000) == sorted(inos.items())
     paged: list[tuple[bytes, int]] = []
-    while rows := index.names(2, b"", paged[-1][0] if paged else b"", 7):
+    while rows := index.replicas.names(2, b"", paged[-1][0] if paged else b"", 7):
         paged += rows
     assert paged == sorted(inos.items())
     for first in range(256):
         of_prefix = [(n, i) for n, i in sorted(inos.items()) if n[0] == first]
-        assert index.names(2, bytes([first]), b"", 10_000) == of_prefix
+        assert index.replicas.names(2, bytes([first]), b"", 10_000) == of_prefix
         after = of_prefix[0][0] if of_prefix else b""
-        assert index.names(2, bytes([first]), after, 10_000) == of_prefix[1:]
+        assert index.replicas.names(2, bytes([first]), after, 10_000) == of_prefix[1:]
 
 
 def test_what_a_reboot_took_is_told_until_it_was_dropped(tmp_path: Path) -> None:
     index = open_index(tmp_path)
-    index.begin_boot(b"one")
-    index.put_replicas([(ino, replica(ino)) for ino in range(20, 29)])
-    index.mark_durable(range(20, 25))
+    index.replicas.begin_boot(b"one")
+    index.replicas.put_replicas([(ino, replica(ino)) for ino in range(20, 29)])
+    index.replicas.mark_durable(range(20, 25))
     # Whoever was told of them died before they were dropped.
     for boot_id, told, drops in ((b"one", 0, 0), (b"two", 2, 0), (b"two", 4, 4), (b"two", 0, 0)):
         index.close(clean=False)
         index = open_index(tmp_path, trust=True)
-        assert index.begin_boot(boot_id) is (told == 2)
-        index.mark_durable([25] if told else [])
+        assert index.replicas.begin_boot(boot_id) is (told == 2)
+        index.replicas.mark_durable([25] if told else [])
         left = range(20, 29) if boot_id == b"one" else range(20, 25)
-        assert [ino for ino, _ in index.replicas()] == list(left)
-        lost = [ino for ino, _ in index.lost_in_reboot(told or 9)]
+        assert [ino for ino, _ in index.replicas.all()] == list(left)
+        lost = [ino for ino, _ in index.replicas.lost_in_reboot(told or 9)]
         assert lost == list(range(25, 25 + told))
-        index.drop_replicas(lost[:drops])
-        assert not drops or index.lost_in_reboot(9) == []
-    assert len(index.journal()) == 4
+        index.replicas.drop_replicas(lost[:drops])
+        assert not drops or index.replicas.lost_in_reboot(9) == []
+    assert len(index.replicas.journal()) == 4
     index.close()
 
 
 def test_a_found_file_is_claimed_once(index: Index) -> None:
-    (unused,) = index.record_found_files(2, [tier_file(1)])
+    (unused,) = index.replicas.record_found_files(2, [tier_file(1)])
     claimed = replica(1, 2)._replace(durable=True, created_ns=0)
     for ino, number, size in ((600, 2, 100), (600, 1, 101), (600, 1, 100), (601, 1, 100)):
         expected = claimed if (ino, number, size) == (600, 1, 100) else None
-        assert index.claim(ino, name_of(number), size) == expected
-    assert dict(index.replicas()) == {600: claimed}
-    assert (index.owner(2, name_of(1)), index.replica(unused)) == (600, None)
+        assert index.replicas.claim(ino, name_of(number), size) == expected
+    assert dict(index.replicas.all()) == {600: claimed}
+    assert (index.replicas.owner(2, name_of(1)), index.replicas.replica(unused)) == (600, None)
 
 
 def test_a_partial_replica_without_a_chunk_yet(index: Index) -> None:
     empty = replica(1, state=ReplicaState.PARTIAL)._replace(present=b"", digests=b"")
-    index.put_replica(20, empty)
-    assert index.replica(20) == empty
+    index.replicas.put_replica(20, empty)
+    assert index.replicas.replica(20) == empty
 
 
 @pytest.mark.parametrize("shares", [True, False])
 def test_two_numbers_of_one_version_that_come_together(index: Index, shares: bool) -> None:
     """The later one has the replica, as where they come one after the other."""
-    index.begin_segments(0, [SEGMENT])
+    index.segments.begin_segments(0, [SEGMENT])
     several = [(20 + n, shared(1, 4096 * n) if shares else replica(1)) for n in range(2)]
-    index.put_replicas(several)
-    assert dict(index.replicas()) == dict(several[1:])
-    assert index.tier_totals() == {0: TierTotals(1, 0, 0, 4096)}
+    index.replicas.put_replicas(several)
+    assert dict(index.replicas.all()) == dict(several[1:])
+    assert index.replicas.tier_totals() == {0: TierTotals(1, 0, 0, 4096)}

@@ -132,10 +132,10 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
 
 def filled(directory: Path) -> Path:
     index = open_index(directory)
-    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     for i in range(500):
         node = record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
-        index.put_replica(node.ino, replica(i))
+        index.replicas.put_replica(node.ino, replica(i))
     index.close()
     return directory / "index" / "data.mdb"
 
@@ -167,7 +167,7 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
             # Only a page that nothing refers to may be garbage: all records are still there. (One
             # that only the list of free pages refers to would not be found before a write.)
             index = open_index(tmp_path)
-            assert len(index.entries(ROOT_INO, 0, 1000)) == 500
+            assert len(index.listings.entries(ROOT_INO, 0, 1000)) == 500
             for number in range(20):
                 record_found(
                     index, ROOT_INO, b"new%d" % number, source_stat(900 + number), b"", NOW
@@ -181,20 +181,20 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
 def full(directory: Path) -> None:
     """An index with rows in every table, and nothing wrong with it."""
     index = open_index(directory)
-    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     inos = [
         record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW).ino
         for i in range(10)
     ]
     for i, ino in enumerate(inos):
-        index.put_replica(ino, replica(i))
-    index.mark_outdated(inos[3])
-    index.begin_copy(inos[4], 1, replica(99).name)
-    index.record_found_files(2, [tier_file(50)])
-    index.begin_segments(0, [SEGMENT])
-    index.put_replicas([(40, shared(101, 0)), (41, shared(102, 4096))])
-    index.put_xattr(inos[0], b"user.a", b"1")
-    index.pin(inos[5])
+        index.replicas.put_replica(ino, replica(i))
+    index.tree.mark_outdated(inos[3])
+    index.replicas.begin_copy(inos[4], 1, replica(99).name)
+    index.replicas.record_found_files(2, [tier_file(50)])
+    index.segments.begin_segments(0, [SEGMENT])
+    index.replicas.put_replicas([(40, shared(101, 0)), (41, shared(102, 4096))])
+    index.xattrs.put_xattr(inos[0], b"user.a", b"1")
+    index.pins.pin(inos[5])
     finish_listing(index, ROOT_INO, 0)
     index.close()
 
@@ -325,10 +325,11 @@ index = Index.open(sys.argv[1], source_id="lustre:/data")
 i = int(sys.argv[2])
 while True:
     stat = SourceStat(0, 10 + i % 300, i, i, i, i, 0o100644, 1, 0, 0, 0, 0, 4096)
-    ((node, _),) = index.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
+    ((node, _),) = index.tree.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
     name = stat.version.replica_name
-    index.begin_copy(node.ino, i % 3, name)
-    index.put_replica(node.ino, Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i))
+    index.replicas.begin_copy(node.ino, i % 3, name)
+    replica = Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i)
+    index.replicas.put_replica(node.ino, replica)
     print(node.ino, flush=True)
     i += 1
 """
@@ -353,7 +354,7 @@ def test_a_killed_writer_leaves_all_that_it_told_of(tmp_path: Path) -> None:
         # The whole of it is checked: names, numbers, totals.
         assert problems(str(tmp_path)) == []
         index = open_index(tmp_path)
-        assert all(index.node(ino) is not None for ino in told)
+        assert all(index.tree.node(ino) is not None for ino in told)
         index.close(clean=round_ % 2 == 0)
 
 
@@ -410,14 +411,14 @@ def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> N
 
     def sync() -> None:
         while not stop.is_set():
-            index.sync()
+            index.environment.sync()
 
     with ThreadPoolExecutor(1) as other:
         syncing = other.submit(sync)
         try:
             for i in range(3000):
                 record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
-                assert index.dirent(ROOT_INO, b"%d" % i) is not None
+                assert index.tree.dirent(ROOT_INO, b"%d" % i) is not None
             index.close()
         finally:
             stop.set()
@@ -425,7 +426,7 @@ def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> N
     assert (tmp_path / "index" / "data.mdb").stat().st_size > 1 << 19
     # A map smaller than the file is no obstacle either.
     index = open_index(tmp_path, map_bytes=1 << 18)
-    inos = {node.ino for _, node in index.entries(ROOT_INO, 0, 4000) if node is not None}
+    inos = {node.ino for _, node in index.listings.entries(ROOT_INO, 0, 4000) if node is not None}
     assert len(inos) == 3000
     record_found(index, ROOT_INO, b"new", source_stat(9999), b"", NOW)
     index.close()
@@ -525,12 +526,12 @@ def shut_down(disk: Path) -> None:
 
 def prepared(disk: Path) -> Index:
     index = open_index(disk)
-    index.begin_boot(b"one")
-    index.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
-    index.put_replica(20, replica(20))
-    index.put_replica(21, replica(21))
-    index.begin_copy(22, 0, name_of(22))
-    index.record_found_files(0, [tier_file(30)])
+    index.replicas.begin_boot(b"one")
+    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.replicas.put_replica(20, replica(20))
+    index.replicas.put_replica(21, replica(21))
+    index.replicas.begin_copy(22, 0, name_of(22))
+    index.replicas.record_found_files(0, [tier_file(30)])
     return index
 
 
@@ -539,7 +540,7 @@ def record_until_frozen(index: Index) -> list[int]:
     inos = []
     for i in range(100_000):
         inos.append(record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW).ino)
-        if index.frozen is not None:
+        if index.environment.frozen is not None:
             return inos
     raise AssertionError("the disk never failed")
 
@@ -556,41 +557,41 @@ def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: s
     fail, message = FAILURES[how]
     index = prepared(disk)
     known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
-    assert index.node(known.ino) == known
+    assert index.tree.node(known.ino) == known
     fail(disk)
     inos = record_until_frozen(index)
-    frozen = index.frozen
+    frozen = index.environment.frozen
     assert frozen is not None
     assert any(part in frozen for part in message.split("|"))
     assert "\n" not in frozen
     # All that was known is, and names, attributes, listings and pins go on.
-    assert index.node(known.ino) == known
+    assert index.tree.node(known.ino) == known
     assert len(set(inos)) == len(inos)
-    assert all(index.node(ino) is not None for ino in inos)
+    assert all(index.tree.node(ino) is not None for ino in inos)
     add_listing(index, 700, (b"a", 1), (b"b", 2))
     assert names_in(index, 700) == [b"a", b"b"]
-    index.put_xattr(known.ino, b"user.a", bytes(1 << 20))
-    index.pin(known.ino)
-    index.mark_outdated(known.ino)
-    assert index.pinned(known.ino)
-    assert index.replica(20) == replica(20)
+    index.xattrs.put_xattr(known.ino, b"user.a", bytes(1 << 20))
+    index.pins.pin(known.ino)
+    index.tree.mark_outdated(known.ino)
+    assert index.pins.pinned(known.ino)
+    assert index.replicas.replica(20) == replica(20)
     # What lies in the tiers is as the disk says.
     for refused in (
-        lambda: index.put_replica(known.ino, replica(1)),
-        lambda: index.drop_replica(20),
-        lambda: index.begin_copy(known.ino, 0, name_of(1)),
-        lambda: index.mark_durable([20]),
-        lambda: index.record_found_files(0, [tier_file(1)]),
-        lambda: index.claim(known.ino, name_of(30), 100),
-        lambda: index.begin_segments(0, [SEGMENT]),
-        lambda: index.put_replicas([(known.ino, shared(2, 4096))]),
-        lambda: index.segment_clean(0, SEGMENT),
-        index.sync,
+        lambda: index.replicas.put_replica(known.ino, replica(1)),
+        lambda: index.replicas.drop_replica(20),
+        lambda: index.replicas.begin_copy(known.ino, 0, name_of(1)),
+        lambda: index.replicas.mark_durable([20]),
+        lambda: index.replicas.record_found_files(0, [tier_file(1)]),
+        lambda: index.replicas.claim(known.ino, name_of(30), 100),
+        lambda: index.segments.begin_segments(0, [SEGMENT]),
+        lambda: index.replicas.put_replicas([(known.ino, shared(2, 4096))]),
+        lambda: index.segments.segment_clean(0, SEGMENT),
+        index.environment.sync,
     ):
         with pytest.raises(IndexWriteError, match=message):
             refused()
-    assert index.tier_totals()[0].resident == 2
-    assert index.journal() == [(0, name_of(22))]
+    assert index.replicas.tier_totals()[0].resident == 2
+    assert index.replicas.journal() == [(0, name_of(22))]
     index.close()
     if how != "failing":  # there the mark cannot be read
         assert last_close(str(disk)) is LastClose.KILLED
@@ -600,9 +601,9 @@ def test_a_write_about_the_tiers_that_meets_the_failure_is_refused(disk: Path) -
     index = prepared(disk)
     abort(disk)
     with pytest.raises(IndexWriteError, match="Read-only"):
-        index.drop_replica(20)
-    assert index.frozen is not None
-    assert index.replica(20) == replica(20)
+        index.replicas.drop_replica(20)
+    assert index.environment.frozen is not None
+    assert index.replicas.replica(20) == replica(20)
     index.close()
 
 
@@ -620,11 +621,11 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     assert check_in_child(str(disk))
     assert problems(str(disk)) == []
     index = open_index(disk)
-    assert index.begin_boot(b"one") is False
-    assert index.frozen is None
-    assert index.replica(20) == replica(20)
-    assert index.node(inos[-2]) is not None
-    assert index.node(later.ino) is None
+    assert index.replicas.begin_boot(b"one") is False
+    assert index.environment.frozen is None
+    assert index.replicas.replica(20) == replica(20)
+    assert index.tree.node(inos[-2]) is not None
+    assert index.tree.node(later.ino) is None
     # Numbers that only the frozen one gave out are not given to others.
     new = record_found(index, ROOT_INO, b"new", source_stat(6), b"", NOW)
     assert new.ino > later.ino
@@ -643,10 +644,10 @@ def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, c
     for _ in range(2):
         index = open_index(disk, trust=True)
         if how == "read-only":
-            assert index.frozen is not None
-        index.begin_boot(b"one")
-        assert index.node(known.ino) == known
-        assert index.replica(21) == replica(21)
+            assert index.environment.frozen is not None
+        index.replicas.begin_boot(b"one")
+        assert index.tree.node(known.ino) == known
+        assert index.replicas.replica(21) == replica(21)
         numbers.add(record_found(index, ROOT_INO, b"new", source_stat(11), b"", NOW).ino)
         index.close(clean=False)
     if how == "read-only":
@@ -662,7 +663,7 @@ def test_others_may_fill_the_disk_without_stopping_commits(disk: Path) -> None:
     fill(disk)
     for i in range(1000):
         record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW)
-    assert index.frozen is None
+    assert index.environment.frozen is None
     index.close(clean=False)
 
 
@@ -673,9 +674,9 @@ def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path
     with surroundings.no_file_larger_than(4096):
         with pytest.raises(IndexWriteError):
             record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
-        assert index.frozen is None
-        assert index.dirent(ROOT_INO, b"b") is None
-        assert index.node(known.ino) == known
+        assert index.environment.frozen is None
+        assert index.tree.dirent(ROOT_INO, b"b") is None
+        assert index.tree.node(known.ino) == known
     after = record_found(index, ROOT_INO, b"after", source_stat(5000), b"", NOW)
     assert after.ino > known.ino
     index.close()

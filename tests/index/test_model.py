@@ -77,11 +77,11 @@ class IndexMachine(RuleBasedStateMachine):
         # What others may have seen and not been told to forget.
         self.shown: dict[tuple[int, bytes], Node] = {}
         self.listen()
-        self.index.begin_boot(b"boot 0")
+        self.index.replicas.begin_boot(b"boot 0")
 
     def listen(self) -> None:
-        self.index._on_name = lambda *place: self.shown.pop(place, None)
-        self.index._on_node = self.changes
+        self.index.environment.on_name = lambda *place: self.shown.pop(place, None)
+        self.index.environment.on_node = self.changes
 
     def changes(self, ino: int) -> None:
         self.shown = {place: node for place, node in self.shown.items() if node.ino != ino}
@@ -89,7 +89,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def root(self) -> None:
         root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
-        self.nodes[ROOT_INO] = self.index.record_root(root, NOW)
+        self.nodes[ROOT_INO] = self.index.tree.record_root(root, NOW)
 
     def new(self, number: int) -> None:
         assert number >= 16
@@ -99,7 +99,7 @@ class IndexMachine(RuleBasedStateMachine):
     def name_now(
         self, parent: int, name: bytes, type_: FileType, ino: int, now: int, shown: int
     ) -> None:
-        dirent = self.index.dirent(parent, name)
+        dirent = self.index.tree.dirent(parent, name)
         assert dirent is not None
         if (parent, name) not in self.cookies:
             assert dirent.cookie >= 16
@@ -149,7 +149,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(parent=PARENTS, name=NAMES)
     def missing(self, parent: int, name: bytes) -> None:
-        self.index.record_missing(parent, [name])
+        self.index.tree.record_missing(parent, [name])
         self.names.pop((parent, name), None)
         self.cookies.pop((parent, name), None)
         self.listed_names.discard((parent, name))
@@ -163,11 +163,11 @@ class IndexMachine(RuleBasedStateMachine):
     def listed(
         self, parent: int, found: dict[bytes, tuple[int, int]], now: int, lists_all: bool
     ) -> None:
-        sequence = self.index.begin_listing(parent)
+        sequence = self.index.listings.begin_listing(parent)
         self.new(sequence)
         for name, (ino, mode) in found.items():
             type_ = FileType.of_mode(mode)
-            self.index.add_entries(parent, sequence, [(name, type_, ino, 0)], now)
+            self.index.listings.add_entries(parent, sequence, [(name, type_, ino, 0)], now)
             self.listed_names.add((parent, name))
             before = self.names.get((parent, name))
             if before is not None and (known := self.nodes.get(before[0])) is not None:
@@ -178,7 +178,7 @@ class IndexMachine(RuleBasedStateMachine):
                     checked = now
                 self.name_now(parent, name, type_, known.ino, checked, known.ino)
                 continue
-            dirent = self.index.dirent(parent, name)
+            dirent = self.index.tree.dirent(parent, name)
             assert dirent is not None
             number = self.by_source.get(ino)
             if number is None:
@@ -186,9 +186,9 @@ class IndexMachine(RuleBasedStateMachine):
                 self.by_source[ino] = number = dirent.shown_ino
             self.name_now(parent, name, type_, 0, now, number)
         listing = Listing(now, now, now, lists_all)
-        for _ in self.index.finish_listing(parent, sequence, listing):
+        for _ in self.index.listings.finish_listing(parent, sequence, listing):
             pass
-        assert self.index.listing(parent) == listing
+        assert self.index.listings.listing(parent) == listing
         for key in [k for k in self.names if k[0] == parent and k[1] not in found]:
             if lists_all or key in self.listed_names:
                 del self.names[key], self.cookies[key]
@@ -196,7 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(number=INOS, now=VERSIONS)
     def mark_outdated(self, number: int, now: int) -> None:
-        self.index.mark_outdated(number, now)
+        self.index.tree.mark_outdated(number, now)
         if number in self.nodes:
             self.outdate(number, now)
 
@@ -206,7 +206,7 @@ class IndexMachine(RuleBasedStateMachine):
         purged = 0
         # A call may stop where the last one began.
         for _ in range(2):
-            purged += self.index.purge_outdated(before, 1000)
+            purged += self.index.tree.purge_outdated(before, 1000)
         assert purged == len(gone)
         for ino in gone:
             node = self.nodes.pop(ino)
@@ -220,12 +220,12 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(ino=INOS)
     def pin(self, ino: int) -> None:
         if ino in self.given:
-            self.index.pin(ino)
+            self.index.pins.pin(ino)
             self.pins.add(ino)
 
     @rule(ino=INOS)
     def unpin(self, ino: int) -> None:
-        self.index.unpin(ino)
+        self.index.pins.unpin(ino)
         self.pins = {pin for pin in self.pins if ino not in self.climb(pin)}
 
     # Replicas.
@@ -264,26 +264,26 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, copy=COPIES)
     def begin_copy(self, tier: int, copy: int) -> None:
-        self.index.begin_copy(16, tier, name_of(copy))
+        self.index.replicas.begin_copy(16, tier, name_of(copy))
         self.journal.add((tier, name_of(copy)))
 
     @rule(tier=TIERS, copy=COPIES)
     def file_gone(self, tier: int, copy: int) -> None:
-        self.index.file_gone(tier, name_of(copy))
+        self.index.replicas.file_gone(tier, name_of(copy))
         self.journal.discard((tier, name_of(copy)))
 
     @rule(ino=INOS, tier=TIERS, copy=COPIES, size=st.integers(0, 10**12), in_flight=st.booleans())
     def put_replica(self, ino: int, tier: int, copy: int, size: int, in_flight: bool) -> None:
         state = ReplicaState.PARTIAL if size % 2 else ReplicaState.RESIDENT
         record = replica(copy, tier, size, state)
-        self.index.put_replica(ino, record, in_flight)
+        self.index.replicas.put_replica(ino, record, in_flight)
         self.put(ino, record)
         if not in_flight:
             self.journal.discard((tier, name_of(copy)))
 
     @rule(ino=INOS)
     def drop_replica(self, ino: int) -> None:
-        self.index.drop_replica(ino)
+        self.index.replicas.drop_replica(ino)
         if ino in self.replicas:
             self.forget(ino, lies_there=True)
 
@@ -291,19 +291,19 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, segments=st.sets(SEGMENTS, min_size=1))
     def begin_segments(self, tier: int, segments: set[int]) -> None:
-        self.index.begin_segments(tier, sorted(segments))
+        self.index.segments.begin_segments(tier, sorted(segments))
         self.segments |= dict.fromkeys(((tier, segment) for segment in segments), True)
 
     @rule(tier=TIERS, segment=SEGMENTS)
     def segment_clean(self, tier: int, segment: int) -> None:
-        self.index.segment_clean(tier, segment)
+        self.index.segments.segment_clean(tier, segment)
         if (tier, segment) in self.segments:
             self.segments[tier, segment] = False
 
     @rule(tier=TIERS, segment=SEGMENTS)
     def segment_gone(self, tier: int, segment: int) -> None:
-        if not self.index.segment_records(tier, segment):
-            self.index.segment_gone(tier, segment)
+        if not self.index.segments.segment_records(tier, segment):
+            self.index.segments.segment_gone(tier, segment)
             self.segments.pop((tier, segment), None)
 
     @rule(
@@ -329,10 +329,10 @@ class IndexMachine(RuleBasedStateMachine):
                 record = record._replace(segment=place[0], offset=place[1])
             records.append((ino, record))
         if together:
-            self.index.put_replicas(records)
+            self.index.replicas.put_replicas(records)
         for ino, record in records:
             if not together:
-                self.index.put_replica(ino, record)
+                self.index.replicas.put_replica(ino, record)
             self.put(ino, record)
             if not record.segment:
                 self.journal.discard((tier, record.name))
@@ -350,7 +350,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(inos=st.sets(INOS))
     def mark_durable(self, inos: set[int]) -> None:
-        self.index.mark_durable(inos)
+        self.index.replicas.mark_durable(inos)
         for ino in inos & set(self.replicas):
             record, boot = self.replicas[ino]
             if self.counts(ino):
@@ -367,7 +367,7 @@ class IndexMachine(RuleBasedStateMachine):
             for file in files
             if (tier, file.name) not in self.journal and self.owner(tier, file.name) is None
         ]
-        numbers = self.index.record_found_files(tier, files)
+        numbers = self.index.replicas.record_found_files(tier, files)
         for ino, file in zip(numbers, unknown, strict=True):
             self.new(ino)
             self.put(ino, Replica.found(tier, file))
@@ -386,14 +386,14 @@ class IndexMachine(RuleBasedStateMachine):
                     record.state is ReplicaState.RESIDENT and outdated
                 ):
                     expected = record._replace(state=ReplicaState.RESIDENT)
-        assert self.index.claim(ino, name_of(copy), 100) == expected
+        assert self.index.replicas.claim(ino, name_of(copy), 100) == expected
         if expected is not None:
             self.put(ino, expected)
 
     @rule(limit=st.integers(1, 3))
     def drop_lost(self, limit: int) -> None:
         lost = {}
-        while batch := self.index.lost_in_reboot(limit):
+        while batch := self.index.replicas.lost_in_reboot(limit):
             assert len(batch) <= limit
             for ino, record in batch:
                 lost[ino] = record
@@ -408,32 +408,32 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = open_index(self.directory, trust=True)
         self.listen()
         self.boot += reboots
-        assert self.index.begin_boot(b"boot %d" % self.boot) == reboots
+        assert self.index.replicas.begin_boot(b"boot %d" % self.boot) == reboots
 
     @invariant()
     def agrees(self) -> None:
-        assert self.index.count_nodes() == len(self.nodes)
+        assert self.index.tree.count_nodes() == len(self.nodes)
         for ino, node in self.nodes.items():
-            assert self.index.node(ino) == node
+            assert self.index.tree.node(ino) == node
         seen = {}
         for parent in (ROOT_INO, 1000, 1001):
-            entries = self.index.entries(parent, 2, 100)
+            entries = self.index.listings.entries(parent, 2, 100)
             cookies = [dirent.cookie for dirent, _ in entries]
             assert cookies == sorted(cookies)
             for dirent, listed in entries:
-                assert self.index.dirent(parent, dirent.name) == dirent
+                assert self.index.tree.dirent(parent, dirent.name) == dirent
                 assert listed == self.nodes.get(dirent.ino)
                 assert self.cookies[parent, dirent.name] == dirent.cookie
                 _cookie, name, type_, ino, checked_ns, shown = dirent
                 seen[parent, name] = (ino, type_, checked_ns, shown)
             shown_rows = [row for row in entries if (parent, row[0].name) in self.listed_names]
-            assert self.index.entries(parent, 2, 100, only_listed=True) == shown_rows
-            assert self.index.entries(parent, 2, 2, only_listed=True) == shown_rows[:2]
+            assert self.index.listings.entries(parent, 2, 100, only_listed=True) == shown_rows
+            assert self.index.listings.entries(parent, 2, 2, only_listed=True) == shown_rows[:2]
         assert seen == self.names
         self.replicas_agree()
-        assert self.index.pins() == sorted(self.pins)
+        assert self.index.pins.pins() == sorted(self.pins)
         for ino in self.nodes:
-            assert self.index.pinned(ino) == self.expected_pin(ino)
+            assert self.index.pins.pinned(ino) == self.expected_pin(ino)
 
     @invariant()
     def what_others_have_seen_holds(self) -> None:
@@ -446,10 +446,10 @@ class IndexMachine(RuleBasedStateMachine):
 
     def replicas_agree(self) -> None:
         counting = {i: record for i, (record, _) in self.replicas.items() if self.counts(i)}
-        assert dict(self.index.replicas()) == counting
+        assert dict(self.index.replicas.all()) == counting
         for ino in self.replicas:
-            assert self.index.replica(ino) == counting.get(ino)
-        assert set(self.index.journal()) == self.journal
+            assert self.index.replicas.replica(ino) == counting.get(ino)
+        assert set(self.index.replicas.journal()) == self.journal
         self.segments_agree()
         totals: dict[int, TierTotals] = {}
         for record, _ in self.replicas.values():
@@ -461,31 +461,31 @@ class IndexMachine(RuleBasedStateMachine):
                 known.found + (state is ReplicaState.FOUND),
                 known.allocated_bytes + record.allocated_bytes,
             )
-        assert self.index.tier_totals() == totals
+        assert self.index.replicas.tier_totals() == totals
         for tier in (0, 1):
             of_tier = {i: record for i, record in counting.items() if record.tier == tier}
             names = sorted((record.name, ino) for ino, record in of_tier.items())
-            assert self.index.names(tier, b"", b"", 100) == names
+            assert self.index.replicas.names(tier, b"", b"", 100) == names
             goes = [
                 ino
                 for ino, record in sorted(of_tier.items())
                 if record.state is ReplicaState.FOUND
                 or (ino in self.nodes and self.nodes[ino].outdated)
             ]
-            assert self.index.outdated_replicas(tier, 100) == goes
+            assert self.index.replicas.outdated_replicas(tier, 100) == goes
 
     def segments_agree(self) -> None:
         for tier in (0, 1):
             known = {segment: dirty for (t, segment), dirty in self.segments.items() if t == tier}
-            assert self.index.segments(tier) == known
+            assert self.index.segments.segments(tier) == known
             for segment in (1, 2, 3):
-                assert self.index.segment_records(tier, segment) == sorted(
+                assert self.index.segments.segment_records(tier, segment) == sorted(
                     (record.offset, ino)
                     for ino, (record, _) in self.replicas.items()
                     if (record.tier, record.segment) == (tier, segment)
                 )
         sharing = sum(1 for record, _ in self.replicas.values() if record.segment)
-        assert self.index.segment_replicas() == sharing
+        assert self.index.segments.segment_replicas() == sharing
 
     def expected_pin(self, ino: int) -> bool:
         return not self.pins.isdisjoint(self.climb(ino))

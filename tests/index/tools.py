@@ -65,18 +65,20 @@ def open_index(directory: Path, map_bytes: int = 1 << 30, *, trust: bool = False
 
 
 def add_listing(index: Index, parent: int, *names: tuple[bytes, int]) -> None:
-    sequence = index.begin_listing(parent)
-    index.add_entries(parent, sequence, [(n, FileType.REGULAR, i, 0) for n, i in names], NOW)
+    sequence = index.listings.begin_listing(parent)
+    index.listings.add_entries(
+        parent, sequence, [(n, FileType.REGULAR, i, 0) for n, i in names], NOW
+    )
     finish_listing(index, parent, sequence)
 
 
 def finish_listing(index: Index, parent: int, sequence: int, *, lists_all: bool = True) -> None:
-    for _ in index.finish_listing(parent, sequence, Listing(NOW, NOW, NOW, lists_all)):
+    for _ in index.listings.finish_listing(parent, sequence, Listing(NOW, NOW, NOW, lists_all)):
         pass
 
 
 def names_in(index: Index, parent: int) -> list[bytes]:
-    return [dirent.name for dirent, _ in index.entries(parent, 2, 1000)]
+    return [dirent.name for dirent, _ in index.listings.entries(parent, 2, 1000)]
 
 
 @contextmanager

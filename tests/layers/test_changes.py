@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.fs.cached_listings import LATE_NS
-from monarchfs.fs.freshness import FOREVER_SECONDS
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata.cached_listings import LATE_NS
+from monarchfs.metadata.freshness import FOREVER_SECONDS
+from monarchfs.metadata.tree import Missing
 from monarchfs.source import posix
 from monarchfs.source.posix import Found, FoundEach, PosixSource
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane

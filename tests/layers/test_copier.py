@@ -245,9 +245,10 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
     area.write("d/a", content(1000))
     async with area.mounted() as mirror:
         scan = Scan(mirror.tree, mirror.copier.jobs)
-        for call in ("record_found_each", "begin_listing"):
+        for call in ("tree.record_found_each", "listings.begin_listing"):
             with monkeypatch.context() as patch:
-                patch.setattr(mirror.index, call, disk_is_full)
+                part, name = call.split(".")
+                patch.setattr(getattr(mirror.index, part), name, disk_is_full)
                 await (scan.everything() if all_of_it else scan.listed([b"d/a"]))
         assert scan.failed == (2 if all_of_it else 1)
 
@@ -320,7 +321,7 @@ async def test_each_node_scans_in_an_order_of_its_own(
             clock.autojump_threshold = math.inf
             assert 0 < trio.current_time() - begun < 2
             jobs = iter(mirror.copier.jobs.queue.pop, None)
-            nodes = [mirror.index.node(ino) for ino, _priority in jobs]
+            nodes = [mirror.index.tree.node(ino) for ino, _priority in jobs]
             orders.append([node.name for node in nodes if node is not None])
     assert sorted(orders[0]) == sorted(orders[1])
     assert len(orders[0]) == 40
@@ -364,7 +365,7 @@ async def test_many_files_are_few_calls_and_few_transactions(
     async with area.mount(copies=False) as mirror:
         copy_idle = CopyIdle(mirror.copier.jobs, Scan(mirror.tree, mirror.copier.jobs), 0)
         commits = 0
-        real = mirror.index._write
+        real = mirror.index.environment.write
 
         def write(*args: object, **options: object) -> object:
             nonlocal commits
@@ -373,7 +374,7 @@ async def test_many_files_are_few_calls_and_few_transactions(
 
         await mirror.want_each(names)
         whole, tell = mirror.whole, mirror.whole.misses_events
-        monkeypatch.setattr(mirror.index, "_write", write)
+        monkeypatch.setattr(mirror.index.environment, "write", write)
         monkeypatch.setattr(whole, "misses_events", lambda: [] if whole.busy else tell())
         mirror.copier.together.value = 50
         mirror.start_copying()
@@ -460,7 +461,7 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(
         mirror.arrivals.take_events()
         await trio.testing.wait_all_tasks_blocked()
         assert mirror.metrics.copies_completed == 0
-        accounts = mirror.cache.placement.ledger(mirror.tier.id)
+        accounts = mirror.cache.accounts.placement.ledger(mirror.tier.id)
         assert (accounts.reserved_bytes, accounts.files) == (0, 0)
     async with area.mount() as mirror:
         assert mirror.states([await mirror.ino(name) for name in names]) == ["remote"] * 6
@@ -486,7 +487,7 @@ async def test_a_file_that_has_changed_is_not_stored(area: Area, names: list[str
         await begin(mirror, names)
         await mirror.settled()
         assert mirror.states(inos) == ["resident"] * 2 + ["remote"] + ["resident"] * 3
-        node = mirror.index.node(inos[2])
+        node = mirror.index.tree.node(inos[2])
         assert node is not None
         assert node.outdated
 
@@ -500,7 +501,7 @@ async def test_what_cannot_be_recorded_leaves_nothing_behind(
     async with area.mount(copies=False, shares=shares) as mirror:
         inos = [await mirror.ino(name) for name in names]
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, call, disk_is_full)
+            patch.setattr(mirror.index.replicas, call, disk_is_full)
             await begin(mirror, names)
             await mirror.settled()
         assert mirror.states(inos) == ["remote"] * 6
@@ -557,7 +558,7 @@ async def looked_again() -> None:
 
 
 def resident(mirror: Mirror) -> int:
-    return sum(totals.resident for totals in mirror.index.tier_totals().values())
+    return sum(totals.resident for totals in mirror.index.replicas.tier_totals().values())
 
 
 async def test_as_many_again_of_the_same_directory(area: Area) -> None:

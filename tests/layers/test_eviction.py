@@ -99,12 +99,12 @@ async def test_open_and_pinned_replicas_stay(files: Area) -> None:
     async with files.mounted([ROOM], eviction=LRU) as mirror:
         await read_all(mirror, "0123")
         handle = await mirror.open("0")
-        mirror.cache.index.pin(await mirror.ino("1"))
+        mirror.cache.index.pins.pin(await mirror.ino("1"))
         await read_all(mirror, "4567")
         assert await resident(mirror) == set("0167")
         assert await mirror.read(handle, 5, 100) == content(SIZE, 0)[5:105]
         handle.release()
-        mirror.cache.index.unpin(await mirror.ino("1"))
+        mirror.cache.index.pins.unpin(await mirror.ino("1"))
         await read_all(mirror, "2345")
         assert await resident(mirror) == set("2345")
 
@@ -144,7 +144,7 @@ async def test_a_removed_file_counts_until_who_has_it_open_closes_it(files: Area
         await read_all(mirror, "01")
         used = mirror.used()
         handle = await mirror.open("0")
-        assert mirror.cache.drop(handle.ino, "for the test")
+        assert mirror.cache.accounts.drop(handle.ino, "for the test")
         await mirror.idle()
         assert blocks(mirror) < mirror.used() == used, "unlinked, it keeps its blocks"
         assert await mirror.read(handle, 0, SIZE) == content(SIZE, 0)
@@ -207,7 +207,7 @@ async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
     async with files.mounted(shares=shares) as mirror:
         ino = await mirror.copied("0")
         forgotten: list[int] = []
-        mirror.cache._forget_pages = forgotten.append
+        mirror.cache.accounts.on_corrupt.add(forgotten.append)
         handle = await mirror.open("0")
         damage(mirror.tier, mirror.replica(ino), 70_000)
         async with trio.open_nursery() as nursery:
@@ -227,7 +227,7 @@ async def test_a_corrupt_replica_does_not_move(files: Area, shares: bool) -> Non
         await read_all(mirror, "0123")
         ino = await mirror.ino("1")
         damage(mirror.tiers[1], mirror.replica(ino), 50_000)
-        mirror.cache.drop(await mirror.ino("0"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")
         await mirror.idle()
         (await mirror.open("1")).release()
         await until(lambda: mirror.metrics.replicas_corrupt == 1, "the move to fail")
@@ -244,12 +244,12 @@ async def test_a_move_waits_until_the_replica_is_closed(files: Area, shares: boo
         fast, slow = (tier.path for tier in mirror.tiers)
         tiers = [mirror.residency.tier(await mirror.ino(name)) for name in "012"]
         assert tiers == [fast, slow, slow]
-        mirror.cache.drop(await mirror.ino("0"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")
         await mirror.idle()
         handle = await mirror.open("1")
         await until(lambda: blocks(mirror) > SIZE, "the copy")
         assert mirror.residency.tier(handle.ino) == slow
-        journal = [tier for tier, _name in mirror.index.journal()]
+        journal = [tier for tier, _name in mirror.index.replicas.journal()]
         assert shares or mirror.tiers[0].id in journal, "a crash would leave it uncounted"
         assert await mirror.read(handle, 0, SIZE) == content(SIZE, 1)
         handle.release()

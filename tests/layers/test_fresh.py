@@ -15,10 +15,10 @@ import trio.testing
 
 from monarchfs.fs import racy_opens
 from monarchfs.fs.files import FileHandle
-from monarchfs.fs.freshness import UNSETTLED_SECONDS
-from monarchfs.fs.tree import Missing
 from monarchfs.fuse import notify
 from monarchfs.fuse.notify import Notifier
+from monarchfs.metadata.freshness import UNSETTLED_SECONDS
+from monarchfs.metadata.tree import Missing
 from monarchfs.prefetch.fill import Fill
 from monarchfs.types import ROOT_INO, Data, FreshnessMode
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
@@ -174,7 +174,7 @@ async def test_a_read_under_way_is_answered_from_one_version(
             await begun.wait()
             in_place(area.source / "f")
             mirror.files.invalidation.noticed(handle.ino)
-            nonresident.outdated()
+            nonresident.copy.outdated()
             gate.open()
         assert got[0] in (OLD, NEW)
         assert await mirror.read(handle, 0, 3 * MIB) == NEW

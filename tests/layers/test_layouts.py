@@ -84,7 +84,9 @@ async def test_copies_are_spread_over_the_targets(
         fills = []
         for name in names:
             fill = await mirror.copier.files.open(await mirror.node(name))
-            fill.remote.layout = mirror.posix.layout(await fill.remote.open(Lane.BACKGROUND))
+            fill.copy.remote.layout = mirror.posix.layout(
+                await fill.copy.remote.open(Lane.BACKGROUND)
+            )
             fills.append(fill)
         gate = mirror.posix.faults.gate("read")
         await mirror.want_each(names)
@@ -97,7 +99,7 @@ async def test_copies_are_spread_over_the_targets(
             gate.release(number % 2)
         gate.open()
         for fill in fills:
-            fill.release()
+            fill.copy.release()
         await mirror.settled()
         assert seen[(0, 1)] > 15
 

@@ -114,7 +114,7 @@ async def test_a_file_that_lacked_only_its_last_step_is_finished_unread(
             await trio.sleep_forever()
             raise AssertionError
 
-        monkeypatch.setattr(mirror.cache, "finish", finish)
+        monkeypatch.setattr(mirror.cache.writer, "finish", finish)
         await mirror.want("large")
         await begun.wait()
         mirror.nursery.cancel_scope.cancel()
@@ -154,23 +154,23 @@ async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(
     async with area.mount(shares=False) as mirror:
         inos = [await mirror.copied(names[0])]
         mirror.tier.faults.fail("sync", errno.EIO, times=1)
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         assert durable(mirror, *inos) == {False}
         await mirror.mend()
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "mark_durable", disk_is_full)
-            patch.setattr(mirror.index, "sync", disk_is_full)
-            await mirror.cache.sync()
+            patch.setattr(mirror.index.replicas.all, "mark_durable", disk_is_full)
+            patch.setattr(mirror.index.environment, "sync", disk_is_full)
+            await mirror.cache.accounts.sync()
         inos.append(await mirror.copied(names[1]))
         gate = mirror.tier.faults.gate("sync")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.cache.sync)
+            nursery.start_soon(mirror.cache.accounts.sync)
             await gate.arrived()
             inos.append(await mirror.copied(names[2]))
             nursery.cancel_scope.cancel()
         gate.open()
         assert durable(mirror, *inos) == {False}
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         assert durable(mirror, *inos) == {True}
     async with area.mounted(boot_id=b"second boot") as again:
         await again.read_each(names)
@@ -182,17 +182,17 @@ async def test_a_replica_made_during_a_sync_is_not_part_of_it(area: Area) -> Non
     names = area.write_files(3)
     async with area.mount() as mirror:
         first, third = await mirror.copied(names[0]), await mirror.copied(names[2])
-        mirror.cache.drop(third, "for the test")
+        mirror.cache.accounts.drop(third, "for the test")
         gate = mirror.tier.faults.gate("sync")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.cache.sync)
+            nursery.start_soon(mirror.cache.accounts.sync)
             await gate.arrived()
-            mirror.cache.drop(first, "for the test")
+            mirror.cache.accounts.drop(first, "for the test")
             inos = [await mirror.copied(name) for name in names]
             assert (inos[0], inos[2]) == (first, third)
             gate.open()
         assert durable(mirror, *inos) == {False}
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         assert durable(mirror, *inos) == {True}
 
 

@@ -181,7 +181,7 @@ class Passing:
         self.passthrough = Passthrough(
             mirror.files, self._send, mirror.metrics, self.threads, counts=True
         )
-        mirror.cache.bind(mirror.files.invalidation.noticed, self.passthrough)
+        mirror.cache.accounts.bind(self.passthrough)
         self.adapter = Adapter(
             FileSystem(mirror.tree, mirror.files, mirror.xattrs),
             Interrupts(mirror.metrics),
@@ -196,8 +196,8 @@ class Passing:
 
     def _missing(self, ino: int) -> bytes | None:
         """All of a file that has no replica, as the source has it; None for another version."""
-        node = self.mirror.index.node(ino)
-        if node is None or node.outdated or self.mirror.index.replica(ino) is not None:
+        node = self.mirror.index.tree.node(ino)
+        if node is None or node.outdated or self.mirror.index.replicas.replica(ino) is not None:
             return None
         path = self.mirror.area.source / os.fsdecode(node.name)
         st = path.stat()
@@ -341,9 +341,9 @@ async def test_a_replica_that_goes_under_an_open(passing: Mounted, corrupt: bool
         early = await kernel.open("0")
         assert early.backing_id
         if corrupt:
-            mirror.cache.corrupt(early.ino)
+            mirror.cache.accounts.corrupt(early.ino)
         else:
-            mirror.cache.drop(early.ino, "its replica was lost")
+            mirror.cache.accounts.drop(early.ino, "its replica was lost")
         late = await kernel.open("0")
         assert late.ino != early.ino
         assert late.backing_id == 0
@@ -374,7 +374,7 @@ async def test_a_replica_that_goes_while_its_id_is_asked_for(passing: Mounted, o
             for _ in range(opens):
                 nursery.start_soon(read_relayed, kernel)
             await until(lambda: bool(kernel.registry.files), "the question")
-            mirror.cache.corrupt(ino)
+            mirror.cache.accounts.corrupt(ino)
             kernel.answer_at_last()
         await mirror.idle()
         assert mirror.metrics.passthrough_opens == 0
@@ -502,9 +502,9 @@ class World:
                 case 0:
                     mirror.cache.evict(ino)
                 case 1:
-                    mirror.cache.corrupt(ino)
+                    mirror.cache.accounts.corrupt(ino)
                 case 2:
-                    mirror.cache.drop(ino, "its replica was lost")
+                    mirror.cache.accounts.drop(ino, "its replica was lost")
                 case 3:
                     data = content(SIZE + step, step + 50)
                     self.contents[name].append(data)

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from monarchfs.fs import find
 from monarchfs.fs import why as why_module
-from monarchfs.fs.find import Finder
 from monarchfs.fs.why import Why
+from monarchfs.metadata import find
+from monarchfs.metadata.find import Finder
 from monarchfs.prefetch.queue import Priority
 from monarchfs.types import OperationError
 from tests.support.lookups import OPEN
@@ -120,7 +120,7 @@ async def test_a_replica_that_was_lost(files: Area) -> None:
         await says(mirror, "a", "copying failed")
         mirror.posix.faults.end()
         await mirror.copied("a")
-        mirror.cache.corrupt(ino)
+        mirror.cache.accounts.corrupt(ino)
         await mirror.idle()
         assert await told(mirror, "a") == ("copy lost", "its replica was corrupt (just now)")
 

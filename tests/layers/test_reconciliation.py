@@ -46,7 +46,7 @@ async def left_behind(files: Area) -> None:
     """Both were copied, and synced."""
     async with files.mount() as mirror:
         await read_both(mirror)
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
 
 
 async def test_after_a_reboot_what_was_not_synced_is_gone(
@@ -54,7 +54,7 @@ async def test_after_a_reboot_what_was_not_synced_is_gone(
 ) -> None:
     async with files.mount() as mirror:
         await mirror.copied("small")
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         monkeypatch.setattr(mirror.tier, "sync", fail)
         await mirror.copied("large")
         (path,) = own_files(files.tier(1))
@@ -77,7 +77,7 @@ async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: A
         more = path.stat().st_blocks * 512 - before
         assert more >= 8192
         used = mirror.used()
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         assert mirror.used() == used + more
 
 
@@ -123,14 +123,16 @@ async def test_what_a_reader_missed_first_is_not_lost_twice_nor_its_new_copy(fil
         ino = await mirror.copied("other")
         record = mirror.replica(ino)
         # Between the comparison and what is done about it: the reader, and the copy.
-        mirror.cache.drop(ino, "its replica was lost")
+        mirror.cache.accounts.drop(ino, "its replica was lost")
         await mirror.idle()
-        mirror.cache._tiers.begin_outage(mirror.tier.id, Outage.RECONCILIATION, "looked at")
+        mirror.cache.accounts.all_tiers.begin_outage(
+            mirror.tier.id, Outage.RECONCILIATION, "looked at"
+        )
         await mirror.copied("other")
-        await mirror.cache._reconciliation._mend(mirror.tier, [MissingFile(ino, record)])
+        await mirror.cache.accounts.reconciliation._mend(mirror.tier, [MissingFile(ino, record)])
         assert mirror.replica(ino).tier == mirror.tiers[1].id
         assert mirror.metrics.replicas_lost == 0
-        mirror.cache._tiers.end_outage(mirror.tier.id, Outage.RECONCILIATION)
+        mirror.cache.accounts.all_tiers.end_outage(mirror.tier.id, Outage.RECONCILIATION)
 
 
 async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
@@ -139,7 +141,7 @@ async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
         await mirror.read(handle, MIB, 1000)
         await mirror.idle()
         fill = mirror.copier.jobs.files[handle.ino]
-        fill.checkpoint()
+        fill.copy.checkpoint()
         await mirror.read(handle, 2 * MIB, 10)
         await mirror.idle()
         assert mirror.replica(handle.ino).state is ReplicaState.PARTIAL
@@ -163,7 +165,7 @@ async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -
         await mirror.read(handle, MIB, 1000)
         handle.release()
         await mirror.idle()
-        mirror.index.meta_put(b"stock:1", b"")
+        mirror.index.meta.put(b"stock:1", b"")
         (Path(mirror.tier.path) / "parts" / ("d" * 32)).write_bytes(b"left over")
     async with files.mounted(copies=False) as mirror:
         await mirror.idle()
@@ -181,7 +183,7 @@ async def unsynced_in_two_tiers(files: Area, patch: pytest.MonkeyPatch) -> None:
     async with files.mount(TWO_TIERS, shares=False) as mirror:
         for name in ("small", "large", "other"):
             await mirror.copied(name)
-        assert {record.tier for _ino, record in mirror.index.replicas()} == {1, 2}
+        assert {record.tier for _ino, record in mirror.index.replicas.all()} == {1, 2}
 
 
 async def test_no_tier_counts_the_reconciliation_of_another_is_about_to_drop(
@@ -200,7 +202,7 @@ async def test_no_tier_counts_the_reconciliation_of_another_is_about_to_drop(
         await gate.arrived()
         # The other tier waits: nothing can be awaited but that it had the time.
         end = time.monotonic() + 0.2
-        running = mirror.cache._reconciliation.running
+        running = mirror.cache.accounts.reconciliation.running
         await until(lambda: time.monotonic() > end or len(running) < 2, "the other")
         gate.open()
         await mirror.settled()
@@ -221,7 +223,7 @@ async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_re
     after: dict[str, Any] = {"shares": False, "boot_id": b"second boot"}
     async with files.mount(TWO_TIERS, **after, sound=False) as mirror:
         await mirror.idle()
-        assert mirror.cache._tiers.out_of_service(1)
+        assert mirror.cache.accounts.all_tiers.out_of_service(1)
         assert mirror.used(1) == 0
         await mirror.copied("large")
     monkeypatch.undo()

@@ -13,11 +13,11 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import refresh as refresh_module
-from monarchfs.fs.load import Load
-from monarchfs.fs.refresh import Refresh, RefreshResult
-from monarchfs.fs.tree import Missing
-from monarchfs.snapshot.export import export
+from monarchfs.metadata import refresh as refresh_module
+from monarchfs.metadata.load import Load
+from monarchfs.metadata.refresh import Refresh, RefreshResult
+from monarchfs.metadata.snapshot_export import export
+from monarchfs.metadata.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
 from tests.support.lookups import IMMUTABLE, METADATA, OPEN, TTL, entry, names
 from tests.support.mirror import Area, Mirror, content

@@ -67,7 +67,9 @@ async def is_left(area: Area, names: list[str], **options: Any) -> None:
     """The next mount serves these files itself, and has given everything else back."""
     async with area.mounted(copies=False, **options) as mirror:
         await until(lambda: blocks(mirror.tier) == len(names) * TAKEN, "the rest to be given back")
-        await until(lambda: len(mirror.index.segments(mirror.tier.id)) == 1, "so for segments")
+        await until(
+            lambda: len(mirror.index.segments.segments(mirror.tier.id)) == 1, "so for segments"
+        )
         await mirror.idle()
         mirror.check_books()
         await read_locally(mirror, names)
@@ -95,7 +97,7 @@ def segment_bytes(tier: FaultyTier, replica: Replica) -> bytes:
 
 def unsynced(mirror: Mirror) -> None:
     """As if the machine went down now: nothing is synced at the end of this mount."""
-    for group in mirror.cache._durability._unsynced.values():
+    for group in mirror.cache.accounts.durability._unsynced.values():
         del group[:]
 
 
@@ -128,12 +130,14 @@ async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> No
         mirror.tier.faults.fail("after_write", errno.EIO, after=2, times=1)
         nodes = [await mirror.node(name) for name in names]
         inos = [node.ino for node in nodes]
-        reserved = mirror.cache.reserve_each(nodes, evicts=False)
+        reserved = mirror.cache.reservations.reserve_each(nodes, evicts=False)
         places = [(place, content(SIZE, n)) for n, place in enumerate(reserved) if place]
-        for (place, _), result in zip(places, await mirror.cache.write_each(places), strict=True):
+        for (place, _), result in zip(
+            places, await mirror.cache.writer.write_each(places), strict=True
+        ):
             if isinstance(result, OSError):  # as the copier does
-                mirror.cache.tier_failed(place, result)
-                await mirror.cache.abandon(place, Cause.FAILED, "for the test")
+                mirror.cache.writer.tier_failed(place, result)
+                await mirror.cache.writer.abandon(place, Cause.FAILED, "for the test")
         assert mirror.states(inos).count("remote") == 1
         assert mirror.metrics.copies_completed == 5
         await mirror.settled()
@@ -167,7 +171,7 @@ async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
     """A tier of 64 MiB has segments of 4 MiB."""
     taken = allocated(900 * KIB)
     async with copied(area, 9, 900 * KIB, room=64 * MIB) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         await read_locally(mirror, names)
         by_segment: dict[int, list[int]] = {}
         for ino in inos:
@@ -186,9 +190,9 @@ async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
                 assert path.exists() != last
                 assert path.with_suffix(".list").exists() != last
                 mirror.check_books()
-        (empty,) = mirror.index.segments(mirror.tier.id)
+        (empty,) = mirror.index.segments.segments(mirror.tier.id)
     async with area.mounted([64 * MIB], copies=False) as mirror:
-        await until(lambda: not mirror.index.segments(mirror.tier.id), "it to be removed")
+        await until(lambda: not mirror.index.segments.segments(mirror.tier.id), "it to be removed")
         assert empty not in mirror.tier.segments.found()
         assert not lies_in(mirror.tier, empty).with_suffix(".list").exists()
 
@@ -206,7 +210,7 @@ async def test_no_list_outlives_its_segment(area: Area, monkeypatch: pytest.Monk
 
         monkeypatch.setattr(SegmentLists, "append", append)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.cache.sync)
+            nursery.start_soon(mirror.cache.accounts.sync)
             await gate.arrived()
             await evict(mirror, *(ino for ino in inos if mirror.replica(ino).segment == first))
             assert not lies_in(mirror.tier, first).exists()
@@ -221,10 +225,10 @@ async def test_what_is_open_is_given_back_when_it_is_closed(area: Area, durable:
     async with area.mount() as mirror:
         inos = [await mirror.copied(name) for name in names]
         if durable:
-            await mirror.cache.sync()
+            await mirror.cache.accounts.sync()
         old = mirror.replica(inos[1])
         first, second = await mirror.open(names[1]), await mirror.open(names[1])
-        assert mirror.cache.drop(inos[1], "for the test")
+        assert mirror.cache.accounts.drop(inos[1], "for the test")
         await mirror.cache.maintain()
         await mirror.idle()
         assert mirror.residency.state(inos[1]) == "remote"
@@ -253,7 +257,7 @@ async def test_what_threads_are_reading_stays_until_they_have_read_it(
         busy = {ino}
         monkeypatch.setattr(mirror.cache.readers, "reading", busy.__contains__)
         old = mirror.replica(ino)
-        assert mirror.cache.drop(ino, "for the test")
+        assert mirror.cache.accounts.drop(ino, "for the test")
         await trio.sleep(0.02)
         assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
         assert mirror.used() == 2 * TAKEN
@@ -265,7 +269,7 @@ async def test_what_threads_are_reading_stays_until_they_have_read_it(
 def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
     """The calls on which the order of a removal depends, in their order."""
     calls: list[str] = []
-    real, drop = mirror.index.sync, mirror.index.drop_replicas
+    real, drop = mirror.index.environment.sync, mirror.index.replicas.drop_replicas
 
     def sync() -> None:
         calls.append("begin sync")
@@ -276,8 +280,8 @@ def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
         drop(inos)
         calls.append("commit")
 
-    patch.setattr(mirror.index, "sync", sync)
-    patch.setattr(mirror.index, "drop_replicas", dropping)
+    patch.setattr(mirror.index.environment, "sync", sync)
+    patch.setattr(mirror.index.replicas.all, "drop_replicas", dropping)
     mirror.tier.faults.before("remove", lambda: calls.append("punch"))
     return calls
 
@@ -286,7 +290,7 @@ async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with copied(area, 2, of=4) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         inos += await copy(mirror, names[2:])
         calls = listen(mirror, monkeypatch)
         await evict(mirror, inos[3])
@@ -301,7 +305,7 @@ async def test_one_that_a_power_cut_could_bring_back_is_enough(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with copied(area, 1, of=4) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         inos += await copy(mirror, names[1:])
         calls = listen(mirror, monkeypatch)
         # The first goes alone, and the others together when that has gone.
@@ -318,10 +322,10 @@ async def test_one_that_a_power_cut_could_bring_back_is_enough(
 
 async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     async with copied(area, 3) as (mirror, _, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         old = mirror.replica(inos[0])
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "sync", disk_is_full)
+            patch.setattr(mirror.index.environment, "sync", disk_is_full)
             await evict(mirror, inos[0])
             for _ in range(2):
                 await mirror.cache.maintain()
@@ -336,12 +340,12 @@ async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyP
 
 async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -> None:
     async with copied(area, 2, of=3, sound=False) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         inos += await copy(mirror, names[2:])
         lying = [mirror.replica(ino) for ino in inos]
         for ino in (inos[0], inos[2]):
             assert mirror.cache.evict(ino)
-        mirror.index._frozen = "for the test"
+        mirror.index.environment._frozen = "for the test"
         assert not mirror.cache.evict(inos[1])
         await mirror.idle()
         await mirror.cache.maintain()
@@ -357,7 +361,7 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
     async with copied(area, 3, of=5, sound=False) as (mirror, names, _):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         before = shutil.copytree(area.state, area.path / "before")
         await copy(mirror, names[3:])
         unsynced(mirror)
@@ -371,7 +375,7 @@ async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
 
 async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -> None:
     async with copied(area, 5, of=6, sound=False) as (mirror, names, inos):
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         await copy(mirror, names[5:])  # not in a list
         unsynced(mirror)
         spoilt = mirror.replica(inos[2])
@@ -379,7 +383,7 @@ async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -
     set_aside(str(area.state))
     async with area.mounted(copies=False) as mirror:
         await mirror.idle()
-        assert mirror.index.tier_totals()[mirror.tier.id].found == 4
+        assert mirror.index.replicas.tier_totals()[mirror.tier.id].found == 4
         assert occupied(mirror) == 4 * TAKEN
         mirror.check_books()
         await mirror.read_each(names)
@@ -410,7 +414,7 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
     async with area.mounted(copies=False) as mirror:
         await mirror.idle()
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
-        assert mirror.index.tier_totals()[mirror.tier.id].found == 3
+        assert mirror.index.replicas.tier_totals()[mirror.tier.id].found == 3
         await mirror.read_each(names)
 
 
@@ -425,9 +429,9 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     async with area.mounted([FAST, ALL_ROOM]) as mirror:
         inos = [await mirror.copied(name) for name in names]
         assert [mirror.replica(ino).tier for ino in inos] == [tier.id for tier in mirror.tiers]
-        assert mirror.cache.drop(inos[0], "for the test")
+        assert mirror.cache.accounts.drop(inos[0], "for the test")
         await mirror.idle()
-        mirror.cache._segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
+        mirror.cache.accounts.segments._allocators[mirror.tier.id].seal()  # type: ignore[union-attr]
         tried = trio.Event()
 
         def fail(*_: object, **options: object) -> None:
@@ -435,16 +439,17 @@ async def test_a_move_that_cannot_be_recorded_leaves_nothing(
             disk_is_full()
 
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, call, fail)
+            part, name = call.split(".")
+            patch.setattr(getattr(mirror.index, part), name, fail)
             await mirror.read_file(names[1])
             with trio.fail_after(5):
                 await tried.wait()
-            await until(lambda: not mirror.cache._busy, "its end")
+            await until(lambda: not mirror.cache.accounts.busy, "its end")
             await mirror.idle()
         assert mirror.replica(inos[1]).tier == mirror.tiers[1].id
         assert blocks(mirror.tier) == 0
         await read_locally(mirror, names[1:])
-        await until(lambda: not mirror.cache._busy, "the move")
+        await until(lambda: not mirror.cache.accounts.busy, "the move")
 
 
 def replaced(path: Path) -> None:

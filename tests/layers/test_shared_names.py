@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from monarchfs.fs import shared_names, statahead
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.tree import Entry
+from monarchfs.metadata import shared_names, statahead
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.tree import Entry
 from monarchfs.peers import names as peer_names
 from monarchfs.peers.name_supply import NameSupply
 from monarchfs.peers.names import (
@@ -239,9 +239,9 @@ async def test_what_has_no_known_age_is_for_immutable_alone(many: Area) -> None:
         assert await go_through(a) == SIZES
         d, mount_ns = await a.ino("d"), a.tree.freshness.mount_ns
         # As if an earlier mount, a peer or an index file had told them.
-        rows = a.index.entries(d, 0, 2 * FILES)
+        rows = a.index.listings.entries(d, 0, 2 * FILES)
         told = [(dirent.name, node.stat, node.target) for dirent, node in rows if node is not None]
-        a.index.record_found_each(d, told, mount_ns)
+        a.index.tree.record_found_each(d, told, mount_ns)
         many.write("d/0007", b"changed")
         assert await go_through(b) == SIZES | {b"0007": 7}
 
@@ -291,7 +291,7 @@ async def test_a_peer_that_is_no_use(many: Area, what: str) -> None:
                 owner.lies = PeerNames(0, rows)
         if what != "of other files":
             assert await go_through(b) == SIZES
-            assert b.index.dirent(await b.ino("d"), b"made up") is None
+            assert b.index.tree.dirent(await b.ino("d"), b"made up") is None
             return
         with suppress(OSError):  # as when the source changes
             assert await b.read_file("d/0007") in (b"x" * 5, b"x" * 7)

@@ -17,9 +17,9 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import cached_listings, directories, sibling_names, statahead, unlisted
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.tree import Entry, Missing
+from monarchfs.metadata import cached_listings, directories, sibling_names, statahead, unlisted
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, fails, names
@@ -102,12 +102,12 @@ class Directory:
         return await attribute(self.mirror, self.number(name), attribute_name)
 
     def number(self, name: bytes) -> int:
-        dirent = self.mirror.index.dirent(self.ino, name)
+        dirent = self.mirror.index.tree.dirent(self.ino, name)
         assert dirent is not None
         return dirent.ino
 
     async def is_listed(self) -> None:
-        await until(lambda: self.mirror.index.listing(self.ino) is not None, "the listing")
+        await until(lambda: self.mirror.index.listings.listing(self.ino) is not None, "the listing")
 
     async def listing_ends(self) -> None:
         """Or is broken off."""
@@ -138,12 +138,12 @@ async def test_each_name_is_asked_for_once_and_in_few_batches(
     hours.pass_by(1)  # else the last ones are in the tick of their making
     async with listed(many, mode=mode) as d:
         order = in_no_order() if shuffled else d.order
-        commits = d.mirror.index._commits
+        commits = d.mirror.index.environment._commits
         for _ in range(2):
             assert await d.stat(order) == SIZES
         assert d.operations() == {"stat": FILES}
         assert d.operations.batches < FILES / 10
-        assert d.mirror.index._commits - commits <= d.operations.batches + 1
+        assert d.mirror.index.environment._commits - commits <= d.operations.batches + 1
         if mode is TTL:
             hours.pass_by(61)
             assert await d.stat(order) == SIZES
@@ -170,7 +170,7 @@ async def test_what_is_used_near_its_expiry_is_asked_for_ahead(many: Area, hours
         young_ns = time.time_ns() - 10 * 10**9
 
         def renewed() -> bool:
-            rows = mirror.index.entries(d.ino, 0, FILES)
+            rows = mirror.index.listings.entries(d.ino, 0, FILES)
             return all(node is not None and node.fetched_ns > young_ns for _entry, node in rows)
 
         await until(renewed, "all to be asked for")
@@ -262,7 +262,7 @@ async def test_names_that_nobody_has_listed_come_in_few_batches(
         # How long the listing takes is not ours to say.
         assert d.operations.batches - len(singles) < 30
         assert singles[:3] == order[:3]
-        assert d.mirror.index.listing(d.ino) is not None
+        assert d.mirror.index.listings.listing(d.ino) is not None
         assert await d.lacks(b"no such name")
         assert d.operations() == {}
 
@@ -314,8 +314,8 @@ async def test_one_that_turns_out_to_be_large(many: Area, monkeypatch: pytest.Mo
     async with looked_up(many) as d:
         await d.stat(in_no_order(4))
         await d.listing_ends()
-        assert 100 < len(d.mirror.index.entries(d.ino, 0, FILES)) <= 160
-        assert d.mirror.index.listing(d.ino) is None
+        assert 100 < len(d.mirror.index.listings.entries(d.ino, 0, FILES)) <= 160
+        assert d.mirror.index.listings.listing(d.ino) is None
         await d.stat(in_no_order())
         await d.is_listed()
         assert d.mirror.posix.faults.calls["list"] == 2

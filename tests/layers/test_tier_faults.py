@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.cache import groups
+from monarchfs.cache import writer
 from monarchfs.cache.reasons import Cause
 from monarchfs.fs.files import FileHandle
 from tests.support.faults import FaultyFiles, disk_is_full
@@ -229,9 +229,9 @@ async def test_a_copy_that_is_given_up_in_its_last_step(files: Area, name: str) 
         gate = mirror.tier.faults.gate("write_whole", "finish_part")
         handle = await mirror.open(name)
         await gate.arrived()
-        mirror.copier.jobs.files[handle.ino].give_up(Cause.FAILED, "for the test")
+        mirror.copier.jobs.files[handle.ino].copy.give_up(Cause.FAILED, "for the test")
         await trio.testing.wait_all_tasks_blocked()
-        assert mirror.copier.jobs.files[handle.ino].reservation is not None
+        assert mirror.copier.jobs.files[handle.ino].copy.reservation is not None
         gate.open()
         await mirror.idle()
         assert mirror.metrics.copies_completed == 0
@@ -324,8 +324,8 @@ async def test_an_index_that_cannot_be_written(
     async with files.mount(shares=shares) as mirror:
         ino = await mirror.ino(name)
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index, "put_replica", disk_is_full)
-            patch.setattr(mirror.index, "put_replicas", disk_is_full)
+            patch.setattr(mirror.index.replicas.all, "put_replica", disk_is_full)
+            patch.setattr(mirror.index.replicas.all, "put_replicas", disk_is_full)
             assert await mirror.read_file(name) == DATA[name]
             await mirror.settled()
             assert mirror.residency.state(ino) == "remote"
@@ -336,7 +336,7 @@ async def test_an_index_that_cannot_be_written(
 
 async def test_a_slow_tier_slows_no_reader(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """What waits for the tier is bounded; more is answered and not kept."""
-    monkeypatch.setattr(groups, "MOST_UNWRITTEN_BYTES", 256 * 1024)
+    monkeypatch.setattr(writer, "MOST_UNWRITTEN_BYTES", 256 * 1024)
     async with files.mount() as mirror:
         gate = mirror.tier.faults.gate("write")
         handle = await mirror.open("large")
@@ -344,7 +344,7 @@ async def test_a_slow_tier_slows_no_reader(files: Area, monkeypatch: pytest.Monk
             data = await mirror.read(handle, offset, 400_000)
             assert data == LARGE[offset : offset + 400_000]
         assert mirror.metrics.chunks_dropped > 0
-        assert mirror.cache.backlog_bytes < 3 * MIB
+        assert mirror.cache.writer.backlog_bytes < 3 * MIB
         gate.open()
         handle.release()
         await mirror.settled()

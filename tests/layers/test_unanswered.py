@@ -12,9 +12,9 @@ import trio
 import trio.testing
 from trio.testing import MockClock
 
-from monarchfs.fs import attributes as attributes_module
-from monarchfs.fs import unanswered
-from monarchfs.fs.unanswered import GRACE_SECONDS, PROBE_SECONDS, Unanswered
+from monarchfs.metadata import attributes as attributes_module
+from monarchfs.metadata import unanswered
+from monarchfs.metadata.unanswered import GRACE_SECONDS, PROBE_SECONDS, Unanswered
 from monarchfs.types import ROOT_INO, Lane
 from tests.support.faults import disk_is_full
 from tests.support.lookups import METADATA, OPEN, TTL, Hours, asked, entry, fails, names
@@ -152,7 +152,7 @@ async def test_an_answer_that_cannot_be_recorded(
 ) -> None:
     """A number must be in the index before the kernel hears of it; a known one is."""
     async with known_a_ttl_ago(files, hours) as (mirror, ino):
-        monkeypatch.setattr(mirror.index, "record_found_each", disk_is_full)
+        monkeypatch.setattr(mirror.index.tree, "record_found_each", disk_is_full)
         assert (await entry(mirror, ROOT_INO, b"d")).node.ino == ino
         assert mirror.metrics.stale_answers == 1
         with fails(errno.EIO):

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import trio
 
-from monarchfs.fs.refresh import Refresh
-from monarchfs.fs.tree import Missing
+from monarchfs.metadata.refresh import Refresh
+from monarchfs.metadata.tree import Missing
 from monarchfs.types import ROOT_INO, FreshnessMode, Lane, Node, SourceStat
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, names
 from tests.support.mirror import Area, Mirror, content
@@ -172,7 +172,7 @@ async def test_names_in_any_case(files: Area, hours: Hours, mode: FreshnessMode)
             # No listing makes it another file, or takes it for gone.
             before = await mirror.ino("A")
             await names(mirror, ROOT_INO)
-            node = mirror.index.node(before)
+            node = mirror.index.tree.node(before)
             assert node is not None
             assert not node.outdated
             assert await mirror.ino("A") == before

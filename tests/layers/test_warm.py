@@ -18,7 +18,7 @@ from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 
 def root(mirror: Mirror) -> Node:
-    found = mirror.index.node(ROOT_INO)
+    found = mirror.index.tree.node(ROOT_INO)
     assert found is not None
     return found
 
@@ -78,7 +78,7 @@ async def test_a_request_outlives_its_process(area: Area) -> None:
         requests = warming(mirror)
         requests.resume()
         await mirror.idle()
-        await until(lambda: len(list(mirror.index.replicas())) == files, "all to be copied")
+        await until(lambda: len(list(mirror.index.replicas.all())) == files, "all to be copied")
         await until(lambda: mirror.copier.jobs.observers == [], "the request to end")
         again = warming(mirror)
         again.resume()

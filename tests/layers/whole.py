@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import trio
 
 from monarchfs.cache.readers import NonresidentReads
-from monarchfs.engine.misses import ARCHIVED, CHANGED, LEFT, Misses
+from monarchfs.core.misses import ARCHIVED, CHANGED, LEFT, Misses
 from monarchfs.types import Archived, Lane, Node, Replica, SourceStat
 from tests.support.faults import FaultySource
 

@@ -320,7 +320,7 @@ class Model(RuleBasedStateMachine):
             candidates = self.candidates(path, since_ns)
             assert any(c is None or c.type is not FileType.REGULAR for c in candidates), path
             return None
-        node = self.at.do_now(self.mirror.index.node, handle.ino)
+        node = self.at.do_now(self.mirror.index.tree.node, handle.ino)
         assert node is not None
         stat = node.stat
         candidates = self.candidates(path, since_ns)
@@ -337,7 +337,7 @@ class Model(RuleBasedStateMachine):
             outdated = opened.file is None or opened.file.content != opened.content
             if exc.errno in (errno.ESTALE, *ABSENT):
                 # Nothing of it is local, and its place has another file.
-                node = self.at.do_now(lambda: self.mirror.index.node(opened.handle.ino))
+                node = self.at.do_now(lambda: self.mirror.index.tree.node(opened.handle.ino))
                 assert outdated or self.source_fails or self.moved(node), exc
             else:
                 assert self.source_fails, exc
@@ -488,9 +488,9 @@ class Model(RuleBasedStateMachine):
     @precondition(lambda self: self.mount is not None)
     @rule(which=WHICH)
     def drop(self, which: int) -> None:
-        replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas()])
+        replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas.all()])
         if ino := self.pick(which, replicas):
-            self.at.do_now(self.mirror.cache.drop, ino, "the test says so")
+            self.at.do_now(self.mirror.cache.accounts.drop, ino, "the test says so")
             self.at.wait_idle()
 
     @precondition(lambda self: self.mount is not None and not self.source_fails)
@@ -499,7 +499,7 @@ class Model(RuleBasedStateMachine):
         paths = self.source.directory_paths() if directory else self.source.file_paths()
         if node := self.find(which, paths):
             index = self.mirror.cache.index
-            self.at.do_now(index.pin if pin else index.unpin, node.ino)
+            self.at.do_now(index.pins.pin if pin else index.pins.unpin, node.ino)
 
     @precondition(lambda self: self.mount is not None and not self.source_fails)
     @rule(which=WHICH)
@@ -513,7 +513,7 @@ class Model(RuleBasedStateMachine):
     @rule()
     def sync(self) -> None:
         if not self.at.waiting:
-            self.at.do(self.mirror.cache.sync)
+            self.at.do(self.mirror.cache.accounts.sync)
 
     @precondition(lambda self: self.mount is not None)
     @rule()
@@ -734,11 +734,9 @@ class Model(RuleBasedStateMachine):
         mirror = self.mirror
         await mirror.cache.maintain()
         await mirror.settled()
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
         for tier in mirror.tiers:
-            await Scrub(
-                mirror.index, mirror.cache._tiers, mirror.cache, mirror.metrics, 1 << 40
-            ).round(tier)
+            await Scrub(mirror.cache.accounts, 1 << 40).round(tier)
         assert mirror.metrics.replicas_corrupt == 0
 
 

@@ -22,10 +22,15 @@ from typing import Any, NamedTuple
 import pytest
 import trio
 
-from monarchfs.cache import moves
+from monarchfs.cache import accounts
 from monarchfs.cache import segments as sharing
-from monarchfs.cache.cache import Cache
-from monarchfs.index import Index
+from monarchfs.cache.writer import CopyWriter
+from monarchfs.index.environment import Environment
+from monarchfs.index.listings import Listings
+from monarchfs.index.meta import Meta
+from monarchfs.index.replicas import Replicas
+from monarchfs.index.segments import Segments
+from monarchfs.index.tree import TreeTables
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles
@@ -49,7 +54,9 @@ FILES = {
 }
 
 OWNERS: dict[str, Any] = {
-    **{"index": Index, "tier": Tier, "cache": Cache, "moves": moves},
+    **{"environment": Environment, "tree": TreeTables, "listings": Listings, "meta": Meta},
+    **{"replicas": Replicas, "noted": Segments, "tier": Tier, "writer": CopyWriter},
+    **{"moves": accounts},
     **{"files": ReplicaFiles, "segments": SegmentFiles, "lists": SegmentLists, "sharing": sharing},
 }
 
@@ -58,7 +65,7 @@ Crash = tuple[str, str, int]
 
 
 def crashes(text: str) -> list[Crash]:
-    """Before each of the first calls, and after the last: ``index.sync*4`` are four. What is so
+    """Before each of the first calls, and after the last: ``environment.sync*4`` are four. What is so
     after one of them is so before what comes next."""
     counted = [word.partition("*")[::2] for word in text.split()]
     found = []
@@ -107,15 +114,15 @@ async def work(area: Area, boot_id: bytes, shares: bool) -> None:
         for path in ("small", "slow", "large", "empty"):
             assert await mirror.read_file(path) == FILES[path]
             await mirror.idle()
-        await mirror.cache.sync()
+        await mirror.cache.accounts.sync()
         await read_some(mirror)
-        mirror.cache.drop(await mirror.ino("d/part"), "for the test")
-        mirror.cache.drop(await mirror.ino("small"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("d/part"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("small"), "for the test")
         await mirror.idle()
         await read_some(mirror)
         assert await mirror.read_file("small") == FILES["small"]
         await mirror.idle()
-        mirror.cache.drop(await mirror.ino("fast"), "for the test")
+        mirror.cache.accounts.drop(await mirror.ino("fast"), "for the test")
         await mirror.idle()
         assert await mirror.read_file("slow") == FILES["slow"]
         await until(lambda: mirror.metrics.replicas_moved == 1, "the move")
@@ -199,13 +206,17 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
     """The books are right, the bytes too, and what was resident is not read again."""
     async with area.mount(TIERS, boot_id=boot_id) as mirror:
         await until(
-            lambda: not any(any(mirror.index.segments(tier.id).values()) for tier in mirror.tiers),
+            lambda: (
+                not any(
+                    any(mirror.index.segments.segments(tier.id).values()) for tier in mirror.tiers
+                )
+            ),
             "what was left in segments to be given back",
         )
         await mirror.idle()
         mirror.check_books()
         nothing_left_in_segments(mirror)
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
         resident = {
             path for path in FILES if mirror.residency.state(await mirror.ino(path)) == "resident"
         }
@@ -217,15 +228,17 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
             assert await mirror.read_file(path) == data, path
         await mirror.idle()
         await mirror.settled()
-        assert mirror.index.journal() == []
+        assert mirror.index.replicas.journal() == []
         assert mirror.metrics.tier_errors == 0
 
 
 def nothing_left_in_segments(mirror: Mirror) -> None:
     """Each segment has a record, each list a segment, and nothing else lies there."""
     for tier in mirror.tiers:
-        recorded = {r.segment for _, r in mirror.index.replicas() if r.tier == tier.id} - {0}
-        assert set(tier.segments.found()) == recorded == mirror.index.segments(tier.id).keys()
+        recorded = {r.segment for _, r in mirror.index.replicas.all() if r.tier == tier.id} - {0}
+        assert (
+            set(tier.segments.found()) == recorded == mirror.index.segments.segments(tier.id).keys()
+        )
         files = {path.name.removesuffix(".list") for path in Path(tier.path).glob("segments/*")}
         assert files == {f"{segment:016x}" for segment in recorded}
 
@@ -269,48 +282,49 @@ class Mounts(NamedTuple):
 MOUNTS = {
     "at work": Mounts(
         crashes(
-            "index.begin_copies*7 index.put_replica*10 index.drop_replicas*3 "
-            "index.file_gone*2 index.mark_durable index.sync index.begin_listing "
-            "index.add_entries index.finish_listing index.record_found_each "
+            "replicas.begin_copies*7 replicas.put_replica*10 replicas.drop_replicas*3 "
+            "replicas.file_gone*2 replicas.mark_durable environment.sync listings.begin_listing "
+            "listings.add_entries listings.finish_listing tree.record_found_each "
             "files.create_part*2 files.write files.write_unit*2 files.write_whole*6 "
             "files.finish_part*2 files.remove*2 files.remove_part files.mark_synced tier.sync "
-            "cache.suspend*2 moves._copy"
+            "writer.suspend*2 moves._copy"
         )
     ),
     "at work on shared files": Mounts(
         crashes(
-            "index.begin_segments*2 index.put_replica*4 index.put_replicas*5 "
-            "index.drop_replicas*3 index.mark_durable*2 index.sync*4 index.segment_clean "
-            "segments._make*2 segments.write_each*8 segments.punch*3 lists.append*4 "
-            "tier.sync*4 moves._read sharing._punch_gaps"
+            "noted.begin_segments*2 replicas.put_replica*4 replicas.put_replicas*5 "
+            "replicas.drop_replicas*3 replicas.mark_durable*2 environment.sync*4 "
+            "noted.segment_clean segments._make*2 segments.write_each*8 segments.punch*3 "
+            "lists.append*4 tier.sync*4 moves._read sharing._punch_gaps"
         ),
         shares=True,
     ),
     "while it gives back what a crash left": Mounts(
         crashes(
-            "sharing._punch_gaps*2 segments.punch index.segment_clean*2 segments.frees_punched*2"
+            "sharing._punch_gaps*2 segments.punch noted.segment_clean*2 segments.frees_punched*2"
         ),
         first=("segments.write_each", "after", 8),
         shares=True,
     ),
     "while it gives back a new segment": Mounts(
-        crashes("segments.remove index.segment_gone"),
+        crashes("segments.remove noted.segment_gone"),
         first=("segments._make", "after", 2),
         shares=True,
     ),
     "while it clears up after a crash": Mounts(
-        crashes("index.file_gone files.discard"), first=("index.put_replica", "before", 3)
+        crashes("replicas.file_gone files.discard"),
+        first=("replicas.put_replica", "before", 3),
     ),
     "while it clears up after a reboot": Mounts(
         crashes(
-            "index.begin_boot index.drop_replicas*2 index.file_gone*2 files.discard*2 "
-            "index.meta_put*2"
+            "replicas.begin_boot replicas.drop_replicas*2 replicas.file_gone*2 files.discard*2 "
+            "meta.put*2"
         ),
         first=("tier.sync", "before", 1),
         reboots=True,
     ),
     "while a new index finds what is there": Mounts(
-        crashes("index.record_found_files*2 index.claim*2 index.meta_put*2"),
+        crashes("replicas.record_found_files*2 replicas.claim*2 meta.put*2"),
         first=("files.mark_synced", "after", 1),
         keeps_index=False,
     ),
@@ -318,19 +332,19 @@ MOUNTS = {
         crashes("files.remove*2"), first=("files.mark_synced", "before", 1), keeps_index=False
     ),
     "while it removes a segment without a list after a reboot": Mounts(
-        crashes("segments.remove index.segment_gone segments.data_ranges*2"),
+        crashes("segments.remove noted.segment_gone segments.data_ranges*2"),
         first=("lists.append", "before", 1),
         shares=True,
         reboots=True,
     ),
     "while it punches gaps after a reboot": Mounts(
-        crashes("sharing._punch_gaps segments.punch index.segment_clean"),
-        first=("index.sync", "after", 4),
+        crashes("sharing._punch_gaps segments.punch noted.segment_clean"),
+        first=("environment.sync", "after", 4),
         shares=True,
         reboots=True,
     ),
     "while it drops records after a reboot": Mounts(
-        crashes("index.begin_boot index.drop_replicas*2 index.meta_put*2"),
+        crashes("replicas.begin_boot replicas.drop_replicas*2 meta.put*2"),
         first=("lists.append", "after", 2),
         shares=True,
         reboots=True,
@@ -338,7 +352,7 @@ MOUNTS = {
     **{
         f"while a new index finds shared files, killed {when} noting them": Mounts(
             crashes(
-                "index.begin_segments*2 index.record_found_files*2 index.claim*2 index.meta_put*2"
+                "noted.begin_segments*2 replicas.record_found_files*2 replicas.claim*2 meta.put*2"
             ),
             first=("lists.append", when, 2),
             shares=True,

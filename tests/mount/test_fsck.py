@@ -76,10 +76,10 @@ class Cache:
         with ExitStack() as cleanup:
             index = Index.open(str(self.state), source_id=DATASET, trust_after_kill=True)
             cleanup.callback(index.close)
-            index.begin_boot(boot)
+            index.replicas.begin_boot(boot)
             directory = os.open(self.dataset, os.O_RDONLY | os.O_DIRECTORY)
             cleanup.callback(os.close, directory)
-            tier = Tier(directory, f"{self.path}/tier", index.tier_number(f"{self.path}/tier"))
+            tier = Tier(directory, f"{self.path}/tier", index.meta.tier_number(f"{self.path}/tier"))
             cleanup.callback(tier.close)
             yield index, tier
 
@@ -95,7 +95,7 @@ class Cache:
         """So many resident files below ``dir`` in the source, whose copies are files of their own,
         and so many at its top whose copies lie in one segment."""
         with self.open(boot) as (index, tier):
-            index.record_root(source_stat(2, DIRECTORY), NOW)
+            index.tree.record_root(source_stat(2, DIRECTORY), NOW)
             parent = record_found(index, ROOT_INO, b"dir", source_stat(3, DIRECTORY), b"", NOW).ino
             files, rows = [], []
             for number in range(own):
@@ -106,7 +106,7 @@ class Cache:
                 row = TierFile(file.version.replica_name, total, SIZE, allocated, synced, NOW)
                 files.append((parent, names % number, file, row))
             if shared:
-                index.begin_segments(tier.id, [SEGMENT])
+                index.segments.begin_segments(tier.id, [SEGMENT])
             for number in range(shared):
                 file, at, data = source_stat(500 + number), number * SHARE, data_of(number)
                 assert tier.segments.write_each([(SEGMENT, at, data)]) == [checksum(data)]
@@ -116,7 +116,7 @@ class Cache:
             for directory, name, file, row in files:
                 ino = record_found(index, directory, name, file, b"", NOW).ino
                 record = Replica.found(tier.id, row)._replace(state=ReplicaState.RESIDENT)
-                index.put_replica(ino, record)
+                index.replicas.put_replica(ino, record)
             if synced:
                 tier.sync()
                 tier.files.mark_synced((row.name, row.checksum) for *_, row in files[:own])
@@ -126,13 +126,13 @@ class Cache:
     def forget_segment(self) -> None:
         """No record knows of it."""
         with self.open() as (index, tier):
-            for _, ino in index.segment_records(tier.id, SEGMENT):
-                index.drop_replica(ino)
-            index.segment_gone(tier.id, SEGMENT)
+            for _, ino in index.segments.segment_records(tier.id, SEGMENT):
+                index.replicas.drop_replica(ino)
+            index.segments.segment_gone(tier.id, SEGMENT)
 
     def resident(self) -> list[tuple[int, Replica]]:
         with self.open() as (index, _tier):
-            return list(index.replicas())
+            return list(index.replicas.all())
 
     def offsets(self) -> list[int]:
         """Of copies in the segment."""
@@ -141,7 +141,7 @@ class Cache:
     def marked(self) -> dict[int, bool]:
         """The segments, and whether the next mount gives back what no record has."""
         with self.open() as (index, tier):
-            return index.segments(tier.id)
+            return index.segments.segments(tier.id)
 
     def files(self) -> list[Path]:
         """The complete replicas in files of their own."""
@@ -229,7 +229,7 @@ def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
             *(128 << 10, bytes(4) + b"\1" * 4, digests),
         )
         os.close(fd)
-        index.put_replica(node.ino, record)
+        index.replicas.put_replica(node.ino, record)
         return node.ino, record
 
 
@@ -253,7 +253,7 @@ def do_damage(cache: Cache, how: str) -> None:
             case "a part that is an orphan":
                 os.close(tier.files.create_part(b"p" * 16, 1 << 20))
             case "another copy of a version":
-                _, record = next(iter(index.replicas()))
+                _, record = next(iter(index.replicas.all()))
                 tier.files.write_whole(record.name, b"another copy of that version")
             case "a file is gone":
                 file.unlink()
@@ -264,13 +264,13 @@ def do_damage(cache: Cache, how: str) -> None:
                 os.truncate(file, SIZE - 1)
                 file.chmod(0o400)
             case "an interrupted copy":
-                index.begin_copy(12345, tier.id, b"i" * 16)
+                index.replicas.begin_copy(12345, tier.id, b"i" * 16)
                 fd = tier.files.create_part(b"i" * 16, 1 << 20)
                 tier.files.write(fd, 0, b"x" * (128 << 10))
                 os.close(fd)
             case "an interrupted removal":
-                ino, _ = next(iter(index.replicas()))
-                index.drop_replica(ino)
+                ino, _ = next(iter(index.replicas.all()))
+                index.replicas.drop_replica(ino)
             case "part of a file is gone":
                 part.unlink()
             case "part of a file is shorter":
@@ -341,19 +341,19 @@ def assert_exact(cache: Cache) -> None:
     with cache.open() as (index, tier):
         files = {file.name: file for xx in range(256) for file in tier.files.complete(xx)}
         parts = {file.name: file for file in tier.files.parts()}
-        known = {record.name: record for _, record in index.replicas() if not record.segment}
+        known = {record.name: record for _, record in index.replicas.all() if not record.segment}
         assert known.keys() == files.keys() | parts.keys()
-        sharing = [record for _, record in index.replicas() if record.segment]
-        assert {record.segment for record in sharing} <= index.segments(tier.id).keys()
-        assert set(tier.segments.found()) <= index.segments(tier.id).keys()
+        sharing = [record for _, record in index.replicas.all() if record.segment]
+        assert {record.segment for record in sharing} <= index.segments.segments(tier.id).keys()
+        assert set(tier.segments.found()) <= index.segments.segments(tier.id).keys()
         assert all(tier.verify_complete(record) for record in sharing)
-        assert index.journal() == []
+        assert index.replicas.journal() == []
         both = {**files, **parts}
         assert {n: r.allocated_bytes for n, r in known.items()} == {
             name: file.allocated_bytes for name, file in both.items()
         }
         if known or sharing:
-            totals = index.tier_totals()[tier.id]
+            totals = index.replicas.tier_totals()[tier.id]
             own = sum(file.allocated_bytes for file in both.values())
             assert totals.allocated_bytes == own + sum(r.allocated_bytes for r in sharing)
 
@@ -420,11 +420,11 @@ def test_a_segment_that_no_record_knows_is_taken_over(
     assert cache.marked() == {SEGMENT: True}
     assert_well(cache, fsck)
     with cache.open() as (index, tier):
-        index.record_root(source_stat(2, DIRECTORY), NOW)
+        index.tree.record_root(source_stat(2, DIRECTORY), NOW)
         for number in range(4):
             file = source_stat(500 + number)
             node = record_found(index, ROOT_INO, b"s%d" % number, file, b"", NOW)
-            claimed = index.claim(node.ino, file.version.replica_name, SIZE)
+            claimed = index.replicas.claim(node.ino, file.version.replica_name, SIZE)
             assert (claimed is None) == (number == 1)
             if claimed is not None:
                 assert claimed.durable
@@ -476,13 +476,13 @@ def test_what_is_only_noted(cache: Cache, fsck: Fsck) -> None:
     (_, (ino, record), _) = cache.resident()
     part, recorded = partial(cache)
     with cache.open() as (index, _tier):
-        index.put_replica(ino, record._replace(allocated_bytes=1 << 20))
-        index.put_replica(part, recorded._replace(allocated_bytes=1))
+        index.replicas.put_replica(ino, record._replace(allocated_bytes=1 << 20))
+        index.replicas.put_replica(part, recorded._replace(allocated_bytes=1))
     noted = fsck()
     assert (noted["clean"], noted["findings"]) == (True, {"not_synced": 1, "wrong_blocks": 2})
     assert fsck("--repair")["repaired"] == 3
     with cache.open() as (index, _tier):
-        assert index.replica(part) == recorded
+        assert index.replicas.replica(part) == recorded
     assert_well(cache, fsck)
 
 
@@ -530,12 +530,12 @@ def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: str, fou
     assert cache.everything() == before
     # The next mount gets its replicas back, without the source.
     with cache.open() as (index, _tier):
-        index.record_root(source_stat(2, DIRECTORY), NOW)
+        index.tree.record_root(source_stat(2, DIRECTORY), NOW)
         for number in range(20):
             node = record_found(
                 index, ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW
             )
-            claimed = index.claim(node.ino, node.stat.version.replica_name, SIZE)
+            claimed = index.replicas.claim(node.ino, node.stat.version.replica_name, SIZE)
             assert claimed is not None
             assert claimed.durable
     again = fsck("--repair")
@@ -589,7 +589,7 @@ def test_a_tier_that_is_not_there(cache: Cache, fsck: Fsck, link: bool) -> None:
     (cache.path / "elsewhere").rename(cache.dataset)
     # One that was never used is not missed.
     with cache.open() as (index, _tier):
-        index.tier_number("/no/such/tier")
+        index.meta.tier_number("/no/such/tier")
     report = fsck("--checksum")
     assert report["findings"] == {}
     assert [tier["present"] for tier in report["tiers"]] == [True, False]

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.snapshot.file import (
+from monarchfs.metadata.snapshot import (
     MOST_LINE_BYTES,
     Begin,
     Complete,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bench.pfs import INSTANT, ParallelFileSystem, set_layout
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.source import PosixSource
 from monarchfs.source.direct import DirectDescriptor
 from tests.support import surroundings

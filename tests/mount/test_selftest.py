@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from monarchfs.cli.main import main
-from monarchfs.selftest import counters, dataset
+from monarchfs.doctor import selftest_counters as counters
+from monarchfs.doctor import selftest_dataset as dataset
 from tests.support.mounting import Bench, assert_one_line, needs_mounts, run
 
 STATS = """\
@@ -69,8 +70,8 @@ def test_problems_are_told_and_the_rest_is_tried(
 ) -> None:
     """What is immutable shows no new name, and of other changes none where a copy is complete; and
     another directory is no second way to the first."""
-    monkeypatch.setattr("monarchfs.selftest.run._SEEN_SECONDS", 0.1)
-    monkeypatch.setattr("monarchfs.selftest.run.MODES", ("open", "immutable"))
+    monkeypatch.setattr("monarchfs.doctor.selftest._SEEN_SECONDS", 0.1)
+    monkeypatch.setattr("monarchfs.doctor.selftest.MODES", ("open", "immutable"))
     command = ["selftest", str(directory), "--files", "4"]
     for words, said in (
         ([], r"immutable: late or never: .*\bnew\n"),

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from monarchfs.engine import _units
-from monarchfs.engine.units import Unit
+from monarchfs.core import _units
+from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas, credentials, web_server
 from monarchfs.store.checksum import checksum, digests
 from monarchfs.types import SourceStat

@@ -13,8 +13,8 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.engine._units import GONE, READ, WRONG
-from monarchfs.engine.units import Unit
+from monarchfs.core._units import GONE, READ, WRONG
+from monarchfs.core.units import Unit
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
 from monarchfs.prefetch.passing import AHEAD_UNITS, MOST_UNITS, PassingReads
 from monarchfs.prefetch.passing import UNIT_BYTES as PASSED_BYTES

@@ -99,7 +99,7 @@ sys.stdout.buffer.write(got[0])
 
 
 def test_a_handshake_fits_into_half_of_a_pool_thread_s_stack(peer: Peer) -> None:
-    """STACK_BYTES of fuse/_pool.c."""
+    """STACK_BYTES of core/_pool.c."""
     data = peer.data[:5000]
     words = [certificates.public_key_pin(SECRET), f"https://127.0.0.1:{peer.port}", token()]
     words += [str(checksum(data)), str(SEGMENT)]

@@ -144,7 +144,7 @@ VALUES = BODIES | st.lists(
 @pytest.fixture(scope="module")
 def released_in_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes], bool]:
     library = tmp_path_factory.mktemp("c") / "layout.so"
-    code = Path(__file__).parents[2] / "monarchfs" / "engine" / "_layout.c"
+    code = Path(__file__).parents[2] / "monarchfs" / "core" / "_layout.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, code], check=True, timeout=60)
     function = ctypes.CDLL(str(library)).layout_released
     function.argtypes, function.restype = [ctypes.c_char_p, ctypes.c_size_t], ctypes.c_bool

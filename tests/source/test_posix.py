@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.source import PosixSource
 from monarchfs.source import posix as posix_module
 from monarchfs.source.direct import TRIALS, DirectDescriptor

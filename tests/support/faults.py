@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import trio
 
-from monarchfs.engine.units import Unit
+from monarchfs.core.units import Unit
 from monarchfs.source import posix
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource, SourceEntry

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from monarchfs.fs.tree import Entry
+from monarchfs.metadata.tree import Entry
 from monarchfs.types import FreshnessMode
 from tests.support.mirror import Mirror
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import trio
 
+from monarchfs.cache.accounts import CacheOptions
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.records import CacheOptions
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.engine.misses import Misses
+from monarchfs.core.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
-from monarchfs.fs.freshness import NS, Freshness
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
-from monarchfs.fs.tree import Missing, Tree
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
+from monarchfs.metadata.freshness import NS, Freshness
+from monarchfs.metadata.tree import Missing, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier, CopyLimits
@@ -181,7 +181,7 @@ class Area:
                     nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
                 await mirror.copier.files.suspend()
-                await mirror.cache.sync()
+                await mirror.cache.accounts.sync()
             if sound:
                 mirror.check_books()
 
@@ -226,7 +226,7 @@ class Mirror:
         )
         self.local = threads.limiter
         self.cache = cache
-        self.placement = cache.placement
+        self.placement = cache.accounts.placement
         self.copier = Copier(
             self.source,
             self.cache,
@@ -242,13 +242,12 @@ class Mirror:
         self.files = Files(
             self.tree, self.cache, self.copier, self.metrics, self.kernel, self.opens
         )
-        self.cache.bind(self.files.invalidation.noticed)
         self.residency = self.files.residency
         self.reasons = Reasons(self.residency, self.cache, self.copier)
         self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)
         self.misses = Misses(
             whole,  # type: ignore[arg-type]
-            index,
+            index.tree,
             posix.opened_directory,
             self.files.only_remote,
             self.files.racy_opens.opens_until,
@@ -280,7 +279,7 @@ class Mirror:
             tier.faults.end()
         await self.cache.maintain()
         await self.idle()
-        assert not any(self.cache._tiers.out_of_service(tier.id) for tier in self.tiers)
+        assert not any(self.cache.accounts.all_tiers.out_of_service(tier.id) for tier in self.tiers)
 
     @property
     def tier(self) -> FaultyTier:
@@ -290,7 +289,7 @@ class Mirror:
 
     async def walk(self, path: str) -> Node | None:
         """The node at a path, None where there is none. Raises OSError."""
-        node = self.index.node(ROOT_INO)
+        node = self.index.tree.node(ROOT_INO)
         for name in path.encode().split(b"/") if path else ():
             assert node is not None
             found = await self.tree.names.lookup(node.ino, name)
@@ -348,10 +347,10 @@ class Mirror:
         return sum(read.size for read in self.posix.reads if read.ino == ino)
 
     def record(self, ino: int) -> Replica | None:
-        return self.index.replica(ino)
+        return self.index.replicas.replica(ino)
 
     def replica(self, ino: int) -> Replica:
-        found = self.index.replica(ino)
+        found = self.index.replicas.replica(ino)
         assert found is not None
         return found
 
@@ -367,10 +366,11 @@ class Mirror:
             return False
         if self.source.demand.running or self.source.background.running:
             return False
-        if self.cache._removals.count or self.cache.reconciling:
+        if self.cache.accounts.removals.count or self.cache.reconciling:
             return False
         return not self.local.borrowed_tokens and not any(
-            fill.busy or (fill.reservation is not None and fill.state is not State.FILLING)
+            fill.copy.busy
+            or (fill.copy.reservation is not None and fill.copy.state is not State.FILLING)
             for fill in copier.jobs.files.values()
         )
 
@@ -380,18 +380,18 @@ class Mirror:
     def _units_are_gone(self) -> bool:
         """They are counted for the whole process. Those of an earlier mount, whose threads were
         left behind, go when their threads end and the garbage is collected."""
-        if self.cache.backlog_bytes:
+        if self.cache.writer.backlog_bytes:
             gc.collect()
-        return self.cache.backlog_bytes == 0
+        return self.cache.writer.backlog_bytes == 0
 
     async def settled(self) -> None:
         """With all handles closed: nothing is held any more, and the books are right."""
         await self.idle()
         # What was read may move to a faster tier; its place there is reserved meanwhile.
-        await until(lambda: not self.cache._busy, "moves to end")
+        await until(lambda: not self.cache.accounts.busy, "moves to end")
         await self.idle()
         assert self.copier.jobs.files == {}
-        assert self.cache._open == {}
+        assert self.cache.accounts.opened == {}
         await until(self._units_are_gone, "the memory of units to be given back")
         reserved = {
             number: (ledger.reserved_bytes, ledger.copies)
@@ -401,10 +401,10 @@ class Mirror:
         self.check_books()
 
     def check_books(self) -> None:
-        check_accounts(self.cache.placement)
+        check_accounts(self.cache.accounts.placement)
         for tier in self.tiers:
             path = Path(tier.path)
-            records = [r for _ino, r in self.index.replicas() if r.tier == tier.id]
+            records = [r for _ino, r in self.index.replicas.all() if r.tier == tier.id]
             parts = {r.name.hex() for r in records if r.state is ReplicaState.PARTIAL}
             sharing = [r for r in records if r.segment]
             records = [r for r in records if not r.segment]
@@ -440,17 +440,17 @@ class Mirror:
             for r in sharing:
                 in_segments[r.segment] += r.allocated_bytes
             there = tier.segments.found()
-            assert in_segments.keys() <= set(there) <= self.index.segments(tier.id).keys()
+            assert in_segments.keys() <= set(there) <= self.index.segments.segments(tier.id).keys()
             assert {segment: data_bytes(tier, segment) for segment in there} == {
                 segment: in_segments[segment] for segment in there
             }
             blocks = sum(recorded.values()) + in_segments.total()
             assert self.placement.ledger(tier.id).usage[0] == blocks, (recorded, tier.id)
-            totals = self.index.tier_totals().get(tier.id, TierTotals())
+            totals = self.index.replicas.tier_totals().get(tier.id, TierTotals())
             assert totals == (len(whole) + len(sharing) - found, len(parts), found, blocks)
 
     def reason(self, ino: int) -> str:
-        node = self.index.node(ino)
+        node = self.index.tree.node(ino)
         assert node is not None
         return self.reasons.sentence(node) or ""
 

@@ -72,21 +72,21 @@ class Runner:
 
     def _watch_evictions(self) -> None:
         cache = self.mirror.cache
-        evict = cache._evict
+        evict = cache.accounts._evict
 
         def watched(actions: Any) -> Any:
             for action in actions:
-                if action.ino in cache._open:
+                if action.ino in cache.accounts.opened:
                     self.violations.append(f"inode {action.ino} was evicted while it was open")
-                if cache.index.pinned(action.ino):
+                if cache.index.pins.pinned(action.ino):
                     self.violations.append(f"inode {action.ino} was evicted while it was pinned")
             return evict(actions)
 
-        cache._evict = watched
+        cache.accounts._evict = watched
 
     def _watch_syncs(self) -> None:
         """What a restart of the machine may leave of the index is the last that was synced."""
-        sync, data = self.mirror.index.sync, self._area.state / "index/data.mdb"
+        sync, data = self.mirror.index.environment.sync, self._area.state / "index/data.mdb"
 
         def look() -> None:
             if data.exists():
@@ -100,7 +100,7 @@ class Runner:
             except RuntimeError:
                 look()  # it is the event loop's thread
 
-        self.mirror.index.sync = watched
+        self.mirror.index.environment.sync = watched
 
     def do(self, fn: Callable[..., Awaitable[T]], *args: object) -> T:
         async def bounded() -> T:
@@ -207,13 +207,13 @@ class Runner:
             for call in SEGMENT_CALLS:
                 setattr(tier.segments, call, _dead_tier)
             tier.segments.write_each = _dead_segments
-        mirror.index._write = _dead_index
-        mirror.index.sync = _dead_index
+        mirror.index.environment.write = _dead_index
+        mirror.index.environment.sync = _dead_index
 
         async def without_close() -> None:
             mirror.index.close(clean=False)
 
-        mirror.cache.sync = without_close
+        mirror.cache.accounts.sync = without_close
         self._end.set()
 
 

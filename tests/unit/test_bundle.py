@@ -12,8 +12,7 @@ from types import ModuleType
 import pytest
 
 from bundle import check, no_tls
-from monarchfs.engine import _units
-from monarchfs.fuse import _session
+from monarchfs.core import _session, _units
 from tests.support.surroundings import REPOSITORY
 
 BUNDLE = REPOSITORY / "packaging" / "bundle"

@@ -36,12 +36,12 @@ from monarchfs.config.model import ShareMode
 from monarchfs.doctor.checks import ok, problem, warning
 from monarchfs.insight.live import LiveRates
 from monarchfs.insight.recording import AnsweredBy
-from monarchfs.inventory.discovery import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
-from monarchfs.inventory.trees import Size
 from monarchfs.plan.fitting import PlannedTier
 from monarchfs.plan.sharing import plan_sharing
 from monarchfs.plan.times import SourceSpeed, TierSpeed
+from monarchfs.slurm.discovery import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
 from monarchfs.slurm.leftovers import Leftover
+from monarchfs.slurm.trees import Size
 from monarchfs.types import Space
 from tests.support.fake_daemon import changed, healthy, only_these, states
 from tests.support.golden import Golden, unfolded

@@ -12,8 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from monarchfs.fs.freshness import FOREVER_SECONDS
-from monarchfs.fs.tree import Entry
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.protocol import (
     CONGESTION_THRESHOLD,
@@ -31,6 +29,8 @@ from monarchfs.fuse.protocol import (
     parse_init_request,
 )
 from monarchfs.fuse.session import hooks
+from monarchfs.metadata.freshness import FOREVER_SECONDS
+from monarchfs.metadata.tree import Entry
 from monarchfs.types import Node, SourceStat
 from tests.support.fuse_init import LINUX_6_18, request
 

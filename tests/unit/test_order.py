@@ -16,7 +16,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.engine.misses import WindowState
+from monarchfs.core.misses import WindowState
 from monarchfs.prefetch import window
 from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.learned_order import MOST_AHEAD, NEAR, SURE, LearnedOrder

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import psutil
 import pytest
 
-from monarchfs.fs.tree import Entry
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
 from monarchfs.fuse.thread_counts import ThreadDurations, ThreadNumbers
+from monarchfs.metadata.tree import Entry
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
 from tests.support.mounting import REPOSITORY, wait_for
@@ -579,7 +579,7 @@ def filling(directory: Path) -> None:
         start, end = first * chunk, min(last * chunk, len(data))
         place = ctypes.pythonapi.PyCapsule_GetPointer
         place.restype, place.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-        functions = place(hooks.nonresident_units(), b"monarchfs.fuse._session.nonresident_units")
+        functions = place(hooks.nonresident_units(), b"monarchfs.core._session.nonresident_units")
         arrived = ARRIVED(ctypes.c_void_p.from_address(functions).value or 0)
         piece = ctypes.create_string_buffer(data[start:end], end - start)
         taken: bool = arrived(7, start, piece, end - start, release, start)

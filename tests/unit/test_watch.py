@@ -30,7 +30,7 @@ from monarchfs.cli.status_text import format_report
 from monarchfs.cli.text import ASCII_SPARKS, format_share, sparkline
 from monarchfs.cli.watch import Moment, lines
 from monarchfs.fuse.mountinfo import read_mountinfo
-from monarchfs.text.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds
 from tests.support import surroundings
 from tests.support.fake_daemon import changed, healthy
 from tests.support.mounting import (

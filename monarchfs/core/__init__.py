@@ -1,0 +1,1 @@
+"""What serves files without Python on the way: C, and its thin binding."""

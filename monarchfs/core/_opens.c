@@ -1,0 +1,90 @@
+/* Answers to OPEN. See _opens.h. */
+#include "_opens.h"
+
+#include "_backed.h"
+#include "_queue.h"
+#include "_reply.h"
+#include "_resident.h"
+#include "_table.h"
+
+#include <errno.h>
+#include <fcntl.h>
+
+static bool free_opens, answers_here = true;
+static uint32_t flags = FOPEN_KEEP_CACHE;
+
+void opens_start(bool without)
+{
+	free_opens = without;
+}
+
+void opens_answer_here(bool here, bool direct)
+{
+	__atomic_store_n(&flags, direct ? FOPEN_DIRECT_IO : FOPEN_KEEP_CACHE, __ATOMIC_RELAXED);
+	__atomic_store_n(&answers_here, here, __ATOMIC_RELAXED);
+}
+
+/* Answer an open. If the kernel took no answer with this handle, but Python owns it by now, Python gets a
+ * RELEASE as if from the kernel. */
+static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, size_t length,
+			       enum duration counted, enum answered_by by, uint64_t started_ns)
+{
+	struct {
+		struct fuse_in_header in;
+		struct fuse_release_in release;
+	} end = {
+		.in = {.len = sizeof(end), .opcode = FUSE_RELEASE},
+		.release = {.fh = fh},
+	};
+	bool accepted = reply_with(unique, by, 0, out, length);
+	if (accepted)
+		reply_time(counted, by, started_ns);
+	if (table_opened(fh, accepted))
+		queue_put(&end, sizeof(end), NEW);
+}
+
+static uint32_t flags_now(void)
+{
+	return __atomic_load_n(&flags, __ATOMIC_RELAXED);
+}
+
+/* An open that an earlier worker may have answered is Python's. */
+static bool answer_backed(const struct fuse_in_header *in, bool again, uint64_t started_ns)
+{
+	struct backed_open_out out = {0};
+	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
+		return false;
+	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : flags_now();
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL, BY_MEMORY, started_ns);
+	return true;
+}
+
+bool opens_answer_source(const struct fuse_in_header *in, enum answered_by by, uint64_t started_ns)
+{
+	struct fuse_open_out out = {.open_flags = flags_now()};
+	if (table_add(in->nodeid, in->unique, 0, ANSWERING, &out.fh) < 0)
+		return false;
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_SOURCE, by, started_ns);
+	return true;
+}
+
+bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns)
+{
+	const struct fuse_open_in *arg = (const void *)(in + 1);
+	if (free_opens)
+		return reply_with(in->unique, BY_KERNEL, -ENOSYS, NULL, 0), true;
+	if ((arg->flags & O_ACCMODE) != O_RDONLY)
+		return false;
+	if (!__atomic_load_n(&answers_here, __ATOMIC_RELAXED))
+		return answer_backed(in, again, started_ns);
+	if (!resident_open(in->nodeid))
+		return false;
+	struct fuse_open_out out = {.open_flags = flags_now()};
+	uint64_t unique = again ? in->unique | RESENT : in->unique;
+	int added = table_add(in->nodeid, unique, 0, ANSWERING, &out.fh);
+	if (added >= 0)
+		answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL,
+				   BY_MEMORY, started_ns);
+	resident_unuse(in->nodeid);
+	return added >= 0;
+}

@@ -1,0 +1,105 @@
+/* The resident files whose opens and reads the threads answer: inode number -> complete replica.
+ *
+ * An inode number is one version of one file, so its replica serves any handle. Python puts replicas in and
+ * takes them out. Thread-safe. Only opening and closing files of a tier blocks. */
+#ifndef MONARCHFS_RESIDENT_H
+#define MONARCHFS_RESIDENT_H
+
+#include "_tier_files.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+/* The limit of replicas; Python serves any others. */
+#define MOST_RESIDENT 1000000
+#define ALWAYS INT64_MAX
+
+struct replica {
+	unsigned tier; /* below MOST_TIERS */
+	unsigned char name[NAME_BYTES];
+	uint64_t checksum;
+	uint64_t size;
+	uint64_t segment; /* it lies there at `offset`; 0: it has a file of its own, called `name` */
+	uint64_t offset;
+	int64_t opens_until_ns; /* until then (CLOCK_REALTIME), or 17 ms less, Python need not be asked about opens;
+				 * 0: it is asked always */
+};
+
+/* A read of a replica: see resident_enter. */
+struct reading {
+	uint64_t ino;
+	uint64_t start; /* where it begins in the file */
+	uint64_t size;
+	uint32_t stamp; /* of the replica */
+	int fd;
+	int place; /* among the open files; -1: `fd` is this read's own */
+};
+
+/* Begin. At most `files` descriptors are kept open. Replicas belong to `uid`. `lasting_ns` limits
+ * opens_until_ns from now, so that a clock that was set back does not prolong it. `free_opens`: the kernel
+ * sends no opens, and first reads count as such. `tells`: opens are noted for resident_opened. 0 or -errno;
+ * once only. */
+int resident_start(unsigned files, uid_t uid, int64_t lasting_ns, bool free_opens, bool tells);
+
+/* Whether it is before this time, as opens_until_ns. */
+bool resident_fresh(int64_t until_ns);
+
+/* Set the tier's directory (duplicated); -1: nothing is read there for now. 0 or -errno. */
+int resident_tier(unsigned tier, int dir_fd);
+
+/* The threads may open and read `ino`. `seen`: it was read already. False if there are too many, or its place in
+ * a segment or its size there takes more than 32 bits. */
+bool resident_put(uint64_t ino, const struct replica *replica, bool seen);
+
+/* From now on Python is asked about its opens. */
+void resident_expire(uint64_t ino);
+
+/* It may be read no more. Its descriptor is closed when the last read ends, that of a segment too: so the
+ * segment is not kept open when its last record goes. A read of another record opens it again. */
+void resident_stop(uint64_t ino);
+
+/* The same, unless it is open or being read: then false. */
+bool resident_retire(uint64_t ino);
+
+/* Whether a replica of it that was stopped or replaced is still being read. Once this is false it stays so:
+ * then the place where it lay may be overwritten. */
+bool resident_reading(uint64_t ino);
+
+/* Whether the threads may read it. */
+bool resident_has(uint64_t ino);
+
+/* Whether they may, and it lies in a segment. */
+bool resident_in_segment(uint64_t ino);
+
+/* Count an open, and the end of one; whether it is open. */
+void resident_use(uint64_t ino);
+void resident_unuse(uint64_t ino);
+bool resident_used(uint64_t ino);
+
+/* Whether it was opened or read since resident_put. */
+bool resident_seen(uint64_t ino);
+
+/* Set the id of the backing file with which the threads answer its opens; 0: they have none. The id stays until
+ * another one is set, whatever becomes of the replica. False if there is no memory. */
+bool resident_back(uint64_t ino, uint32_t backing_id);
+uint32_t resident_backing(uint64_t ino);
+
+/* Answer an open: count it, as resident_use does. False if Python has to be asked. */
+bool resident_open(uint64_t ino);
+
+/* Begin a read of `ino` at `offset`. The caller ends it with resident_leave once the answer is written: until
+ * then, pages in a pipe are still the file's. */
+bool resident_enter(uint64_t ino, uint64_t offset, struct reading *reading);
+void resident_leave(const struct reading *reading);
+
+/* Whether the threads answer its reads, and the kernel has none of its pages: it was not opened since
+ * resident_forgotten. True once. */
+bool resident_cold(uint64_t ino);
+void resident_forgotten(uint64_t ino);
+
+/* The inode numbers that were opened since the last call, oldest first. Returns how many. */
+size_t resident_opened(uint64_t *inos, size_t most);
+
+#endif

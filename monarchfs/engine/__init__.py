@@ -1,1 +1,0 @@
-"""The data engine: what serves files without Python on the way. C, and its thin binding."""

@@ -1,0 +1,303 @@
+"""Directories: listing them in the source, and their entries for readers."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import trio
+
+from monarchfs.metadata.cached_listings import BARE_SECONDS
+from monarchfs.metadata.freshness import FOREVER_SECONDS, NS, past_racy_window
+from monarchfs.metadata.known import KnownMetadata
+from monarchfs.metadata.recorder import Recorder
+from monarchfs.metadata.shared_listings import Entries, SharedListings
+from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
+from monarchfs.metadata.statahead import Statahead
+from monarchfs.metadata.unlisted import Unlisted
+from monarchfs.source.source import Source
+from monarchfs.types import (
+    MOST_LISTED,
+    ROOT_INO,
+    Dirent,
+    FileType,
+    Lane,
+    Listing,
+    Node,
+    SourceChanged,
+)
+
+SELF_COOKIE, PARENT_COOKIE = 1, 2
+"""The readdir offsets of ``.`` and ``..``; the index gives out higher ones."""
+
+CASED = 100
+"""Names of which one is looked for that has letters."""
+
+LISTING_BATCH = 500
+"""Names that go into the index in one transaction: a few milliseconds on the event loop."""
+
+FoundName = tuple[bytes, FileType, int, int]
+"""A name as readdir gives it: name, type, source ino, device."""
+
+Row = tuple[Dirent, Node | None, float, float]
+"""An entry with its node, and the timeouts of name and attributes. The node is None where its
+attributes are not known or not fresh: the kernel then asks for them if anybody wants them."""
+
+
+class Differences(Protocol):
+    """What a new listing has otherwise than the one before."""
+
+    def name(self, name: bytes, *, gone: bool) -> None:
+        """It is gone, or it appeared."""
+
+    async def pause(self) -> None:
+        """Called between batches; a checkpoint."""
+
+
+class Directories:
+    """Constant: its parts. Methods that wait raise OSError with the errno for the system call."""
+
+    def __init__(
+        self,
+        source: Source,
+        known: KnownMetadata,
+        recorder: Recorder,
+        asking: StaleOnTimeout,
+        statahead: Statahead,
+        nursery: trio.Nursery,
+        shared: SharedListings,
+    ) -> None:
+        self.index = known.index
+        self._source = source
+        self._known = known
+        self._recorder = recorder
+        self._asking = asking
+        self._statahead = statahead
+        self.shared = shared
+        self._unlisted = Unlisted(nursery, known.size, self._list_ahead)
+
+    def known_open(self, ino: int) -> bool | None:
+        """For an open of the directory: whether the kernel may list what it has of it; None where
+        the source has to be asked first."""
+        now = time.time_ns()
+        listing = self.index.listings.listing(ino)
+        if listing is None or self._known.listing_confirmed_ns(ino, now) is None:
+            return None
+        if self._due(ino, now) is not None:
+            return None
+        return self._recorder.cached_listings.opened(ino, listing.fetched_ns, now)
+
+    async def open(self, ino: int, lane: Lane = Lane.DEMAND) -> None:
+        """Have the directory's entries in the index, as fresh as the mount promises."""
+        if lane is Lane.DEMAND:
+            self._renew(ino)
+        listing = self.index.listings.listing(ino)
+        if self._known.listing_confirmed_ns(ino, time.time_ns()) is not None:
+            return
+        # True stands for "what is in the index will do".
+        fallback = True if listing is not None else None
+        key = self._asking.key(lane, "list", ino)
+        await self._asking.ask(key, lambda: self._confirm_or_list(ino, lane), fallback)
+
+    def missed(self, ino: int, times: int) -> None:
+        """A name was asked for in a directory without a listing, ``times`` by now: it may be
+        listed in the background. No checkpoint."""
+        # The kernel may go on taking for missing what the listing has, and refresh not notice.
+        unsure = self._recorder.negative.unknown(ino)
+        if not (unsure and self._known.freshness.trusts_times):
+            self._unlisted.missed(ino, times)
+
+    def _due(self, ino: int, now_ns: int) -> int | None:
+        """What was asked for by then is about to be too old, in a directory that somebody goes
+        through again; None where nothing is."""
+        near_ns = self._known.freshness.near_expiry_ns(now_ns)
+        if near_ns is None or not self._statahead.gone_through_before(ino, near_ns):
+            return None
+        return near_ns
+
+    def _renew(self, ino: int) -> None:
+        near_ns = self._due(ino, time.time_ns())
+        if near_ns is not None:
+            self._statahead.renew(
+                ino,
+                lambda dirent, node: (
+                    node is not None and min(dirent.checked_ns, node.fetched_ns) <= near_ns
+                ),
+            )
+
+    async def confirm(self, ino: int, lane: Lane) -> bool:
+        """Whether the directory's times say that its listing still holds: one stat. Raises OSError.
+
+        A change in the tick in which the directory was last changed before it was listed would not
+        show in its times: such a listing is never confirmed.
+        """
+        listing = self.index.listings.listing(ino)
+        if listing is None or not past_racy_window(listing.ctime_ns, listing.fetched_ns):
+            return False
+        asked_ns = time.time_ns()
+        with self._recorder.estale_if_replaced(ino):
+            stat = await self._source.stat(self._known.directory(ino), b"", lane)
+        if (stat.mtime_ns, stat.ctime_ns) != (listing.mtime_ns, listing.ctime_ns):
+            return False
+        self._known.confirm_listing(ino, listing, asked_ns)
+        return True
+
+    async def _confirm_or_list(self, ino: int, lane: Lane) -> bool:
+        if not await self.confirm(ino, lane):
+            self._unlisted.stop(ino)
+            if not await self._list_by_peers(ino, lane):
+                await self.list_again(ino, lane)
+        return True
+
+    async def _list_by_peers(self, ino: int, lane: Lane) -> bool:
+        """Whether the directory's owner said what there is. Raises OSError, and IndexWriteError."""
+        answer = await self.shared.ask(ino, lane)
+        if answer is None:
+            return False
+        asked_ns, listing = answer
+        sequence = self.index.listings.begin_listing(ino)
+        for at in range(0, len(listing.entries), LISTING_BATCH):
+            batch = [(*entry, 0) for entry in listing.entries[at : at + LISTING_BATCH]]
+            self.index.listings.add_entries(ino, sequence, batch, asked_ns)
+            await trio.lowlevel.checkpoint()
+        times = listing.mtime_ns, listing.ctime_ns
+        await self.finish_listing(ino, sequence, Listing(*times, asked_ns, listing.lists_all))
+        return True
+
+    async def list_again(
+        self,
+        ino: int,
+        lane: Lane,
+        batch_names: int = LISTING_BATCH,
+        differences: Differences | None = None,
+        *,
+        most_names: float = math.inf,
+        on_batch: Callable[[], object] | None = None,
+    ) -> int | None:
+        """Ask the source for a whole listing, whatever is known. Returns the number of names, or
+        None where there are more than ``most_names``: those that were found until then stay
+        recorded. ``on_batch``: it is listed ahead, and this is called with each batch. Raises
+        OSError, and IndexWriteError."""
+        if on_batch is None:
+            self._unlisted.stop(ino)
+        directory = self._known.directory(ino)
+        count, asked_ns = 0, time.time_ns()
+        entries: Entries = []
+        sequence = self.index.listings.begin_listing(ino)
+        with self._recorder.estale_if_replaced(ino):
+            stat = await self._source.stat(directory, b"", lane)
+            async with self._source.list(directory, lane, batch_names) as batches:
+                async for batch in batches:
+                    if (count := count + len(batch)) > most_names:
+                        return None
+                    if on_batch is not None:
+                        on_batch()
+                    self._add(ino, sequence, batch, asked_ns, differences)
+                    if count <= MOST_LISTED:
+                        entries += [entry[:3] for entry in batch]
+                    if differences is not None:
+                        await differences.pause()
+        listing = Listing(stat.mtime_ns, stat.ctime_ns, asked_ns, await self.lists_all(ino, lane))
+        await self.finish_listing(ino, sequence, listing, differences)
+        if len(entries) == count:
+            self.shared.keep(ino, asked_ns, entries)
+        return count
+
+    async def _list_ahead(
+        self, ino: int, most_names: int, on_batch: Callable[[], None]
+    ) -> int | None:
+        if await self._list_by_peers(ino, Lane.BACKGROUND):
+            return self.index.listings.count_entries(ino, MOST_LISTED)
+        return await self.list_again(
+            ino, Lane.BACKGROUND, LISTING_BATCH, most_names=most_names, on_batch=on_batch
+        )
+
+    async def finish_listing(
+        self,
+        ino: int,
+        sequence: int,
+        listing: Listing,
+        differences: Differences | None = None,
+    ) -> None:
+        """All entries were recorded since ``begin_listing`` gave out ``sequence``: others are not
+        there. Raises IndexWriteError."""
+        for gone in self.index.listings.finish_listing(ino, sequence, listing):
+            for dirent in gone:
+                self._recorder.replaced(ino, dirent.name, dirent.ino)
+                if differences is not None:
+                    differences.name(dirent.name, gone=True)
+            await trio.lowlevel.checkpoint()
+            if differences is not None:
+                await differences.pause()
+        self._recorder.listed(ino)
+
+    async def lists_all(self, ino: int, lane: Lane) -> bool:
+        """Whether a name that the directory's listing lacks is not there. Where the source does not
+        say, it may be."""
+        named = (
+            dirent.name for dirent, _node in self.index.listings.entries(ino, PARENT_COOKIE, CASED)
+        )
+        cased = next((name for name in named if name != name.swapcase()), b"")
+        try:
+            return await self._source.lists_all(self._known.directory(ino), cased, lane)
+        except (OSError, SourceChanged):
+            return False
+
+    def _add(
+        self,
+        ino: int,
+        sequence: int,
+        batch: Sequence[FoundName],
+        asked_ns: int,
+        differences: Differences | None,
+    ) -> None:
+        if differences is not None:
+            for name, *_ in batch:
+                if self.index.tree.dirent(ino, name) is None:
+                    differences.name(name, gone=False)
+        self.index.listings.add_entries(ino, sequence, batch, asked_ns)
+
+    def entries(self, ino: int, after_cookie: int, limit: int) -> list[Row]:
+        """At most ``limit`` entries of an opened directory (and ``.`` and ``..``) by rising cookie,
+        beginning after ``after_cookie``."""
+        return self._entries(ino, after_cookie, limit)[0]
+
+    def shown_entries(self, ino: int, after_cookie: int, limit: int) -> list[Row]:
+        """``entries`` for the kernel, which may list them from memory as long as
+        ``known_open`` says so."""
+        found, seconds = self._entries(ino, after_cookie, limit)
+        self._recorder.cached_listings.until(ino, time.time_ns() + int(seconds * NS))
+        return found
+
+    def _entries(self, ino: int, after_cookie: int, limit: int) -> tuple[list[Row], float]:
+        """And for how many seconds they are worth showing from memory."""
+        now = time.time_ns()
+        result: list[Row] = []
+        if after_cookie < SELF_COOKIE:
+            dot = Dirent(SELF_COOKIE, b".", FileType.DIRECTORY, ino, 0, ino)
+            result.append((dot, None, 0.0, 0.0))
+        if after_cookie < PARENT_COOKIE:
+            node = self.index.tree.node(ino)
+            up = node.parent if node is not None and ino != ROOT_INO else ROOT_INO
+            dots = Dirent(PARENT_COOKIE, b"..", FileType.DIRECTORY, up, 0, up)
+            result.append((dots, None, 0.0, 0.0))
+        kept, shortest = self._known.freshness.kept, FOREVER_SECONDS
+        listing, after_cookie = self.index.listings.listing(ino), max(after_cookie, PARENT_COOKIE)
+        only_listed = listing is not None and not listing.lists_all
+        for dirent, node in self.index.listings.entries(
+            ino, after_cookie, limit, only_listed=only_listed
+        ):
+            if (
+                node is None
+                or node.outdated
+                or (timeouts := kept(node, dirent.checked_ns, now)) is None
+            ):
+                result.append((dirent, None, 0.0, 0.0))
+                shortest = min(shortest, BARE_SECONDS)
+            else:
+                result.append((dirent, node, *timeouts))
+                if timeouts[1] < shortest:
+                    shortest = timeouts[1]
+        return result, shortest

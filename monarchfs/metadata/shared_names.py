@@ -1,0 +1,241 @@
+"""Names from the job's other nodes: the owner of a directory asks the source for all of them.
+
+What a peer says counts as if this node had asked the source when the peer did. It sends an age, not
+a time, because the nodes' clocks may differ.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import trio
+
+from monarchfs.metadata.known import Entry, KnownMetadata
+from monarchfs.metadata.recorder import Recorder
+from monarchfs.metrics import Metrics
+from monarchfs.types import (
+    DirRef,
+    FreshnessMode,
+    IndexWriteError,
+    Lane,
+    Node,
+    PeerListing,
+    PeerNames,
+)
+
+log = logging.getLogger(__name__)
+
+FACTOR = 4
+"""A reader does not wait for a peer that takes more than this many times what the source takes."""
+
+PROBE = 16
+"""Then each so many-th question goes to a peer all the same: it may have become faster."""
+
+SHARE = 0.125
+"""Of a new duration in a mean."""
+
+JOIN_SECONDS = 1.0
+"""So long another task's question to the source is waited for."""
+
+RECENT_NS = 2_000_000_000
+"""What was found less long ago is not asked for again: another task has just done so."""
+
+ANY_AGE_NS = 1 << 62
+
+
+class NamePeers(Protocol):
+    """The job's other nodes. Raises nothing but Cancelled."""
+
+    def divide(
+        self, directory: DirRef, size: int, names: Sequence[bytes]
+    ) -> dict[int, list[bytes]]:
+        """The names that other nodes own, by owner. ``size``: the directory's."""
+
+    async def ask(
+        self, owner: int, directory: DirRef, names: list[bytes], most_age_ns: int, lane: Lane
+    ) -> PeerNames | None:
+        """What the owner says about some of these names, or about none of them."""
+
+    async def list(
+        self, owner: int, directory: DirRef, most_age_ns: int, lane: Lane
+    ) -> PeerListing | None:
+        """The directory's entries as the owner has them, if they are few."""
+
+
+class SharedNames:
+    """Constant: its parts. Changing: ``_peers``, None in a mount that shares nothing;
+    ``_not_before_ns``, before which no answer may be; ``_under_way``, the names that the source is
+    being asked for, by directory and name; the mean durations, for a name, of peers' answers and of
+    the source's; how many questions were not worth while."""
+
+    def __init__(self, known: KnownMetadata, recorder: Recorder, metrics: Metrics) -> None:
+        self._known = known
+        self._index = known.index
+        self._recorder = recorder
+        self._metrics = metrics
+        self._peers: NamePeers | None = None
+        self._not_before_ns = 0
+        self._under_way: dict[tuple[int, bytes], trio.Event] = {}
+        self._peer_seconds = self._source_seconds = 0.0
+        self._passed_over = 0
+
+    def bind(self, peers: NamePeers) -> None:
+        """Share with these from now on. Not with ``open``, where each open asks the source."""
+        if self._known.freshness.mode is not FreshnessMode.OPEN:
+            self._peers = peers
+
+    def refreshed(self) -> None:
+        """From now on, what the source said before counts no more."""
+        self._not_before_ns = time.time_ns()
+
+    def most_age_ns(self, now_ns: int) -> int:
+        """The age up to which a peer's answer may be believed. Half of the ttl is left then, so
+        that it is worth the question."""
+        freshness = self._known.freshness
+        not_before_ns = max(self._not_before_ns, self._known.moved_ns)
+        if freshness.mode is FreshnessMode.TTL:
+            not_before_ns = max(not_before_ns, freshness.mount_ns, now_ns - freshness.ttl_ns // 2)
+        return now_ns - not_before_ns if not_before_ns else ANY_AGE_NS
+
+    async def ask(
+        self, parent: int, names: Sequence[bytes], lane: Lane, *, peers: bool = True
+    ) -> dict[bytes, Node]:
+        """What other tasks know of these names, and, with ``peers``, the job's other nodes. The
+        caller asks the source for the others and then calls ``asked``. Raises OSError if the
+        directory is not known."""
+        if self._peers is None:
+            return {}
+        found: dict[bytes, Node] = {}
+        self._add_recent(parent, names, found)
+        directory = self._index.tree.node(parent)
+        if peers and directory is not None and not directory.stat.device:
+            wanted = [name for name in names if self._may_be_asked(parent, name, found)]
+            place = self._known.directory(parent)
+            owned = self._peers.divide(place, directory.stat.size, wanted)
+            if owned and (lane is Lane.BACKGROUND or self._is_worth()):
+                async with trio.open_nursery() as nursery:
+                    for owner, some in owned.items():
+                        nursery.start_soon(self._ask, owner, parent, place, some, lane, found)
+        with trio.move_on_after(JOIN_SECONDS):
+            while waiting := [
+                event
+                for name in names
+                if name not in found and (event := self._under_way.get((parent, name))) is not None
+            ]:
+                for event in waiting:
+                    await event.wait()
+                self._add_recent(parent, names, found)
+        self._add_recent(parent, names, found)
+        for name in names:
+            if name not in found:
+                self._under_way.setdefault((parent, name), trio.Event())
+        return found
+
+    def _add_recent(self, parent: int, names: Sequence[bytes], found: dict[bytes, Node]) -> None:
+        """Add what was found a moment ago: the caller may have waited since it looked."""
+        since_ns = time.time_ns() - RECENT_NS
+        for name in names:
+            if name not in found and (node := self._node(parent, name)) is not None:
+                known = node.fetched_ns > since_ns and self._known.lookup(parent, name)
+                if isinstance(known, Entry):
+                    found[name] = known.node
+
+    async def ask_listing(
+        self, ino: int, lane: Lane, asked_ns: int, most_bytes: int
+    ) -> PeerListing | None:
+        """What the owner of a directory of up to ``most_bytes`` says. Raises OSError."""
+        node = self._index.tree.node(ino)
+        if self._peers is None or node is None or node.outdated or node.stat.device:
+            return None
+        if node.stat.size > most_bytes or not (lane is Lane.BACKGROUND or self._is_worth()):
+            return None
+        directory = self._known.directory(ino)
+        for owner in self._peers.divide(directory, 0, [b"."]):
+            most_age_ns = self.most_age_ns(asked_ns)
+            listing = await self._peers.list(owner, directory, most_age_ns, lane)
+            if listing is not None and listing.age_ns <= self.most_age_ns(asked_ns):
+                return listing
+        return None
+
+    def serves(self, ino: int) -> bool:
+        """Whether peers may ask this node for a directory's listing."""
+        directory = self._index.tree.dirref(ino)
+        if self._peers is None or directory is None:
+            return False
+        return not self._peers.divide(directory, 0, [b"."])
+
+    def asked(self, parent: int, names: Sequence[bytes]) -> None:
+        """The source was asked for names that ``ask`` did not return."""
+        if self._peers is not None:
+            for name in names:
+                if (event := self._under_way.pop((parent, name), None)) is not None:
+                    event.set()
+
+    def source_took(self, seconds: float) -> None:
+        """For a name."""
+        self._source_seconds = _mean(self._source_seconds, seconds)
+
+    def _node(self, parent: int, name: bytes) -> Node | None:
+        dirent = self._index.tree.dirent(parent, name)
+        return None if dirent is None else self._index.tree.node(dirent.ino)
+
+    def _may_be_asked(self, parent: int, name: bytes, found: Mapping[bytes, Node]) -> bool:
+        """A peer may not have seen yet that the source has another version: it is not asked where
+        this node has."""
+        if name in found:
+            return False
+        node = self._node(parent, name)
+        return node is None or not node.outdated
+
+    def _is_worth(self) -> bool:
+        """Whether a reader may wait for peers."""
+        if not self._source_seconds or self._peer_seconds <= FACTOR * self._source_seconds:
+            return True
+        self._passed_over += 1
+        return self._passed_over % PROBE == 0
+
+    async def _ask(
+        self,
+        owner: int,
+        parent: int,
+        directory: DirRef,
+        names: list[bytes],
+        lane: Lane,
+        found: dict[bytes, Node],
+    ) -> None:
+        """Record what the owner says, and enter it in ``found``. An owner that has not found all in
+        time has more the next time."""
+        assert self._peers is not None
+        while names:
+            asked_ns, began = time.time_ns(), time.perf_counter()
+            most_age_ns = self.most_age_ns(asked_ns)
+            answer = await self._peers.ask(owner, directory, names, most_age_ns, lane)
+            # This node may have been refreshed, or found another version, meanwhile.
+            if answer is None or answer.age_ns > self.most_age_ns(asked_ns):
+                return
+            rows = [
+                row
+                for row in answer.found
+                if row[0] in names and self._may_be_asked(parent, row[0], found)
+            ]
+            if not rows:
+                return
+            seconds = (time.perf_counter() - began) / len(names)
+            self._peer_seconds = _mean(self._peer_seconds, seconds)
+            # With ``immutable`` nothing has changed since the peer asked, before this mount or not.
+            true_ns = max(asked_ns - answer.age_ns, self._known.freshness.mount_ns)
+            try:
+                nodes = self._recorder.found_each(parent, rows, true_ns)
+            except IndexWriteError as exc:
+                log.warning("names that a peer knows cannot be recorded: %s", exc)
+                return
+            self._metrics.peer_names += len(nodes)
+            found.update((row[0], node) for row, node in zip(rows, nodes, strict=True))
+            names = [name for name in names if name not in found]
+
+
+def _mean(mean: float, duration: float) -> float:
+    return duration if not mean else mean + SHARE * (duration - mean)

@@ -1,0 +1,155 @@
+"""Questions to the source: asked once for all callers that want the same, with a limited wait."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import trio
+
+from monarchfs.metadata.known import Entry, KnownMetadata
+from monarchfs.metadata.unanswered import Key, Unanswered
+from monarchfs.metrics import Metrics
+from monarchfs.source.layout import ATTRIBUTE, parse
+from monarchfs.source.single_flight import SingleFlight
+from monarchfs.source.source import Source
+from monarchfs.types import FreshnessMode, IndexWriteError, Lane
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NOT_RESPONDING_SECONDS = 0.001
+"""A caller waits this long for a source that does not answer anybody."""
+
+LAYOUT_SECONDS = 0.05
+"""And this long to hear where a file lies, from a metadata server that is well."""
+
+LAYOUTS_KEPT = 30_000
+
+
+class StaleOnTimeout:
+    """Constant: its parts. ``deadline``: seconds that a revalidation waits for the source where
+    something is known that can be served instead. Changing: ``_layouts``, the storage targets of
+    inodes, while something hangs."""
+
+    def __init__(
+        self,
+        source: Source,
+        known: KnownMetadata,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        deadline: float,
+    ) -> None:
+        self._source = source
+        self._known = known
+        self._freshness = known.freshness
+        self._metrics = metrics
+        self._deadline = deadline
+        self._flights: SingleFlight = SingleFlight(nursery)
+        self._under_way: set[Key] = set()
+        self._unanswered = Unanswered()
+        self._layouts: dict[int, frozenset[int]] = {}
+
+    @property
+    def hanging(self) -> bool:
+        """Whether a question has been waited for in vain, and has no answer yet."""
+        return bool(self._unanswered)
+
+    def key(self, lane: Lane, *key: object) -> Key:
+        """Of a question: a reader does not wait for one that was asked for nobody, and may wait
+        for peers and for a thread; the other way round it is one."""
+        return key if lane is Lane.DEMAND or key in self._under_way else (*key, lane)
+
+    async def run_once(self, key: Key, fetch: Callable[[], Awaitable[T]]) -> T:
+        """The answer of one call of ``fetch`` for all callers with the same ``key``. Raises what it
+        raises."""
+
+        async def run() -> T:
+            self._under_way.add(key)
+            try:
+                return await fetch()
+            finally:
+                self._under_way.discard(key)
+                self._unanswered.answered(key)
+
+        if self._freshness.mode is FreshnessMode.OPEN and key in self._under_way:
+            # The source may have answered before the change that this caller has to see.
+            with suppress(OSError, IndexWriteError):
+                await self._flights.run_once(key, run)
+        return await self._flights.run_once(key, run)
+
+    async def ask(
+        self,
+        key: Key,
+        fetch: Callable[[], Awaitable[T]],
+        fallback: T | None,
+        *,
+        even_open: bool = False,
+    ) -> T:
+        """``run_once``; or ``fallback``, if the mount's promise allows that, where the source does
+        not answer in time or the answer cannot be recorded. What hangs is waited for once: who asks
+        for the same, or for a file on the same storage target, has ``fallback`` at once. Raises
+        OSError."""
+        if fallback is None or not (self._freshness.serves_stale or even_open):
+            try:
+                return await self.run_once(key, fetch)
+            except IndexWriteError as exc:
+                raise OSError(errno.EIO, f"what was found cannot be recorded: {exc}") from exc
+        targets: frozenset[int] | None = None
+        seconds, responding = self._deadline, self._source.responding
+        if self._unanswered:
+            if responding and key not in self._unanswered:
+                targets = await self._targets(fallback)
+            seconds = self._unanswered.patience(key, targets, seconds)
+        if not responding:
+            # It is asked all the same, because the answer serves later callers.
+            seconds = min(seconds, NOT_RESPONDING_SECONDS)
+        if seconds > 0:
+            with trio.move_on_after(seconds):
+                try:
+                    result = await self.run_once(key, fetch)
+                    self._unanswered.alive(targets)
+                    return result
+                except IndexWriteError as exc:
+                    log.warning("what was found cannot be recorded: %s", exc)
+            if targets is None and responding and key in self._under_way:
+                targets = await self._targets(fallback)
+            if key in self._under_way:
+                self._unanswered.add(key, targets)
+        self._metrics.stale_answers += 1
+        return fallback
+
+    async def _targets(self, known: object) -> frozenset[int] | None:
+        """The storage targets that have a file; None for what is none, and where the source does
+        not say."""
+        if (
+            not (isinstance(known, Entry) and known.node.stat.is_regular)
+            or not self._source.has_layouts
+            or self._unanswered.full
+        ):
+            return None
+        ino = known.node.ino
+        if not self._unanswered:
+            self._layouts.clear()
+        if (targets := self._layouts.get(ino)) is not None:
+            return targets
+
+        async def fetch() -> frozenset[int]:
+            place = self._known.place(ino)
+            layout = parse(await self._source.getxattr(*place, ATTRIBUTE, Lane.DEMAND))
+            return frozenset() if layout is None else layout.targets
+
+        key = "layout", ino
+        with trio.move_on_after(LAYOUT_SECONDS), suppress(OSError):
+            targets = await self.run_once(key, fetch)
+            if len(self._layouts) >= LAYOUTS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[ino] = targets
+            return targets
+        if key in self._under_way:
+            self._unanswered.add(key, None)
+        return None

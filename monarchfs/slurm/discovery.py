@@ -1,0 +1,275 @@
+"""Finds caches: state directories, and directories in tiers, which a state directory owns, or none.
+
+A state directory and its content belong to the user. So a child with that user's rights inspects it
+(``inspection``), for a bounded time: it can reach nothing that the user could not. Directories of
+several users are only searched where root alone can change the path.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from monarchfs.config import User
+from monarchfs.config.places import current_user, home_of, own_directories, resolve_user
+from monarchfs.fuse.mountinfo import is_network_filesystem
+from monarchfs.slurm.inspection import (
+    MEASURE_SECONDS,
+    MOST_NAMES,
+    inspect_copies,
+    inspect_state,
+    names_in,
+)
+from monarchfs.slurm.trees import Size
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, claims
+from monarchfs.system.bounded import Answer, answer_within, bounded_call, is_missing
+from monarchfs.types import OperationError, UsageError
+
+OTHER_TIER = "its last mount did not name this tier"
+UNCLAIMED = "no state directory claims it"
+UNKNOWN = "unknown"
+"""The source of a directory of the former layout without a state directory: it is unknown."""
+_LOOK_SECONDS = 2.0
+_MOST_SILENT = 8
+_DATASET = re.compile(r"[0-9a-f]{16}")
+_TEMPORARY = "/tmp"
+_MOST_FORMER = 8
+
+
+@dataclass(frozen=True, slots=True)
+class TierDirectory:
+    """A directory in a tier. ``size`` is that of its copies. ``stranded`` says why no mount uses
+    them."""
+
+    tier: str
+    path: str
+    size: Size
+    in_use: bool
+    last_used: float
+    stranded: str | None = None
+    former: bool = False
+    """It has the layout of earlier releases; the next mount of the source takes it over."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCache:
+    """A state directory with its directories in tiers. If not ``claimed``: a single directory,
+    whose state directory is gone or has another one. ``part``: only some of its directories are
+    meant. ``mountpoint`` is where it is or was last mounted. Times are in seconds since 1970."""
+
+    source: str
+    user: User
+    state_dir: str
+    directories: tuple[TierDirectory, ...]
+    in_use: bool
+    last_used: float
+    mountpoint: str | None = None
+    claimed: bool = True
+    part: bool = False
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(one.size.bytes for one in self.directories)
+
+    def stranded_part(self) -> LocalCache | None:
+        """The cache with only its stranded directories; None if there are none."""
+        left = tuple(one for one in self.directories if one.stranded)
+        return replace(self, directories=left, part=True, in_use=False) if left else None
+
+
+class Inventory:
+    """The caches of a node at one moment. ``notes`` say what could not be inspected. Each place
+    that hangs costs a few seconds at most. For processes with one thread, because it forks."""
+
+    def __init__(self, *, measure: bool = True) -> None:
+        self._measure = measure
+        self._found: dict[tuple[str, int], LocalCache] = {}
+        self._claimed: set[tuple[str, int]] = set()
+        self._tiers: dict[tuple[str, int], User] = {}
+        self.notes: list[str] = []
+
+    def caches(self) -> list[LocalCache]:
+        """All caches that were found, the least recently used first, with the stranded directories
+        in all known tiers."""
+        looked: set[tuple[str, int]] = set()
+        # A stranded directory's owner may name a state directory that has further tiers.
+        while ahead := set(self._tiers) - looked:
+            for tier, uid in sorted(ahead):
+                looked.add((tier, uid))
+                self._look_in_tier(tier, self._tiers[tier, uid])
+        return sorted(self._found.values(), key=lambda one: one.last_used)
+
+    def users(self, users: Iterable[User], environ: Mapping[str, str]) -> None:
+        """Search the default places of users; ends early if many homes hang."""
+        silent = len(self.notes) + _MOST_SILENT
+        for user in users:
+            look = partial(default_places, user.uid, environ)
+            for place in self._asked(user, f"the home of {user.name}", look) or ():
+                self.base(place, user)
+            if len(self.notes) > silent:
+                self.notes.append(f"users after {user.name} were not looked at")
+                return
+
+    def base(self, cache_dir: str, user: User) -> None:
+        """Search a default place: state directories are in ``state``, copies beside it."""
+        base = os.path.join(cache_dir, "state")
+        for name, owner in self._names(base, user, _DATASET):
+            self.state_dir(os.path.join(base, name), owner)
+        self.tier(cache_dir, user)
+
+    def tier(self, path: str, user: User) -> None:
+        """Directories in a tier, of the user; of all, where that is root and the tier root's."""
+        self._tiers[path, user.uid] = user
+
+    def state_dir(self, path: str, user: User | None) -> bool:
+        """Add a state directory of a user (None: of its owner); whether it is one."""
+        if user is None:
+            me = user_of(os.geteuid())
+            uid = self._asked(me, path, lambda: os.lstat(path).st_uid)
+            if uid is None or os.geteuid() not in (0, uid):
+                return False
+            user = user_of(uid)
+        if (path, user.uid) in self._found:
+            return True
+        said = self._asked(user, path, partial(inspect_state, path, user))
+        if said is None:
+            return False
+        owned = []
+        for tier in said["former_tiers"][:_MOST_FORMER]:
+            self.tier(tier, user)
+            found = self._directory(tier, said["dataset_id"], user, former=True)
+            if found is not None:
+                self._claimed.add((found[0].path, user.uid))
+                # Its daemon has no lock but that of the state directory.
+                owned.append(replace(found[0], in_use=found[0].in_use or said["in_use"]))
+        for tier, name in sorted(said["tiers"].items()):
+            self.tier(tier, user)
+            self._claimed.add((os.path.join(tier, name), user.uid))
+            directory = self._directory(tier, name, user)
+            if directory is None:
+                continue
+            if tier not in said["last_tiers"] and not directory[0].in_use:
+                owned.append(replace(directory[0], stranded=OTHER_TIER))
+            else:
+                owned.append(directory[0])
+        used = said["in_use"] or any(one.in_use for one in owned)
+        last = max([said["last_used"], *(one.last_used for one in owned)])
+        cache = LocalCache(said["source"], user, path, tuple(owned), used, last, said["mountpoint"])
+        self._found[path, user.uid] = cache
+        return True
+
+    def _look_in_tier(self, tier: str, user: User) -> None:
+        for pattern, former in ((NAME, False), (FORMER_NAME, True)):
+            for name, owner in self._names(tier, user, pattern):
+                if (os.path.join(tier, name), owner.uid) not in self._claimed:
+                    self._look_at(tier, name, owner, former=former)
+
+    def _look_at(self, tier: str, name: str, owner: User, *, former: bool) -> None:
+        """Add a directory in a tier that no state directory has claimed so far."""
+        found = self._directory(tier, name, owner, former=former)
+        if found is None:
+            return
+        one, said = found
+        source, state_dir = UNKNOWN, ""
+        if not former:
+            if said is None or said["uid"] != owner.uid:
+                return
+            source, state_dir = said["source"], said["state_dir"]
+            if os.path.isabs(state_dir) and claims(state_dir, tier, name, owner):
+                # Also if that hangs, or belongs to another container.
+                self.state_dir(state_dir, owner)
+                return
+        one = one if one.in_use else replace(one, stranded=UNCLAIMED)
+        self._found[one.path, owner.uid] = LocalCache(
+            source, owner, state_dir, (one,), one.in_use, one.last_used, claimed=False
+        )
+
+    def _directory(
+        self, tier: str, name: str, user: User, *, former: bool = False
+    ) -> tuple[TierDirectory, dict[str, Any] | None] | None:
+        """The directory, and what its owner file says."""
+        path = os.path.join(tier, name)
+        look = partial(inspect_copies, path, user, measure=self._measure, former=former)
+        said = self._asked(user, path, look)
+        if said is None:
+            return None
+        used, last_used = said["in_use"], said["last_used"]
+        one = TierDirectory(tier, path, Size(*said["size"]), used, last_used, former=former)
+        return one, said["owner"]
+
+    def _names(self, path: str, user: User, pattern: re.Pattern[str]) -> Iterable[tuple[str, User]]:
+        """The user's directories in a directory; those of all users if root alone can change it."""
+        found = self._asked(user, path, partial(names_in, path, user.uid, pattern)) or []
+        if len(found) == MOST_NAMES:
+            self.notes.append(f"{path} has more than {MOST_NAMES} entries: the rest was left out")
+        return [(name, user if uid == user.uid else user_of(uid)) for name, uid in found]
+
+    def _asked(self, user: User, path: str, look: Callable[[], Any]) -> Any:
+        """What ``look`` returns in a child with the user's rights. None if it finds nothing, has no
+        permission, or does not answer in time."""
+
+        def call() -> Answer:
+            become(user)
+            try:
+                return look(), ()
+            except FileNotFoundError:
+                return None, ()
+            except OSError as error:
+                raise OperationError(f"{path} was not looked at: {error.strerror}") from None
+
+        limit = _LOOK_SECONDS + MEASURE_SECONDS
+        try:
+            return bounded_call(call, timeout=limit, overdue=f"{path} does not answer")[0]
+        except OperationError as error:
+            self.notes.append(str(error))
+            return None
+
+
+def source_gone(source: str, user: User) -> bool:
+    """Whether the user finds nothing at the source's path (also true if the source is not mounted
+    now); False if that is unknown."""
+
+    def gone() -> bool:
+        become(user)
+        return is_missing(source)
+
+    return bool(answer_within(_LOOK_SECONDS, gone, otherwise=False))
+
+
+def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
+    """Where mounts of ``uid`` keep data by default. Asks the home's file system, so runs in a
+    child."""
+    temporary = list(dict.fromkeys([environ.get("TMPDIR") or _TEMPORARY, _TEMPORARY]))
+    places = [f"{directory}/monarchfs-{uid}" for directory in temporary]
+    places += [path for directory in temporary for path in own_directories(directory, uid)]
+    home = environ.get("HOME") or home_of(uid) or ""
+    cache_home = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    if os.path.isabs(cache_home) and not is_network_filesystem(cache_home):
+        places.append(os.path.join(cache_home, "monarchfs"))
+    return [place for place in places if os.path.isabs(place) and os.path.isdir(place)]
+
+
+def users_of_node() -> list[User]:
+    """All users that the node knows, and those who have a directory of ours in /tmp."""
+    uids = {entry.pw_uid for entry in pwd.getpwall()} - {0}
+    own = re.compile(r"monarchfs-([0-9]{1,10})(\.[0-9a-f]{16})?")
+    for name in os.listdir(_TEMPORARY):
+        if match := own.fullmatch(name):
+            uids.add(int(match[1]))
+    return [user_of(uid) for uid in sorted(uids) if uid < 1 << 32]
+
+
+def user_of(uid: int, gid: int = 65534) -> User:
+    """A user by number; with the group ``gid`` if the node does not know the user (any more)."""
+    if uid == os.geteuid():
+        return current_user()
+    try:
+        return resolve_user(str(uid), {})
+    except UsageError:
+        return User(str(uid), uid, gid)

@@ -1,2 +1,0 @@
-"""A dataset's names and attributes in a file, so that one walk over the source serves many
-nodes."""
