@@ -501,7 +501,7 @@ async def test_what_cannot_be_recorded_leaves_nothing_behind(
     async with area.mount(copies=False, shares=shares) as mirror:
         inos = [await mirror.ino(name) for name in names]
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index.replicas, call, disk_is_full)
+            patch.setattr(mirror.index.replicas.all, call, disk_is_full)
             await begin(mirror, names)
             await mirror.settled()
         assert mirror.states(inos) == ["remote"] * 6

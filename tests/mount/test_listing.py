@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from monarchfs.fuse import fast_path
-from tests.support.mounting import Bench, Mount, as_user, requires_mounts, run, wait_for
+from tests.support.mounting import Bench, as_user, requires_mounts, run, wait_for
 from tests.support.scenario import play, playing
 
 pytestmark = requires_mounts
 
-FILES = 300
+FILES = 150
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ list d; list d; list d; list d
 remove d/f7; file d/new 3; listed d; remove d/new; listed d
 """,
     "open shows every change at once": "mount --freshness open\n"
-    + "".join(f"file d/n{n} 3; list d; remove d/n{n}; list d\n" for n in range(10)),
+    + "".join(f"file d/n{n} 3; list d; remove d/n{n}; list d\n" for n in range(3)),
 } | {
     # The second time, what the kernel has is the dead worker's.
     f"a listing goes on under another worker ({freshness})": f"""
@@ -49,7 +49,7 @@ file d/new 3; command refresh; list d
 
 @pytest.mark.parametrize("case", CASES)
 def test_case(work: Bench, case: str) -> None:
-    play(work, "file d/f{0..299} 10\n" + CASES[case])
+    play(work, f"file d/f{{0..{FILES - 1}}} 10\n" + CASES[case])
 
 
 @pytest.mark.skipif(
@@ -58,7 +58,7 @@ def test_case(work: Bench, case: str) -> None:
 )
 def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench) -> None:
     with playing(work) as scenario:
-        scenario.play("file d/f{0..299} 10; mount --freshness immutable")
+        scenario.play(f"file d/f{{0..{FILES - 1}}} 10; mount --freshness immutable")
         scenario.play("command warm --metadata --wait; check warmed")
 
         def asked(operation: str) -> int:
@@ -87,8 +87,7 @@ def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench) -> None:
 
 
 def test_refresh_reaches_listings_that_the_kernel_has(work: Bench, source: Path) -> None:
-    mount = work.mount(source, "--freshness", "immutable")
-    directory = mount.path / "d"
+    directory = work.mount(source, "--freshness", "immutable").path / "d"
     for _ in range(3):
         names = sorted(os.listdir(directory))
     held = os.open(directory, os.O_RDONLY)
@@ -97,7 +96,7 @@ def test_refresh_reaches_listings_that_the_kernel_has(work: Bench, source: Path)
         (source / "d" / "f7").unlink()
         (source / "d" / "new").write_bytes(b"new")
         assert sorted(os.listdir(directory)) == names, "that is what immutable means"
-        assert run("refresh", str(mount.path)).returncode == 0
+        assert run("refresh", str(directory.parent)).returncode == 0
         changed = sorted({*names, "new"} - {"f7"})
         for _ in range(2):
             assert sorted(os.listdir(directory)) == changed
@@ -134,27 +133,18 @@ print(len(found), len({name for name, _type, _offset in found}))
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of getdents64")
-@pytest.mark.parametrize("size", [300, 4096, 1 << 20])
-def test_seeking_in_listings(work: Bench, source: Path, size: int) -> None:
+def test_seeking_in_listings(work: Bench, source: Path) -> None:
     """Names of every length, buffers of many sizes, from the daemon and from memory."""
     for length in range(1, 256):
         (source / "d" / ("n" * length)).touch()
     mount = work.mount(source, "--freshness", "immutable")
-    for warmed in (False, True):
-        if warmed:
+    for size in (300, 4096, 1 << 20, 300):
+        if size == 1 << 20:
             assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
-        for _ in range(3):
-            done = subprocess.run(
-                [sys.executable, "-c", SEEK, str(mount.path / "d"), str(size)],
-                capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.split() == [str(FILES + 255 + 2)] * 2
+        command = (sys.executable, "-c", SEEK, str(mount.path / "d"), str(size))
+        for _ in range(2):
+            assert run_command(*command).split() == [str(FILES + 255 + 2)] * 2
     assert sorted(os.listdir(mount.path / "d")) == sorted(os.listdir(source / "d"))
-
-
-def operations(mount: Mount) -> int:
-    return int(mount.status()["source_io"]["operations"])
 
 
 def long_listing(path: Path) -> list[str]:
@@ -168,25 +158,26 @@ def run_command(*command: str, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])
 def test_ls_l_asks_the_source_no_more_than_directly_and_then_not_at_all(
-    work: Bench, source: Path, freshness: str
+    work: Bench, source: Path
 ) -> None:
     with_list = source / "d" / "f7"
     run_command("setfacl", "-m", "u:daemon:r", str(with_list))
     expected = long_listing(source)
     assert [line.split()[0][-1] for line in expected].count("+") == 1
     for warmed in (False, True):
-        mount = work.mount(source, "--freshness", freshness, "--prefetch", "none")
+        mount = work.mount(source, "--freshness", "ttl=3600", "--prefetch", "none")
         if warmed:
             assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
-        before = operations(mount)
+        before = mount.status()["source_io"]["operations"]
         assert long_listing(mount.path) == expected
-        first = operations(mount)
+        first = mount.status()["source_io"]["operations"]
         assert first - before <= (8 if warmed else 3 * FILES + 20)
         for _ in range(2):
             assert long_listing(mount.path) == expected
-        assert operations(mount) - first <= 1, "what ls asks of one file, if it is another one"
+        assert mount.status()["source_io"]["operations"] - first <= 1, (
+            "what ls asks of one file, if it is another one"
+        )
         for number in (7, 8):
             path = mount.path / "d" / f"f{number}"
             assert os.getxattr(path, "user.monarchfs.state") == b"remote"
@@ -204,9 +195,6 @@ def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: 
     mount = work.mount(source, "--freshness", "immutable", "-o", "allow_other")
     for _ in range(3):
         assert len(os.listdir(mount.path / "d")) == FILES
-        for root in (source, mount.path):
-            done = subprocess.run(
-                as_user("nobody", ["/usr/bin/python3", "-c", OPEN_ONLY, str(root / "d")]),
-                capture_output=True, text=True, timeout=60, check=False, cwd="/",
-            )  # fmt: skip
-            assert "PermissionError" in done.stderr, root
+        command = as_user("nobody", ["/usr/bin/python3", "-c", OPEN_ONLY, str(mount.path / "d")])
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
+        assert "PermissionError" in done.stderr

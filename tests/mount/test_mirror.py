@@ -10,7 +10,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 
 from tests.support import trees
-from tests.support.mounting import Bench, requires_mounts, wait_for
+from tests.support.mounting import Bench, Mount, bench, requires_mounts, wait_for
 from tests.support.processes import open_slots
 
 pytestmark = requires_mounts
+
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+ARRAY = np.random.default_rng(1).integers(0, 255, (100, 100, 100), dtype=np.uint8)
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def source(work: Bench) -> Path:
     return path
 
 
-@pytest.mark.parametrize("freshness", ["immutable", "ttl=60", "open"])
+@pytest.mark.parametrize("freshness", ["immutable", "open"])
 def test_a_strange_tree_looks_the_same_cold_and_warm(
     work: Bench, source: Path, freshness: str
 ) -> None:
@@ -39,35 +42,19 @@ def test_a_strange_tree_looks_the_same_cold_and_warm(
     mount = work.mount(source, "--freshness", freshness)
     assert trees.differences(source, mount.path) == []
     mount.wait_idle()
-    drop_caches()
+    DROP_CACHES.write_text("3")
     assert trees.differences(source, mount.path) == []
 
 
-def drop_caches() -> None:
-    Path("/proc/sys/vm/drop_caches").write_text("3")
-
-
-def test_names_that_do_not_exist(work: Bench, source: Path) -> None:
-    (source / "file").touch()
+def test_a_large_directory_is_listed_without_a_stat_each(work: Bench, source: Path) -> None:
+    (source / "big").mkdir()
+    for number in range(20_000):
+        (source / "big" / f"{number:06d}").touch()
     mount = work.mount(source)
-    too_long = ("z" * 256, errno.ENAMETOOLONG)
-    for name, error in (("no", errno.ENOENT), ("file/x", errno.ENOTDIR), too_long):
-        with pytest.raises(OSError, match=os.strerror(error)):
-            os.stat(mount.path / name)
-
-
-def test_a_directory_of_100000_names_is_listed_without_a_stat_each(
-    work: Bench, source: Path
-) -> None:
-    backing = work.path / "backing"
-    (backing / "big").mkdir(parents=True)
-    for number in range(100_000):
-        os.close(os.open(backing / "big" / f"{number:06d}", os.O_CREAT | os.O_WRONLY))
-    mount = work.mount(backing)
     before = mount.status()["source_io"]["operations"]
     names = os.listdir(mount.path / "big")
-    assert sorted(names) == [f"{number:06d}" for number in range(100_000)]
-    assert mount.status()["source_io"]["operations"] - before < 1000
+    assert sorted(names) == [f"{number:06d}" for number in range(20_000)]
+    assert mount.status()["source_io"]["operations"] - before < 200
     with os.scandir(mount.path / "big") as entries:
         some = [entry for entry in entries if entry.name.endswith("777")]
     assert all(entry.is_file(follow_symlinks=False) for entry in some)
@@ -75,7 +62,7 @@ def test_a_directory_of_100000_names_is_listed_without_a_stat_each(
 
 
 def test_a_listing_goes_on_after_names_came_and_went(work: Bench, source: Path) -> None:
-    for number in range(2000):
+    for number in range(500):
         (source / f"n{number:05d}").touch()
     mount = work.mount(source, "--freshness", "ttl=0.01")
     with os.scandir(mount.path) as entries:
@@ -86,42 +73,7 @@ def test_a_listing_goes_on_after_names_came_and_went(work: Bench, source: Path) 
         os.listdir(mount.path)
         seen += [entry.name for entry in entries]
     assert len(seen) == len(set(seen))
-    assert {f"n{number:05d}" for number in range(2000)} <= set(seen)
-
-
-WRITES: dict[str, Callable[[Path], object]] = {
-    "open for writing": lambda p: (p / "f").open("ab"),
-    "create": lambda p: (p / "new").open("xb"),
-    "truncate": lambda p: os.truncate(p / "f", 0),
-    "mkdir": lambda p: (p / "d").mkdir(),
-    "unlink": lambda p: (p / "f").unlink(),
-    "rmdir": lambda p: (p / "dir").rmdir(),
-    "rename": lambda p: (p / "f").rename(p / "g"),
-    "link": lambda p: os.link(p / "f", p / "g"),
-    "symlink": lambda p: (p / "g").symlink_to("f"),
-    "chmod": lambda p: (p / "f").chmod(0o600),
-    "chown": lambda p: os.chown(p / "f", 0, 0),
-    "utime": lambda p: os.utime(p / "f", (1, 1)),
-    "setxattr": lambda p: os.setxattr(p / "f", "user.x", b"1"),
-    "removexattr": lambda p: os.removexattr(p / "f", "user.x"),
-    "mkfifo": lambda p: os.mkfifo(p / "fifo"),
-    "access for writing": lambda p: _access_for_writing(p / "f"),
-}
-
-
-def _access_for_writing(path: Path) -> None:
-    if not os.access(path, os.W_OK):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-
-def test_every_write_answers_erofs(work: Bench, source: Path) -> None:
-    (source / "f").write_bytes(b"x")
-    (source / "dir").mkdir()
-    mount = work.mount(source)
-    for write in WRITES.values():
-        with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
-            write(mount.path)
-    assert (source / "f").read_bytes() == b"x"
+    assert {f"n{number:05d}" for number in range(500)} <= set(seen)
 
 
 def ways_to_read(path: Path, data: bytes) -> None:
@@ -176,7 +128,7 @@ def test_every_way_to_read_uncached_and_resident(work: Bench, source: Path, data
     before = mount.wait_idle()["served"]["passthrough_opens"]  # of the last ways, perhaps
     wait_for(lambda: open_slots(mount) == 0, "all to be closed")
     assert os.getxattr(mount.path / "data", "user.monarchfs.state") == b"resident"
-    drop_caches()
+    DROP_CACHES.write_text("3")
     relayed = mount.status()["served"]["relayed_bytes"]
     ways_to_read(mount.path / "data", data)
     status = mount.status()
@@ -184,49 +136,6 @@ def test_every_way_to_read_uncached_and_resident(work: Bench, source: Path, data
     served, passes = status["served"], data_path == "passthrough"
     assert (served["passthrough_opens"] > before) == passes
     assert (served["relayed_bytes"] == relayed) == passes
-
-
-def test_locks(work: Bench, source: Path) -> None:
-    (source / "data").write_bytes(b"data")
-    path = work.mount(source).path / "data"
-    holds = (
-        "import fcntl,sys,os; f=open(sys.argv[1],'rb'); fcntl.flock(f, fcntl.LOCK_EX); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", holds, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as holder,
-        path.open("rb") as file,
-    ):
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        assert holder.stdin is not None
-        holder.stdin.close()
-
-
-def test_hdf5_and_numpy_read_as_they_do_from_disk(work: Bench, source: Path) -> None:
-    array = np.random.default_rng(1).integers(0, 255, (300, 100, 100), dtype=np.uint8)
-    np.save(source / "a.npy", array)
-    with h5py.File(source / "a.h5", "w") as file:
-        file.create_dataset("x", data=array, chunks=(10, 100, 100), compression="gzip")
-    mount = work.mount(source)
-    assert (np.load(mount.path / "a.npy", mmap_mode="r") == array).all()
-    with h5py.File(mount.path / "a.h5", "r") as file:
-        assert (file["x"][:] == array).all()
-
-
-def test_statfs_is_the_sources(work: Bench, source: Path) -> None:
-    mount = work.mount(source)
-    here, there = os.statvfs(source), os.statvfs(mount.path)
-    assert (there.f_blocks, there.f_frsize, there.f_namemax) == (
-        here.f_blocks,
-        here.f_frsize,
-        here.f_namemax,
-    )
 
 
 def test_mounting_over_the_source_itself(work: Bench, source: Path) -> None:
@@ -238,20 +147,6 @@ def test_mounting_over_the_source_itself(work: Bench, source: Path) -> None:
     assert mount.status()["files"]["resident"] == len(contents)
     mount.umount()
     assert {p: (source / p).read_bytes() for p in contents} == contents
-
-
-def test_own_attributes_tell_the_state(work: Bench, source: Path) -> None:
-    (source / "a").write_bytes(b"1" * 5000)
-    mount = work.mount(source)
-    path = mount.path / "a"
-    assert os.getxattr(path, "user.monarchfs.state") == b"remote"
-    assert os.getxattr(path, "user.monarchfs.reason") == b"not opened yet"
-    path.read_bytes()
-    wait_for(lambda: os.getxattr(path, "user.monarchfs.state") == b"resident", "the copy")
-    assert os.getxattr(path, "user.monarchfs.tier") == os.fsencode(work.path / "tier")
-    with pytest.raises(OSError, match="No data available"):
-        os.getxattr(path, "user.monarchfs.reason")
-    assert os.listxattr(path) == []
 
 
 def test_a_file_system_mounted_inside_the_source(work: Bench, source: Path) -> None:
@@ -267,14 +162,97 @@ def test_a_file_system_mounted_inside_the_source(work: Bench, source: Path) -> N
         subprocess.run(["umount", str(inner)], check=True)
 
 
-@pytest.mark.parametrize("prefetch", ["none", "access"])
-def test_files_of_another_age_are_read(work: Bench, source: Path, prefetch: str) -> None:
-    """Their times do not fit in 64 bits of nanoseconds; tree and kernel pass them through,
-    whichever way the bytes take."""
-    for name, year_ns in {"2286": 10**19, "1938": -(10**18)}.items():
-        (source / name).write_bytes(b"bytes of %s" % name.encode())
-        os.utime(source / name, ns=(year_ns, year_ns + 7))
-    mount = work.mount(source, "--data-path", "relay", "--prefetch", prefetch)
-    for _ in range(2):
-        assert trees.differences(source, mount.path) == []
-        mount.wait_idle()
+WRITES: dict[str, Callable[[Path], object]] = {
+    "open for writing": lambda p: (p / "f").open("ab"),
+    "create": lambda p: (p / "new").open("xb"),
+    "truncate": lambda p: os.truncate(p / "f", 0),
+    "mkdir": lambda p: (p / "d").mkdir(),
+    "unlink": lambda p: (p / "f").unlink(),
+    "rmdir": lambda p: (p / "dir").rmdir(),
+    "rename": lambda p: (p / "f").rename(p / "g"),
+    "link": lambda p: os.link(p / "f", p / "g"),
+    "symlink": lambda p: (p / "g").symlink_to("f"),
+    "chmod": lambda p: (p / "f").chmod(0o600),
+    "chown": lambda p: os.chown(p / "f", 0, 0),
+    "utime": lambda p: os.utime(p / "f", (1, 1)),
+    "setxattr": lambda p: os.setxattr(p / "f", "user.x", b"1"),
+    "removexattr": lambda p: os.removexattr(p / "f", "user.x"),
+    "mkfifo": lambda p: os.mkfifo(p / "fifo"),
+    "access for writing": lambda p: _access_for_writing(p / "f"),
+}
+
+
+def _access_for_writing(path: Path) -> None:
+    if not os.access(path, os.W_OK):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Mount]:
+    """A mount of some files that several tests look at."""
+    with bench() as work:
+        source = work.path / "source"
+        (source / "dir").mkdir(parents=True)
+        (source / "f").write_bytes(b"x" * 5000)
+        np.save(source / "a.npy", ARRAY)
+        with h5py.File(source / "a.h5", "w") as file:
+            file.create_dataset("x", data=ARRAY, chunks=(10, 100, 100), compression="gzip")
+        yield work.mount(source)
+
+
+def test_own_attributes_tell_the_state(small: Mount) -> None:
+    path = small.path / "f"
+    assert os.getxattr(path, "user.monarchfs.state") == b"remote"
+    assert os.getxattr(path, "user.monarchfs.reason") == b"not opened yet"
+    path.read_bytes()
+    wait_for(lambda: os.getxattr(path, "user.monarchfs.state") == b"resident", "the copy")
+    tier = small.source.parent / "tier"
+    assert os.getxattr(path, "user.monarchfs.tier") == os.fsencode(tier)
+    with pytest.raises(OSError, match="No data available"):
+        os.getxattr(path, "user.monarchfs.reason")
+    assert os.listxattr(path) == []
+
+
+def test_names_that_do_not_exist(small: Mount) -> None:
+    too_long = ("z" * 256, errno.ENAMETOOLONG)
+    for name, error in (("no", errno.ENOENT), ("f/x", errno.ENOTDIR), too_long):
+        with pytest.raises(OSError, match=os.strerror(error)):
+            os.stat(small.path / name)
+
+
+def test_every_write_answers_erofs(small: Mount) -> None:
+    for write in WRITES.values():
+        with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
+            write(small.path)
+    assert (small.source / "f").read_bytes() == b"x" * 5000
+
+
+def test_locks(small: Mount) -> None:
+    holds = (
+        "import fcntl,sys,os; f=open(sys.argv[1],'rb'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holds, str(small.path / "f")]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder,
+        (small.path / "f").open("rb") as file,
+    ):
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        assert holder.stdin is not None
+        holder.stdin.close()
+
+
+def test_hdf5_and_numpy_read_as_they_do_from_disk(small: Mount) -> None:
+    assert (np.load(small.path / "a.npy", mmap_mode="r") == ARRAY).all()
+    with h5py.File(small.path / "a.h5", "r") as file:
+        assert (file["x"][:] == ARRAY).all()
+
+
+def test_statfs_is_the_sources(small: Mount) -> None:
+    here, there = os.statvfs(small.source), os.statvfs(small.path)
+    assert (there.f_blocks, there.f_frsize) == (here.f_blocks, here.f_frsize)
+    assert there.f_namemax == here.f_namemax

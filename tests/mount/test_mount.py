@@ -20,9 +20,7 @@ from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import (
     Mount,
     find_mount,
-    is_network_filesystem,
     is_network_type,
-    mount_of,
     parse_mountinfo,
     read_mountinfo,
     resolve_mountpoint,
@@ -73,13 +71,6 @@ def test_network_file_systems() -> None:
     )
     local = ("ext4", "xfs", "tmpfs", "btrfs", "overlay", "fuseblk", "zfs")
     assert [fstype for fstype in (*network, *local) if is_network_type(fstype)] == [*network]
-
-
-def test_the_file_system_of_a_path() -> None:
-    found = mount_of("/proc/self")
-    assert found is not None
-    assert (found.mountpoint, found.fstype) == ("/proc", "proc")
-    assert not is_network_filesystem("/proc/no/such/thing")
 
 
 def test_names_of_mount_points_are_resolved(tmp_path: Path) -> None:
@@ -160,50 +151,19 @@ def test_unmounting_where_no_process_can_be_started(
     def refuse() -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    device = mount(source="none", mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
+    source = "/data, with\\odd na\nme"
+    device = mount(source=source, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
+    assert (os.get_inheritable(device), os.get_blocking(device)) == (False, False)
+    mounted = find_mount(str(tmp_path))
+    assert mounted is not None
+    assert (mounted.source, mounted.fstype) == (source, "fuse.monarchfs")
+    assert "default_permissions" not in mounted.super_options
     here = os.getcwd()
     monkeypatch.setattr(os, "fork", refuse)
     assert unmount_call(str(tmp_path)) == 0
     assert os.getcwd() == here
     assert fuse_mounts(str(tmp_path)) == []
     os.close(device)
-
-
-@needs_mounts
-def test_a_mount_whose_daemon_is_dead_is_unmounted(tmp_path: Path) -> None:
-    source = "/data, with\\odd na\nme"
-    device = mount(source=source, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
-    assert not os.get_inheritable(device)
-    assert not os.get_blocking(device)
-    mounted = find_mount(str(tmp_path))
-    assert mounted is not None
-    assert (mounted.source, mounted.fstype) == (source, "fuse.monarchfs")
-    assert {"ro", "nosuid", "nodev"} <= set(mounted.options.split(","))
-    assert "default_permissions" not in mounted.super_options
-    os.close(device)
-    with closing(connection_of_mount(mounted)) as connection:
-        assert unmount_bounded(connection, time.monotonic() + 5) is Unmounted.CLEAN
-        assert unmount_bounded(connection, time.monotonic() + 5) is Unmounted.NOT_MOUNTED
-    assert fuse_mounts(str(tmp_path)) == []
-
-
-@needs_mounts
-def test_only_the_mount_that_is_meant_is_unmounted(tmp_path: Path) -> None:
-    devices = [
-        mount(source=name, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=True)
-        for name in ("below", "above")
-    ]
-    below, above = [m for m in read_mountinfo() if m.mountpoint == str(tmp_path)]
-    assert "default_permissions" in above.super_options
-    attempt = Unmount(connection_of_mount(below), time.monotonic() + 5)
-    assert attempt.step() is None
-    assert find_mount(str(tmp_path)) == above
-    assert unmount_bounded(connection_of_mount(above), time.monotonic() + 5) is Unmounted.CLEAN
-    while attempt.step() is None:
-        time.sleep(0.01)
-    assert attempt.outcome is Unmounted.CLEAN
-    for device in devices:
-        os.close(device)
 
 
 def test_other_file_systems_are_left_alone() -> None:

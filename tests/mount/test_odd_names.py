@@ -9,17 +9,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support import on_disk
-from tests.support.mounting import (
-    MONARCHFS,
-    WAIT_SECONDS,
-    fuse_mounts,
-    requires_fuse,
-    requires_root,
-)
+from tests.support.mounting import MONARCHFS, fuse_mounts, needs_mounts
 
 ODD = b"a\x1b[31m\nb\xff\xe2\x80\xae\x07c"
 """A colour, a line break, a byte that is no text, a right-to-left override and a bell."""
@@ -42,15 +37,8 @@ class Oddities:
 
     def run(self, *words: str, code: int = 0) -> str:
         """What a command prints, which is nothing that a terminal would obey."""
-        done = subprocess.run(
-            [*MONARCHFS, *words],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            cwd=self.path,
-            env=ENVIRONMENT,
-            timeout=WAIT_SECONDS,
-            check=False,
-        )
+        command = [*MONARCHFS, *words]
+        done = subprocess.run(command, capture_output=True, cwd=self.path, env=ENVIRONMENT)
         assert done.returncode == code, (words[0], done.stderr)
         for output in (done.stdout, done.stderr):
             for line in output.decode(errors="surrogateescape").splitlines():
@@ -58,7 +46,7 @@ class Oddities:
                 assert not line.startswith("b"), (words[0], line)
         return done.stdout.decode() + done.stderr.decode()
 
-    def ask(self, *words: str, code: int = 0) -> object:
+    def ask(self, *words: str, code: int = 0) -> Any:
         return json.loads(self.run(*words, "--json", code=code))
 
 
@@ -77,33 +65,26 @@ def texts(value: object) -> Iterator[str]:
     """All texts in an object of JSON."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for inner in value.values():
-            yield from texts(inner)
-    elif isinstance(value, list):
-        for inner in value:
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
             yield from texts(inner)
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_every_command_shows_them_escaped_and_gives_them_back(odd: Oddities) -> None:
     source, point, file = os.fspath(odd.source), os.fspath(odd.point), odd.file
     shown = r"a\x1b[31m"
     assert odd.run("mount", source, point, *odd.storage) == ""
     try:
         assert shown in odd.run("mount", source, point, *odd.storage, code=1)
-        worker = odd.ask("status", point)
-        assert isinstance(worker, dict)
-        shown_by_ps = Path(f"/proc/{worker['worker']['pid']}/cmdline").read_bytes()
+        answer = odd.ask("status", point)
+        assert set(texts(answer)) >= {source, point}
+        shown_by_ps = Path(f"/proc/{answer['worker']['pid']}/cmdline").read_bytes()
         assert os.fsencode(point) in shown_by_ps.split(b"\0")
         path = os.path.join(point, file)
         assert shown in odd.run("warm", point, file)
-        odd.run("warm", point, file, "--wait")
-        for command in ("why", "status"):
-            assert shown in odd.run(command, path if command == "why" else point)
+        assert shown in odd.run("why", path)
         assert shown in odd.run("status")
-        assert shown in odd.run("why", path + "x", code=1)
         assert shown in odd.run("status", path, code=1)
         assert shown in odd.run("pin", point, "../" + NAME, code=2)
         assert shown in odd.run("evict", point, NAME + "x", code=1)
@@ -111,15 +92,12 @@ def test_every_command_shows_them_escaped_and_gives_them_back(odd: Oddities) -> 
             odd.run(command, point, file)
         assert shown in odd.run("doctor", source, "--quick", *odd.storage[:2])
         odd.run("warm", path, "--wait")
-        assert set(texts(odd.ask("status", point))) >= {source, point}
         assert path in set(texts(odd.ask("why", path)))
         assert any(file in text for text in texts(odd.ask("why", path + "x", code=1)))
     finally:
         assert odd.run("umount", point) == ""
     assert shown in odd.run("umount", point)
-    plain = [*odd.storage[:4]]
-    assert shown in odd.run("plan", source, "--quick", *plain)
-    assert source in set(texts(odd.ask("plan", source, "--quick", *plain)))
+    assert source in set(texts(odd.ask("plan", source, "--quick", *odd.storage[:4])))
     odd.run("index", "export", source, f"{odd.path}/index{NAME}")
     assert shown in odd.run("index", "export", source + "x", f"{odd.path}/index", code=2)
     for segment in on_disk.segments(odd.path / f"tier{NAME}"):
@@ -134,7 +112,6 @@ def test_every_command_shows_them_escaped_and_gives_them_back(odd: Oddities) -> 
     assert shown in odd.run("mount", source + "x", point, code=2)
     assert shown in odd.run("mount", source, point, "--tier", f"/no{NAME}/x=1G", code=2)
     assert shown in odd.run("mount", source, point, "-o", f"x{NAME}", code=2)
-    assert shown in odd.run("mount", source, point, f"--x{NAME}", code=2)
     assert shown in odd.run(f"x{NAME}", code=2)
     for line in (odd.path / "log").read_text().splitlines():
         assert line.isprintable(), line

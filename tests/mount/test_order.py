@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,15 +97,13 @@ order d0/*; until window.files >= 10
 order d1/*; until window.orders = 1
 order none; until window.used_bytes = 0; until window.wasted_bytes >= 1
 """,
-} | {
-    f"open files go on when the worker dies ({freshness})": f"""
-mount --prefetch none --freshness {freshness}
+    "open files go on when the worker dies": """
+mount --prefetch none --freshness immutable
 order; until window.files >= 10
 open holder d0/0; held holder; kill worker; held holder; close holder
 until window.used_bytes = 0
 order; until window.files >= 10; read; until window.orders = 0
-"""
-    for freshness in ("immutable", "ttl=3600")
+""",
 }
 
 
@@ -115,19 +112,18 @@ def test_case(work: Bench, case: str) -> None:
     play(work, DATA + CASES[case])
 
 
-@pytest.mark.parametrize("freshness", ["immutable", "ttl=3600"])
-def test_where_files_go_for_others_an_order_saves_bytes(work: Bench, freshness: str) -> None:
+def test_where_files_go_for_others_an_order_saves_bytes(work: Bench) -> None:
     """What comes next stays, and no file is asked for twice. By the policy alone, each epoch would
     read five sixths of the files."""
     names = [f"d{n % 3}/{n // 3}" for n in range(120)]
     with playing(work) as scenario:
         scenario.play(DATA)
-        options = ("--prefetch", "access", "--evict", "lru", "--freshness", freshness)
+        options = ("--prefetch", "access", "--evict", "lru", "--freshness", "immutable")
         scenario.mount(*options, tier=str(60 * 20_480))
         scenario.play("slow open seconds=0.001")  # what is as fast as memory is not fetched
         (mount,), (source,) = work.mounts, work.faulty
         asked = missing = 0
-        for epoch in range(5):
+        for epoch in range(4):
             order = random.Random(epoch).sample(names, len(names))
             before = mount.wait_idle()
             opens = source.counts()["operations"].get("open", 0)
@@ -139,31 +135,43 @@ def test_where_files_go_for_others_an_order_saves_bytes(work: Bench, freshness: 
                 asked += source.counts()["operations"]["open"] - opens
                 missing += len(names) - before["files"]["resident"]
         assert asked <= 1.2 * missing
-        assert missing <= 4 * len(names) * 0.6
+        assert missing <= 3 * len(names) * 0.6
         scenario.play("order none; until window.used_bytes = 0")
 
 
 def test_the_window_stays_within_its_limit(work: Bench) -> None:
     """Also with files larger than those that the C part reads otherwise."""
     with playing(work) as scenario:
-        scenario.play("file {0..11} 3M; settle")
+        scenario.play("file {0..7} 3M; settle")
         scenario.play("mount --prefetch none --window 16M --freshness immutable")
-        scenario.play("order {0..11}; until window.files >= 1")
+        scenario.play("order {0..7}; until window.files >= 1")
         (mount,) = work.mounts
-        for number in range(12):
+        for number in range(8):
             scenario.play(f"read {number}")
             assert window(mount)["used_bytes"] <= 16 << 20
         assert window(mount)["hits"] >= 1
-        assert mount.status()["source_io"]["read_bytes"] <= 14 * (3 << 20)
-
-
-NO_ROOM = DATA + "mount --prefetch none --freshness ttl=3600"
+        assert mount.status()["source_io"]["read_bytes"] <= 10 * (3 << 20)
 
 
 def test_the_command_takes_paths_and_inode_numbers(work: Bench) -> None:
+    """Lists that are wrong are refused; names that lead nowhere cost nothing."""
     with playing(work) as scenario:
-        scenario.play(NO_ROOM)
+        scenario.play(DATA + "mount --prefetch none --freshness ttl=3600")
         root = work.mounts[0].path
+        outside = run("order", str(root), "-", stdin="/etc/passwd\n")
+        assert (outside.returncode, outside.stdout) == (2, "")
+        assert "is not below" in outside.stderr
+        assert run("order", str(root), "-", "--inodes", stdin="a\n").returncode == 2
+        assert run("order", str(root), f"{work.path}/none").returncode == 1
+        assert run("order", str(work.path), "-", stdin="").returncode == 1
+        found = find_mount(root)
+        assert found is not None
+        with Connection(found.daemon.socket_path, 1.0) as connection:
+            connection.ask({"command": "order", "stream": 7})
+            with pytest.raises(OperationError, match="short string"):
+                connection.next(5.0)
+        assert window(work.mounts[0])["orders"] == 0
+
         paths = work.path / "paths"
         paths.write_text("".join(f"{root}/d0/{n}\n" for n in range(20)))
         assert run("order", str(root), str(paths)).stdout == "announced: 20 files\n"
@@ -175,34 +183,15 @@ def test_the_command_takes_paths_and_inode_numbers(work: Bench) -> None:
         scenario.play("read d0/{0..19} d1/{0..19}; until window.hits = 40")
         scenario.play("order none; until window.orders = 0")
 
-
-def test_lists_that_are_wrong_are_not_followed(work: Bench, tmp_path: Path) -> None:
-    with playing(work) as scenario:
-        scenario.play(NO_ROOM)
-        root = str(work.mounts[0].path)
-        outside = run("order", root, "-", stdin="/etc/passwd\n")
-        assert (outside.returncode, outside.stdout) == (2, "")
-        assert "is not below" in outside.stderr
-        assert run("order", root, "-", "--inodes", stdin="a\n").returncode == 2
-        assert run("order", root, str(tmp_path / "none")).returncode == 1
-        assert run("order", str(tmp_path), "-", stdin="").returncode == 1
-        found = find_mount(Path(root))
-        assert found is not None
-        with Connection(found.daemon.socket_path, 1.0) as connection:
-            connection.ask({"command": "order", "stream": 7})
-            with pytest.raises(OperationError, match="short string"):
-                connection.next(5.0)
-        assert window(work.mounts[0])["orders"] == 0
-        # Names that lead nowhere cost nothing.
         names = [
             *(b"../../etc/passwd", b"d0/..", b"d0", b"no/such", b"x" * 300, b"/99999", b"//"),
-            *(b"d0//", *(b"d1/%d" % number for number in range(10))),
+            *(b"d0//", *(b"d2/%d" % number for number in range(10))),
         ]
         with found.connect() as connection:
             request = {"command": "order", "stream": "odd"}
             sent = connection.send_list(request, [b"\0".join(names)])
         assert sent == {"files": 18}
-        scenario.play("until window.files = 10; read d1/{0..9}; order none")
+        scenario.play("until window.files = 50; read d2/{0..9}; order none")
         scenario.play("until window.orders = 0")
 
 
@@ -226,7 +215,7 @@ def test_the_window_of_a_killed_job_is_given_up_until_somebody_reads_on(work: Be
         scenario.play("order none; until window.used_bytes = 0")
 
 
-MANY = 600
+MANY = 300
 OF_MANY = f"""
 file {{0..{MANY - 1}}} 4000; settle
 mount --prefetch none --freshness immutable
@@ -247,7 +236,7 @@ def test_an_order_that_nobody_announced(work: Bench) -> None:
         assert (window(mount)["orders_learned"], window(mount)["files"]) == (0, 0)
         scenario.read(*order[:100])
         # A quarter of an epoch is ahead. Some of the first ones came too late.
-        scenario.play("until window.orders_learned = 1; until window.used_bytes >= 400000")
+        scenario.play("until window.orders_learned = 1; until window.used_bytes >= 200000")
         hits = window(mount)["hits"]
         scenario.read(*order[100:130])
         scenario.until("window.hits", ">=", str(hits + 30))
@@ -266,18 +255,7 @@ def test_an_order_that_nobody_announced(work: Bench) -> None:
         assert status["source_io"]["read_bytes"] - read_in_vain <= 2.2 * MANY * 4000
 
 
-def test_random_epochs_teach_nothing(work: Bench) -> None:
-    with playing(work) as scenario:
-        scenario.play(OF_MANY)
-        (mount,) = work.mounts
-        for epoch in range(3):
-            scenario.read(*shuffled(epoch))
-        assert (window(mount)["orders_learned"], window(mount)["files"]) == (0, 0)
-        assert mount.status()["source_io"]["read_bytes"] == 3 * MANY * 4000
-
-
-@pytest.mark.parametrize("how", ["kill worker", "command restart"])
-def test_an_order_goes_on_with_the_next_worker(work: Bench, how: str) -> None:
+def test_an_order_goes_on_with_the_next_worker(work: Bench) -> None:
     order = shuffled(1)
     with playing(work) as scenario:
         scenario.play(OF_MANY.partition("mount")[0])
@@ -288,20 +266,21 @@ def test_an_order_goes_on_with_the_next_worker(work: Bench, how: str) -> None:
         (mount,) = work.mounts
         with job(*(f"{mount.path}/{name}" for name in order)):
             scenario.play("until window.files >= 50")
-            scenario.read(*order[:200])
-            hits = window(mount)["hits"]
-            scenario.play(f"{how}; until window.orders = 1")
-            # The readers' place is found by what they open.
-            scenario.read(*order[200:500])
-            assert window(mount)["hits"] >= hits + 150
+            scenario.read(*order[:80])
+            for how, first in (("kill worker", 80), ("command restart", 160)):
+                hits = window(mount)["hits"]
+                scenario.play(f"{how}; until window.orders = 1")
+                # The readers' place is found by what they open.
+                scenario.read(*order[first : first + 80])
+                assert window(mount)["hits"] >= hits + 40
             scenario.play("until window.used_bytes >= 40000")
         # It is known whether the announcer lives.
         scenario.play("until window.used_bytes = 0")
-        scenario.read(*order[500:])
-        # Each file once, but what the first worker had in its window when it ended, which is at
-        # most what was left of the order.
+        scenario.read(*order[240:])
+        # Each file once, but what the first two workers had in their windows when they ended, which
+        # is at most what was left of the order.
         status = mount.status()
         in_vain = status["window"]["wasted_bytes"] + status["window"]["used_bytes"]
-        assert status["source_io"]["read_bytes"] - in_vain <= (1.02 * MANY + 400) * 4000
+        assert status["source_io"]["read_bytes"] - in_vain <= (1.02 * MANY + 220 + 140) * 4000
         scenario.umount()
         assert os.listdir(work.path / "state" / "said") == []

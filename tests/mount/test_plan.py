@@ -30,52 +30,14 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PLENTY = Space(GIB << 10, GIB << 10, 1 << 20, 1 << 20)
 
 
-def room(capacity: int, space: Space = PLENTY, **held: int) -> PlannedTier:
-    return PlannedTier("/t", capacity, space, capacity, capacity, "", **held)
-
-
-# What fits.
-
-
-def fit(sizes: list[int], rooms: list[PlannedTier], reserve_percent: float) -> Fitted:
-    return fit_files(((size, size) for size in sizes), rooms, reserve_percent)
-
-
-def test_what_does_not_fit_stays_and_smaller_files_still_get_their_chance() -> None:
-    fitted = fit([40 * KIB, 80 * KIB, 12 * KIB, 0], [room(64 * KIB)], 10)
-    assert fitted.whole == fitted.tiers[0] == Amount(3, 52 * KIB)
-    assert fitted.remote == Amount(1, 80 * KIB)
-
-
-def test_the_faster_tier_first() -> None:
-    fitted = fit([MIB] * 10, [room(4 * MIB + 64 * KIB), room(3 * MIB + 64 * KIB)], 10)
-    assert fitted.tiers == [Amount(4, 4 * MIB), Amount(3, 3 * MIB)]
-    assert fitted.remote == Amount(3, 3 * MIB)
-
-
-def test_a_file_larger_than_all_is_kept_in_part() -> None:
-    fitted = fit([200 * MIB], [room(100 * MIB)], 10)
-    assert fitted.whole == Amount()
-    assert fitted.partial.files == 1
-    assert 99 * MIB < fitted.partial.bytes <= 100 * MIB
-    assert fitted.partial.bytes + fitted.remote.bytes == 200 * MIB
-
-
-def test_a_file_with_holes_counts_by_its_blocks() -> None:
-    files = [(GIB, MIB), (MIB, MIB), (GIB, 3 * MIB)]
-    fitted = fit_files(files, [room(3 * MIB)], 10)
-    assert fitted.whole == Amount(2, GIB + MIB)
-    assert fitted.remote == Amount(1, GIB)
-    fitted = fit_files([(GIB, 200 * MIB)], [room(100 * MIB)], 10)
-    assert 0.48 * GIB < fitted.partial.bytes <= 0.5 * GIB
-
-
-def test_what_is_held_already_leaves_less_room() -> None:
-    fitted = fit([MIB] * 4, [room(4 * MIB + 64 * KIB, held_files=2, held_bytes=2 * MIB)], 10)
-    assert fitted.whole == Amount(2, 2 * MIB)
+def room(capacity: int, space: Space = PLENTY) -> PlannedTier:
+    return PlannedTier("/t", capacity, space, capacity, capacity, "")
 
 
 def test_the_file_systems_reserve_and_its_inodes() -> None:
+    def fit(sizes: list[int], rooms: list[PlannedTier], reserve_percent: float) -> Fitted:
+        return fit_files(((size, size) for size in sizes), rooms, reserve_percent)
+
     space = Space(100 * MIB, 12 * MIB, 100, 13)
     assert fit([MIB] * 9, [room(GIB, space)], 10).whole.files == 1
     assert fit([KIB] * 9, [room(GIB, space)], 10).whole.files == 3
@@ -154,17 +116,6 @@ def test_the_walk_is_breadth_first_in_the_order_of_listings(tmp_path: Path) -> N
     assert found == [*order, "a/d/e/4"]
 
 
-def test_a_directory_that_cannot_be_listed_is_counted(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"x")
-    counts = WalkCounts()
-    with pytest.raises(FileNotFoundError):
-        list(walk(str(tmp_path / "nothing"), counts))
-    walking = walk(str(tmp_path), counts)
-    (tmp_path / "gone").mkdir()
-    assert len(list(walking)) == 1
-    assert counts.unreadable == 0
-
-
 def test_time_that_is_up_is_said(tmp_path: Path) -> None:
     for number in range(200):
         (tmp_path / f"{number}").touch()
@@ -174,17 +125,6 @@ def test_time_that_is_up_is_said(tmp_path: Path) -> None:
     assert report["complete"] is False
     assert report["files"] == 0
     assert heard
-
-
-def test_a_child_that_says_nothing_is_left_behind() -> None:
-    def hang(tell: Tell) -> None:
-        tell("begun")
-        os.read(os.pipe()[0], 1)
-
-    heard: list[object] = []
-    with pytest.raises(OperationError, match="nothing heard"):
-        bounded_talk(hang, silence=0.2, overdue="nothing heard", heard=heard.append)
-    assert heard == ["begun"]
 
 
 def test_a_child_that_dies_is_an_error() -> None:
@@ -223,10 +163,10 @@ def test_a_source_that_hangs_does_not_hang_the_plan(work: Bench, place: Path) ->
 # Against a mount.
 
 
-STEPPED_FILES = 60
+STEPPED_FILES = 24
 STEP_BYTES = 512 * KIB
 """Sizes are a little below multiples of it, and tiers half of it above one. Each copy under way has
-reserved a block more. All of them together are 60 blocks, less than half a step: so no decision
+reserved a block more. All of them together are 24 blocks, less than half a step: so no decision
 depends on how many are under way."""
 
 
@@ -256,11 +196,10 @@ def make_files(root: Path, sizes: list[int]) -> int:
     return sum(sizes)
 
 
-def plan(*arguments: str) -> dict[str, Any]:
+def plan(*arguments: str) -> Any:
     done = run("plan", *arguments, "--json")
     assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
 def test_nodes_that_share(tmp_path: Path) -> None:
@@ -272,11 +211,10 @@ def test_nodes_that_share(tmp_path: Path) -> None:
     assert (sharing["own_bytes"], sharing["foreign_bytes"]) == (700 * KIB, 0)
     assert sharing["first_epoch"] == {"source_bytes": 2100 * KIB, "network_bytes": 1400 * KIB}
     assert sharing["later_epoch"] == {"source_bytes": 0, "network_bytes": 1400 * KIB}
-    assert "sharing" not in plan(*words)
     assert "fits all of them together, not each" in run("plan", *words, "--nodes", "3").stdout
 
 
-def dealt_with(mount: Mount, files: int) -> dict[str, Any]:
+def dealt_with(mount: Mount, files: int) -> Any:
     """Until each file was copied or refused; the status then. Between two files a mount may look
     idle."""
 
@@ -285,13 +223,10 @@ def dealt_with(mount: Mount, files: int) -> dict[str, Any]:
         copied = now["prefetch"]["completed"] + now["prefetch"]["refused"]
         return now if copied >= files and not now["files"]["copying"] else None
 
-    result: dict[str, Any] = wait_for(done, "all files to be copied or refused")
-    return result
+    return wait_for(done, "all files to be copied or refused")
 
 
-def planned_and_done(
-    work: Bench, source: Path, files: int, *tiers: str
-) -> tuple[dict[str, Any], Mount, dict[str, Any]]:
+def planned_and_done(work: Bench, source: Path, files: int, *tiers: str) -> tuple[Any, Mount, Any]:
     """What the plan says; a mount with these tiers, and its status when it is done."""
     options = [option for tier in tiers for option in ("--tier", tier)]
     planned = plan(str(source), "--quick", *options)
@@ -300,7 +235,7 @@ def planned_and_done(
     return planned, mount, dealt_with(mount, files)
 
 
-def assert_known_to_the_next(mount: Mount, planned: dict[str, Any], *tiers: str) -> dict[str, Any]:
+def assert_known_to_the_next(mount: Mount, planned: Any, *tiers: str) -> Any:
     """The next plan knows what is there."""
     assert mount.umount().returncode == 0
     options = [option for tier in tiers for option in ("--tier", tier)]
@@ -310,7 +245,7 @@ def assert_known_to_the_next(mount: Mount, planned: dict[str, Any], *tiers: str)
 
 
 @needs_mounts
-@pytest.mark.parametrize("shares", [(0.56,), (0.2, 0.36), (1.2,)], ids=str)
+@pytest.mark.parametrize("shares", [(0.2, 0.36), (1.2,)], ids=str)
 def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
     source = work.path / "source"
     size = stepped_tree(source)
@@ -367,19 +302,19 @@ def test_a_file_that_fits_in_part(work: Bench) -> None:
 
 @needs_mounts
 def test_files_with_holes(work: Bench) -> None:
-    """Of 100 MiB each, with 2 MiB of blocks: three of five fit into 7 MiB."""
+    """Of 20 MiB each, with 2 MiB of blocks: three of five fit into 7 MiB."""
     source = work.path / "source"
     source.mkdir()
     for number in range(5):
         with (source / f"f{number}").open("wb") as opened:
-            opened.truncate(100 * MIB)
-            for place in (number * 10, 60):
+            opened.truncate(20 * MIB)
+            for place in (number * 2, 12):
                 opened.seek(place * MIB)
                 opened.write(random.Random(number).randbytes(MIB))
     tier = f"{work.path}/tier=7M"
     planned, mount, now = planned_and_done(work, source, 5, tier)
-    assert planned["resident"] == {"files": 3, "bytes": 300 * MIB}
-    assert planned["remote"] == {"files": 2, "bytes": 200 * MIB}
+    assert planned["resident"] == {"files": 3, "bytes": 60 * MIB}
+    assert planned["remote"] == {"files": 2, "bytes": 40 * MIB}
     assert (now["files"]["resident"], now["prefetch"]["refused"]) == (3, 2)
     (held,) = now["tiers"]
     assert 6 * MIB <= held["used_bytes"] <= 7 * MIB

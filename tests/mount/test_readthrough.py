@@ -16,18 +16,18 @@ file class{0..3}/small{0..9} 20000
 file class{0..3}/middle{0..3} 300000
 file class{0..3}/large 3M
 """
+SMALL = """
+file {0..2}/{0..7} 1500
+settle
+"""
 COUNT, TOTAL = 120, 4 * (15 * 700 + 10 * 20_000 + 4 * 300_000 + (3 << 20))
 
 
-@pytest.mark.parametrize(
-    "prefetch", ["access", pytest.param("auto", marks=pytest.mark.smoke), "all"]
-)
-def test_the_first_epoch_reads_the_source_once_and_the_second_not_at_all(
-    work: Bench, prefetch: str
-) -> None:
+@pytest.mark.smoke
+def test_the_first_epoch_reads_the_source_once_and_the_second_not_at_all(work: Bench) -> None:
     script = f"""
 slow seconds=0.002
-mount --freshness immutable --prefetch {prefetch}
+mount --freshness immutable
 read by=4
 check first
   files.resident {COUNT}
@@ -36,12 +36,7 @@ check first
 drop_caches
 read
 check second
-  source.lookup 0
-  source.getattr 0
-  source.readdir 0
-  source.open 0
-  source.read 0
-  source.read_bytes 0
+  source.* 0
   source_io.operations 0
   served.local_opens >={COUNT}
 """
@@ -54,12 +49,6 @@ file large 24M; slow seconds=0.005
 mount --freshness immutable
 loop reader large; until files.resident = 1; end reader; check read
   source.read_bytes 25165824
-""",
-    "all is copied unasked": f"""
-{MIXED}
-mount --prefetch all --freshness immutable
-until files.resident = {COUNT}; fail * * EIO; read; heal; check read
-  source_io.demand_read_bytes 0
 """,
     "where nothing is kept exactly what is asked for is read": """
 file f 3M
@@ -104,13 +93,6 @@ read big* small*; check read
   tier1.files 12
 state resident small*
 """,
-    "what does not fit spills into the next tier": """
-file f{0..5} 1M
-mount tier=3M,100M
-read; check read
-  tier1.files 2
-  tier2.files 4
-""",
     "the source's errors are the reader's, and pass": """
 file f g 2M
 mount --freshness ttl=0
@@ -118,7 +100,19 @@ fail read f EIO; read f error=EIO; read g; heal
 fail open f EACCES; read f error=EACCES; heal
 read f; state resident f
 """,
+    "a new worker reads what was open": f"""{SMALL}
+mount --freshness ttl=3600 --prefetch none
+fail open * EIO; read 1/1 error=EIO; heal
+open holder; kill worker; held holder; close holder; read
+""",
+    "directories that change places": f"""{SMALL}
+mount --freshness open --prefetch none
+read; rename 1 3; rename 2 1; rename 3 2
+same 1/*; read
+""",
 }
+"""In the last one, a directory that the C part knows goes on meaning what it did; the version tells
+whether the file is the one that was meant."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,3 +135,35 @@ read b/*; until files.resident = 600; check all
     missing = 300 - seen["others are there"]["files.resident"]
     assert seen["they were found"].get("served.source_opens", 0) <= missing
     assert sum(part.get("source_io.read_bytes", 0) for part in seen.values()) == 900_000
+
+
+@pytest.mark.parametrize("mode", ["immutable", "open"])
+def test_each_small_file_is_opened_and_read_once(work: Bench, mode: str) -> None:
+    """Where it is copied, too: `tests/scenarios/remount.txt`."""
+    script = f"""
+mount --freshness {mode} --prefetch none
+read
+check first
+  source.open 24
+  source.read_bytes 36000
+  source_io.read_bytes 36000
+  served.source_opens 24
+  served.source_file_bytes 36000
+  files.resident 0
+read
+check second
+  source.read_bytes 36000
+"""
+    play(work, SMALL + script)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("mode", ["ttl=3600", "open"])
+def test_who_has_a_file_open_keeps_its_version(work: Bench, mode: str) -> None:
+    script = f"""
+mount --freshness {mode} --prefetch none
+open holder 1/1; held holder
+replace 1/1 7; held holder old=1
+command refresh; same 1/1; held holder old=1; close holder
+"""
+    play(work, SMALL + script)

@@ -50,33 +50,23 @@ def slow_tier(work: Bench) -> Iterator[Path]:
 
 def waiting(pid: int) -> int:
     """How many threads of a process wait for a page (D state)."""
-    found = 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            found += (task / "stat").read_text().rpartition(") ")[2][0] == "D"
-        except OSError:
-            continue
-    return found
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return sum(stat.read_text().rpartition(") ")[2][0] == "D" for stat in stats)
 
 
 def test_reads_of_a_slow_tier_hold_up_no_metadata(work: Bench, slow_tier: Path) -> None:
-    source = work.path / "source"
-    source.mkdir()
-    for n in range(READERS):
-        (source / f"f{n}").write_bytes(trees.random_bytes(131072, n))
-    for n in range(100):
-        (source / f"m{n}").write_bytes(b"m")
+    contents = {f"f{n}": trees.random_bytes(131072, n) for n in range(READERS)}
+    source = trees.write_files(work.path / "source", contents | {f"m{n}": b"m" for n in range(100)})
     options = ("--freshness", "ttl=600", "--data-path", "relay", "--prefetch", "access")
     mount = work.mount(source, *options, tiers=[f"{slow_tier}=1G"])
-    names = [f"f{n}" for n in range(READERS)]
-    for name in names:
-        assert (mount.path / name).read_bytes() == (source / name).read_bytes()
+    for name, content in contents.items():
+        assert (mount.path / name).read_bytes() == content
     for n in range(100):
         os.stat(mount.path / f"m{n}")
     assert mount.wait_idle()["files"]["resident"] == READERS
     worker = mount.worker_pid()
     Path("/proc/sys/vm/drop_caches").write_text("3")
-    paths = [str(mount.path / name) for name in names]
+    paths = [str(mount.path / name) for name in contents]
     readers = subprocess.Popen([sys.executable, "-c", READ_ALL, *paths])
     try:
         wait_for(lambda: waiting(readers.pid) >= THREADS, "the readers to wait")

@@ -61,6 +61,10 @@ def configure(system: Booted, name: str, options: str, source: str = "") -> None
     )
 
 
+def assert_shown(system: Booted, unit: str, **properties: str) -> None:
+    assert system.show(unit, *properties) == properties
+
+
 def is_mounted(system: Booted, point: str) -> bool:
     return system.run("mountpoint", "-q", point, check=False).returncode == 0
 
@@ -70,9 +74,8 @@ def same_bytes(system: Booted, point: str = POINT) -> None:
     system.run("diff", "-r", system.work / "src", point)
 
 
-def status(system: Booted, point: str = POINT) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(system.monarchfs("status", point, "--json").stdout)
-    return result
+def status(system: Booted, point: str = POINT) -> Any:
+    return json.loads(system.monarchfs("status", point, "--json").stdout)
 
 
 def limits_of(pid: int) -> dict[str, str]:
@@ -86,40 +89,31 @@ def main_pid(system: Booted, unit: str = UNIT) -> int:
 
 
 def test_a_unit_is_active_when_its_mount_answers(mounted: Booted) -> None:
-    shown = mounted.show(UNIT, "ActiveState", "SubState", "StatusText", "NRestarts")
-    assert shown == {
-        "ActiveState": "active",
-        "SubState": "running",
-        "StatusText": f"serving {mounted.work}/src on {POINT}",
-        "NRestarts": "0",
-    }
+    serving = f"serving {mounted.work}/src on {POINT}"
+    assert_shown(mounted, UNIT, ActiveState="active", StatusText=serving, NRestarts="0")
+    assert_shown(mounted, UNIT, SubState="running")
     same_bytes(mounted)
     wait_for(lambda: status(mounted)["files"]["resident"] >= FILES, "everything to be copied")
     same_bytes(mounted)
 
+    # It is restricted, and its worker more.
+    def worker() -> int:
+        return mounted.outside(str(status(mounted)["worker"]["pid"]))
 
-def test_the_unit_is_restricted_and_its_worker_more(mounted: Booted) -> None:
-    supervisor = main_pid(mounted)
-    worker = mounted.outside(str(status(mounted)["worker"]["pid"]))
-    for pid in (supervisor, worker):
+    for pid in (main_pid(mounted), worker()):
         limits = limits_of(pid)
-        assert limits["NoNewPrivs"] == "1"
-        assert limits["Seccomp"] == "2"
+        assert (limits["NoNewPrivs"], limits["Seccomp"]) == ("1", "2")
         assert int(limits["CapBnd"], 16).bit_count() <= 7
-    limits = limits_of(worker)
     assert set(limits["Uid"].split()) == {str(pwd.getpwnam("nobody").pw_uid)}
     assert {int(limits[name], 16) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {0}
 
-
-def test_a_worker_that_dies_is_the_supervisors_matter(mounted: Booted) -> None:
-    worker = mounted.outside(str(status(mounted)["worker"]["pid"]))
-    os.kill(worker, signal.SIGKILL)
+    # A worker that dies is the supervisor's matter.
+    os.kill(worker(), signal.SIGKILL)
     same_bytes(mounted)
     wait_for(lambda: status(mounted)["worker"]["restarts"] == 1, "another worker")
-    assert mounted.show(UNIT, "NRestarts", "ActiveState") == {
-        "NRestarts": "0",
-        "ActiveState": "active",
-    }
+    assert_shown(mounted, UNIT, NRestarts="0", ActiveState="active")
+    # And one that hangs: whoever stops the unit has it killed.
+    os.kill(worker(), signal.SIGSTOP)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +130,8 @@ def test_a_supervisor_that_hangs_or_dies_is_started_again(
     same_bytes(system, point)
     first = main_pid(system, unit)
     os.kill(first, number)
-    wait_for(
-        lambda: (
-            system.show(unit, "NRestarts", "ActiveState")
-            == {"NRestarts": "1", "ActiveState": "active"}
-        ),
-        f"{unit} to be started again",
-    )
+    again = {"NRestarts": "1", "ActiveState": "active"}
+    wait_for(lambda: system.show(unit, *again) == again, f"{unit} to be started again")
     assert not Path(f"/proc/{first}").exists()
     assert main_pid(system, unit) != first
     same_bytes(system, point)
@@ -159,10 +148,7 @@ def test_stopping_unmounts_though_somebody_sits_in_the_mount(mounted: Booted) ->
     mounted.run("systemd-run", f"--unit={holder}", "--working-directory=/mnt/data", "sleep", "600")
     try:
         mounted.run("systemctl", "stop", UNIT)
-        assert mounted.show(UNIT, "Result", "ActiveState") == {
-            "Result": "success",
-            "ActiveState": "inactive",
-        }
+        assert_shown(mounted, UNIT, Result="success", ActiveState="inactive")
         assert not is_mounted(mounted, POINT)
     finally:
         mounted.run("systemctl", "stop", holder)
@@ -175,16 +161,14 @@ def test_stopping_unmounts_though_somebody_sits_in_the_mount(mounted: Booted) ->
 def test_umount_by_hand_is_a_clean_end(mounted: Booted) -> None:
     mounted.monarchfs("umount", POINT)
     wait_for(lambda: mounted.state(UNIT) == "inactive", "the unit to be inactive")
-    assert mounted.show(UNIT, "NRestarts", "Result") == {"NRestarts": "0", "Result": "success"}
+    assert_shown(mounted, UNIT, NRestarts="0", Result="success")
 
 
 def test_wrong_usage_is_not_tried_again(system: Booted) -> None:
     configure(system, "wrong", "freshness=sometimes")
     unit = "monarchfs@mnt-wrong.service"
-    done = system.run("systemctl", "start", unit, check=False)
-    assert done.returncode != 0
-    shown = system.show(unit, "ActiveState", "NRestarts", "ExecMainStatus")
-    assert shown == {"ActiveState": "failed", "NRestarts": "0", "ExecMainStatus": "2"}
+    assert system.run("systemctl", "start", unit, check=False).returncode != 0
+    assert_shown(system, unit, ActiveState="failed", NRestarts="0", ExecMainStatus="2")
     system.run("systemctl", "reset-failed", unit)
 
 
@@ -220,10 +204,8 @@ def test_a_mount_unit_is_what_fstab_says(system: Booted) -> None:
     pids = status(system, "/mnt/imagenet")["worker"]["pid"]
     system.run("systemctl", "stop", "mnt-imagenet.mount")
     assert not is_mounted(system, "/mnt/imagenet")
-    wait_for(
-        lambda: system.run("test", "-e", f"/proc/{pids}", check=False).returncode == 1,
-        "the daemon's end",
-    )
+    there = ("test", "-e", f"/proc/{pids}")
+    wait_for(lambda: system.run(*there, check=False).returncode == 1, "the daemon's end")
 
 
 def test_the_exporter_sees_what_the_service_mounts(mounted: Booted) -> None:
@@ -265,10 +247,7 @@ def test_the_timer_clears_a_dead_mount(system: Booted) -> None:
     try:
         wait_for(lambda: not is_mounted(system, "/mnt/dead"), "gc to have unmounted it")
         wait_for(lambda: system.state(service) == "inactive", "gc to have ended")
-        assert system.show(service, "Result", "ExecMainStatus") == {
-            "Result": "success",
-            "ExecMainStatus": "0",
-        }
+        assert_shown(system, service, Result="success", ExecMainStatus="0")
         shown = system.run("systemctl", "show", "--property=TimersMonotonic", timer).stdout
         assert "OnUnitInactiveUSec=1h" in shown
         assert system.run("sh", "-c", "ls /run/monarchfs/*.json", check=False).stdout == ""
@@ -301,7 +280,7 @@ def test_what_a_prolog_mounts_outlives_slurmd(system: Booted) -> None:
     wait_for(lambda: (work / "prolog-done").exists(), "the prolog's end")
     scopes = system.run("systemctl", "list-units", "--plain", "--no-legend", "--type=scope").stdout
     (scope,) = re.findall(r"^(monarchfs-\S+\.scope) +loaded active running", scopes, re.M)
-    assert system.show(scope, "Slice") == {"Slice": "monarchfs.slice"}
+    assert_shown(system, scope, Slice="monarchfs.slice")
     system.run("systemctl", "stop", "slurmd")
     (point,) = re.findall(
         r"^export MONARCHFS_ROOT=(/run/monarchfs/\S+)$",

@@ -43,14 +43,3 @@ def test_access_times_of_what_is_used_go_on(work: Bench, strict: Path) -> None:
         assert (now.st_mtime_ns, now.st_ctime_ns) == (old.st_mtime_ns, old.st_ctime_ns)
     status = mount.status()
     assert (status["touch"]["failed"], status["files"]["resident"]) == (0, 2)
-
-
-def test_without_it_the_source_is_left_alone(work: Bench, strict: Path) -> None:
-    mount = work.mount(strict, "--freshness", "ttl=3600")
-    read(mount.path / "used")
-    wait_for(lambda: mount.status()["files"]["resident"] == 1, "it to be resident")
-    before, operations = (strict / "used").stat(), mount.status()["source_io"]["operations"]
-    read(mount.path / "used")
-    assert mount.status()["served"]["local_opens"] == 1
-    assert (strict / "used").stat().st_atime_ns == before.st_atime_ns
-    assert mount.status()["source_io"]["operations"] == operations

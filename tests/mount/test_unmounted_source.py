@@ -6,7 +6,7 @@ import pytest
 
 from monarchfs.fuse.mountinfo import Mount as Entry
 from monarchfs.supervisor.probe import OpenedSource, seems_unmounted
-from tests.support.mounting import Bench, requires_fuse, requires_root, run
+from tests.support.mounting import Bench, needs_mounts, run
 
 
 def entry(point: str, fstype: str, source: str = "none") -> Entry:
@@ -36,8 +36,7 @@ def test_what_lies_beside_it_tells(mounts: list[Entry], beside: str | None) -> N
     assert seems_unmounted(source(device=9), mounts) is None
 
 
-@requires_root
-@requires_fuse
+@needs_mounts
 def test_it_is_told_and_refused_where_files_are_required(work: Bench) -> None:
     backing = work.path / "backing"
     backing.mkdir()
@@ -59,8 +58,9 @@ def test_it_is_told_and_refused_where_files_are_required(work: Bench) -> None:
     assert says in done.stderr
     assert run("umount", str(point)).returncode == 0
 
-    done = run("run", str(dataset), *storage, "--", "echo", "ran")
-    assert (done.returncode, done.stdout, done.stderr.count(says)) == (0, "ran\n", 1)
+    for more, code, out in ((["--require-files"], 1, ""), ([], 0, "ran\n")):
+        done = run("run", str(dataset), *storage, *more, "--", "echo", "ran")
+        assert (done.returncode, done.stdout, done.stderr.count(says)) == (code, out, 1)
     done = run("doctor", str(dataset), "--quick", *storage)
     assert says in done.stdout
     (dataset / "below").mkdir()

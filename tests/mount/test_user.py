@@ -30,49 +30,22 @@ def area(work: Bench) -> Bench:
     return work
 
 
-def read_as(user: str, path: Path) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(as_user(user, ["cat", str(path)]), capture_output=True, check=False)
-
-
 @pytest.mark.usefixtures("open_device")
 def test_an_ordinary_user_mounts_reads_and_unmounts(area: Bench) -> None:
-    contents = trees.dataset(area.path / "source", files=10)
+    contents = trees.dataset(area.path / "source", files=3)
     port = free_port()
     mount = area.mount(area.path / "source", "--metrics-port", str(port), user="nobody")
     for path, data in contents.items():
-        assert read_as("nobody", mount.path / path).stdout == data
+        cat = as_user("nobody", ["cat", str(mount.path / path)])
+        assert subprocess.run(cat, capture_output=True, check=True).stdout == data
     now = scrape(port)
     assert now.value("monarchfs_opens_total", served="source") > 0
     assert now.value("process_open_fds") > 5
     assert mount.wait_idle()["files"]["resident"] == len(contents)
-    for path, data in contents.items():
-        assert read_as("nobody", mount.path / path).stdout == data
-    with pytest.raises(PermissionError):
-        os.listdir(mount.path)  # not even root
     assert mount.umount().returncode == 0
     assert not os.path.ismount(mount.path)
     owners = {p.stat().st_uid for p in (area.path / "tier").rglob("*")}
     assert owners == {NOBODY.pw_uid}
-
-
-@pytest.mark.usefixtures("open_device")
-def test_a_port_that_only_root_may_have_is_refused(area: Bench) -> None:
-    if int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) <= 81:
-        pytest.skip(
-            "needs ports that are not everybody's: sysctl net.ipv4.ip_unprivileged_port_start=1024"
-        )
-    (area.path / "mnt").mkdir()
-    os.chown(area.path / "mnt", NOBODY.pw_uid, -1)
-    done = run(
-        *("mount", str(area.path / "source"), str(area.path / "mnt"), "--metrics-port", "81"),
-        *("--tier", f"{area.path}/tier=1G", "--state-dir", f"{area.path}/state"),
-        user="nobody",
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("monarchfs: cannot serve metrics on 127.0.0.1:81: Permission")
-    assert done.stderr.count("\n") == 1
-    assert not (area.path / "tier").exists()
-    assert not (area.path / "state").exists()
 
 
 def test_root_mounts_for_a_user_who_asks_and_unmounts(area: Bench) -> None:

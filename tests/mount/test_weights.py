@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,27 +12,22 @@ import pytest
 from monarchfs import hints
 from monarchfs.cli.main import main
 from monarchfs.hints import client
-from tests.support.mounting import Bench, Mount, assert_refused, requires_fuse, run, wait_for
+from tests.support import trees
+from tests.support.mounting import Bench, Mount, assert_refused, requires_fuse, run
 
 pytestmark = requires_fuse
 
 FILES = 10
-SIZE = 200_000
 ROOM = "816K"
 """For four of the files, each of which takes 49 blocks."""
 WEIGHTED = ("--evict", "weighted", "--freshness", "immutable")
 
 
-def content(number: int) -> bytes:
-    return random.Random(number).randbytes(SIZE)
+CONTENTS = {f"dir/{number}": trees.random_bytes(200_000, number) for number in range(FILES)}
 
 
 def dataset(work: Bench) -> Path:
-    source = work.path / "src"
-    (source / "dir").mkdir(parents=True)
-    for number in range(FILES):
-        (source / "dir" / str(number)).write_bytes(content(number))
-    return source
+    return trees.write_files(work.path / "src", CONTENTS)
 
 
 @pytest.fixture
@@ -55,7 +48,7 @@ def read(mount: Mount, *numbers: int) -> None:
     for number in numbers:
         with (mount.path / "dir" / str(number)).open("rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            assert file.readall() == content(number)
+            assert file.readall() == CONTENTS[f"dir/{number}"]
         mount.wait_idle()
 
 
@@ -75,8 +68,7 @@ def test_heavy_files_stay_also_with_the_next_worker(
     weights.write_text("".join(f"{n}\tdir/{n}\n" for n in range(FILES)))
     assert main(["weigh", str(mount.path), str(weights)]) == 0
     assert hints.weigh({mount.path / "dir" / "0": 100.0})
-    os.kill(mount.worker_pid(), signal.SIGKILL)
-    wait_for(lambda: mount.status()["worker"]["restarts"] == 1, "the next worker")
+    mount.kill_worker()
     read(mount, *range(FILES))
     assert local(mount) == {0, *range(FILES - 3, FILES)}
     # What is said now changes only the files that are named.

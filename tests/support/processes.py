@@ -10,6 +10,10 @@ from monarchfs.fuse.handle_table import HEADER_BYTES
 from tests.support.mounting import Mount
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
 def nice_of(pid: int, thread: int) -> int:
     """Field 19 of /proc/PID/task/TID/stat."""
     stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()

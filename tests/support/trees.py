@@ -72,6 +72,9 @@ def strange_tree(root: Path) -> None:
     (root / "sticky").chmod(0o1777)
     os.utime(root / "plain.txt", ns=(1, 999_999_999))
     os.utime(root / "empty", ns=(-1_500_000_001, -1_500_000_001))
+    for year, ns in (("2286", 10**19), ("1938", -(10**18))):
+        (root / year).write_text(year)
+        os.utime(root / year, ns=(ns, ns + 7))
     os.mkfifo(root / "fifo")
     with socket.socket(socket.AF_UNIX) as server:
         here = os.open(".", os.O_RDONLY)
