@@ -493,15 +493,25 @@ async def test_a_file_that_has_changed_is_not_stored(area: Area, names: list[str
 
 
 @pytest.mark.parametrize(
-    ("call", "shares"), [("begin_segments", True), ("put_replicas", True), ("begin_copies", False)]
+    ("part", "call", "shares"),
+    [
+        ("segments", "begin_segments", True),
+        ("replicas", "put_replicas", True),
+        ("replicas", "begin_copies", False),
+    ],
 )
 async def test_what_cannot_be_recorded_leaves_nothing_behind(
-    area: Area, names: list[str], monkeypatch: pytest.MonkeyPatch, call: str, shares: bool
+    area: Area,
+    names: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    call: str,
+    shares: bool,
 ) -> None:
     async with area.mount(copies=False, shares=shares) as mirror:
         inos = [await mirror.ino(name) for name in names]
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index.replicas.all, call, disk_is_full)
+            patch.setattr(getattr(mirror.index, part), call, disk_is_full)
             await begin(mirror, names)
             await mirror.settled()
         assert mirror.states(inos) == ["remote"] * 6

@@ -158,7 +158,7 @@ async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(
         assert durable(mirror, *inos) == {False}
         await mirror.mend()
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index.replicas.all, "mark_durable", disk_is_full)
+            patch.setattr(mirror.index.replicas, "mark_durable", disk_is_full)
             patch.setattr(mirror.index.environment, "sync", disk_is_full)
             await mirror.cache.accounts.sync()
         inos.append(await mirror.copied(names[1]))

@@ -281,7 +281,7 @@ def listen(mirror: Mirror, patch: pytest.MonkeyPatch) -> list[str]:
         calls.append("commit")
 
     patch.setattr(mirror.index.environment, "sync", sync)
-    patch.setattr(mirror.index.replicas.all, "drop_replicas", dropping)
+    patch.setattr(mirror.index.replicas, "drop_replicas", dropping)
     mirror.tier.faults.before("remove", lambda: calls.append("punch"))
     return calls
 
@@ -421,7 +421,7 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
 # Moves, and tiers that are not what they were.
 
 
-@pytest.mark.parametrize("call", ["put_replica", "begin_segments"])
+@pytest.mark.parametrize("call", ["replicas.put_replica", "segments.begin_segments"])
 async def test_a_move_that_cannot_be_recorded_leaves_nothing(
     area: Area, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:

@@ -324,8 +324,8 @@ async def test_an_index_that_cannot_be_written(
     async with files.mount(shares=shares) as mirror:
         ino = await mirror.ino(name)
         with monkeypatch.context() as patch:
-            patch.setattr(mirror.index.replicas.all, "put_replica", disk_is_full)
-            patch.setattr(mirror.index.replicas.all, "put_replicas", disk_is_full)
+            patch.setattr(mirror.index.replicas, "put_replica", disk_is_full)
+            patch.setattr(mirror.index.replicas, "put_replicas", disk_is_full)
             assert await mirror.read_file(name) == DATA[name]
             await mirror.settled()
             assert mirror.residency.state(ino) == "remote"

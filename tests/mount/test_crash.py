@@ -65,7 +65,7 @@ Crash = tuple[str, str, int]
 
 
 def crashes(text: str) -> list[Crash]:
-    """Before each of the first calls, and after the last: ``environment.sync*4`` are four. What is so
+    """Before each of the first calls, and after the last: ``tier.sync*4`` are four. What is so
     after one of them is so before what comes next."""
     counted = [word.partition("*")[::2] for word in text.split()]
     found = []

@@ -23,6 +23,7 @@ from monarchfs.prefetch.learned_order import MOST_AHEAD, NEAR, SURE, LearnedOrde
 from monarchfs.prefetch.order import LAG, Order
 from monarchfs.prefetch.window import IDLE_SECONDS, LOOK_SECONDS, Window
 from monarchfs.prefetch.window_size import FIRST_DISTANCE, WindowSize
+from monarchfs.system.listeners import Listeners
 from monarchfs.system.process_stat import start_ticks
 from monarchfs.types import Node, OperationError, SourceStat
 from monarchfs.worker import said as module
@@ -369,6 +370,7 @@ class Orders:
 
     def __init__(self) -> None:
         self.announced: list[tuple[str, bytes, bool]] = []
+        self.on_dropped: Listeners[[str]] = Listeners()
 
     def announce(self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool) -> None:
         assert begun
@@ -443,11 +445,11 @@ class Following:
         self.clock = clock
         self.memory = Memory()
         self.governor = Governor(4, 0.25, lambda: (0, 0))
-        index = SimpleNamespace(
-            replicas_of=lambda _inos: {},
+        tree = SimpleNamespace(
             nodes_of=lambda inos: {ino: listed(ino) for ino in inos},
             dirref=lambda _ino: SimpleNamespace(path=b""),
         )
+        index = SimpleNamespace(tree=tree, replicas=SimpleNamespace(replicas_of=lambda _inos: {}))
         room = SimpleNamespace(room_for=lambda _size: (None, []))
         self.window = Window(
             cast(Any, SimpleNamespace(nodes=self._nodes)),
