@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -113,14 +114,17 @@ class Faults:
 
 
 def met(method: Callable[P, T], *before: str, after: str = "") -> Callable[P, T]:
-    """A method of an object with ``faults``, which has these happen before and after it."""
+    """A method of an object with ``faults``, which has these happen before and after it. Looked up
+    at each call: a test may have replaced it."""
+    owner = getattr(sys.modules[method.__module__], method.__qualname__.rpartition(".")[0])
+    called = method.__name__
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         this: Any = args[0]
         for name in before:
             this.faults.meet(name)
-        result = method(*args, **kwargs)
+        result: T = getattr(owner, called)(*args, **kwargs)
         if after:
             this.faults.meet(after)
         return result
