@@ -1,6 +1,7 @@
 /* An open that the kernel hands out again, under another name, while a thread is at it: what it took of
  * the two answers lasts. The linker's --wrap has the answers looked at. */
 #include "../../monarchfs/core/_backed.h"
+#include "../../monarchfs/core/_opens.h"
 #include "../../monarchfs/core/_resident.h"
 
 #include "kernel.h"

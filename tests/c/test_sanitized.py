@@ -30,6 +30,7 @@ PARTS = (
 REQUESTS = 20_000
 
 COMPILER = shutil.which("cc") or "cc"
+FLAGS = ("-std=gnu11", "-g", "-O1", "-Werror=implicit-function-declaration")  # as GCC 14
 
 pytestmark = surroundings.program("cc", "gcc")
 
@@ -37,7 +38,7 @@ Run = Callable[..., None]
 
 
 def compile_with(*words: str) -> None:
-    done = execute([COMPILER, "-std=gnu11", "-g", "-O1", *words])
+    done = execute([COMPILER, *FLAGS, *words])
     if done.returncode != 0 and "cannot find" in done.stderr:
         pytest.skip("needs this compiler's sanitizers: apt-get install gcc")
     assert done.returncode == 0, done.stderr
