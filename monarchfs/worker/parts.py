@@ -77,7 +77,7 @@ class Parts:
     """The parts of a worker, connected. Constant; each owns what it opens.
 
     Each gets what it needs when it is made. If two need each other, the one made first gets the
-    other later, by a method: ``Relay.begin``, ``Cache.bind``.
+    other later, by a method: ``Relay.begin``, ``Accounts.bind``.
     """
 
     def __init__(
