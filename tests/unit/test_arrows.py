@@ -165,3 +165,29 @@ def test_a_class_name_stands_for_one_class() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_the_document_names_files_and_methods_that_there_are() -> None:
+    text = ARCHITECTURE.read_text("utf-8")
+    files = re.findall(r"`((?:[a-z]+/)+_?[a-z_]+\.(?:py|c|h))`", text)
+    assert len(files) > 100
+    roots = (PACKAGE, PACKAGE.parent)
+    assert not [name for name in files if not any((root / name).exists() for root in roots)]
+    methods = set(re.findall(r"`([A-Z][A-Za-z]+\.[a-z_]+)`", text))
+    assert len(methods) > 20
+    trees = [*nodes_of_files().values()]
+    trees += [list(ast.walk(ast.parse(path.read_text()))) for path in PACKAGE.rglob("*.pyi")]
+    classes = [node for nodes in trees for node in nodes if isinstance(node, ast.ClassDef)]
+    known = {
+        f"{one.name}.{name}"
+        for one in classes
+        for node in ast.walk(one)
+        for name in (getattr(node, "name", None), getattr(node, "attr", None), _target(node))
+    }
+    assert not methods - known
+
+
+def _target(node: ast.AST) -> str | None:
+    """The field that a class declares here."""
+    declares = isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    return node.target.id if declares else None  # type: ignore[attr-defined]
