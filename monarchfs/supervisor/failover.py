@@ -251,12 +251,12 @@ class Failover:
         policy = self._restart_policy
         was_safe = policy.safe
         verdict = policy.died(life)
-        self._owner.silenced()
         self._leave_behind()
         self._replacement.drop()
         self._replacement.answer(f"{why}; another one takes its place: see monarchfs status")
         if verdict.follows is Follows.END:
             self.phase = Phase.ENDED
+            self._owner.silenced()
             self._owner.deserted(why)
             return
         if policy.safe and not was_safe:
@@ -276,6 +276,7 @@ class Failover:
             log.error("%s: starting another one", why)
         self.restarts += 1
         self._until, self.phase = now + verdict.pause_seconds, Phase.PAUSING
+        self._owner.silenced()  # only now: who waits is answered at once, with what stands here
         if not verdict.pause_seconds:
             self._start(now)
 
