@@ -431,7 +431,7 @@ class Mover:
         self._accounts.durability.stored(ino, replica)
         self._accounts.metrics.replicas_moved += 1
         self._accounts.handle(Moved(ino, allocated))
-        node = self._accounts.index.tree.node(ino)
+        node = self._accounts.index.nodes.node(ino)
         if node is None:
             self._accounts.readers.invalidate(ino)
         else:

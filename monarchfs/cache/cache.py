@@ -11,21 +11,16 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from monarchfs.cache.accounts import Accounts, CacheOptions
-from monarchfs.cache.readers import Readers
+from monarchfs.cache.accounts import Accounts
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.reservations import OUT_OF_DESCRIPTORS, Reservations
 from monarchfs.cache.scrub import Scrub
-from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.writer import CopyWriter
 from monarchfs.index.index import Index
-from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Accessed, Known
 from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.tier import Tier
-from monarchfs.system.memory import MemoryHeadroom
-from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState, TierSize
+from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +32,7 @@ async def purge(index: Index, before_ns: int) -> None:
     """Forget versions that were outdated before then: before this mount, so that no kernel asks for
     them."""
     try:
-        while index.tree.purge_outdated(before_ns, PURGE_BATCH):
+        while index.nodes.purge_outdated(before_ns, PURGE_BATCH):
             await trio.lowlevel.checkpoint()
     except IndexWriteError as exc:
         log.warning("outdated inodes stay recorded: %s", exc)
@@ -49,24 +44,11 @@ class Cache:
     Constant: its parts.
     """
 
-    def __init__(
-        self,
-        index: Index,
-        tiers: Sequence[tuple[Tier, TierSize]],
-        metrics: Metrics,
-        threads: TierThreads,
-        nursery: trio.Nursery,
-        readers: Readers,
-        options: CacheOptions,
-        headroom: Callable[[], MemoryHeadroom] | None = None,
-    ) -> None:
-        """As ``Accounts``."""
-        self.accounts = accounts = Accounts(
-            index, tiers, metrics, threads, nursery, readers, options, headroom
-        )
+    def __init__(self, accounts: Accounts) -> None:
+        self.accounts = accounts
         self.reservations = Reservations(accounts)
         self.writer = CopyWriter(accounts, self.reservations)
-        self.index, self.readers = index, readers
+        self.index, self.readers = accounts.index, accounts.readers
         self.tiers, self.usage = accounts.tiers, accounts.usage
         self.reasons, self.lookup = accounts.reasons, accounts.lookup
 
@@ -88,26 +70,27 @@ class Cache:
         the background. ``reopen`` is called before anything may be evicted, to acquire what is in
         use.
         """
+        accounts = self.accounts
         rebooted = self.index.replicas.begin_boot(boot_id)
-        self.accounts.reconciliation.recover()
+        accounts.reconciliation.recover()
         for tier in self.tiers.values():
-            self.accounts.reconciliation.load(tier)
+            accounts.reconciliation.load(tier)
             self.readers.serve(tier.id, tier.dir_fd)
             try:
-                needed = self.accounts.reconciliation.needed(tier, rebooted=rebooted)
+                needed = accounts.reconciliation.needed(tier, rebooted=rebooted)
             except OSError as exc:
-                self.accounts.all_tiers.failed(tier, "looking at what it holds", exc)
+                accounts.all_tiers.failed(tier, "looking at what it holds", exc)
                 needed = True
             if needed:
-                self.accounts.reconciliation.begin(tier)
+                accounts.reconciliation.begin(tier)
         reopen()
-        self.accounts.all_tiers.measure()
+        accounts.all_tiers.measure()
         for tier in self.tiers.values():
-            self.accounts.segments.begin(tier)
-            if tier.id not in self.accounts.reconciliation.running:
-                self.accounts.nursery.start_soon(self.accounts.reconciliation.settle, tier)
-        if self.accounts.placement.tracks:
-            self.accounts.nursery.start_soon(self._announce_known)
+            accounts.segments.begin(tier)
+            if tier.id not in accounts.reconciliation.running:
+                accounts.nursery.start_soon(accounts.reconciliation.settle, tier)
+        if accounts.placement.tracks:
+            accounts.nursery.start_soon(self._announce_known)
 
     async def _announce_known(self) -> None:
         """Have the policy know the replicas that an earlier mount left."""
@@ -212,10 +195,9 @@ class Cache:
             fd = tier.open_complete(record)
         except ReplicaLost as exc:
             self.accounts.metrics.replicas_lost += 1
-            if tier.id in self.accounts.reconciliation.running:
-                self.accounts.reconciliation.lost[tier.id] += (
-                    1  # logged with all others, at its end
-                )
+            reconciliation = self.accounts.reconciliation
+            if tier.id in reconciliation.running:
+                reconciliation.lost[tier.id] += 1  # logged with all others, at its end
             else:
                 log.warning("replica of inode %d is gone, reading the source: %s", node.ino, exc)
             self.accounts.drop(node.ino, "its replica was lost")
@@ -234,9 +216,9 @@ class Cache:
         was."""
         if not self.lookup.evictable(ino):
             return False
-        if not self.readers.try_remove(ino) or not self.accounts.drop(
-            ino, "evicted by hand", Cause.EVICTED
-        ):
+        if not self.readers.try_remove(ino):
+            return False
+        if not self.accounts.drop(ino, "evicted by hand", Cause.EVICTED):
             return False
         self.accounts.metrics.evictions_manual += 1
         return True
@@ -251,12 +233,13 @@ class Cache:
 
     async def maintain(self) -> None:
         """``watch``, once."""
-        self.accounts.all_tiers.measure()
-        for tier in await self.accounts.all_tiers.probe(self.accounts.in_thread):
-            if tier.id not in self.accounts.reconciliation.running:
-                self.accounts.segments.replaced(tier)
-                self.accounts.reconciliation.begin(tier)
-        self.accounts.removals.retry(self.accounts.busy.values())
+        accounts = self.accounts
+        accounts.all_tiers.measure()
+        for tier in await accounts.all_tiers.probe(accounts.in_thread):
+            if tier.id not in accounts.reconciliation.running:
+                accounts.segments.replaced(tier)
+                accounts.reconciliation.begin(tier)
+        accounts.removals.retry(accounts.busy.values())
 
     async def scrub(self, rate: int) -> None:
         """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""

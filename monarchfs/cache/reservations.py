@@ -28,8 +28,7 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 class Reservations:
-    """Room for copies. Changing: ``keeps_foreign``, whether files
-    that other nodes own are kept."""
+    """Room for copies. Changing: ``keeps_foreign``, whether files that other nodes own are kept."""
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts

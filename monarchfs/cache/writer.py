@@ -130,7 +130,7 @@ class CopyWriter:
             if not reservation.given_up:
                 # No checkpoint between the index commit and the accounts.
                 self._put(reservation.node.ino, replica)
-                now = self._accounts.index.tree.node(reservation.node.ino)
+                now = self._accounts.index.nodes.node(reservation.node.ino)
                 outdated = {reservation.node.ino} if now is None or now.outdated else set()
                 self._stored([(reservation, replica)], outdated)
                 self._accounts.holder.stored(reservation.node.ino)

@@ -195,7 +195,7 @@ class Files:
         """An outdated inode: all of its version where that is local, else what the source has now,
         as a plain file would show it. The kernel may have pages of another version of the inode, so
         these reads bypass the page cache."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is None:
             raise OSError(errno.ESTALE, "unknown inode")
         replica = self.cache.acquire(node)
@@ -210,7 +210,7 @@ class Files:
     def reopened(self, ino: int) -> FileHandle:
         """A handle for a file that an earlier process of this mount has opened. What it reads from
         is there at once if that is a replica, else with the first read."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is not None and node.outdated:
             # The process that found this out may have died before it told the kernel.
             self.invalidation.notify(ino)
@@ -225,7 +225,7 @@ class Files:
         if handle is not None:
             return handle
         handle = self._unopened(ino)
-        if (node := self._index.tree.node(ino)) is not None:
+        if (node := self._index.nodes.node(ino)) is not None:
             self._count(node, resident=handle.local)
         return handle
 
@@ -235,7 +235,7 @@ class Files:
 
     def resident(self, ino: int) -> OpenReplica | None:
         """The complete replica of any inode, opened or not; to be released."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         return None if node is None else self.cache.acquire(node, accessed=False)
 
     def _handle(
@@ -326,7 +326,7 @@ class Files:
 
     async def open_nonresident(self, ino: int) -> Fill:
         """Raises OSError, ESTALE where the source has another version."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is None:
             if not self.opens.known:
                 await self.invalidation.forget_all_names()
@@ -353,7 +353,7 @@ class Files:
         """What fstat(2) shows. Raises OSError with the source's errno; ESTALE where nobody has
         ``ino`` open and it is outdated: the kernel then looks the name up again (fs/stat.c).
         ``again`` as for ``open``."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         try:
             found = await self._tree.attributes.get(ino)
         except OSError as exc:

@@ -73,23 +73,23 @@ class Invalidation:
         """Give the file another inode number at its next open, though its version is the same: the
         kernel is not to open again what it knows under this one. Raises nothing."""
         try:
-            self._index.tree.renumber(ino)
+            self._index.nodes.renumber(ino)
         except IndexWriteError as exc:
             log.warning("inode %d keeps its number: %s", ino, exc)
 
     # -- names that the kernel is to forget
 
     def _forget_name(self, ino: int) -> None:
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is not None and ino != ROOT_INO:
             self._kernel.invalidate_entry(node.parent, node.name)
 
     def forget_path(self, ino: int) -> None:
         """A directory above ``ino`` lies elsewhere. A name that is forgotten takes all below it
         along (fs/dcache.c, d_invalidate), so the path's first is enough. No checkpoint."""
-        node: Node | None = self._index.tree.node(ino)
+        node: Node | None = self._index.nodes.node(ino)
         while node is not None and node.parent != ROOT_INO:
-            node = self._index.tree.node(node.parent)
+            node = self._index.nodes.node(node.parent)
         if node is not None:
             self._forget_name(node.ino)
 

@@ -96,7 +96,7 @@ class Xattrs:
         """The value where it is known. Raises OSError where it is known that there is none."""
         if name.startswith(PREFIX) and (own := self._own(ino, name)) is not None:
             return own
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if name.startswith(LISTED) and node is not None:
             code = self._known_absent(node, name)
             if code is not None:
@@ -127,7 +127,7 @@ class Xattrs:
 
     def plain(self, ino: int) -> bool:
         """Whether it is one of those that ``on_plain`` gets."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         names = None if node is None else self._known_list(node)
         return node is not None and names is not None and self._is_plain(node, names)
 
@@ -154,7 +154,7 @@ class Xattrs:
         return value.split(b"\0") if value else []
 
     def _own(self, ino: int, name: bytes) -> bytes | None:
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is None or node.stat is None or not node.stat.is_regular:
             return None
         value: str | None = None
@@ -187,7 +187,7 @@ class Xattrs:
 
     def _answered(self, ino: int, name: bytes, answer: bytes | int) -> None:
         """The source was asked for an attribute."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is not None and name.startswith(LISTED):
             names = self._known_list(node)
             if isinstance(answer, bytes):
@@ -201,7 +201,7 @@ class Xattrs:
     async def list(self, ino: int) -> Names:
         """The source's names. Ours are not among them: ``cp -a`` and ``rsync -X`` copy what is
         listed."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         key = _key(node, LIST)
         value = self._index.xattrs.xattr(ino, key)
         if value is None:
@@ -215,7 +215,7 @@ class Xattrs:
         return value.split(b"\0") if value else []
 
     def _estale_if_replaced(self, ino: int) -> AbstractContextManager[None]:
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         parent = ino if node is None or node.stat.is_directory else node.parent
         return self._tree.recorder.estale_if_replaced(parent)
 
@@ -229,10 +229,10 @@ class Xattrs:
 
     async def _listed(self, ino: int) -> bool:
         """Have the list of names, and those of files that follow; whether there is one."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is None or node.stat.device in self._unlisted:
             return False
-        dirent = self._index.tree.dirent(node.parent, node.name)
+        dirent = self._index.nodes.dirent(node.parent, node.name)
         if dirent is not None and dirent.ino == ino and self._lacks(dirent, node):
             await self._statahead.bring(node.parent, dirent)
         try:
@@ -250,8 +250,8 @@ class Xattrs:
         index = self._index
         lacking = []
         for name in names:
-            dirent = index.tree.dirent(parent, name)
-            if dirent is not None and self._lacks(dirent, index.tree.node(dirent.ino)):
+            dirent = index.nodes.dirent(parent, name)
+            if dirent is not None and self._lacks(dirent, index.nodes.node(dirent.ino)):
                 lacking.append(name)
         if lacking:
             await self._ask_lists(parent, lacking, lane, math.inf)
@@ -268,8 +268,8 @@ class Xattrs:
         rows: list[tuple[int, bytes, bytes]] = []
         plain: list[int] = []
         for name, answer in zip(names, answers, strict=False):
-            dirent = index.tree.dirent(parent, name)
-            node = None if dirent is None else index.tree.node(dirent.ino)
+            dirent = index.nodes.dirent(parent, name)
+            node = None if dirent is None else index.nodes.node(dirent.ino)
             if node is None:
                 continue
             if isinstance(answer, OSError):
@@ -291,7 +291,7 @@ class Xattrs:
         sockets, FIFOs, devices (fs/namei.c, sb_permission)."""
         if not mask & (os.R_OK | os.X_OK | os.W_OK):
             return True
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if mask & os.W_OK and (node is None or stat_module.S_IFMT(node.stat.mode) in WRITTEN):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         if node is None or node.stat is None:
@@ -305,7 +305,7 @@ class Xattrs:
         with self._estale_if_replaced(ino):
             place = self._tree.known.place(ino)
             allowed = await self._source.access(*place, mask, Lane.DEMAND)
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is not None and node.stat is not None:
             self._access[(ino, mask, node.stat.ctime_ns)] = allowed
             if len(self._access) > ACCESS_KEPT:

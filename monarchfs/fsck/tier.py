@@ -278,7 +278,7 @@ def source_path(index: Index, ino: int) -> str | None:
     """Where a file was seen in the source (os.fsdecode)."""
     names: list[bytes] = []
     while ino != ROOT_INO:
-        node = index.tree.node(ino)
+        node = index.nodes.node(ino)
         if node is None or len(names) == _DEEPEST:
             return None
         names.append(node.name)

@@ -116,7 +116,7 @@ class Relay:
         """``opens_too``: only if opens need not be asked about now."""
         if record is None or record.state is not ReplicaState.RESIDENT:
             return False
-        node = files.cache.index.tree.node(ino)
+        node = files.cache.index.nodes.node(ino)
         return node is not None and self._offer(files, node, record, seen, opens_too)
 
     def _offer(
@@ -181,7 +181,7 @@ class Relay:
         files = self._files
         if files is None or self.misses is None:
             return False
-        node = files.cache.index.tree.node(ino)
+        node = files.cache.index.nodes.node(ino)
         return node is not None and self.misses.offer(node)
 
     def found(self, node: Node) -> None:

@@ -15,11 +15,11 @@ from monarchfs.index.disk import DATA_FILE
 from monarchfs.index.environment import MAP_BYTES, Environment, OnChange
 from monarchfs.index.listings import Listings
 from monarchfs.index.meta import Meta
+from monarchfs.index.nodes import NodeTables
 from monarchfs.index.pins import Pins
 from monarchfs.index.recovery import INDEX_DIRECTORY, LastClose
 from monarchfs.index.replicas import Replicas
 from monarchfs.index.segments import Segments
-from monarchfs.index.tree import TreeTables
 from monarchfs.index.xattrs import XattrTables
 from monarchfs.types import IndexUnusable, IndexWriteError
 
@@ -41,7 +41,7 @@ class Index:
         self.segments = Segments(environment)
         self.pins = Pins(environment)
         self.xattrs = XattrTables(environment)
-        self.tree = TreeTables(environment, self.replicas, self.pins, self.xattrs)
+        self.nodes = NodeTables(environment, self.replicas, self.pins, self.xattrs)
         self.listings = Listings(environment)
 
     @classmethod

@@ -43,7 +43,7 @@ class Attributes:
 
     async def load_root(self) -> None:
         """Know the root before the kernel asks. Raises OSError where the source does not say."""
-        if self._index.tree.node(ROOT_INO) is None:
+        if self._index.nodes.node(ROOT_INO) is None:
             await self.refresh_root()
         else:
             await self.get(ROOT_INO)
@@ -52,12 +52,12 @@ class Attributes:
         """Ask for the root's attributes, whatever is known."""
         asked_ns = time.time_ns()
         stat = await self._source.stat(self._source.root, b"", Lane.DEMAND)
-        return self._known.fresh_entry(self._index.tree.record_root(stat, asked_ns), asked_ns)
+        return self._known.fresh_entry(self._index.nodes.record_root(stat, asked_ns), asked_ns)
 
     async def get(self, ino: int) -> Entry:
         if (known := self._known.attributes(ino)) is not None:
             return known
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is None:
             raise OSError(errno.ESTALE, "unknown inode")
         return await self._ask(node)
@@ -89,12 +89,12 @@ class Attributes:
         Raises OSError ESTALE where the source has another version by now: the kernel then looks
         the name up again (fs/namei.c, LOOKUP_REVAL) and finds the new inode.
         """
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is not None and not node.outdated:
             if self._known.freshness.fresh_node(node, time.time_ns()):
                 return node
             await self._ask(node)
-            node = self._index.tree.node(ino)
+            node = self._index.nodes.node(ino)
         if node is None or node.outdated:
             raise OSError(errno.ESTALE, "the source has another version")
         return node
@@ -125,7 +125,7 @@ class Attributes:
         """Ask about an inode by the place where it was found last."""
         if ino == ROOT_INO:
             return await self.refresh_root()
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if node is None:
             raise OSError(errno.ESTALE, "unknown inode")
         # Through the name, so that a file that was replaced is found out.

@@ -255,7 +255,7 @@ class Directories:
     ) -> None:
         if differences is not None:
             for name, *_ in batch:
-                if self.index.tree.dirent(ino, name) is None:
+                if self.index.nodes.dirent(ino, name) is None:
                     differences.name(name, gone=False)
         self.index.listings.add_entries(ino, sequence, batch, asked_ns)
 
@@ -279,7 +279,7 @@ class Directories:
             dot = Dirent(SELF_COOKIE, b".", FileType.DIRECTORY, ino, 0, ino)
             result.append((dot, None, 0.0, 0.0))
         if after_cookie < PARENT_COOKIE:
-            node = self.index.tree.node(ino)
+            node = self.index.nodes.node(ino)
             up = node.parent if node is not None and ino != ROOT_INO else ROOT_INO
             dots = Dirent(PARENT_COOKIE, b"..", FileType.DIRECTORY, up, 0, up)
             result.append((dots, None, 0.0, 0.0))

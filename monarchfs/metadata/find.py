@@ -50,8 +50,8 @@ class Finder:
         return await self._tree.names.find(parent, name, Lane.DEMAND)
 
     async def _known(self, parent: int, name: bytes) -> Node | None:
-        dirent = self._tree.index.tree.dirent(parent, name)
-        return None if dirent is None else self._tree.index.tree.node(dirent.ino)
+        dirent = self._tree.index.nodes.dirent(parent, name)
+        return None if dirent is None else self._tree.index.nodes.node(dirent.ino)
 
     async def _walk(self, path: str, step: Step) -> Node:
         try:
@@ -61,7 +61,7 @@ class Finder:
             raise OperationError(f"{path or '/'}: {reason}") from exc
 
     async def _follow(self, names: Sequence[bytes], shown: str, step: Step) -> Node:
-        root = self._tree.index.tree.node(ROOT_INO)
+        root = self._tree.index.nodes.node(ROOT_INO)
         assert root is not None
         above, todo, links = [root], deque(names), 0
         while todo:

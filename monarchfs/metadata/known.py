@@ -66,7 +66,7 @@ class KnownMetadata:
 
     def lookup(self, parent: int, name: bytes) -> Entry | Missing | None:
         now = time.time_ns()
-        dirent = self.index.tree.dirent(parent, name)
+        dirent = self.index.nodes.dirent(parent, name)
         if dirent is None:
             if len(name) <= SURE_NAME_BYTES and self.listing_has_all(parent, name):
                 asked_ns = self.listing_confirmed_ns(parent, now)
@@ -77,7 +77,7 @@ class KnownMetadata:
                 ):
                     asked_ns = None
             return None if asked_ns is None else Missing(self.freshness.timeouts(asked_ns, now)[0])
-        return self.entry(dirent.checked_ns, self.index.tree.node(dirent.ino), now)
+        return self.entry(dirent.checked_ns, self.index.nodes.node(dirent.ino), now)
 
     def entry(self, checked_ns: int, node: Node | None, now_ns: int) -> Entry | None:
         """The answer for a name that stands for ``node``, last asked for at ``checked_ns``."""
@@ -98,11 +98,11 @@ class KnownMetadata:
 
     def stale(self, parent: int, name: bytes) -> Entry | Missing | None:
         """What can be answered, for a second, while the source does not; None: nothing."""
-        dirent = self.index.tree.dirent(parent, name)
+        dirent = self.index.nodes.dirent(parent, name)
         if dirent is None:
             absent = self.listing_has_all(parent, name) or (parent, name) in self._absent
             return Missing(UNANSWERED_SECONDS) if absent else None
-        node = self.index.tree.node(dirent.ino)
+        node = self.index.nodes.node(dirent.ino)
         return None if node is None or node.outdated else stale_entry(node)
 
     def fresh_entry(self, node: Node, asked_ns: int) -> Entry:
@@ -111,7 +111,7 @@ class KnownMetadata:
 
     def attributes(self, ino: int) -> Entry | None:
         now = time.time_ns()
-        node = self.index.tree.node(ino)
+        node = self.index.nodes.node(ino)
         if node is None:
             return None
         if node.outdated:
@@ -126,31 +126,31 @@ class KnownMetadata:
 
     def node(self, ino: int) -> Node | None:
         """The node, if it may be opened without asking the source about it."""
-        node = self.index.tree.node(ino)
+        node = self.index.nodes.node(ino)
         if node is None or node.outdated:
             return None
         return node if self.freshness.fresh_node(node, time.time_ns()) else None
 
     def target(self, ino: int) -> bytes | None:
         """Of a symbolic link. A link that points elsewhere later is another inode."""
-        node = self.index.tree.node(ino)
+        node = self.index.nodes.node(ino)
         return node.target if node is not None and node.target else None
 
     def asked_ns(self, ino: int) -> int:
         """When the source was last asked about the inode; 0 for an unknown one."""
-        node = self.index.tree.node(ino)
+        node = self.index.nodes.node(ino)
         return 0 if node is None else node.fetched_ns
 
     def size(self, ino: int) -> int:
         """Bytes of the version that ``ino`` stands for; 0 for an unknown one."""
-        node = self.index.tree.node(ino)
+        node = self.index.nodes.node(ino)
         return 0 if node is None else node.stat.size
 
     # -- places and listings
 
     def directory(self, ino: int) -> DirRef:
         """Where the source has a directory. Raises OSError ESTALE where that is not known."""
-        directory = self.index.tree.dirref(ino)
+        directory = self.index.nodes.dirref(ino)
         if directory is None:
             raise OSError(errno.ESTALE, "the directory is not known any more")
         return directory
@@ -158,7 +158,7 @@ class KnownMetadata:
     def place(self, ino: int) -> tuple[DirRef, bytes]:
         """Where the source has an inode: a directory and the name in it, which is empty for the
         directory itself. Raises OSError ESTALE where that is not known."""
-        node = self.index.tree.node(ino)
+        node = self.index.nodes.node(ino)
         if node is None:
             raise OSError(errno.ESTALE, "unknown inode")
         if node.stat.is_directory:

@@ -60,7 +60,7 @@ class LoadedListing:
     def add(self, found: Sequence[FoundName]) -> None:
         """Some of its entries: a millisecond for a hundred."""
         index, ino = self._tree.index, self._ino
-        before = [(one, index.tree.dirent(ino, one.name)) for one in found]
+        before = [(one, index.nodes.dirent(ino, one.name)) for one in found]
         older = [
             (one, known)
             for one, known in before
@@ -69,10 +69,10 @@ class LoadedListing:
         names = [(one.name, one.type, one.ino, 0) for one, _known in older]
         index.listings.add_entries(ino, self._sequence, names, self._asked_ns)
         attributes = [(o.name, o.stat, o.target) for o, _known in older if o.stat is not None]
-        index.tree.record_found_each(ino, attributes, self._asked_ns)
+        index.nodes.record_found_each(ino, attributes, self._asked_ns)
         for one, known in older:
             if known is not None:
-                now = index.tree.dirent(ino, one.name)
+                now = index.nodes.dirent(ino, one.name)
                 if now is not None and now.ino != known.ino:
                     self._tree.recorder.replaced(ino, one.name, known.ino)
 
@@ -157,11 +157,11 @@ class Load:
         listing is younger than the file."""
         index, ino = self._tree.index, ROOT_INO
         for name in names:
-            dirent = index.tree.dirent(ino, name)
+            dirent = index.nodes.dirent(ino, name)
             if dirent is None:
                 return None
             ino = dirent.ino
-        node, listing = index.tree.node(ino), index.listings.listing(ino)
+        node, listing = index.nodes.node(ino), index.listings.listing(ino)
         if node is None or not node.stat.is_directory:
             return None
         return ino if listing is None or listing.fetched_ns < taken_ns else None

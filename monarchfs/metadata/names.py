@@ -54,7 +54,7 @@ class Names:
             and self._known.listing_has_all(parent, name)
         ):
             fetch = self._fetch_absent
-        elif fallback is None and self._index.tree.dirent(parent, name) is not None:
+        elif fallback is None and self._index.nodes.dirent(parent, name) is not None:
             # A caller that waits for a batch of others needs no task of its own.
             if (known := await self._from_batch(parent, name, lane)) is not None:
                 return known
@@ -179,7 +179,7 @@ class Names:
         if lane is not Lane.DEMAND or not self._known.freshness.serves_stale:
             return None
         # It may be known by now.
-        known, dirent = self._known.lookup(parent, name), self._index.tree.dirent(parent, name)
+        known, dirent = self._known.lookup(parent, name), self._index.nodes.dirent(parent, name)
         if known is not None:
             return known
         if dirent is not None:

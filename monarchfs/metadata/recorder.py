@@ -54,7 +54,7 @@ class Recorder:
     ) -> list[Node]:
         """Record names of a directory, with attributes and targets of links, in one transaction.
         Another version than before outdates the one that the name stood for."""
-        recorded = self._index.tree.record_found_each(parent, found, asked_ns) if found else []
+        recorded = self._index.nodes.record_found_each(parent, found, asked_ns) if found else []
         for (name, *_), (node, before) in zip(found, recorded, strict=True):
             if before is None:
                 self.cached_listings.changed(parent)
@@ -70,9 +70,9 @@ class Recorder:
         renumbered itself: under its former number), but for its number."""
         if before is None:
             former = self._renumbered.get(parent)
-            dirent = None if former is None else self._index.tree.dirent(former, node.name)
+            dirent = None if former is None else self._index.nodes.dirent(former, node.name)
             before = dirent.ino if dirent is not None else 0
-        old = self._index.tree.node(before)
+        old = self._index.nodes.node(before)
         if (
             old is None
             or old.stat.mode != node.stat.mode
@@ -95,7 +95,7 @@ class Recorder:
 
     def missing(self, parent: int, names: list[bytes], asked_ns: int) -> None:
         self._known.absent(parent, names, asked_ns)
-        befores = self._index.tree.record_missing(parent, names) if names else []
+        befores = self._index.nodes.record_missing(parent, names) if names else []
         for name, before in zip(names, befores, strict=True):
             if before is not None:
                 self.replaced(parent, name, before)
@@ -103,14 +103,14 @@ class Recorder:
     def listed(self, ino: int) -> None:
         """A whole listing was recorded: some of its names the kernel may remember as missing."""
         for name in self.negative.pop(ino):
-            if self._index.tree.dirent(ino, name) is not None:
+            if self._index.nodes.dirent(ino, name) is not None:
                 self.on_appeared(ino, name)
 
     def replaced(self, parent: int, name: bytes, before: int) -> None:
         """``name`` no longer stands for ``before`` (0: it was only listed), which is outdated by
         that unless it is a directory, or was found at another place since. Raises nothing."""
         self.cached_listings.changed(parent)
-        node = self._index.tree.node(before)
+        node = self._index.nodes.node(before)
         if node is None or node.stat.is_directory:
             return
         if node.outdated:
@@ -126,7 +126,7 @@ class Recorder:
     def mark_outdated(self, ino: int) -> None:
         """``outdate`` without the notification. Raises nothing."""
         try:
-            self._index.tree.mark_outdated(ino)
+            self._index.nodes.mark_outdated(ino)
         except IndexWriteError as exc:
             log.warning("inode %d is not marked as outdated: %s", ino, exc)
 
@@ -148,8 +148,8 @@ class Recorder:
         self._known.directory_moved(moved_ns)
         self._on_moved(moved_ns)
         while ino != ROOT_INO:
-            self._index.tree.mark_outdated(ino)
-            node = self._index.tree.node(ino)
+            self._index.nodes.mark_outdated(ino)
+            node = self._index.nodes.node(ino)
             if node is None:
                 return
             ino = node.parent

@@ -145,12 +145,12 @@ class Refresh:
         try:
             await self._ask(self._tree.attributes.refresh_root, "/")
             self._kernel.invalidate_inode(ROOT_INO, attributes_only=True)
-            node = self._tree.index.tree.node(ROOT_INO)
+            node = self._tree.index.nodes.node(ROOT_INO)
             for name in path:
                 assert node is not None
                 if not node.stat.is_directory:
                     raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-                known = self._tree.index.tree.dirent(node.ino, name) is not None
+                known = self._tree.index.nodes.dirent(node.ino, name) is not None
                 (answer,) = await self._names(run, node.ino, [name])
                 if isinstance(answer, OSError):
                     raise answer
@@ -222,8 +222,8 @@ class Refresh:
     ) -> list[Node | OSError | None]:
         """Ask for these, and have the kernel forget what is not so any more."""
         index = self._tree.index
-        before = [index.tree.dirent(parent, name) for name in names]
-        nodes = [None if dirent is None else index.tree.node(dirent.ino) for dirent in before]
+        before = [index.nodes.dirent(parent, name) for name in names]
+        nodes = [None if dirent is None else index.nodes.node(dirent.ino) for dirent in before]
         answers = await self._ask(
             lambda: self._tree.names.ask_each(parent, names, Lane.BACKGROUND), self._path(parent)
         )
@@ -258,7 +258,7 @@ class Refresh:
         raise OperationError(f"the source does not answer: {path} ({SILENCE_SECONDS:g} s)")
 
     def _path(self, ino: int) -> str:
-        directory = self._tree.index.tree.dirref(ino)
+        directory = self._tree.index.nodes.dirref(ino)
         return "a directory" if directory is None else repr("/" + os.fsdecode(directory.path))
 
 

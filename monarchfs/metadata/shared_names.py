@@ -110,7 +110,7 @@ class SharedNames:
             return {}
         found: dict[bytes, Node] = {}
         self._add_recent(parent, names, found)
-        directory = self._index.tree.node(parent)
+        directory = self._index.nodes.node(parent)
         if peers and directory is not None and not directory.stat.device:
             wanted = [name for name in names if self._may_be_asked(parent, name, found)]
             place = self._known.directory(parent)
@@ -147,7 +147,7 @@ class SharedNames:
         self, ino: int, lane: Lane, asked_ns: int, most_bytes: int
     ) -> PeerListing | None:
         """What the owner of a directory of up to ``most_bytes`` says. Raises OSError."""
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         if self._peers is None or node is None or node.outdated or node.stat.device:
             return None
         if node.stat.size > most_bytes or not (lane is Lane.BACKGROUND or self._is_worth()):
@@ -162,7 +162,7 @@ class SharedNames:
 
     def serves(self, ino: int) -> bool:
         """Whether peers may ask this node for a directory's listing."""
-        directory = self._index.tree.dirref(ino)
+        directory = self._index.nodes.dirref(ino)
         if self._peers is None or directory is None:
             return False
         return not self._peers.divide(directory, 0, [b"."])
@@ -179,8 +179,8 @@ class SharedNames:
         self._source_seconds = _mean(self._source_seconds, seconds)
 
     def _node(self, parent: int, name: bytes) -> Node | None:
-        dirent = self._index.tree.dirent(parent, name)
-        return None if dirent is None else self._index.tree.node(dirent.ino)
+        dirent = self._index.nodes.dirent(parent, name)
+        return None if dirent is None else self._index.nodes.node(dirent.ino)
 
     def _may_be_asked(self, parent: int, name: bytes, found: Mapping[bytes, Node]) -> bool:
         """A peer may not have seen yet that the source has another version: it is not asked where

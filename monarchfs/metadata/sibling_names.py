@@ -57,7 +57,7 @@ class SiblingNames:
     @property
     def fits(self) -> bool:
         """Whether all names that are known may be published."""
-        return self._known.index.tree.count_nodes() <= MOST_NAMES
+        return self._known.index.nodes.count_nodes() <= MOST_NAMES
 
     def publish(self, parent: int, name: bytes, node: Node | None, checked_ns: int) -> None:
         """``name`` was asked for at ``checked_ns``; it is published if it may be believed."""

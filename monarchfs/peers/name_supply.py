@@ -107,8 +107,8 @@ class NameSupply:
             ino = await self._directory(question.path, lane)
         except (OSError, IndexWriteError, MonarchError):
             return 0, []  # the peer will meet the same error in the source
-        node = None if ino is None else self._index.tree.node(ino)
-        directory = None if ino is None else self._index.tree.dirref(ino)
+        node = None if ino is None else self._index.nodes.node(ino)
+        directory = None if ino is None else self._index.nodes.dirref(ino)
         if node is None or directory is None or node.stat.device or node.stat.ino != question.ino:
             return 0, []
         size = node.stat.size if question.names else 0
@@ -135,8 +135,8 @@ class NameSupply:
 
     def _known(self, parent: int, name: bytes, since_ns: int) -> tuple[int, Node] | None:
         """What a name stands for, and when the source was asked about it."""
-        dirent = self._index.tree.dirent(parent, name)
-        node = None if dirent is None else self._index.tree.node(dirent.ino)
+        dirent = self._index.nodes.dirent(parent, name)
+        node = None if dirent is None else self._index.nodes.node(dirent.ino)
         if dirent is None or node is None or node.stat.device:
             return None
         asked_ns = min(dirent.checked_ns, node.fetched_ns)

@@ -225,14 +225,14 @@ class Arrivals:
         """Handle what was served since the last call. No checkpoint."""
         events = self._misses.served()
         others = [served.ino for served in events if served.ino not in self._wanted]
-        nodes = self._cache.index.tree.nodes_of(others)
+        nodes = self._cache.index.nodes.nodes_of(others)
         for served in events:
             self._complete |= served.ino in self._hurried
             wanted = self._no_more(served.ino)
             if wanted is not None:
                 node: Node | None = wanted.place.node
             else:
-                node = nodes.get(served.ino) or self._cache.index.tree.node(served.ino)
+                node = nodes.get(served.ino) or self._cache.index.nodes.node(served.ino)
             if node is not None and served.opens:
                 self._opened(node, served.opens, served.spared)
             if wanted is not None:
@@ -295,7 +295,7 @@ class Arrivals:
         self._cache.writer.cancel(place)
         if served.error == CHANGED:
             self._cache.accounts.outdated(node)
-        known = self._cache.index.tree.node(ino)
+        known = self._cache.index.nodes.node(ino)
         if known is None or known.outdated:
             self._metrics.copies_outdated += 1
             self._cache.reasons.put_changed(node, "it changed in the source while it was copied")

@@ -203,7 +203,7 @@ class Copier:
         if not paced:
             before = min(before, Priority.HINTED)
         while self.jobs.queue.first < before and (job := self.jobs.take()) is not None:
-            if (node := self._copyable(job[0], self._cache.index.tree.node(job[0]))) is not None:
+            if (node := self._copyable(job[0], self._cache.index.nodes.node(job[0]))) is not None:
                 if self._is_small(node):
                     return self._begin_small(self._with_others(node, job[1]), job[1])
                 if not self._cache.resident(node):
@@ -275,7 +275,7 @@ class Copier:
         )
         # There is no checkpoint between these looks and the end of the batch.
         next_ones = self.jobs.queue.next(priority, max(0, self.together.value - 1))
-        known = self._cache.index.tree.nodes_of(next_ones)
+        known = self._cache.index.nodes.nodes_of(next_ones)
         taken = 0
         for ino in next_ones:
             if size > paced:
@@ -332,7 +332,7 @@ class Copier:
         if small is None or not self.jobs.keeps or self._cache.reconciling:
             return
         small.take_events()
-        known = self._cache.index.tree.nodes_of(inos)
+        known = self._cache.index.nodes.nodes_of(inos)
         nodes = [node for ino in inos if (node := self._copyable(ino, known.get(ino))) is not None]
         others = [node for node in nodes if not self._is_small(node)]
         for node in others:

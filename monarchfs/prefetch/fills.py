@@ -122,8 +122,8 @@ class Fills:
         return fill
 
     def _where(self, node: Node) -> tuple[DirRef, bytes]:
-        current = self._cache.index.tree.node(node.ino) or node
-        directory = self._cache.index.tree.dirref(current.parent)
+        current = self._cache.index.nodes.node(node.ino) or node
+        directory = self._cache.index.nodes.dirref(current.parent)
         if directory is None:
             raise OSError(errno.ESTALE, "its directory is not known any more")
         return directory, current.name

@@ -279,7 +279,7 @@ class Warm:
             counts.copied += names
             counts.copied_bytes += record.size
             return
-        node, reason = self._cache.index.tree.node(ino), self._cache.reasons.get(ino)
+        node, reason = self._cache.index.nodes.node(ino), self._cache.reasons.get(ino)
         if node is None or node.outdated:
             self._changed(node, versions, names)
         elif (
@@ -329,7 +329,7 @@ class Warm:
 
     def _path(self, ino: int, name: bytes = b"") -> str:
         """For messages."""
-        directory = self._cache.index.tree.dirref(ino)
+        directory = self._cache.index.nodes.dirref(ino)
         parts = (directory.path if directory is not None else b"...", name)
         return os.fsdecode(b"/".join(part for part in parts if part)) or "/"
 
@@ -368,7 +368,9 @@ class Warming:
         """Begin again with what an earlier process of this mount was asked for."""
         noted = json.loads(self._cache.index.meta.get(_NOTED) or b"[]")
         for what, inos in noted:
-            nodes = [node for ino in inos if (node := self._cache.index.tree.node(ino)) is not None]
+            nodes = [
+                node for ino in inos if (node := self._cache.index.nodes.node(ino)) is not None
+            ]
             self.start(What(what), nodes)
 
     def request(self, what: What) -> Warm:

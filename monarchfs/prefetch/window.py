@@ -154,7 +154,7 @@ class Window:
             self._follow(LEARNED, Order(b""))
         order = self.orders.get(LEARNED)
         if order is not None and (inos := learned.take(order.ahead)):
-            known = self._cache.index.tree.nodes_of(inos)
+            known = self._cache.index.nodes.nodes_of(inos)
             nodes = [known.get(ino) for ino in inos]
             order.found([node if is_file(node) else None for node in nodes])
 
@@ -223,7 +223,7 @@ class Window:
             self._search(order, node)
         self._lost.clear()
         for ino in list(filter(self._seen, self._to_tier)):
-            if (opened := self._cache.index.tree.node(ino)) is not None:
+            if (opened := self._cache.index.nodes.node(ino)) is not None:
                 self.opened(opened, local=True)
             self._to_tier.discard(ino)
         self._refused = {
@@ -239,7 +239,7 @@ class Window:
 
     def _search(self, order: Order, node: Node) -> None:
         name = next((name for name, known in self.orders.items() if known is order), None)
-        directory = self._cache.index.tree.dirref(node.parent)
+        directory = self._cache.index.nodes.dirref(node.parent)
         if name is None or directory is None:
             return
         path = directory.path + b"/" + node.name if directory.path else node.name
@@ -295,7 +295,7 @@ class Window:
             order.looked_at(len(nodes), len(nodes) - len(held))
             nodes = [node for node in nodes if node.ino not in held]
         nodes = self._without_room(order, nodes)
-        nodes += self._cache.index.tree.nodes_of(refused).values()
+        nodes += self._cache.index.nodes.nodes_of(refused).values()
         await self._into_window(order, nodes)
         return bool(names or nodes)
 

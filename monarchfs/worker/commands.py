@@ -99,7 +99,7 @@ class Commands:
         self._why = why
         self._reports = reports
         self._talks = talks
-        self._files = NamedFiles(tree.names, tree.index.tree.node, finder.find)
+        self._files = NamedFiles(tree.names, tree.index.nodes.node, finder.find)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS

@@ -30,7 +30,7 @@ def values_now(worker: Observed) -> Values:
         **_replicas(metrics),
         **_peers(worker),
         **_window(worker),
-        names.INDEX_INODES: [((), worker.index.tree.count_nodes())],
+        names.INDEX_INODES: [((), worker.index.nodes.count_nodes())],
         names.INDEX_BYTES: [((), worker.index.environment.size_bytes())],
         names.INDEX_FROZEN: [((), int(worker.index.environment.frozen is not None))],
     }

@@ -111,8 +111,8 @@ def _numbers_stay(index: Index, source: PosixSource) -> bool:
     known = [ino for ino, _ in index.replicas.all()]
     told = same = 0
     for ino in random.sample(known, min(len(known), 8 * SAMPLE)):
-        node = index.tree.node(ino)
-        directory = None if node is None else index.tree.dirref(node.parent)
+        node = index.nodes.node(ino)
+        directory = None if node is None else index.nodes.dirref(node.parent)
         if node is None or directory is None:
             continue
         try:
@@ -147,7 +147,7 @@ def _open_index_of_root(
         state_dir, source_id=config.dataset_id, trust_after_kill=True, on_change=on_change
     )
     try:
-        known = index.tree.node(ROOT_INO)
+        known = index.nodes.node(ROOT_INO)
         if known is not None and known.stat is not None and known.stat.ino != root_ino:
             raise IndexUnusable("the index is of another source: its root is another directory")
     except IndexUnusable:

@@ -10,7 +10,7 @@ import trio
 
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
-from monarchfs.cache.accounts import CacheOptions
+from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import DataPath, PrefetchMode
@@ -135,7 +135,7 @@ class Parts:
             reads_elsewhere=lambda: self.relay.waits,
         )
         self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
-        self.cache = Cache(
+        accounts = Accounts(
             self.index,
             open_tiers(config, bootstrap, self.index),
             self.metrics,
@@ -144,6 +144,7 @@ class Parts:
             self.relay,
             CacheOptions(config.evict, config.reserve_percent),
         )
+        self.cache = Cache(accounts)
         self.copier = Copier(
             self.source,
             self.cache,
@@ -241,7 +242,7 @@ class Parts:
             self.peering.begin(fuse_session.hooks)
         self.misses = Misses(
             fuse_session.hooks,
-            self.index.tree,
+            self.index.nodes,
             posix.opened_directory,
             self.files.only_remote,
             self.files.racy_opens.opens_until,
@@ -258,7 +259,7 @@ class Parts:
             self.files.opened_elsewhere,
         )
         self.window = Window(
-            NamedFiles(self.tree.names, self.index.tree.node, finder.find),
+            NamedFiles(self.tree.names, self.index.nodes.node, finder.find),
             self.source,
             self.cache,
             self.copier.jobs,
@@ -314,7 +315,7 @@ class Parts:
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
-        self.cache.accounts.bind(self.passthrough)
+        accounts.bind(self.passthrough)
         file_system = FileSystem(self.tree, self.files, self.xattrs)
         self.adapter = Adapter(
             file_system,

@@ -68,13 +68,13 @@ class Peering:
         self._index = index = tree.index
         self._supply = supply = Supply(
             tree.names,
-            lambda ino: None if (ref := index.tree.dirref(ino)) is None else ref.path,
+            lambda ino: None if (ref := index.nodes.dirref(ino)) is None else ref.path,
             copier.jobs,
             copier.hurry,
             lambda name: bool(self._holdings.rows([name])[0].segment),
             lambda name: owners.serves(peers.own, name),
         )
-        self._owners = Owners(owners, self.following, index.tree.dirref, supply.copies)
+        self._owners = Owners(owners, self.following, index.nodes.dirref, supply.copies)
         copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
         spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
@@ -118,7 +118,7 @@ class Peering:
         arrivals.owners = self._owners
 
     def _elsewhere(self, ino: int) -> bool:
-        node = self._index.tree.node(ino)
+        node = self._index.nodes.node(ino)
         return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
     def _owns_some(self, name: bytes, size: int) -> bool:

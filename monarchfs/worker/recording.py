@@ -251,7 +251,7 @@ class _Paths:
         return dict(self._files(inos))
 
     def _files(self, inos: Sequence[int]) -> Iterator[tuple[int, File]]:
-        for ino, node in self._index.tree.nodes_of(inos).items() if inos else ():
+        for ino, node in self._index.nodes.nodes_of(inos).items() if inos else ():
             path = os.fsdecode(self._directory(node.parent) + node.name)
             directory = node.stat.is_directory
             yield ino, File(f"{path}/", 0) if directory else File(path, node.stat.size)
@@ -260,6 +260,6 @@ class _Paths:
         """With a slash, unless it is the root."""
         known = self._directories.get(ino)
         if known is None:
-            ref = self._index.tree.dirref(ino)
+            ref = self._index.nodes.dirref(ino)
             known = self._directories[ino] = b"" if ref is None else ref.path + b"/"
         return known

@@ -92,7 +92,7 @@ def status(worker: Observed) -> dict[str, Any]:
             if tier not in worker.cache.tiers and (held := of_tiers.get(tier)) is not None
         ],
         "files": {
-            "known": worker.index.tree.count_nodes(),
+            "known": worker.index.nodes.count_nodes(),
             "resident": sum(tier.resident for tier in totals),
             "partial": sum(tier.partial for tier in totals),
             "copying": worker.copier.jobs.filling,

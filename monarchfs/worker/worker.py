@@ -57,7 +57,7 @@ class Worker(Parts):
             self._take_over()
         self.cache.load(boot_id(), self._take_over_files)
         # An earlier worker of this mount has asked; the source may hang by now.
-        if not self.restarts or self.index.tree.node(ROOT_INO) is None:
+        if not self.restarts or self.index.nodes.node(ROOT_INO) is None:
             await self.tree.attributes.load_root()
 
     def _take_over(self) -> None:

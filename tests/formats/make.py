@@ -107,7 +107,7 @@ LONG_KEY = b"long" * 200
 def fill(index: Index) -> None:
     index.replicas.begin_boot(b"boot 1")
     index.meta.tier_number("/tier")
-    index.tree.record_root(source_stat(2, mode=DIRECTORY), NOW)
+    index.nodes.record_root(source_stat(2, mode=DIRECTORY), NOW)
     found = {
         one: record_found(index, 1, b"%d" % one, source_stat(one, mode=DIRECTORY), b"", NOW).ino
         for one in (DIR, LISTED)

@@ -104,7 +104,7 @@ def test_the_index(tmp_path: Path) -> None:
     make.load_index((FROZEN / "index.txt").read_text(), tmp_path)
     assert problems(str(tmp_path)) == []
     index = open_index(tmp_path)
-    nodes = index.tree.nodes_of(range(30))
+    nodes = index.nodes.nodes_of(range(30))
     stats = {18: make.OLD, 20: make.LINK_STAT, 21: make.FAR_STAT, 22: make.NEW}
     assert list(nodes) == [1, *range(16, 23)]
     assert {ino: nodes[ino].stat for ino in stats} == stats
@@ -130,7 +130,7 @@ def test_the_index(tmp_path: Path) -> None:
     assert [index.xattrs.xattr(16, n) for n in (b"user.a", b"user.b", b"")] == [b"value", 61, None]
     assert (index.pins.pins(), index.pins.pinned(19)) == ([19], True)
     assert [index.meta.get(key) for key in (b"key", make.LONG_KEY)] == [b"value", b"long"]
-    assert index.tree.purge_outdated(NOW + 1, 9) == 0
+    assert index.nodes.purge_outdated(NOW + 1, 9) == 0
     index.close()
 
 

@@ -12,7 +12,7 @@ from tests.index.tools import DIRECTORY, NOW, ROOT_SOURCE_INO, open_index, sourc
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[Index]:
     opened = open_index(tmp_path)
-    opened.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    opened.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     yield opened
     opened.close()
     assert problems(str(tmp_path)) == []

@@ -55,17 +55,17 @@ def test_a_link_of_any_century_with_the_longest_target(index: Index) -> None:
     for ns in (-(2**80), -1, 0, 2**63 - 1, 2**63, 16_725_225_600 * 10**9, 2**90):
         far = link._replace(mtime_ns=ns, ctime_ns=ns + 1, atime_ns=-ns)
         node = record_found(index, ROOT_INO, b"l", far, target, NOW)
-        assert index.tree.node(node.ino) == node
+        assert index.nodes.node(node.ino) == node
         assert (node.stat, node.target) == (far, target)
         assert record_found(index, ROOT_INO, b"l", far, target, NOW) == node
 
 
 def test_a_broken_or_circular_chain_has_no_path_and_an_end(index: Index) -> None:
-    assert index.tree.dirref(directory_found(index, 500, b"o", 40)) is None
+    assert index.nodes.dirref(directory_found(index, 500, b"o", 40)) is None
     outer = directory_found(index, ROOT_INO, b"o", 41)
     inner = directory_found(index, outer, b"i", 42)
     directory_found(index, inner, b"o", 41)
-    assert index.tree.dirref(inner) is None
+    assert index.nodes.dirref(inner) is None
     pinned = found(index, b"pinned", 10).ino
     index.pins.pin(pinned)
     assert not index.pins.pinned(inner)
@@ -75,17 +75,17 @@ def test_a_broken_or_circular_chain_has_no_path_and_an_end(index: Index) -> None
 
 def test_the_root_found_below_itself_stays_the_root(index: Index) -> None:
     root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
-    assert record_found(index, ROOT_INO, b"again", root, b"", NOW) == index.tree.node(ROOT_INO)
-    assert index.tree.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", NOW, False, b"")
-    assert index.tree.dirref(ROOT_INO) == DirRef(b"", ROOT_SOURCE_INO)
+    assert record_found(index, ROOT_INO, b"again", root, b"", NOW) == index.nodes.node(ROOT_INO)
+    assert index.nodes.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", NOW, False, b"")
+    assert index.nodes.dirref(ROOT_INO) == DirRef(b"", ROOT_SOURCE_INO)
 
 
 def test_the_root_may_change_but_another_one_is_another_source(index: Index) -> None:
     changed = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY, version=4)
-    assert index.tree.record_root(changed, NOW + 1).stat == changed
-    assert index.tree.node(ROOT_INO) == index.tree.record_root(changed, NOW + 1)
+    assert index.nodes.record_root(changed, NOW + 1).stat == changed
+    assert index.nodes.node(ROOT_INO) == index.nodes.record_root(changed, NOW + 1)
     with pytest.raises(IndexUnusable, match="another source"):
-        index.tree.record_root(source_stat(3, mode=DIRECTORY), NOW)
+        index.nodes.record_root(source_stat(3, mode=DIRECTORY), NOW)
 
 
 def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
@@ -107,7 +107,7 @@ def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index) -> None:
     other = directory_found(index, ROOT_INO, b"e", 21)
     index.xattrs.put_xattr(other, b"user.a", b"1")
     ways: list[tuple[int, Callable[[SourceStat], Node]]] = [
-        (ROOT_SOURCE_INO, lambda stat_: index.tree.record_root(stat_, NOW)),
+        (ROOT_SOURCE_INO, lambda stat_: index.nodes.record_root(stat_, NOW)),
         (20, lambda stat_: record_found(index, ROOT_INO, b"d", stat_, b"", NOW)),
     ]
     for number, record in ways:
@@ -238,9 +238,9 @@ def test_only_old_outdated_nodes_without_replicas_are_purged(index: Index) -> No
     index.replicas.put_replica(held, replica(1))
     # The last one counts from the first time on.
     for ino, since in ((held, NOW), (late, NOW + 5), (gone, NOW), (gone, NOW + 9)):
-        index.tree.mark_outdated(ino, since)
-    assert [index.tree.purge_outdated(NOW + after, 10) for after in (0, 5)] == [0, 1]
-    assert [index.tree.node(n) is None for n in (good, held, late, gone)] == [False] * 3 + [True]
+        index.nodes.mark_outdated(ino, since)
+    assert [index.nodes.purge_outdated(NOW + after, 10) for after in (0, 5)] == [0, 1]
+    assert [index.nodes.node(n) is None for n in (good, held, late, gone)] == [False] * 3 + [True]
 
 
 @pytest.mark.parametrize("listed", [None, FileType.REGULAR, FileType.UNKNOWN])
@@ -249,27 +249,27 @@ def test_a_purged_number_never_stands_for_anything_again(
 ) -> None:
     old = found(index, b"a", 10)
     index.xattrs.put_xattr(old.ino, b"user.a", b"1")
-    index.tree.mark_outdated(old.ino, NOW)
-    assert index.tree.purge_outdated(NOW + 1, 10) == 1
+    index.nodes.mark_outdated(old.ino, NOW)
+    assert index.nodes.purge_outdated(NOW + 1, 10) == 1
     assert index.xattrs.xattr(old.ino, b"user.a") is None
     if listed is not None:
         sequence = index.listings.begin_listing(ROOT_INO)
         index.listings.add_entries(ROOT_INO, sequence, [(b"a", listed, 10, 0)], NOW)
-        dirent = index.tree.dirent(ROOT_INO, b"a")
+        dirent = index.nodes.dirent(ROOT_INO, b"a")
         assert dirent is not None
         assert dirent.ino == 0
         assert dirent.shown_ino != old.ino
     assert found(index, b"a", 10).ino != old.ino
-    assert index.tree.node(old.ino) is None
+    assert index.nodes.node(old.ino) is None
 
 
 def test_a_purged_directory_takes_its_names_along_in_steps(index: Index) -> None:
     directory = directory_found(index, ROOT_INO, b"d", 20)
     add_listing(index, directory, *((b"%d" % i, 100 + i) for i in range(50)))
-    index.tree.mark_outdated(directory, NOW)
-    assert index.tree.purge_outdated(NOW + 1, 20) == 0
+    index.nodes.mark_outdated(directory, NOW)
+    assert index.nodes.purge_outdated(NOW + 1, 20) == 0
     assert len(names_in(index, directory)) == 30
-    assert sum(index.tree.purge_outdated(NOW + 1, 20) for _ in range(4)) == 1
+    assert sum(index.nodes.purge_outdated(NOW + 1, 20) for _ in range(4)) == 1
     assert index.listings.entries(directory, 0, 100) == []
     assert index.listings.listing(directory) is None
 
@@ -277,11 +277,11 @@ def test_a_purged_directory_takes_its_names_along_in_steps(index: Index) -> None
 def test_purging_gets_to_the_end_past_those_that_stay(index: Index) -> None:
     nodes = [found(index, b"%d" % i, 10 + i) for i in range(200)]
     for i, node in enumerate(nodes):
-        index.tree.mark_outdated(node.ino, NOW + (0 if i >= 180 else 10))
-    purged = [index.tree.purge_outdated(NOW + 5, 3) for _ in range(40)]
+        index.nodes.mark_outdated(node.ino, NOW + (0 if i >= 180 else 10))
+    purged = [index.nodes.purge_outdated(NOW + 5, 3) for _ in range(40)]
     assert max(purged) == 3
     assert sum(purged) == 20
-    assert index.tree.count_nodes() == 181
+    assert index.nodes.count_nodes() == 181
 
 
 # Replicas.

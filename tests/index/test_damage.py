@@ -132,7 +132,7 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
 
 def filled(directory: Path) -> Path:
     index = open_index(directory)
-    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     for i in range(500):
         node = record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
         index.replicas.put_replica(node.ino, replica(i))
@@ -181,14 +181,14 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
 def full(directory: Path) -> None:
     """An index with rows in every table, and nothing wrong with it."""
     index = open_index(directory)
-    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     inos = [
         record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW).ino
         for i in range(10)
     ]
     for i, ino in enumerate(inos):
         index.replicas.put_replica(ino, replica(i))
-    index.tree.mark_outdated(inos[3])
+    index.nodes.mark_outdated(inos[3])
     index.replicas.begin_copy(inos[4], 1, replica(99).name)
     index.replicas.record_found_files(2, [tier_file(50)])
     index.segments.begin_segments(0, [SEGMENT])
@@ -325,7 +325,7 @@ index = Index.open(sys.argv[1], source_id="lustre:/data")
 i = int(sys.argv[2])
 while True:
     stat = SourceStat(0, 10 + i % 300, i, i, i, i, 0o100644, 1, 0, 0, 0, 0, 4096)
-    ((node, _),) = index.tree.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
+    ((node, _),) = index.nodes.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
     name = stat.version.replica_name
     index.replicas.begin_copy(node.ino, i % 3, name)
     replica = Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i)
@@ -354,7 +354,7 @@ def test_a_killed_writer_leaves_all_that_it_told_of(tmp_path: Path) -> None:
         # The whole of it is checked: names, numbers, totals.
         assert problems(str(tmp_path)) == []
         index = open_index(tmp_path)
-        assert all(index.tree.node(ino) is not None for ino in told)
+        assert all(index.nodes.node(ino) is not None for ino in told)
         index.close(clean=round_ % 2 == 0)
 
 
@@ -418,7 +418,7 @@ def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> N
         try:
             for i in range(3000):
                 record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
-                assert index.tree.dirent(ROOT_INO, b"%d" % i) is not None
+                assert index.nodes.dirent(ROOT_INO, b"%d" % i) is not None
             index.close()
         finally:
             stop.set()
@@ -527,7 +527,7 @@ def shut_down(disk: Path) -> None:
 def prepared(disk: Path) -> Index:
     index = open_index(disk)
     index.replicas.begin_boot(b"one")
-    index.tree.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
     index.replicas.put_replica(20, replica(20))
     index.replicas.put_replica(21, replica(21))
     index.replicas.begin_copy(22, 0, name_of(22))
@@ -557,7 +557,7 @@ def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: s
     fail, message = FAILURES[how]
     index = prepared(disk)
     known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
-    assert index.tree.node(known.ino) == known
+    assert index.nodes.node(known.ino) == known
     fail(disk)
     inos = record_until_frozen(index)
     frozen = index.environment.frozen
@@ -565,14 +565,14 @@ def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: s
     assert any(part in frozen for part in message.split("|"))
     assert "\n" not in frozen
     # All that was known is, and names, attributes, listings and pins go on.
-    assert index.tree.node(known.ino) == known
+    assert index.nodes.node(known.ino) == known
     assert len(set(inos)) == len(inos)
-    assert all(index.tree.node(ino) is not None for ino in inos)
+    assert all(index.nodes.node(ino) is not None for ino in inos)
     add_listing(index, 700, (b"a", 1), (b"b", 2))
     assert names_in(index, 700) == [b"a", b"b"]
     index.xattrs.put_xattr(known.ino, b"user.a", bytes(1 << 20))
     index.pins.pin(known.ino)
-    index.tree.mark_outdated(known.ino)
+    index.nodes.mark_outdated(known.ino)
     assert index.pins.pinned(known.ino)
     assert index.replicas.replica(20) == replica(20)
     # What lies in the tiers is as the disk says.
@@ -624,8 +624,8 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     assert index.replicas.begin_boot(b"one") is False
     assert index.environment.frozen is None
     assert index.replicas.replica(20) == replica(20)
-    assert index.tree.node(inos[-2]) is not None
-    assert index.tree.node(later.ino) is None
+    assert index.nodes.node(inos[-2]) is not None
+    assert index.nodes.node(later.ino) is None
     # Numbers that only the frozen one gave out are not given to others.
     new = record_found(index, ROOT_INO, b"new", source_stat(6), b"", NOW)
     assert new.ino > later.ino
@@ -646,7 +646,7 @@ def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, c
         if how == "read-only":
             assert index.environment.frozen is not None
         index.replicas.begin_boot(b"one")
-        assert index.tree.node(known.ino) == known
+        assert index.nodes.node(known.ino) == known
         assert index.replicas.replica(21) == replica(21)
         numbers.add(record_found(index, ROOT_INO, b"new", source_stat(11), b"", NOW).ino)
         index.close(clean=False)
@@ -675,8 +675,8 @@ def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path
         with pytest.raises(IndexWriteError):
             record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
         assert index.environment.frozen is None
-        assert index.tree.dirent(ROOT_INO, b"b") is None
-        assert index.tree.node(known.ino) == known
+        assert index.nodes.dirent(ROOT_INO, b"b") is None
+        assert index.nodes.node(known.ino) == known
     after = record_found(index, ROOT_INO, b"after", source_stat(5000), b"", NOW)
     assert after.ino > known.ino
     index.close()

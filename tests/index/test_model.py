@@ -89,7 +89,7 @@ class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def root(self) -> None:
         root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
-        self.nodes[ROOT_INO] = self.index.tree.record_root(root, NOW)
+        self.nodes[ROOT_INO] = self.index.nodes.record_root(root, NOW)
 
     def new(self, number: int) -> None:
         assert number >= 16
@@ -99,7 +99,7 @@ class IndexMachine(RuleBasedStateMachine):
     def name_now(
         self, parent: int, name: bytes, type_: FileType, ino: int, now: int, shown: int
     ) -> None:
-        dirent = self.index.tree.dirent(parent, name)
+        dirent = self.index.nodes.dirent(parent, name)
         assert dirent is not None
         if (parent, name) not in self.cookies:
             assert dirent.cookie >= 16
@@ -149,7 +149,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(parent=PARENTS, name=NAMES)
     def missing(self, parent: int, name: bytes) -> None:
-        self.index.tree.record_missing(parent, [name])
+        self.index.nodes.record_missing(parent, [name])
         self.names.pop((parent, name), None)
         self.cookies.pop((parent, name), None)
         self.listed_names.discard((parent, name))
@@ -178,7 +178,7 @@ class IndexMachine(RuleBasedStateMachine):
                     checked = now
                 self.name_now(parent, name, type_, known.ino, checked, known.ino)
                 continue
-            dirent = self.index.tree.dirent(parent, name)
+            dirent = self.index.nodes.dirent(parent, name)
             assert dirent is not None
             number = self.by_source.get(ino)
             if number is None:
@@ -196,7 +196,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(number=INOS, now=VERSIONS)
     def mark_outdated(self, number: int, now: int) -> None:
-        self.index.tree.mark_outdated(number, now)
+        self.index.nodes.mark_outdated(number, now)
         if number in self.nodes:
             self.outdate(number, now)
 
@@ -206,7 +206,7 @@ class IndexMachine(RuleBasedStateMachine):
         purged = 0
         # A call may stop where the last one began.
         for _ in range(2):
-            purged += self.index.tree.purge_outdated(before, 1000)
+            purged += self.index.nodes.purge_outdated(before, 1000)
         assert purged == len(gone)
         for ino in gone:
             node = self.nodes.pop(ino)
@@ -412,16 +412,16 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        assert self.index.tree.count_nodes() == len(self.nodes)
+        assert self.index.nodes.count_nodes() == len(self.nodes)
         for ino, node in self.nodes.items():
-            assert self.index.tree.node(ino) == node
+            assert self.index.nodes.node(ino) == node
         seen = {}
         for parent in (ROOT_INO, 1000, 1001):
             entries = self.index.listings.entries(parent, 2, 100)
             cookies = [dirent.cookie for dirent, _ in entries]
             assert cookies == sorted(cookies)
             for dirent, listed in entries:
-                assert self.index.tree.dirent(parent, dirent.name) == dirent
+                assert self.index.nodes.dirent(parent, dirent.name) == dirent
                 assert listed == self.nodes.get(dirent.ino)
                 assert self.cookies[parent, dirent.name] == dirent.cookie
                 _cookie, name, type_, ino, checked_ns, shown = dirent

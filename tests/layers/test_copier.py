@@ -245,7 +245,7 @@ async def test_an_index_that_cannot_be_written_stops_no_scan(
     area.write("d/a", content(1000))
     async with area.mounted() as mirror:
         scan = Scan(mirror.tree, mirror.copier.jobs)
-        for call in ("tree.record_found_each", "listings.begin_listing"):
+        for call in ("nodes.record_found_each", "listings.begin_listing"):
             with monkeypatch.context() as patch:
                 part, name = call.split(".")
                 patch.setattr(getattr(mirror.index, part), name, disk_is_full)
@@ -321,7 +321,7 @@ async def test_each_node_scans_in_an_order_of_its_own(
             clock.autojump_threshold = math.inf
             assert 0 < trio.current_time() - begun < 2
             jobs = iter(mirror.copier.jobs.queue.pop, None)
-            nodes = [mirror.index.tree.node(ino) for ino, _priority in jobs]
+            nodes = [mirror.index.nodes.node(ino) for ino, _priority in jobs]
             orders.append([node.name for node in nodes if node is not None])
     assert sorted(orders[0]) == sorted(orders[1])
     assert len(orders[0]) == 40
@@ -487,7 +487,7 @@ async def test_a_file_that_has_changed_is_not_stored(area: Area, names: list[str
         await begin(mirror, names)
         await mirror.settled()
         assert mirror.states(inos) == ["resident"] * 2 + ["remote"] + ["resident"] * 3
-        node = mirror.index.tree.node(inos[2])
+        node = mirror.index.nodes.node(inos[2])
         assert node is not None
         assert node.outdated
 

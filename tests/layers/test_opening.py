@@ -122,7 +122,7 @@ async def test_who_shares_a_number_with_a_late_open_gets_no_other_version(files:
         ino = await mirror.ino("a")
         files.replace("a", b"new")
         handle = await mirror.files.open(ino, again=True)
-        old = mirror.index.tree.node(ino)
+        old = mirror.index.nodes.node(ino)
         assert old is not None
         record_found(mirror.index, ROOT_INO, b"a", old.stat, b"", time.time_ns())
         with stale():

@@ -196,7 +196,7 @@ class Passing:
 
     def _missing(self, ino: int) -> bytes | None:
         """All of a file that has no replica, as the source has it; None for another version."""
-        node = self.mirror.index.tree.node(ino)
+        node = self.mirror.index.nodes.node(ino)
         if node is None or node.outdated or self.mirror.index.replicas.replica(ino) is not None:
             return None
         path = self.mirror.area.source / os.fsdecode(node.name)

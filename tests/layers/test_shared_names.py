@@ -241,7 +241,7 @@ async def test_what_has_no_known_age_is_for_immutable_alone(many: Area) -> None:
         # As if an earlier mount, a peer or an index file had told them.
         rows = a.index.listings.entries(d, 0, 2 * FILES)
         told = [(dirent.name, node.stat, node.target) for dirent, node in rows if node is not None]
-        a.index.tree.record_found_each(d, told, mount_ns)
+        a.index.nodes.record_found_each(d, told, mount_ns)
         many.write("d/0007", b"changed")
         assert await go_through(b) == SIZES | {b"0007": 7}
 
@@ -291,7 +291,7 @@ async def test_a_peer_that_is_no_use(many: Area, what: str) -> None:
                 owner.lies = PeerNames(0, rows)
         if what != "of other files":
             assert await go_through(b) == SIZES
-            assert b.index.tree.dirent(await b.ino("d"), b"made up") is None
+            assert b.index.nodes.dirent(await b.ino("d"), b"made up") is None
             return
         with suppress(OSError):  # as when the source changes
             assert await b.read_file("d/0007") in (b"x" * 5, b"x" * 7)

@@ -102,7 +102,7 @@ class Directory:
         return await attribute(self.mirror, self.number(name), attribute_name)
 
     def number(self, name: bytes) -> int:
-        dirent = self.mirror.index.tree.dirent(self.ino, name)
+        dirent = self.mirror.index.nodes.dirent(self.ino, name)
         assert dirent is not None
         return dirent.ino
 

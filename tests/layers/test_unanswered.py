@@ -152,7 +152,7 @@ async def test_an_answer_that_cannot_be_recorded(
 ) -> None:
     """A number must be in the index before the kernel hears of it; a known one is."""
     async with known_a_ttl_ago(files, hours) as (mirror, ino):
-        monkeypatch.setattr(mirror.index.tree, "record_found_each", disk_is_full)
+        monkeypatch.setattr(mirror.index.nodes, "record_found_each", disk_is_full)
         assert (await entry(mirror, ROOT_INO, b"d")).node.ino == ino
         assert mirror.metrics.stale_answers == 1
         with fails(errno.EIO):

@@ -172,7 +172,7 @@ async def test_names_in_any_case(files: Area, hours: Hours, mode: FreshnessMode)
             # No listing makes it another file, or takes it for gone.
             before = await mirror.ino("A")
             await names(mirror, ROOT_INO)
-            node = mirror.index.tree.node(before)
+            node = mirror.index.nodes.node(before)
             assert node is not None
             assert not node.outdated
             assert await mirror.ino("A") == before

@@ -18,7 +18,7 @@ from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
 
 
 def root(mirror: Mirror) -> Node:
-    found = mirror.index.tree.node(ROOT_INO)
+    found = mirror.index.nodes.node(ROOT_INO)
     assert found is not None
     return found
 

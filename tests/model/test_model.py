@@ -320,7 +320,7 @@ class Model(RuleBasedStateMachine):
             candidates = self.candidates(path, since_ns)
             assert any(c is None or c.type is not FileType.REGULAR for c in candidates), path
             return None
-        node = self.at.do_now(self.mirror.index.tree.node, handle.ino)
+        node = self.at.do_now(self.mirror.index.nodes.node, handle.ino)
         assert node is not None
         stat = node.stat
         candidates = self.candidates(path, since_ns)
@@ -337,7 +337,7 @@ class Model(RuleBasedStateMachine):
             outdated = opened.file is None or opened.file.content != opened.content
             if exc.errno in (errno.ESTALE, *ABSENT):
                 # Nothing of it is local, and its place has another file.
-                node = self.at.do_now(lambda: self.mirror.index.tree.node(opened.handle.ino))
+                node = self.at.do_now(lambda: self.mirror.index.nodes.node(opened.handle.ino))
                 assert outdated or self.source_fails or self.moved(node), exc
             else:
                 assert self.source_fails, exc

@@ -28,9 +28,9 @@ from monarchfs.cache.writer import CopyWriter
 from monarchfs.index.environment import Environment
 from monarchfs.index.listings import Listings
 from monarchfs.index.meta import Meta
+from monarchfs.index.nodes import NodeTables
 from monarchfs.index.replicas import Replicas
 from monarchfs.index.segments import Segments
-from monarchfs.index.tree import TreeTables
 from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.store.segment_lists import SegmentLists
 from monarchfs.store.segments import SegmentFiles
@@ -54,7 +54,7 @@ FILES = {
 }
 
 OWNERS: dict[str, Any] = {
-    **{"environment": Environment, "tree": TreeTables, "listings": Listings, "meta": Meta},
+    **{"environment": Environment, "nodes": NodeTables, "listings": Listings, "meta": Meta},
     **{"replicas": Replicas, "noted": Segments, "tier": Tier, "writer": CopyWriter},
     **{"moves": accounts},
     **{"files": ReplicaFiles, "segments": SegmentFiles, "lists": SegmentLists, "sharing": sharing},
@@ -284,7 +284,7 @@ MOUNTS = {
         crashes(
             "replicas.begin_copies*7 replicas.put_replica*10 replicas.drop_replicas*3 "
             "replicas.file_gone*2 replicas.mark_durable environment.sync listings.begin_listing "
-            "listings.add_entries listings.finish_listing tree.record_found_each "
+            "listings.add_entries listings.finish_listing nodes.record_found_each "
             "files.create_part*2 files.write files.write_unit*2 files.write_whole*6 "
             "files.finish_part*2 files.remove*2 files.remove_part files.mark_synced tier.sync "
             "writer.suspend*2 moves._copy"

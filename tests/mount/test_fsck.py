@@ -95,7 +95,7 @@ class Cache:
         """So many resident files below ``dir`` in the source, whose copies are files of their own,
         and so many at its top whose copies lie in one segment."""
         with self.open(boot) as (index, tier):
-            index.tree.record_root(source_stat(2, DIRECTORY), NOW)
+            index.nodes.record_root(source_stat(2, DIRECTORY), NOW)
             parent = record_found(index, ROOT_INO, b"dir", source_stat(3, DIRECTORY), b"", NOW).ino
             files, rows = [], []
             for number in range(own):
@@ -420,7 +420,7 @@ def test_a_segment_that_no_record_knows_is_taken_over(
     assert cache.marked() == {SEGMENT: True}
     assert_well(cache, fsck)
     with cache.open() as (index, tier):
-        index.tree.record_root(source_stat(2, DIRECTORY), NOW)
+        index.nodes.record_root(source_stat(2, DIRECTORY), NOW)
         for number in range(4):
             file = source_stat(500 + number)
             node = record_found(index, ROOT_INO, b"s%d" % number, file, b"", NOW)
@@ -530,7 +530,7 @@ def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: str, fou
     assert cache.everything() == before
     # The next mount gets its replicas back, without the source.
     with cache.open() as (index, _tier):
-        index.tree.record_root(source_stat(2, DIRECTORY), NOW)
+        index.nodes.record_root(source_stat(2, DIRECTORY), NOW)
         for number in range(20):
             node = record_found(
                 index, ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW

@@ -14,7 +14,7 @@ from typing import Any
 
 import trio
 
-from monarchfs.cache.accounts import CacheOptions
+from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.core.misses import Misses
@@ -146,7 +146,7 @@ class Area:
                 stack.callback(whole.close)
                 metrics = Metrics()
                 threads = TierThreads(8)
-                cache = Cache(
+                accounts = Accounts(
                     index,
                     [
                         (tier, TierSize(bytes=capacity))
@@ -163,6 +163,7 @@ class Area:
                     ),
                     headroom,
                 )
+                cache = Cache(accounts)
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
                     self, index, posix, whole, opened, cache, threads, metrics, freshness, nursery,
@@ -247,7 +248,7 @@ class Mirror:
         self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)
         self.misses = Misses(
             whole,  # type: ignore[arg-type]
-            index.tree,
+            index.nodes,
             posix.opened_directory,
             self.files.only_remote,
             self.files.racy_opens.opens_until,
@@ -289,7 +290,7 @@ class Mirror:
 
     async def walk(self, path: str) -> Node | None:
         """The node at a path, None where there is none. Raises OSError."""
-        node = self.index.tree.node(ROOT_INO)
+        node = self.index.nodes.node(ROOT_INO)
         for name in path.encode().split(b"/") if path else ():
             assert node is not None
             found = await self.tree.names.lookup(node.ino, name)
@@ -450,7 +451,7 @@ class Mirror:
             assert totals == (len(whole) + len(sharing) - found, len(parts), found, blocks)
 
     def reason(self, ino: int) -> str:
-        node = self.index.tree.node(ino)
+        node = self.index.nodes.node(ino)
         assert node is not None
         return self.reasons.sentence(node) or ""
 

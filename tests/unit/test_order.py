@@ -445,11 +445,11 @@ class Following:
         self.clock = clock
         self.memory = Memory()
         self.governor = Governor(4, 0.25, lambda: (0, 0))
-        tree = SimpleNamespace(
+        nodes = SimpleNamespace(
             nodes_of=lambda inos: {ino: listed(ino) for ino in inos},
             dirref=lambda _ino: SimpleNamespace(path=b""),
         )
-        index = SimpleNamespace(tree=tree, replicas=SimpleNamespace(replicas_of=lambda _inos: {}))
+        index = SimpleNamespace(nodes=nodes, replicas=SimpleNamespace(replicas_of=lambda _inos: {}))
         room = SimpleNamespace(room_for=lambda _size: (None, []))
         self.window = Window(
             cast(Any, SimpleNamespace(nodes=self._nodes)),

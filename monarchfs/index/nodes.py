@@ -40,7 +40,7 @@ from monarchfs.types import (
 _EXAMINED_PER_PURGED = 8
 
 
-class TreeTables:
+class NodeTables:
     """What was found in the source, by name and by number.
 
     A number is given out in the transaction that records what it stands for, and is never given
