@@ -7,16 +7,10 @@
 #include "_resident.h"
 #include "_table.h"
 
-#include <errno.h>
 #include <fcntl.h>
 
-static bool free_opens, answers_here = true;
+static bool answers_here = true;
 static uint32_t flags = FOPEN_KEEP_CACHE;
-
-void opens_start(bool without)
-{
-	free_opens = without;
-}
 
 void opens_answer_here(bool here, bool direct)
 {
@@ -71,8 +65,6 @@ bool opens_answer_source(const struct fuse_in_header *in, enum answered_by by, u
 bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns)
 {
 	const struct fuse_open_in *arg = (const void *)(in + 1);
-	if (free_opens)
-		return reply_with(in->unique, BY_KERNEL, -ENOSYS, NULL, 0), true;
 	if ((arg->flags & O_ACCMODE) != O_RDONLY)
 		return false;
 	if (!__atomic_load_n(&answers_here, __ATOMIC_RELAXED))

@@ -9,9 +9,6 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* `without`: each OPEN is answered with ENOSYS, so that the kernel sends no more. */
-void opens_start(bool without);
-
 /* Whether opens are answered here where they can be, by default they are, and whether reads then pass by the
  * page cache. */
 void opens_answer_here(bool here, bool direct);

@@ -146,7 +146,11 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct sc
 			nonresident_took(in, length, scratch, started_ns) ||
 			misses_took(in, length, false, started_ns));
 	case FUSE_OPEN:
-		return body >= sizeof(struct fuse_open_in) && opens_answer(in, again, started_ns);
+		if (body < sizeof(struct fuse_open_in))
+			return false;
+		if (free_opens) /* the kernel sends no more */
+			return reply_with(in->unique, BY_KERNEL, -ENOSYS, NULL, 0), true;
+		return opens_answer(in, again, started_ns);
 	case FUSE_RELEASE:
 		return body >= sizeof(struct fuse_release_in) && answer_release(in);
 	case FUSE_LOOKUP:
@@ -412,7 +416,6 @@ int relay_start(int fd, unsigned threads, unsigned waiting_reads, bool no_opens)
 	most_reading = threads > NO_READERS ? threads - NO_READERS : 1;
 	free_opens = no_opens;
 	fuse_fd = fd;
-	opens_start(no_opens);
 	reply_start(fd);
 	journal_left(true, put_again);
 	waiting_start(waiting_reads);

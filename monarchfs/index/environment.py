@@ -85,7 +85,7 @@ class Environment:
     """The open environment, and what every kind of record needs of it.
 
     Changing: ``_lmdb``, ``db`` and ``_data`` (the data file, to sync it), once, when the disk
-    fails; ``next_id`` (never below what a committed record uses); ``_reader``.
+    fails; ``next_id`` (the lowest number that was not given out); ``_reader``.
 
     A read transaction stays open between reads (a read then costs half) and is ended before every
     write: LMDB may reuse a page only once no reader can see it.
@@ -294,11 +294,6 @@ class Environment:
         """
         # Recorded at once, because later records rely on it.
         self.write(lambda txn: self.new_ids(txn, _most_since_boot()))
-
-    @property
-    def next_number(self) -> int:
-        """The lowest inode number that this index has not given out."""
-        return self.next_id
 
     def skip_numbers_after(self, number: int) -> None:
         """Never give out a number that another process may have given out since the machine was

@@ -57,6 +57,12 @@ class IndexHoldings:
                 and replica.state is ReplicaState.RESIDENT
                 and replica.name == name
             ):
-                at = replica.segment, replica.offset
-                return Row(name, replica.checksum, replica.size, place, *at)
+                return Row(
+                    name,
+                    replica.checksum,
+                    replica.size,
+                    place,
+                    replica.segment,
+                    replica.offset,
+                )
         return Row(name)

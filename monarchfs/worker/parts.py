@@ -117,7 +117,7 @@ class Parts:
         # Even if the index was lost, numbers that the kernel knows are not given to other files.
         if table.numbers:
             self.index.environment.skip_numbers_after(table.numbers)
-        table.numbers = self.index.environment.next_number
+        table.numbers = self.index.environment.next_id
         # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
