@@ -1,10 +1,9 @@
-"""The composition root of the worker: it builds the parts and connects them."""
+"""The composition root of the file system: it builds the parts and connects them."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -19,7 +18,6 @@ from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.reasons import Reasons
-from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter, SessionCalls
 from monarchfs.fuse.fast_path import FastPath
@@ -32,7 +30,6 @@ from monarchfs.index import OnChange
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.load import Load
-from monarchfs.metadata.refresh import Refresh
 from monarchfs.metadata.sibling_names import Publishing
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
@@ -50,9 +47,7 @@ from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
 from monarchfs.types import EvictionPolicy, FreshnessMode, Node, OperationError
-from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
-from monarchfs.worker.commands import Commands
 from monarchfs.worker.opening import (
     forget_earlier_mounts,
     free_opens,
@@ -62,11 +57,8 @@ from monarchfs.worker.opening import (
     reads_by_kernel,
     safe,
 )
-from monarchfs.worker.recording import Recordings
-from monarchfs.worker.said import Said
 
 if TYPE_CHECKING:
-    from monarchfs.exporter.run import Exporter
     from monarchfs.worker.peering import Peering
 
 BACKGROUND_EXTRA = 8
@@ -74,7 +66,7 @@ BACKGROUND_EXTRA = 8
 
 
 class Parts:
-    """The parts of a worker, connected. Constant; each owns what it opens.
+    """The parts of a mount's file system, connected. Constant; each owns what it opens.
 
     Each gets what it needs when it is made. If two need each other, the one made first gets the
     other later, by a method: ``Relay.begin``, ``Accounts.bind``.
@@ -89,28 +81,26 @@ class Parts:
         self.handle_table = table = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
         # Threads take up the requests that are left in a journal.
         journal = bootstrap.requests_fd
-        relays = journal is not None or not bootstrap.safe
+        self.relays = relays = journal is not None or not bootstrap.safe
         table.begin(fuse_session.RELAY_THREADS if relays else 0)
-        self._mount_ns = bootstrap.mount_ns
-        self._channel = channel
-        self._nursery = nursery
+        self.mount_ns = bootstrap.mount_ns
         self.peering: Peering | None = None
         self.metrics = Metrics()
-        self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+        state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
         posix = PosixSource(
             bootstrap.source_fd, root=bootstrap.source_root, has_layouts=table.has_layouts
         )
         table.has_layouts = posix.has_layouts
-        self._root_ino = posix.root.ino
+        self.root_ino = posix.root.ino
         on_change = OnChange(
             fuse_session.hooks.names_forget,
             fuse_session.hooks.names_forget_ino,
             self._replica_changed,
         )
-        self.index = open_index(config, self._state_dir, self._root_ino, on_change)
+        self.index = open_index(config, state_dir, self.root_ino, on_change)
         first = table.kernel_reads is None and not bootstrap.safe
-        if first and forget_earlier_mounts(bootstrap, self._state_dir, self.index, posix):
-            self.index = open_index(config, self._state_dir, self._root_ino, on_change)
+        if first and forget_earlier_mounts(bootstrap, state_dir, self.index, posix):
+            self.index = open_index(config, state_dir, self.root_ino, on_change)
         if table.kernel_reads is None:
             table.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
         self.kernel_reads = bool(table.kernel_reads)
@@ -196,7 +186,9 @@ class Parts:
             on_local_open=None if self.touch is None else self.touch.opened,
         )
         self.reasons = Reasons(self.files.residency, self.cache, self.copier)
-        finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
+        self.finder = Finder(
+            self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)]
+        )
         self.xattrs = Xattrs(
             self.tree,
             self.files.residency,
@@ -259,7 +251,7 @@ class Parts:
             self.files.opened_elsewhere,
         )
         self.window = Window(
-            NamedFiles(self.tree.names, self.index.nodes.node, finder.find),
+            NamedFiles(self.tree.names, self.index.nodes.node, self.finder.find),
             self.source,
             self.cache,
             self.copier.jobs,
@@ -269,30 +261,6 @@ class Parts:
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
         self.cache.lookup.awaited = self.window.awaits
-        self.said = Said(self._state_dir, bootstrap.mount_ns)
-        self.announcing = Announcing(self.window if relays else None, self.said)
-        self.commands = Commands(
-            self.tree,
-            self.cache,
-            Refresh(self.tree, self.kernel),
-            self.warming,
-            finder,
-            Why(
-                self.tree,
-                self.cache,
-                self.reasons,
-                finder,
-                lambda: self.source.responding,
-                self.metrics,
-            ),
-            {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
-            {
-                "record": Recordings(
-                    fuse_session.hooks, self.index, partial(_facts, self), relays=relays
-                ).answer,
-                "order": self.announcing.answer,
-            },
-        )
         if relays:
             self.misses.start(
                 posix.device,
@@ -350,7 +318,6 @@ class Parts:
             waiting_reads=config.source_threads,
             journal=journal,
         )
-        self._exporter = _exporter(self, bootstrap.metrics_fd)
         fuse_session.on_interrupt(self.interrupts.on_interrupt)
 
     @property
@@ -386,50 +353,3 @@ class Parts:
         if self.peering is not None:
             self.peering.count(self.metrics)
         self._kept.save()
-
-
-def _peers(parts: Parts) -> dict[str, Any]:
-    if parts.peering is None:
-        raise OperationError("this mount has no peers: mount with --peers")
-    return parts.peering.report()
-
-
-def _facts(parts: Parts) -> dict[str, Any]:
-    """What a recording says of the mount."""
-    config = parts.config
-    ttl = f"={config.freshness.ttl_seconds:g}" if config.freshness.mode is FreshnessMode.TTL else ""
-    return {
-        "source": config.source,
-        "mount_point": config.mountpoint,
-        "data_path": parts.data_path,
-        "freshness": f"{config.freshness.mode.value}{ttl}",
-        "prefetch": config.prefetch.value,
-        "policy": config.evict.value,
-        "tiers": [
-            {"path": tier["path"], "capacity": tier["capacity_bytes"]}
-            for tier in parts.cache.usage.report()
-        ],
-        "hidden": [
-            *([] if parts.relay.direct else ["reads"]),
-            *(["opens"] if parts.relay.free_opens else []),
-            "lookups",
-        ],
-    }
-
-
-def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
-    if descriptor is None:
-        return None
-    # Mounts without metrics do not import this.
-    from monarchfs.exporter.run import Exporter
-    from monarchfs.worker.metric_values import values_now
-
-    return Exporter(partial(values_now, parts), descriptor)
-
-
-def _metrics(parts: Parts) -> dict[str, Any]:
-    """The answer to the node's exporter."""
-    from monarchfs.exporter.wire import encode
-    from monarchfs.worker.metric_values import values_now
-
-    return encode(values_now(parts))
