@@ -1,4 +1,4 @@
-"""What a node tells the others of its small replicas: the format, and both sides' bookkeeping.
+"""What a node tells the others of its small replicas, and how far one of them has heard it.
 
 A peer first asks for the whole list, page by page in the order of names, and then every second for
 the changes. The server notes only the names that changed. It looks them up when somebody asks, so a
@@ -8,104 +8,37 @@ checksum.
 
 from __future__ import annotations
 
-import itertools
-import struct
+import heapq
 from collections import deque
-from collections.abc import Iterable, Sequence
-from enum import IntEnum
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
-from monarchfs.peers.errors import PeerError
-
-PAGE_ROWS = 1024
-"""The most rows in an answer: a few milliseconds of the event loop's time."""
+from monarchfs.index.replicas import Replicas
+from monarchfs.peers.messages import PAGE_ROWS, Page, PageState, Row
+from monarchfs.peers.ownership import Ownership
+from monarchfs.types import ReplicaState
 
 MAX_CHANGES = 1 << 16
 """The most changes that are noted. A peer that missed more lists all again."""
 
-_MAGIC = b"mfpc"
-_FORMAT = 1
-_HEADER = struct.Struct("<4sHHQQI")
-_ROW = struct.Struct("<16sQIIQQ")
+_BATCH = 256
 
 
-class Row(NamedTuple):
-    """A replica in a segment of a tier. ``segment`` 0: there is no such replica any more."""
+class Catalogue:
+    """The small replicas that this node owns and has, for its peers.
 
-    name: bytes
-    checksum: int = 0
-    size: int = 0
-    tier: int = 0
-    segment: int = 0
-    offset: int = 0
-
-
-class PageState(IntEnum):
-    """What an answer says beside its rows."""
-
-    MORE = 0
-    """There are more rows now."""
-    ALL = 1
-    """These were all, until something changes."""
-    AGAIN = 2
-    """The changes asked for are not known any more: list all again."""
-
-
-class Page(NamedTuple):
-    """An answer. ``sequence``: the number of the first change that it does not contain."""
-
-    state: PageState
-    incarnation: int
-    sequence: int
-    rows: Sequence[Row]
-
-
-class Holdings(Protocol):
-    """The small replicas of this node."""
-
-    def rows(self, names: Sequence[bytes]) -> list[Row]:
-        """One for each name."""
-        ...
-
-    def names_after(self, after: bytes, limit: int) -> list[bytes]:
-        """The next names after ``after``, in order."""
-        ...
-
-
-def encode(page: Page) -> bytes:
-    """The bytes of an answer."""
-    head = _HEADER.pack(
-        _MAGIC, _FORMAT, page.state, page.incarnation, page.sequence, len(page.rows)
-    )
-    return head + b"".join([_ROW.pack(*row) for row in page.rows])
-
-
-def decode(data: bytes) -> Page:
-    """The answer in ``data``.
-
-    Raises PeerError if it is malformed.
-    """
-    if len(data) < _HEADER.size:
-        raise PeerError("the peer's catalogue is cut off")
-    magic, form, state, incarnation, sequence, count = _HEADER.unpack_from(data)
-    if (magic, form) != (_MAGIC, _FORMAT) or state not in tuple(PageState):
-        raise PeerError("the peer's catalogue is of another release")
-    if len(data) != _HEADER.size + count * _ROW.size or count > PAGE_ROWS:
-        raise PeerError("the peer's catalogue has not the length that it says")
-    rows = [Row(*values) for values in _ROW.iter_unpack(memoryview(data)[_HEADER.size :])]
-    return Page(PageState(state), incarnation, sequence, rows)
-
-
-class Publisher:
-    """Answers peers. Pure except for ``holdings``.
-
+    Constant: the numbers of the tiers in the index, in the order in which nginx serves them; who
+    owns what; ``incarnation``, which tells its list of changes from that of another worker.
     Changing: ``_changes``, the names that changed last; ``_first``, the number of the first of
     them.
     """
 
-    def __init__(self, holdings: Holdings, incarnation: int) -> None:
-        """``incarnation`` tells this list of changes from that of another worker."""
-        self._holdings = holdings
+    def __init__(
+        self, replicas: Replicas, tiers: Iterable[int], ownership: Ownership, incarnation: int
+    ) -> None:
+        self._replicas = replicas
+        self._tiers = tuple(tiers)
+        self._ownership = ownership
         self._incarnation = incarnation
         self._changes: deque[bytes] = deque()
         self._first = 0
@@ -119,8 +52,8 @@ class Publisher:
 
     def page(self, after: bytes) -> Page:
         """The page of the whole list after this name; b"": the first page."""
-        names = self._holdings.names_after(after, PAGE_ROWS)
-        rows = [row for row in self._holdings.rows(names) if row.segment]
+        names = self._names_after(after, PAGE_ROWS)
+        rows = [row for row in self._rows(names) if row.segment]
         # If the last replica has just gone, an empty row shows where the next page begins.
         if names and (not rows or rows[-1].name != names[-1]):
             rows.append(Row(names[-1]))
@@ -129,22 +62,58 @@ class Publisher:
 
     def rows(self, names: Sequence[bytes]) -> Page:
         """What is at these names now."""
-        return Page(PageState.ALL, self._incarnation, self._next, self._holdings.rows(names))
+        return Page(PageState.ALL, self._incarnation, self._next, self._rows(names))
 
     def changes(self, incarnation: int, since: int) -> Page:
         """The changes from this number on."""
         if incarnation != self._incarnation or not self._first <= since <= self._next:
             return Page(PageState.AGAIN, self._incarnation, self._next, [])
         begin = since - self._first
-        names = list(itertools.islice(self._changes, begin, begin + PAGE_ROWS))
+        names = list(islice(self._changes, begin, begin + PAGE_ROWS))
         until = since + len(names)
-        rows = self._holdings.rows(list(dict.fromkeys(names)))
+        rows = self._rows(list(dict.fromkeys(names)))
         state = PageState.ALL if until == self._next else PageState.MORE
         return Page(state, self._incarnation, until, rows)
 
     @property
     def _next(self) -> int:
         return self._first + len(self._changes)
+
+    def _names_after(self, after: bytes, limit: int) -> list[bytes]:
+        """The next names that this node owns, in order, from all tiers."""
+        ordered = heapq.merge(*(self._names_in(tier, after) for tier in self._tiers))
+        return list(islice(filter(self._ownership.owns, ordered), limit))
+
+    def _names_in(self, tier: int, after: bytes) -> Iterator[bytes]:
+        while found := self._replicas.names(tier, b"", after, _BATCH):
+            yield from (name for name, _ino in found)
+            after = found[-1][0]
+            if len(found) < _BATCH:
+                return
+
+    def _rows(self, names: Iterable[bytes]) -> list[Row]:
+        return [self.row(name) for name in names]
+
+    def row(self, name: bytes) -> Row:
+        """Where its replica lies, if this node has it in a segment."""
+        for place, tier in enumerate(self._tiers):
+            ino = self._replicas.owner(tier, name)
+            replica = None if ino is None else self._replicas.replica(ino)
+            if (
+                replica is not None
+                and replica.segment
+                and replica.state is ReplicaState.RESIDENT
+                and replica.name == name
+            ):
+                return Row(
+                    name,
+                    replica.checksum,
+                    replica.size,
+                    place,
+                    replica.segment,
+                    replica.offset,
+                )
+        return Row(name)
 
 
 class Follower:

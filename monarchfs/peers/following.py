@@ -8,16 +8,16 @@ import os
 import random
 import socket
 import time
-from typing import NamedTuple
 
 import trio
 
 from monarchfs.peers import _replicas
-from monarchfs.peers.catalogue import Follower, decode
+from monarchfs.peers.catalogue import Follower
 from monarchfs.peers.credentials import TOKEN_SECONDS, token
-from monarchfs.peers.errors import PeerError
+from monarchfs.peers.messages import PeerError, decode_page
 from monarchfs.peers.nodes import Peers
 from monarchfs.system.threads import run_sync
+from monarchfs.types import Lane
 
 log = logging.getLogger(__name__)
 
@@ -38,19 +38,19 @@ MAX_ANSWER_BYTES = 1 << 20
 THREADS = 8
 
 
-class PeerQuestion(NamedTuple):
-    """For a peer's worker; a POST unless ``body`` is None. ``demand``: a reader waits for the
-    answer. One that failed is asked what nobody waits for, to find out whether it is back."""
-
-    path: str
-    body: bytes | None
-    demand: bool
-
-
-def ask(number: int, question: PeerQuestion, seconds: float, most_bytes: int) -> bytes:
-    """What a peer's worker answers. Waits for it. Raises OSError and PeerError."""
-    path, body, demand = question
-    status, data = _replicas.ask(number, path, body, seconds, most_bytes, not demand)
+def ask(
+    number: int,
+    path: str,
+    body: bytes | None,
+    seconds: float,
+    most_bytes: int,
+    lane: Lane = Lane.BACKGROUND,
+) -> bytes:
+    """What a peer's worker answers to a POST, or to a GET if ``body`` is None. Waits for it.
+    ``lane``: a peer that failed is asked what no reader waits for, to find out whether it is back.
+    Raises OSError and PeerError."""
+    probe = lane is not Lane.DEMAND
+    status, data = _replicas.ask(number, path, body, seconds, most_bytes, probe)
     if status != 200:
         raise PeerError(f"status {status}")
     return data
@@ -169,11 +169,11 @@ class Following:
 
     async def _ask(self, number: int, follower: Follower) -> tuple[bool, int]:
         """Ask once. Returns whether to ask again at once, and how many rows came."""
-        question = PeerQuestion(f"/ask/catalogue?{follower.query()}", None, demand=False)
+        path = f"/ask/catalogue?{follower.query()}"
         data = await run_sync(
-            ask, number, question, ANSWER_SECONDS, MAX_ANSWER_BYTES, limiter=self._threads
+            ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES, limiter=self._threads
         )
-        page = decode(data)
+        page = decode_page(data)
         self.heard[number] = trio.current_time()
         void, again = follower.take(page)
         if void:

@@ -7,6 +7,7 @@ that did not answer.
 from __future__ import annotations
 
 from itertools import islice
+from typing import NoReturn
 
 import trio
 
@@ -25,36 +26,28 @@ INTERVAL_SECONDS = 1.0
 """The pause after a look at some names that found nothing to drop."""
 
 
-class ForeignReplicas:
-    """Constant: its parts."""
+async def drop_foreign(cache: Cache, ownership: Ownership, following: Following) -> NoReturn:
+    """Drop them for ever, some at a time."""
 
-    def __init__(self, cache: Cache, ownership: Ownership, following: Following) -> None:
-        self._cache = cache
-        self._ownership = ownership
-        self._following = following
-
-    async def run(self) -> None:
-        """Drop them for ever, some at a time."""
-        while True:
-            dropped = sum(map(self._drop_some, self._cache.tiers))
-            await trio.sleep(PAUSE_SECONDS if dropped else INTERVAL_SECONDS)
-
-    def _drop_some(self, tier: int) -> int:
-        inos = list(islice(self._cache.lookup.foreign(tier), BATCH))
-        return sum(map(self._drop, inos))
-
-    def _drop(self, ino: int) -> bool:
-        """Unless it is open or pinned, or its owner would have to read it from the source."""
-        record = self._cache.index.replicas.replica(ino)
-        if record is None or not self._is_kept_elsewhere(record.name, record.size):
-            return False
-        if not self._cache.lookup.evictable(ino) or not self._cache.readers.try_remove(ino):
-            return False
-        return self._cache.accounts.drop(ino, "the node that owns it keeps it", Cause.FOREIGN)
-
-    def _is_kept_elsewhere(self, name: bytes, size: int) -> bool:
+    def kept_elsewhere(name: bytes, size: int) -> bool:
         """Of a large file nobody knows: then its owner must answer."""
         if size <= MOST_BYTES:
             return _replicas.available(name)
-        owner = self._ownership.number(name)
-        return self._following.answered[owner].is_set() and not avoided(owner)
+        owner = ownership.number(name)
+        return following.answered[owner].is_set() and not avoided(owner)
+
+    def drop(ino: int) -> bool:
+        """Unless it is open or pinned, or its owner would have to read it from the source."""
+        record = cache.index.replicas.replica(ino)
+        if record is None or not kept_elsewhere(record.name, record.size):
+            return False
+        if not cache.lookup.evictable(ino) or not cache.readers.try_remove(ino):
+            return False
+        return cache.accounts.drop(ino, "the node that owns it keeps it", Cause.FOREIGN)
+
+    while True:
+        dropped = 0
+        for tier in cache.tiers:
+            inos = list(islice(cache.lookup.foreign(tier), BATCH))
+            dropped += sum(map(drop, inos))
+        await trio.sleep(PAUSE_SECONDS if dropped else INTERVAL_SECONDS)

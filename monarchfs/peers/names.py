@@ -1,35 +1,39 @@
-"""Names and attributes between nodes: who owns a directory, what its owner is asked and answers.
+"""Names and attributes between nodes: what this node asks the owners of directories, and what it
+answers about its own.
 
 A directory is owned as files are (``ownership``), by its inode number in the source; a large one in
-parts, by hashes of names. Questions and answers are JSON, the entries as in index files
-(``snapshot.file``). Only the source's own file system is shared: the device numbers of others
+parts, by hashes of names. Only the source's own file system is shared: the device numbers of others
 differ between nodes.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import trio
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from monarchfs.metadata.snapshot import FoundName, MalformedSnapshot, decode_entry, encode_entry
-from monarchfs.peers.errors import PeerError
-from monarchfs.peers.following import Following, PeerQuestion, ask, avoided
+from monarchfs.metadata.tree import Tree
+from monarchfs.peers.following import Following, ask, avoided
+from monarchfs.peers.messages import (
+    MOST_NAMES,
+    NamesQuestion,
+    PeerError,
+    decode_listing,
+    decode_names,
+    encode_names_question,
+)
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import is_path
+from monarchfs.peers.supply import Supply
 from monarchfs.system.threads import run_sync
-from monarchfs.types import MOST_LISTED, DirRef, FileType, Lane, PeerListing, PeerNames
+from monarchfs.types import DirRef, Lane, MonarchError, Node, PeerListing, PeerNames
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-MOST_NAMES = 256
-"""In one question."""
 
 LARGE_BYTES = 1 << 20
 """A directory of this size, which has some ten thousand names, is owned in parts."""
@@ -45,18 +49,8 @@ MARGIN_SECONDS = 0.4
 
 MOST_ANSWER_BYTES = 1 << 20
 THREADS = 16
-_MOST_AGE = 1 << 63
-
-
-class NamesQuestion(NamedTuple):
-    """Names of the directory with this path and inode number, none for its listing; the answer may
-    be so old when the question is sent. ``demand``: a reader waits."""
-
-    path: bytes
-    ino: int
-    names: list[bytes]
-    most_age_ns: int
-    demand: bool
+MOST_RUNNING = 64
+"""Questions for which the source is being asked. Where it hangs, further ones get what is known."""
 
 
 class NameOwners:
@@ -65,7 +59,6 @@ class NameOwners:
     def __init__(self, ownership: Ownership, following: Following) -> None:
         self._ownership = ownership
         self._following = following
-        self._own = following.own
         self._threads = trio.CapacityLimiter(THREADS)
 
     def divide(
@@ -76,27 +69,27 @@ class NameOwners:
         found: dict[int, list[bytes]] = {}
         for part, some in _parts(size, names).items():
             number = self._whom_to_ask(_key(directory), part)
-            if number != self._own:
+            if number != self._ownership.own:
                 found.setdefault(number, []).extend(some)
         return found
 
     def served(self, directory: DirRef, size: int, names: Sequence[bytes]) -> list[bytes]:
         """Those of the names that this node owns, or stands in for."""
-        key, serves = _key(directory), self._ownership.serves
+        key = _key(directory)
         return [
             name
             for part, some in _parts(size, names).items()
-            if serves(self._own, key, part)
+            if self._ownership.serves(key, part)
             for name in some
         ]
 
     def _whom_to_ask(self, key: bytes, part: int) -> int:
-        owner = self._ownership.number(key, part)
+        owner, own = self._ownership.number(key, part), self._ownership.own
         young = trio.current_time() < self._following.starts_until
-        if owner == self._own or young or not avoided(owner):
+        if owner == own or young or not avoided(owner):
             return owner
         other = self._ownership.stand_in(key, part)
-        return self._own if avoided(other) else other
+        return own if avoided(other) else other
 
     async def ask(
         self, owner: int, directory: DirRef, names: list[bytes], most_age_ns: int, lane: Lane
@@ -106,7 +99,7 @@ class NameOwners:
         question = NamesQuestion(
             *directory[:2], names[:MOST_NAMES], most_age_ns, lane is Lane.DEMAND
         )
-        return await self._ask("/ask/names", owner, question, decode_answer)
+        return await self._ask("/ask/names", owner, question, decode_names)
 
     async def list(
         self, owner: int, directory: DirRef, most_age_ns: int, lane: Lane
@@ -124,9 +117,9 @@ class NameOwners:
         question = question._replace(most_age_ns=max(0, question.most_age_ns))
 
         def ask_and_decode() -> T:
-            seconds = answer_seconds(question) + MARGIN_SECONDS
-            asked = PeerQuestion(path, encode_question(question), question.demand)
-            return decode(ask(owner, asked, seconds, MOST_ANSWER_BYTES))
+            body, seconds = encode_names_question(question), _answer_seconds(question)
+            seconds += MARGIN_SECONDS
+            return decode(ask(owner, path, body, seconds, MOST_ANSWER_BYTES, _lane_of(question)))
 
         try:
             return await run_sync(ask_and_decode, limiter=self._threads)
@@ -149,99 +142,118 @@ def _parts(size: int, names: Sequence[bytes]) -> dict[int, list[bytes]]:
     return found
 
 
-def answer_seconds(question: NamesQuestion) -> float:
+def _answer_seconds(question: NamesQuestion) -> float:
     """After this time an owner answers."""
     return DEMAND_SECONDS if question.demand else BACKGROUND_SECONDS
 
 
-def encode_question(question: NamesQuestion) -> bytes:
-    """What ``decode_question`` reads."""
-    path, ino, names, *rest = question
-    return _json([os.fsdecode(path), ino, list(map(os.fsdecode, names)), *rest])
+class NameSupply:
+    """Constant: what is known, and asks the source; where directories are; who owns them. Changing:
+    ``_running``, how many questions wait for the source."""
 
+    def __init__(
+        self, tree: Tree, supply: Supply, owners: NameOwners, nursery: trio.Nursery
+    ) -> None:
+        self._tree = tree
+        self._index = tree.index
+        self._supply = supply
+        self._owners = owners
+        self._nursery = nursery
+        self._running = 0
 
-def decode_question(data: bytes) -> NamesQuestion:
-    """Raises PeerError if it is none."""
-    match _parsed(data):
-        case [str(path), int(ino), list(names), int(most_age_ns), bool(demand)] if (
-            0 < ino < 1 << 64 and 0 <= most_age_ns < _MOST_AGE and len(names) <= MOST_NAMES
+    async def answer(self, question: NamesQuestion) -> PeerNames:
+        """What is known when the time is up. Raises nothing but Cancelled.
+
+        Answers only for what this node owns, or stands in for.
+        """
+        arrived_ns = time.time_ns()
+        since_ns, lane = self._since_ns(question, arrived_ns), _lane_of(question)
+        parent, names = 0, list[bytes]()
+        with trio.move_on_after(_answer_seconds(question)):
+            parent, names = await self._served(question, question.names, lane)
+            lacking = [name for name in names if self._known(parent, name, since_ns) is None]
+            if lacking:
+                await self._run(partial(self._tree.names.ask_for_peers, parent, lacking, lane))
+        rows = []
+        oldest_ns = arrived_ns
+        for name in names:
+            if (found := self._known(parent, name, since_ns)) is not None:
+                asked_ns, node = found
+                oldest_ns = min(oldest_ns, asked_ns)
+                rows.append((name, node.stat, node.target))
+        return PeerNames(arrived_ns - oldest_ns, rows)
+
+    async def listing(self, question: NamesQuestion) -> PeerListing | None:
+        """The directory's entries; None if they are not known when the time is up, or there are
+        many. Raises nothing but Cancelled."""
+        arrived_ns = time.time_ns()
+        since_ns, lane = self._since_ns(question, arrived_ns), _lane_of(question)
+        with trio.move_on_after(_answer_seconds(question)):
+            parent, served = await self._served(question, [b"."], lane)
+            if not served:
+                return None
+            known = self._tree.directories.shared.known
+            if known(parent, since_ns) is None:
+                await self._run(partial(self._tree.list_for_peers, parent, lane))
+            if (listed := known(parent, since_ns)) is not None:
+                asked_ns, listing = listed
+                return listing._replace(age_ns=max(0, arrived_ns - asked_ns))
+        return None
+
+    def _since_ns(self, question: NamesQuestion, arrived_ns: int) -> int:
+        """When the source must have been asked. With ``immutable`` what was known before the mount
+        counts as of its time, so its age is not known."""
+        since_ns = arrived_ns - question.most_age_ns
+        return since_ns if since_ns < 0 else max(since_ns, self._tree.freshness.mount_ns + 1)
+
+    async def _served(
+        self, question: NamesQuestion, names: Sequence[bytes], lane: Lane
+    ) -> tuple[int, list[bytes]]:
+        """The directory, and those of the names that this node owns, or stands in for."""
+        try:
+            ino = await self._supply.directory(question.path, lane)
+        except (OSError, MonarchError):
+            return 0, []  # the peer will meet the same error in the source
+        node = None if ino is None else self._index.nodes.node(ino)
+        directory = None if ino is None else self._index.nodes.dirref(ino)
+        if node is None or directory is None or node.stat.device or node.stat.ino != question.ino:
+            return 0, []
+        size = node.stat.size if question.names else 0
+        return node.ino, self._owners.served(directory, size, names)
+
+    async def _run(self, ask: Callable[[], Awaitable[object]]) -> None:
+        """Ask the source. Answers are recorded even if they come too late for this question."""
+        if self._running >= MOST_RUNNING:
+            return
+        done = trio.Event()
+
+        async def run() -> None:
+            self._running += 1
+            try:
+                await ask()
+            except (OSError, MonarchError) as exc:
+                log.debug("names that a peer wants are not known: %s", exc)
+            finally:
+                self._running -= 1
+                done.set()
+
+        self._nursery.start_soon(run)
+        await done.wait()
+
+    def _known(self, parent: int, name: bytes, since_ns: int) -> tuple[int, Node] | None:
+        """What a name stands for, and when the source was asked about it."""
+        dirent = self._index.nodes.dirent(parent, name)
+        node = None if dirent is None else self._index.nodes.node(dirent.ino)
+        if dirent is None or node is None or node.stat.device:
+            return None
+        asked_ns = min(dirent.checked_ns, node.fetched_ns)
+        if (
+            asked_ns < since_ns
+            or self._tree.known.entry(dirent.checked_ns, node, time.time_ns()) is None
         ):
-            found = NamesQuestion(_bytes(path), ino, list(map(_bytes, names)), most_age_ns, demand)
-            if (not found.path or is_path(found.path)) and all(map(_is_name, found.names)):
-                return found
-    raise PeerError("a question about names is none")
+            return None
+        return asked_ns, node
 
 
-def encode_answer(answer: PeerNames) -> bytes:
-    """What ``decode_answer`` reads."""
-    rows = [
-        encode_entry(FoundName(name, FileType.of_mode(stat.mode), stat.ino, stat, target))
-        for name, stat, target in answer.found
-    ]
-    return _json([answer.age_ns, rows])
-
-
-def decode_answer(data: bytes) -> PeerNames:
-    """Raises PeerError if it is none."""
-    match _parsed(data):
-        case [int(age_ns), list(rows)] if 0 <= age_ns < _MOST_AGE and len(rows) <= MOST_NAMES:
-            found = _decoded(rows)
-            return PeerNames(
-                age_ns, [(one.name, one.stat, one.target) for one in found if one.stat is not None]
-            )
-    raise PeerError("an answer about names is none")
-
-
-def encode_listing(listing: PeerListing | None) -> bytes:
-    """What ``decode_listing`` reads; None: there is nothing to say."""
-    if listing is None:
-        return _json([])
-    *others, entries = listing
-    rows = [encode_entry(FoundName(*entry, None, b"")) for entry in entries]
-    return _json([*others, rows])
-
-
-def decode_listing(data: bytes) -> PeerListing:
-    """Raises PeerError if it is none."""
-    match _parsed(data):
-        case [int(age_ns), int(mtime_ns), int(ctime_ns), bool(lists_all), list(rows)] if (
-            0 <= age_ns < _MOST_AGE
-            and abs(mtime_ns) < _MOST_AGE
-            and abs(ctime_ns) < _MOST_AGE
-            and len(rows) <= MOST_LISTED
-        ):
-            entries = [(one.name, one.type, one.ino) for one in _decoded(rows)]
-            if len({name for name, *_ in entries}) == len(entries):
-                return PeerListing(age_ns, mtime_ns, ctime_ns, lists_all, entries)
-    raise PeerError("there is no listing")
-
-
-def _decoded(rows: list[Any]) -> list[FoundName]:
-    try:
-        return [decode_entry(row) for row in rows]
-    except MalformedSnapshot as error:
-        raise PeerError(f"an answer about names is none: {error}") from None
-
-
-def _json(value: list[Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _parsed(data: bytes) -> object:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
-        raise PeerError("it is no JSON") from None
-
-
-def _bytes(text: object) -> bytes:
-    if not isinstance(text, str):
-        raise PeerError("a name is no text")
-    try:
-        return text.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise PeerError("a name has surrogates that stand for no byte") from None
-
-
-def _is_name(name: bytes) -> bool:
-    return len(name) <= 255 and b"/" not in name and is_path(name)
+def _lane_of(question: NamesQuestion) -> Lane:
+    return Lane.DEMAND if question.demand else Lane.BACKGROUND

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
+from monarchfs.index.nodes import NodeTables
 from monarchfs.peers import _replicas
-from monarchfs.peers.catalogue import decode
-from monarchfs.peers.errors import PeerError
-from monarchfs.peers.following import Following
+from monarchfs.peers.following import Following, ask
+from monarchfs.peers.messages import (
+    MAX_WANTED,
+    PeerError,
+    WantedReplica,
+    decode_page,
+    encode_wanted,
+)
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import MAX_WANTED, MOST_SECONDS, WantedReplica, encode
+from monarchfs.peers.supply import MOST_SECONDS, Supply
 from monarchfs.system.threads import run_sync
-from monarchfs.types import DirRef, Node
+from monarchfs.types import Node
 
 log = logging.getLogger(__name__)
 
@@ -35,27 +41,22 @@ Wanted = tuple[Node, WantedReplica]
 
 
 class Owners:
-    """Constant: who owns what, the nodes, where directories lie, and which replicas this node
-    copies instead of their owners."""
+    """Constant: who owns what, the other nodes, where directories lie (``nodes``), and what knows
+    which replicas this node copies instead of their owners (``supply``)."""
 
     def __init__(
-        self,
-        ownership: Ownership,
-        following: Following,
-        directory: Callable[[int], DirRef | None],
-        stands_in: Callable[[bytes], bool],
+        self, ownership: Ownership, following: Following, nodes: NodeTables, supply: Supply
     ) -> None:
         self._ownership = ownership
         self._following = following
-        self._directory = directory
-        self._stands_in = stands_in
+        self._nodes = nodes
+        self._supply = supply
         self._threads = trio.CapacityLimiter(THREADS)
 
     def elsewhere(self, node: Node) -> bool:
         """Whether the file, which must be a small one, is to come from another node."""
         name = node.stat.version.replica_name
-        own = self._following.own
-        return self._ownership.number(name) != own and not self._stands_in(name)
+        return not self._ownership.owns(name) and not self._supply.copies(name)
 
     async def ask(self, nodes: Sequence[Node]) -> list[Node]:
         """Wait until the owners of these have copied them, or who stands in where an owner fails,
@@ -66,7 +67,7 @@ class Owners:
             wanted: defaultdict[int, list[Wanted]] = defaultdict(list)
             for one in left:
                 wanted[choice(one[1].name)].append(one)
-            wanted.pop(self._following.own, None)
+            wanted.pop(self._ownership.own, None)
             left = []
             async with trio.open_nursery() as nursery:
                 for number, rows in wanted.items():
@@ -79,7 +80,7 @@ class Owners:
         wanted = []
         for node in nodes:
             name = node.stat.version.replica_name
-            directory = self._directory(node.parent)
+            directory = self._nodes.dirref(node.parent)
             if directory is not None and not _replicas.available(name):
                 path = directory.path + b"/" + node.name if directory.path else node.name
                 wanted.append((node, WantedReplica(name, node.stat.size, path)))
@@ -91,19 +92,16 @@ class Owners:
         await self._following.until_started(owner)
         began = trio.current_time()
         try:
-            status, data = await run_sync(
-                _replicas.ask,
+            data = await run_sync(
+                ask,
                 owner,
                 f"/ask/want?seconds={MOST_SECONDS:g}",
-                encode([row for _, row in wanted]),
+                encode_wanted([row for _, row in wanted]),
                 MOST_SECONDS + MARGIN_SECONDS,
                 MAX_ANSWER_BYTES,
-                True,
                 limiter=self._threads,
             )
-            if status != 200:
-                raise PeerError(f"status {status}")
-            rows = decode(data).rows
+            rows = decode_page(data).rows
         except (OSError, PeerError) as exc:
             log.debug("peer %d copies nothing for this node: %s", owner, exc)
             failed += wanted

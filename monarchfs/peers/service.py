@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from urllib.parse import parse_qs
 
-from monarchfs.peers.catalogue import Page, Publisher, encode
-from monarchfs.peers.errors import PeerError
-from monarchfs.peers.name_supply import NameSupply
-from monarchfs.peers.names import decode_question, encode_answer, encode_listing
-from monarchfs.peers.span_messages import HeldSpan, WantedSpan, decode_wanted, encode_held
-from monarchfs.peers.supply import MOST_SECONDS, Supply, decode
+from monarchfs.peers.catalogue import Catalogue
+from monarchfs.peers.messages import (
+    Page,
+    PeerError,
+    decode_names_question,
+    decode_spans,
+    decode_wanted,
+    encode_held,
+    encode_listing,
+    encode_names,
+    encode_page,
+)
+from monarchfs.peers.names import NameSupply
+from monarchfs.peers.span_sharing import SpanService
+from monarchfs.peers.supply import MOST_SECONDS, Supply
 from monarchfs.system.http_server import HttpRequest, HttpResponse
 
 BINARY = "application/octet-stream"
@@ -23,16 +31,12 @@ class Service:
     large files, and what about names."""
 
     def __init__(
-        self,
-        publisher: Publisher,
-        supply: Supply,
-        held: Callable[[WantedSpan], Awaitable[HeldSpan]],
-        names: NameSupply | None,
+        self, catalogue: Catalogue, supply: Supply, spans: SpanService, names: NameSupply | None
     ) -> None:
         """``names``: None if this mount says nothing about names."""
-        self._publisher = publisher
+        self._catalogue = catalogue
         self._supply = supply
-        self._held = held
+        self._spans = spans
         self._names = names
 
     async def answer(self, request: HttpRequest) -> HttpResponse:
@@ -40,32 +44,32 @@ class Service:
         try:
             match request.method, request.path:
                 case "GET", "/ask/catalogue":
-                    page = self._catalogue(request.query)
+                    page = self._page(request.query)
                 case "POST", "/ask/want":
-                    wanted = decode(request.body)
+                    wanted = decode_wanted(request.body)
                     await self._supply.supply(wanted, _seconds(request.query))
-                    page = self._publisher.rows([one.name for one in wanted])
+                    page = self._catalogue.rows([one.name for one in wanted])
                 case "POST", "/ask/spans":
-                    held = [await self._held(one) for one in decode_wanted(request.body)]
+                    held = [await self._spans.answer(one) for one in decode_spans(request.body)]
                     return HttpResponse(encode_held(held), content_type=BINARY)
                 case "POST", "/ask/names" if self._names is not None:
-                    answer = await self._names.answer(decode_question(request.body))
-                    return HttpResponse(encode_answer(answer), content_type=JSON)
+                    answer = await self._names.answer(decode_names_question(request.body))
+                    return HttpResponse(encode_names(answer), content_type=JSON)
                 case "POST", "/ask/listing" if self._names is not None:
-                    listing = await self._names.listing(decode_question(request.body))
+                    listing = await self._names.listing(decode_names_question(request.body))
                     return HttpResponse(encode_listing(listing), content_type=JSON)
                 case _:
                     return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
         except (PeerError, KeyError, ValueError) as error:
             text = f"This is no request: {error}\n"
             return HttpResponse(text.encode(), HTTPStatus.BAD_REQUEST)
-        return HttpResponse(encode(page), content_type=BINARY)
+        return HttpResponse(encode_page(page), content_type=BINARY)
 
-    def _catalogue(self, query: str) -> Page:
+    def _page(self, query: str) -> Page:
         values = {key: value[0] for key, value in parse_qs(query, keep_blank_values=True).items()}
         if "after" in values:
-            return self._publisher.page(bytes.fromhex(values["after"]))
-        return self._publisher.changes(int(values["incarnation"]), int(values["since"]))
+            return self._catalogue.page(bytes.fromhex(values["after"]))
+        return self._catalogue.changes(int(values["incarnation"]), int(values["since"]))
 
 
 def _seconds(query: str) -> float | None:

@@ -19,16 +19,16 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas
-from monarchfs.peers.errors import PeerError
-from monarchfs.peers.following import Following, PeerQuestion, ask, avoided
-from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.span_messages import (
+from monarchfs.peers.following import Following, ask, avoided
+from monarchfs.peers.messages import (
     MOST_SPANS,
     HeldSpan,
+    PeerError,
     WantedSpan,
     decode_held,
-    encode_wanted,
+    encode_spans,
 )
+from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.jobs import CopyJobs
@@ -43,7 +43,7 @@ from monarchfs.prefetch.spans import (
 from monarchfs.store.checksum import combine
 from monarchfs.store.files import part_path, replica_path
 from monarchfs.system.threads import run_sync
-from monarchfs.types import Data, Replica, ReplicaState
+from monarchfs.types import Data, Lane, Replica, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +148,7 @@ class SpanService:
     the last record of a large part from the index, with its inode number and until when it is used.
     """
 
-    def __init__(
-        self, supply: Supply, jobs: CopyJobs, cache: Cache, ownership: Ownership, own: int
-    ) -> None:
+    def __init__(self, supply: Supply, jobs: CopyJobs, cache: Cache, ownership: Ownership) -> None:
         self.digests = SpanDigests(cache)
         self.taken = TakenSpans()
         self._supply = supply
@@ -158,7 +156,6 @@ class SpanService:
         self._cache = cache
         self._places = {tier: place for place, tier in enumerate(cache.tiers)}
         self._ownership = ownership
-        self._own = own
         self._last: tuple[int, float, Replica] | None = None
 
     async def answer(self, wanted: WantedSpan) -> HeldSpan:
@@ -172,8 +169,8 @@ class SpanService:
         held = self._held(node.ino, wanted)
         if not held.coming or self.digests.reads(wanted.name):
             return held
-        if self._ownership.serves(self._own, wanted.name, wanted.span):
-            if self._ownership.number(wanted.name, wanted.span) != self._own:
+        if self._ownership.serves(wanted.name, wanted.span):
+            if not self._ownership.owns(wanted.name, wanted.span):
                 self.taken.take(wanted.name, wanted.span)
             self._jobs.supply(node.ino, Priority(min(wanted.priority, Priority.SCANNED)))
             if wanted.size:
@@ -268,7 +265,7 @@ class SpanNodes:
         self._views = 0
         self._ownership = ownership
         self._following = following
-        self._own = following.own
+        self._own = ownership.own
         self._asking: set[int] = set()
         self._asked: dict[int, float] = {}
         self._quiet: dict[int, float] = {}
@@ -357,7 +354,7 @@ class SpanNodes:
 
     async def _ask_in_turn(self, owner: int, wanted: list[tuple[FileSpans, int]]) -> None:
         try:
-            await self.ask(owner, wanted, demand=False)
+            await self.ask(owner, wanted, lane=Lane.BACKGROUND)
         finally:
             self._asking.discard(owner)
         self._wakes.unpark_all()
@@ -367,8 +364,7 @@ class SpanNodes:
         owner: int,
         wanted: list[tuple[FileSpans, int]],
         unit: Unit | None = None,
-        *,
-        demand: bool = True,
+        lane: Lane = Lane.DEMAND,
     ) -> None:
         now = trio.current_time()
         if now - self._asked.get(owner, 0) > STALLED_SECONDS:
@@ -382,9 +378,11 @@ class SpanNodes:
             data = await run_sync(
                 ask,
                 owner,
-                PeerQuestion("/ask/spans", encode_wanted(question), demand),
+                "/ask/spans",
+                encode_spans(question),
                 ANSWER_SECONDS,
                 MAX_ANSWER_BYTES,
+                lane,
                 limiter=self._threads,
             )
             answers = decode_held(data, len(wanted))

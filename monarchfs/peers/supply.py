@@ -3,82 +3,25 @@ not read yet."""
 
 from __future__ import annotations
 
-import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
 
 import trio
 
-from monarchfs.peers.errors import PeerError
+from monarchfs.metadata.tree import Tree
+from monarchfs.peers.catalogue import Catalogue
+from monarchfs.peers.messages import WantedReplica
+from monarchfs.peers.ownership import Ownership
+from monarchfs.prefetch.copier import Copier
 from monarchfs.types import ROOT_INO, IndexWriteError, Lane, MonarchError, Node
 
-MAX_WANTED = 128
 ANSWER_SECONDS = 0.5
 """A reader that waits for a file goes to the source a little later: ANSWER_NS in _want.c."""
 
 MOST_SECONDS = 2.0
 """How long others than readers may wait."""
 
-_ROW = struct.Struct("<16sQH")
 _DIRECTORIES = 4096
-
-
-class WantedReplica(NamedTuple):
-    """A file that a peer wants: the name of its replica, its size, its path below the source."""
-
-    name: bytes
-    size: int
-    path: bytes
-
-
-def decode(data: bytes) -> list[WantedReplica]:
-    """What a request asks for.
-
-    Raises PeerError if it is malformed.
-    """
-    wanted: list[WantedReplica] = []
-    at = 0
-    while at < len(data):
-        if len(data) - at < _ROW.size or len(wanted) == MAX_WANTED:
-            raise PeerError("a request for files is cut off, or too long")
-        name, size, length = _ROW.unpack_from(data, at)
-        at += _ROW.size
-        path = data[at : at + length]
-        if len(path) < length or not is_path(path):
-            raise PeerError("a request for files has a path that is none")
-        wanted.append(WantedReplica(name, size, path))
-        at += length
-    return wanted
-
-
-def encode(wanted: Sequence[WantedReplica]) -> bytes:
-    """What ``decode`` reads."""
-    return b"".join([_ROW.pack(name, size, len(path)) + path for name, size, path in wanted])
-
-
-def is_path(path: bytes) -> bool:
-    """Whether ``path`` is a path below the source."""
-    return all(part not in (b"", b".", b"..") for part in path.split(b"/")) and b"\0" not in path
-
-
-class NameLookup(Protocol):
-    """Looks up names in the mount, and if needed in the source."""
-
-    async def find(self, parent: int, name: bytes, lane: Lane) -> Node | None: ...
-
-    async def find_each(
-        self, parent: int, names: list[bytes], lane: Lane
-    ) -> Sequence[Node | None]: ...
-
-
-class Copying(Protocol):
-    """The part of the copier that is used here: to queue a file, and to ask whether there is still
-    something to do for it."""
-
-    def opened(self, ino: int) -> None: ...
-
-    def pending(self, ino: int) -> bool: ...
 
 
 class Supply:
@@ -87,22 +30,12 @@ class Supply:
     of the directories used last, by path; ``_under_way``, the replicas that peers wait for."""
 
     def __init__(
-        self,
-        names: NameLookup,
-        directory_path: Callable[[int], bytes | None],
-        copying: Copying,
-        hurry: Callable[[Sequence[int]], None],
-        has: Callable[[bytes], bool],
-        serves: Callable[[bytes], bool],
+        self, tree: Tree, copier: Copier, catalogue: Catalogue, ownership: Ownership
     ) -> None:
-        """``directory_path``: where a directory lies now. ``hurry``: have files copied at once.
-        ``serves``: whether this node owns a replica, or stands in for the owner."""
-        self._names = names
-        self._directory_path = directory_path
-        self._copying = copying
-        self._hurry = hurry
-        self._has = has
-        self._serves = serves
+        self._tree = tree
+        self._copier = copier
+        self._catalogue = catalogue
+        self._ownership = ownership
         self._waiting: dict[int, trio.Event] = {}
         self._directories: OrderedDict[bytes, int] = OrderedDict()
         self._under_way: Counter[bytes] = Counter()
@@ -116,7 +49,7 @@ class Supply:
         """
         by_directory: dict[bytes, list[WantedReplica]] = {}
         for one in wanted:
-            if self._serves(one.name) and not self._has(one.name):
+            if self._ownership.serves(one.name) and not self._catalogue.row(one.name).segment:
                 by_directory.setdefault(one.path.rpartition(b"/")[0], []).append(one)
         names = [one.name for together in by_directory.values() for one in together]
         self._under_way.update(names)
@@ -151,12 +84,12 @@ class Supply:
         """Copy the files of one directory that have the version that is wanted."""
         inos = [node.ino for node in await self._versions(path, wanted, lane)]
         if lane is Lane.DEMAND:
-            self._hurry(inos)
+            self._copier.hurry(inos)
         else:
             for ino in inos:
-                self._copying.opened(ino)
+                self._copier.jobs.opened(ino)
         for ino in inos:
-            while self._copying.pending(ino):
+            while self._copier.jobs.pending(ino):
                 await self.change(ino)
 
     async def change(self, ino: int) -> None:
@@ -182,20 +115,21 @@ class Supply:
         if parent is None:
             return [None] * len(names)
         if len(names) == 1:  # this also looks up others in the directory
-            return [await self._names.find(parent, names[0], lane)]
-        return await self._names.find_each(parent, names, lane)
+            return [await self._tree.names.find(parent, names[0], lane)]
+        return await self._tree.names.find_each(parent, names, lane)
 
     async def directory(self, path: bytes, lane: Lane) -> int | None:
         """The number of the directory at a path. Raises what looking up names raises."""
         if not path:
             return ROOT_INO
         ino = self._directories.get(path)
-        if ino is not None and self._directory_path(ino) == path:
+        place = None if ino is None else self._tree.index.nodes.dirref(ino)
+        if place is not None and place.path == path:
             self._directories.move_to_end(path)
             return ino
         above, _, name = path.rpartition(b"/")
         parent = await self.directory(above, lane)
-        node = None if parent is None else await self._names.find(parent, name, lane)
+        node = None if parent is None else await self._tree.names.find(parent, name, lane)
         if node is None or not node.stat.is_directory:
             return None
         self._directories[path] = node.ino

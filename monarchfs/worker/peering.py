@@ -16,12 +16,10 @@ from monarchfs.core.misses import MOST_BYTES
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
-from monarchfs.peers.catalogue import Publisher
+from monarchfs.peers.catalogue import Catalogue
 from monarchfs.peers.following import Following
-from monarchfs.peers.foreign import ForeignReplicas
-from monarchfs.peers.holdings import IndexHoldings
-from monarchfs.peers.name_supply import NameSupply
-from monarchfs.peers.names import NameOwners
+from monarchfs.peers.foreign import drop_foreign
+from monarchfs.peers.names import NameOwners, NameSupply
 from monarchfs.peers.nodes import Peers
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
@@ -60,54 +58,37 @@ class Peering:
         peers = Peers.from_message(message)
         self.following = Following(peers)
         self._listener = socket.socket(fileno=descriptor)
-        self._ownership = owners = Ownership(peers.nodes)
-        self._holdings = IndexHoldings(
-            tree.index.replicas, cache.tiers, owners, peers.nodes[peers.own]
+        self._ownership = ownership = Ownership(peers.nodes, peers.own)
+        self._index = tree.index
+        self._catalogue = Catalogue(
+            tree.index.replicas, cache.tiers, ownership, secrets.randbits(63)
         )
-        self._publisher = Publisher(self._holdings, secrets.randbits(63))
-        self._index = index = tree.index
-        self._supply = supply = Supply(
-            tree.names,
-            lambda ino: None if (ref := index.nodes.dirref(ino)) is None else ref.path,
-            copier.jobs,
-            copier.hurry,
-            lambda name: bool(self._holdings.rows([name])[0].segment),
-            lambda name: owners.serves(peers.own, name),
-        )
-        self._owners = Owners(owners, self.following, index.nodes.dirref, supply.copies)
+        self._supply = supply = Supply(tree, copier, self._catalogue, ownership)
+        self._owners = Owners(ownership, self.following, tree.index.nodes, supply)
         copier.jobs.observers.append(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
-        spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
+        spans = SpanService(supply, copier.jobs, cache, ownership)
         self._digests = spans.digests
         self._taken = spans.taken
-        self._nodes = SpanNodes(copier.jobs, spans, owners, self.following)
+        self._nodes = SpanNodes(copier.jobs, spans, ownership, self.following)
         copier.files.nodes = self._nodes
-        name_owners = NameOwners(owners, self.following)
+        name_owners = NameOwners(ownership, self.following)
         tree.shared.bind(name_owners)
         self._lists_elsewhere = lambda ino: not tree.shared.serves(ino)
-        name_supply = NameSupply(
-            tree.known,
-            tree.names.ask_for_peers,
-            tree.directories.shared.known,
-            tree.list_for_peers,
-            supply.directory,
-            name_owners,
-            nursery,
-        )
-        names = name_supply if tree.freshness.serves_stale else None
-        self._service = Service(self._publisher, supply, spans.answer, names)
-        self._lookup = cache.lookup
+        names = None
+        if tree.freshness.serves_stale:
+            names = NameSupply(tree, supply, name_owners, nursery)
+        self._service = Service(self._catalogue, supply, spans, names)
+        self._cache = cache
         if share is not ShareMode.REPLICATE:
             cache.lookup.owns = self._owns_some
         cache.reservations.keeps_foreign = share is not ShareMode.PARTITION
-        self._foreign = None
-        if share is ShareMode.PARTITION:
-            self._foreign = ForeignReplicas(cache, owners, self.following)
+        self._share = share
 
     def begin(self, hooks: ModuleType) -> None:
         """Have the threads that read small files ask peers. Call this before the session's threads
         start."""
-        _replicas.owners(self._ownership.tables, self.following.own)
+        _replicas.owners(self._ownership.tables, self._ownership.own)
         hooks.misses_peers(_replicas.read)
 
     def bind(self, jobs: CopyJobs, arrivals: Arrivals, scan: Scan) -> None:
@@ -123,25 +104,24 @@ class Peering:
 
     def _owns_some(self, name: bytes, size: int) -> bool:
         """Whether this node owns a span of the file, at least, or copies it for its peers."""
-        number, own = self._ownership.number, self.following.own
         spans = range(-(-size // SPAN_BYTES) or 1)
         taken = self._supply.copies(name) or self._taken.has_any(name)
-        return taken or any(number(name, span) == own for span in spans)
+        return taken or any(self._ownership.owns(name, span) for span in spans)
 
     def changed(self, name: bytes) -> None:
         """A replica was added or removed."""
-        if self._holdings.owns(name):
-            self._publisher.note((name,))
+        if self._ownership.owns(name):
+            self._catalogue.note((name,))
         else:
-            self._lookup.foreign_stored()
+            self._cache.lookup.foreign_stored()
 
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
             nursery.start_soon(self.following.run)
-            if self._foreign is not None:
-                nursery.start_soon(self._foreign.run)
+            if self._share is ShareMode.PARTITION:
+                nursery.start_soon(drop_foreign, self._cache, self._ownership, self.following)
             nursery.start_soon(self._digests.run)
             nursery.start_soon(self._nodes.run)
 

@@ -15,17 +15,17 @@ from monarchfs.metadata import shared_names, statahead
 from monarchfs.metadata.refresh import Refresh
 from monarchfs.metadata.tree import Entry
 from monarchfs.peers import names as peer_names
-from monarchfs.peers.name_supply import NameSupply
-from monarchfs.peers.names import (
+from monarchfs.peers.messages import (
     MOST_NAMES,
     NamesQuestion,
-    decode_answer,
     decode_listing,
-    decode_question,
-    encode_answer,
+    decode_names,
+    decode_names_question,
     encode_listing,
-    encode_question,
+    encode_names,
+    encode_names_question,
 )
+from monarchfs.peers.names import NameSupply
 from monarchfs.types import (
     ROOT_INO,
     DirRef,
@@ -73,11 +73,8 @@ class Owner:
             return ino
 
         self._supply = NameSupply(
-            tree.known,
-            tree.names.ask_for_peers,
-            tree.directories.shared.known,
-            tree.list_for_peers,
-            directory,
+            tree,
+            SimpleNamespace(directory=directory),  # type: ignore[arg-type]
             Everything(),  # type: ignore[arg-type]
             a.nursery,
         )
@@ -96,7 +93,7 @@ class Owner:
             await trio.lowlevel.checkpoint()
             return self.lies
         question = self._question(directory, names[:MOST_NAMES], most_age_ns, lane)
-        return decode_answer(encode_answer(await self._supply.answer(question)))
+        return decode_names(encode_names(await self._supply.answer(question)))
 
     async def list(
         self, _owner: int, directory: DirRef, most_age_ns: int, lane: Lane
@@ -112,7 +109,7 @@ class Owner:
         self, directory: DirRef, some: Names, most_age_ns: int, lane: Lane
     ) -> NamesQuestion:
         question = NamesQuestion(*directory[:2], some, max(0, most_age_ns), lane is Lane.DEMAND)
-        return decode_question(encode_question(question))
+        return decode_names_question(encode_names_question(question))
 
 
 def beside(area: Area) -> Area:

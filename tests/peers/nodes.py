@@ -55,8 +55,8 @@ def owned(source: Path, names: str) -> dict[str, list[int]]:
     for file in files_of(source):
         stat = SourceStat.of(file.stat(), source.stat().st_dev)
         for start in range(0, stat.size, SPAN_BYTES):
-            owner = ownership.owner(stat.version.replica_name, start // SPAN_BYTES)
-            found[owner.name].append(min(SPAN_BYTES, stat.size - start))
+            owner = ownership.number(stat.version.replica_name, start // SPAN_BYTES)
+            found[ownership.nodes[owner].name].append(min(SPAN_BYTES, stat.size - start))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -10,21 +10,29 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from monarchfs.peers import catalogue
-from monarchfs.peers.catalogue import Follower, Page, PageState, Publisher, Row, decode, encode
-from monarchfs.peers.errors import PeerError
+from monarchfs.peers.catalogue import Catalogue, Follower
+from monarchfs.peers.messages import Page, PageState, PeerError, Row, decode_page, encode_page
 
 names = st.integers(0, 40).map(lambda n: n.to_bytes(16, "big"))
 
 
-class Holdings:
-    def __init__(self) -> None:
-        self.held: dict[bytes, Row] = {}
+class Held(Catalogue):
+    """Of replicas that are in no index."""
 
-    def rows(self, names: Sequence[bytes]) -> list[Row]:
-        return [self.held.get(name, Row(name)) for name in names]
+    def __init__(self, held: dict[bytes, Row], incarnation: int) -> None:
+        super().__init__(
+            None,  # type: ignore[arg-type]
+            (),
+            None,  # type: ignore[arg-type]
+            incarnation,
+        )
+        self._held = held
 
-    def names_after(self, after: bytes, limit: int) -> list[bytes]:
-        return sorted(name for name in self.held if name > after)[:limit]
+    def _rows(self, names: Iterable[bytes]) -> list[Row]:
+        return [self._held.get(name, Row(name)) for name in names]
+
+    def _names_after(self, after: bytes, limit: int) -> list[bytes]:
+        return sorted(name for name in self._held if name > after)[:limit]
 
 
 class Following(RuleBasedStateMachine):
@@ -33,9 +41,9 @@ class Following(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.holdings = Holdings()
+        self.held: dict[bytes, Row] = {}
         self.incarnation = 1
-        self.publisher = Publisher(self.holdings, 1)
+        self.catalogue = Held(self.held, 1)
         self.follower = Follower()
         self.known: dict[bytes, Row] = {}
         self.number = 1
@@ -44,27 +52,27 @@ class Following(RuleBasedStateMachine):
     def come(self, wanted: list[bytes]) -> None:
         for name in wanted:
             self.number += 1
-            self.holdings.held[name] = Row(name, self.number, 7, 0, self.number, 4096)
-        self.publisher.note(wanted)
+            self.held[name] = Row(name, self.number, 7, 0, self.number, 4096)
+        self.catalogue.note(wanted)
 
     @rule(wanted=st.lists(names, max_size=8))
     def go(self, wanted: list[bytes]) -> None:
         for name in wanted:
-            self.holdings.held.pop(name, None)
-        self.publisher.note(wanted)
+            self.held.pop(name, None)
+        self.catalogue.note(wanted)
 
     @rule()
     def restart(self) -> None:
         self.incarnation += 1
-        self.publisher = Publisher(self.holdings, self.incarnation)
+        self.catalogue = Held(self.held, self.incarnation)
 
     def ask(self) -> bool:
         query = dict(part.split("=") for part in self.follower.query().split("&"))
         if "after" in query:
-            page = self.publisher.page(bytes.fromhex(query["after"]))
+            page = self.catalogue.page(bytes.fromhex(query["after"]))
         else:
-            page = self.publisher.changes(int(query["incarnation"]), int(query["since"]))
-        page = decode(encode(page))
+            page = self.catalogue.changes(int(query["incarnation"]), int(query["since"]))
+        page = decode_page(encode_page(page))
         void, again = self.follower.take(page)
         if void:
             self.known.clear()
@@ -86,7 +94,7 @@ class Following(RuleBasedStateMachine):
                 break
         while self.ask():  # changes during the list come with the next request
             pass
-        assert self.known == self.holdings.held
+        assert self.known == self.held
 
 
 class TestFollowing(Following.TestCase):  # type: ignore[misc,valid-type]
@@ -99,8 +107,8 @@ class TestFollowing(Following.TestCase):  # type: ignore[misc,valid-type]
 
 
 def test_what_is_no_catalogue_is_refused() -> None:
-    good = encode(Page(PageState.ALL, 1, 2, [Row(bytes(16), 1, 2, 3, 4, 5)]))
-    assert decode(good).rows == [Row(bytes(16), 1, 2, 3, 4, 5)]
+    good = encode_page(Page(PageState.ALL, 1, 2, [Row(bytes(16), 1, 2, 3, 4, 5)]))
+    assert decode_page(good).rows == [Row(bytes(16), 1, 2, 3, 4, 5)]
     for bad in (b"", good[:-1], good + b"x", b"xxxx" + good[4:], good[:4] + b"\x09" + good[5:]):
         with pytest.raises(PeerError):
-            decode(bad)
+            decode_page(bad)

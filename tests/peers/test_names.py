@@ -14,14 +14,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.peers import messages
 from monarchfs.peers import names as peer_names
-from monarchfs.peers import span_messages, supply
-from monarchfs.peers.errors import PeerError
 from monarchfs.peers.following import Following
+from monarchfs.peers.messages import (
+    MAX_WANTED,
+    MOST_NAMES,
+    MOST_SPANS,
+    HeldSpan,
+    NamesQuestion,
+    PeerError,
+    WantedReplica,
+    WantedSpan,
+)
 from monarchfs.peers.nodes import PeerNode, Peers
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.span_messages import MOST_SPANS, HeldSpan, WantedSpan
-from monarchfs.peers.supply import WantedReplica
 from monarchfs.types import DirRef, FileType, PeerListing, PeerNames, SourceStat
 from tests.peers.nodes import FILES, Nodes, files_of, requires_peers
 from tests.support.mounting import Bench, FaultySource, Mount, wait_for
@@ -34,20 +41,18 @@ STAT = SourceStat(0, 2**64 - 1, 2**62, -(2**70), 2**70, -1, 0o100644, *[2**31] *
 
 
 def decode_some_held(data: bytes) -> list[HeldSpan]:
-    return span_messages.decode_held(data, HELD)
+    return messages.decode_held(data, HELD)
 
 
 MESSAGES: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
-    "question": (peer_names.encode_question, peer_names.decode_question),
-    "answer": (peer_names.encode_answer, peer_names.decode_answer),
-    "listing": (peer_names.encode_listing, peer_names.decode_listing),
-    "held spans": (span_messages.encode_held, decode_some_held),
-    "wanted spans": (span_messages.encode_wanted, span_messages.decode_wanted),
-    "wanted replicas": (supply.encode, supply.decode),
+    "question": (messages.encode_names_question, messages.decode_names_question),
+    "answer": (messages.encode_names, messages.decode_names),
+    "listing": (messages.encode_listing, messages.decode_listing),
+    "held spans": (messages.encode_held, decode_some_held),
+    "wanted spans": (messages.encode_spans, messages.decode_spans),
+    "wanted replicas": (messages.encode_wanted, messages.decode_wanted),
 }
-QUESTION = peer_names.NamesQuestion(
-    b"\xff/b c", 2**64 - 1, [b"\xff\n", b"b" * 255], LARGEST, demand=True
-)
+QUESTION = NamesQuestion(b"\xff/b c", 2**64 - 1, [b"\xff\n", b"b" * 255], LARGEST, demand=True)
 ENTRIES = [(b"\xff%d" % n, kind, 2**64 - 1) for n, kind in enumerate(FileType)]
 LISTING = PeerListing(LARGEST, -LARGEST, LARGEST, True, ENTRIES)
 SPAN = WantedSpan(b"\xff" * 16, 2**32 - 1, 2**32 - 1, 2**32 - 1, 255, b"\xff/x y")
@@ -56,13 +61,13 @@ REPLICA = WantedReplica(b"\xff" * 16, 1 << 40, b"a/\xff/b c")
 TOLD: list[tuple[str, Any]] = [
     *(
         ("question", QUESTION),
-        ("question", peer_names.NamesQuestion(b"", 1, [b"a"], 0, demand=False)),
+        ("question", NamesQuestion(b"", 1, [b"a"], 0, demand=False)),
     ),
     ("answer", PeerNames(LARGEST, [(b"\xff", STAT, b""), (b"a", STAT, b"")])),
     *(("answer", PeerNames(0, [])), ("listing", LISTING), ("held spans", [HOLDS] * HELD)),
     ("held spans", [HeldSpan(coming=False)] * HELD),
     *(("wanted spans", [SPAN] * count) for count in (0, 1, MOST_SPANS)),
-    *(("wanted replicas", [REPLICA] * count) for count in (0, 1, supply.MAX_WANTED)),
+    *(("wanted replicas", [REPLICA] * count) for count in (0, 1, MAX_WANTED)),
 ]
 
 
@@ -96,13 +101,13 @@ ELSEWHERE = (b"/", b"/etc", b"a/", b"a//b", b"../x", b"a/../b", b".", b"a/.", b"
 REFUSED: list[tuple[str, Any]] = [
     *(("question", QUESTION._replace(path=path)) for path in ELSEWHERE),
     *(("question", QUESTION._replace(names=[name])) for name in (*ELSEWHERE, b"a/b", b"n" * 256)),
-    ("question", QUESTION._replace(names=[b"a"] * (peer_names.MOST_NAMES + 1))),
+    ("question", QUESTION._replace(names=[b"a"] * (MOST_NAMES + 1))),
     *(("question", QUESTION._replace(ino=0)), ("question", QUESTION._replace(most_age_ns=-1))),
     *(("listing", None), ("listing", LISTING._replace(entries=ENTRIES * 2))),
     *(("wanted spans", [SPAN._replace(path=path)]) for path in (b"", *ELSEWHERE)),
     ("wanted spans", [SPAN] * (MOST_SPANS + 1)),
     *(("wanted replicas", [REPLICA._replace(path=path)]) for path in (b"", *ELSEWHERE)),
-    ("wanted replicas", [REPLICA] * (supply.MAX_WANTED + 1)),
+    ("wanted replicas", [REPLICA] * (MAX_WANTED + 1)),
     *(
         ("held spans", [HOLDS._replace(path=path)] * HELD)
         for path in ("@elsewhere/x", "x", "/a b", "/a?b", "/a\0")
@@ -129,7 +134,7 @@ async def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
 
     nodes = tuple(PeerNode(name, name, 1) for name in "abc")
     each = [Following(Peers(nodes, own, "secret")) for own in range(3)]
-    owners = [peer_names.NameOwners(Ownership(nodes), following) for following in each]
+    owners = [peer_names.NameOwners(Ownership(nodes, one.own), one) for one in each]
     for ino in range(2, 40):
         for size in (peer_names.LARGE_BYTES - 1, peer_names.LARGE_BYTES):
             directory = DirRef(b"d", ino)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from types import SimpleNamespace
 
 import pytest
 import trio
 import trio.testing
 
 from monarchfs.peers import _replicas, owners
-from monarchfs.peers.catalogue import Page, PageState, Row, encode
 from monarchfs.peers.following import START_SECONDS, Following
+from monarchfs.peers.messages import (
+    Page,
+    PageState,
+    PeerError,
+    Row,
+    decode_wanted,
+    encode_page,
+)
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import MOST_SECONDS, decode
+from monarchfs.peers.supply import MOST_SECONDS
 from monarchfs.types import DirRef, Node, SourceStat
 
 PEERS = Peers(tuple(parse_nodes(["a", "b", "c"], 1)), 0, "secret")
@@ -48,17 +56,19 @@ class Asked:
         self.known.update(row.name for row in rows if row.segment)
 
     async def run_sync(
-        self, _call: object, owner: int, path: str, body: bytes, *_: object, **__: object
-    ) -> tuple[int, bytes]:
+        self, _ask: object, owner: int, path: str, body: bytes, *_: object, **__: object
+    ) -> bytes:
         assert path == f"/ask/want?seconds={MOST_SECONDS:g}"
-        wanted = decode(body)
+        wanted = decode_wanted(body)
         self.asked_at.append(trio.current_time())
         self.asked.append((owner, [one.path for one in wanted]))
         await trio.sleep(self.took)
         if owner in self.failed:
             raise OSError(errno.ECONNREFUSED, "refused")
+        if self.status != 200:
+            raise PeerError(f"status {self.status}")
         rows = [Row(one.name, 1, 10, 0, int(one.name not in self.refuses), 0) for one in wanted]
-        return self.status, encode(Page(PageState.ALL, 1, 0, rows))
+        return encode_page(Page(PageState.ALL, 1, 0, rows))
 
 
 @pytest.fixture
@@ -74,7 +84,7 @@ def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
 
     async def main() -> None:
         following = Following(PEERS)
-        asking = Owners(OWNERSHIP, following, lambda ino: DirRef(b"a/b", 1), lambda name: False)
+        asking = make_owners(following)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask, asking)
             await trio.sleep(start_seconds)
@@ -83,6 +93,13 @@ def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     return found
+
+
+def make_owners(following: Following, copied: Container[bytes] = ()) -> Owners:
+    """``copied``: by this node, for its peers."""
+    nodes = SimpleNamespace(dirref=lambda ino: DirRef(b"a/b", 1))
+    supply = SimpleNamespace(copies=lambda name: name in copied)
+    return Owners(OWNERSHIP, following, nodes, supply)  # type: ignore[arg-type]
 
 
 def name_of(one: Node) -> bytes:
@@ -135,8 +152,7 @@ def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Aske
 
 async def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
     taken = set(map(name_of, NODES[::2]))
-
-    owners = Owners(OWNERSHIP, Following(PEERS), lambda ino: None, taken.__contains__)
+    owners = make_owners(Following(PEERS), taken)
     for one in NODES:
         assert owners.elsewhere(one) != (name_of(one) in taken or owner_of(one) == 0)
 

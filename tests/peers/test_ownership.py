@@ -23,7 +23,7 @@ FILES = [os.urandom(16) for _ in range(500)]
 
 def owners(nodes: list[PeerNode]) -> list[str]:
     ownership = Ownership(nodes)
-    return [ownership.owner(name).name for name in FILES]
+    return [nodes[ownership.number(name)].name for name in FILES]
 
 
 @given(node_names, st.randoms())
@@ -46,13 +46,20 @@ def test_a_node_that_leaves_gives_away_its_own_files_alone_to_who_stands_in(
     before, after = Ownership(nodes), owners([node for node in nodes if node.name != gone])
     assert gone not in after
     for name, owner in zip(FILES, after, strict=True):
-        if before.owner(name).name == gone:
-            assert before.nodes[before.stand_in(name)].name == owner
+        if nodes[before.number(name)].name == gone:
+            assert nodes[before.stand_in(name)].name == owner
         else:
-            assert before.owner(name).name == owner
+            assert nodes[before.number(name)].name == owner
         assert before.stand_in(name) != before.number(name)
-        served_by = {n for n in range(len(nodes)) if before.serves(n, name)}
-        assert served_by == {before.number(name), before.stand_in(name)}
+
+
+def test_each_node_knows_what_it_owns_and_what_it_serves() -> None:
+    nodes = parse_nodes(["a", "b", "c", "d"], 1)
+    each = [Ownership(nodes, own) for own in range(len(nodes))]
+    for name in FILES:
+        number, stand_in = each[0].number(name), each[0].stand_in(name)
+        assert [one.own for one in each if one.owns(name)] == [number]
+        assert {one.own for one in each if one.serves(name)} == {number, stand_in}
 
 
 def test_a_node_alone_stands_in_for_itself() -> None:
@@ -68,7 +75,7 @@ def test_a_node_owns_as_much_as_it_weighs() -> None:
 
 def test_the_spans_of_a_large_file_have_several_owners() -> None:
     ownership = Ownership(parse_nodes(["a", "b", "c", "d"], 1))
-    assert len({ownership.owner(FILES[0], span).name for span in range(64)}) == 4
+    assert len({ownership.number(FILES[0], span) for span in range(64)}) == 4
 
 
 @pytest.mark.parametrize(

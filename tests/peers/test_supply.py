@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import trio
 import trio.testing
 
-from monarchfs.peers.supply import Supply, WantedReplica
-from monarchfs.types import ROOT_INO, Lane, Node, SourceStat
+from monarchfs.peers.messages import Row, WantedReplica
+from monarchfs.peers.supply import Supply
+from monarchfs.types import ROOT_INO, DirRef, Lane, Node, SourceStat
 
 DIRECTORY, FILE = 0o40755, 0o100644
 
@@ -58,7 +60,10 @@ FILE4, OTHER5, MORE6 = wanted(4, b"a/b/file"), wanted(5, b"a/other"), wanted(6, 
 
 
 class Copies:
+    """A copier, and its jobs."""
+
     def __init__(self) -> None:
+        self.jobs = self
         self.hurried: list[int] = []
         self.queued: list[int] = []
         self.left: set[int] = set()
@@ -94,10 +99,16 @@ def supply(tree: Tree, copies: Copies) -> Supply:
 def make(
     tree: Tree,
     copies: Copies,
-    has: Callable[[bytes], bool] = lambda name: False,
     serves: Callable[[bytes], bool] = lambda name: True,
 ) -> Supply:
-    return Supply(tree, tree.paths.get, copies, copies.hurry, has, serves)
+    def dirref(ino: int) -> DirRef | None:
+        return DirRef(tree.paths[ino], 1000 + ino) if ino in tree.paths else None
+
+    metadata = SimpleNamespace(
+        names=tree, index=SimpleNamespace(nodes=SimpleNamespace(dirref=dirref))
+    )
+    catalogue, ownership = SimpleNamespace(row=Row), SimpleNamespace(serves=serves)
+    return Supply(metadata, copies, catalogue, ownership)  # type: ignore[arg-type]
 
 
 def run(supply: Supply, *wanted: WantedReplica, seconds: float | None = None) -> float:
