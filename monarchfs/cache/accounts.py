@@ -99,12 +99,14 @@ class NoHolder:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Replicas of up to ``shared_bytes`` share files with others."""
+    """Replicas of up to ``shared_bytes`` share files with others. ``keeps_foreign``: whether files
+    that other nodes own are kept."""
 
     eviction: EvictionPolicy = EvictionPolicy.KEEP
     reserve_percent: float = 10.0
     partial_min_bytes: int = PARTIAL_MIN_BYTES
     shared_bytes: int = SMALL_BYTES
+    keeps_foreign: bool = True
 
 
 class Accounts:
@@ -125,9 +127,10 @@ class Accounts:
         readers: Readers,
         options: CacheOptions,
         headroom: Callable[[], MemoryHeadroom] | None = None,
+        owns: Callable[[bytes, int], bool] | None = None,
     ) -> None:
         """``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
-        without asking."""
+        without asking; for ``owns`` see ``RecordLookup``."""
         self.index = index
         self.threads = threads
         self.readers = readers
@@ -143,7 +146,7 @@ class Accounts:
         self.holder: ReplicaHolder = NoHolder()
         self.opened: dict[int, OpenReplica] = {}
         self.busy: dict[int, bytes] = {}
-        self.lookup = RecordLookup(index, self.opened, self.busy, self.readers)
+        self.lookup = RecordLookup(index, self.opened, self.busy, self.readers, owns)
         self.placement = Placement(
             [tier.id for tier, _size in tiers],
             self.lookup,
@@ -152,6 +155,7 @@ class Accounts:
             reserve_percent=options.reserve_percent,
         )
         self.eviction = options.eviction
+        self.keeps_foreign = options.keeps_foreign
         self.metrics = metrics
         self.nursery = nursery
         self.all_tiers = Tiers(

@@ -15,7 +15,7 @@ from monarchfs.metadata.known import Entry, KnownMetadata, Missing
 from monarchfs.metadata.names import Names
 from monarchfs.metadata.recorder import Recorder
 from monarchfs.metadata.shared_listings import SharedListings
-from monarchfs.metadata.shared_names import SharedNames
+from monarchfs.metadata.shared_names import NamePeers, SharedNames
 from monarchfs.metadata.sibling_names import UNPUBLISHED, Publishing, SiblingNames
 from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
 from monarchfs.metadata.statahead import Statahead
@@ -41,17 +41,19 @@ class Tree:
         *,
         deadline: float,
         publishing: Publishing = UNPUBLISHED,
+        peers: NamePeers | None = None,
         on_moved: Callable[[int], None] = lambda now_ns: None,
     ) -> None:
         """``deadline``: seconds for which a revalidation waits for a source that does not answer,
-        where something is known that can be served instead. For ``on_moved`` see ``Recorder``."""
+        where something is known that can be served instead. ``peers``: with whom names are shared.
+        For ``on_moved`` see ``Recorder``."""
         self.index = index
         self.freshness = freshness
         self.known = known = KnownMetadata(index, freshness)
         self._asking = asking = StaleOnTimeout(source, known, metrics, nursery, deadline)
         self.recorder = recorder = Recorder(known, metrics, on_moved)
         self.siblings = SiblingNames(known, publishing)
-        self.shared = SharedNames(known, recorder, metrics)
+        self.shared = SharedNames(known, recorder, metrics, peers)
         batches = BatchLookups(source, known, recorder, self.siblings, self.shared)
         statahead = Statahead(
             nursery,

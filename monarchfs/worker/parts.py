@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -12,7 +12,7 @@ from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.config.model import DataPath, PrefetchMode
+from monarchfs.config.model import DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
@@ -26,7 +26,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
-from monarchfs.index import OnChange
+from monarchfs.index import Index, OnChange
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.load import Load
@@ -59,7 +59,7 @@ from monarchfs.worker.opening import (
 )
 
 if TYPE_CHECKING:
-    from monarchfs.worker.peering import Peering
+    from monarchfs.worker.peering import JobNodes, Peering
 
 BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
@@ -108,6 +108,8 @@ class Parts:
         if table.numbers:
             self.index.environment.skip_numbers_after(table.numbers)
         table.numbers = self.index.environment.next_id
+        shares = bootstrap.peers is not None and bootstrap.peers_fd is not None and relays
+        nodes = _job_nodes(bootstrap.peers or {}, self.index) if shares else None
         # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
@@ -132,7 +134,14 @@ class Parts:
             TierThreads(config.local_threads, quietly),
             nursery,
             self.relay,
-            CacheOptions(config.evict, config.reserve_percent),
+            CacheOptions(
+                config.evict,
+                config.reserve_percent,
+                keeps_foreign=nodes is None or config.share is not ShareMode.PARTITION,
+            ),
+            owns=None
+            if nodes is None or config.share is ShareMode.REPLICATE
+            else nodes.share.owns_some,
         )
         self.cache = Cache(accounts)
         self.copier = Copier(
@@ -159,6 +168,7 @@ class Parts:
             nursery,
             deadline=config.source_deadline_seconds,
             publishing=Publishing(self.relay.name_known, self.relay.known),
+            peers=None if nodes is None else nodes.name_owners,
             on_moved=self._directory_moved,
         )
         opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)
@@ -213,25 +223,19 @@ class Parts:
             },
         )
         self.interrupts = Interrupts(self.metrics)
-        if bootstrap.peers is not None and bootstrap.peers_fd is not None and relays:
-            # Mounts that share nothing do not load libcurl.
-            try:
-                from monarchfs.worker.peering import Peering
-            except ImportError as error:
-                raise OperationError(
-                    f"peers need libcurl, which cannot be loaded: {error}: apt-get install libcurl4"
-                ) from None
+        if nodes is not None and bootstrap.peers_fd is not None:
+            from monarchfs.worker.peering import Peering
 
             self.peering = Peering(
+                nodes,
                 self.tree,
                 self.copier,
                 self.cache,
-                bootstrap.peers,
                 bootstrap.peers_fd,
                 config.share,
+                fuse_session.hooks,
                 nursery,
             )
-            self.peering.begin(fuse_session.hooks)
         self.misses = Misses(
             fuse_session.hooks,
             self.index.nodes,
@@ -353,3 +357,15 @@ class Parts:
         if self.peering is not None:
             self.peering.count(self.metrics)
         self._kept.save()
+
+
+def _job_nodes(message: dict[str, Any], index: Index) -> JobNodes:
+    # Mounts that share nothing do not load libcurl.
+    try:
+        from monarchfs.worker.peering import JobNodes
+    except ImportError as error:
+        raise OperationError(
+            f"peers need libcurl, which cannot be loaded: {error}: apt-get install libcurl4"
+        ) from None
+
+    return JobNodes(message, index)

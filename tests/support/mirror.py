@@ -24,6 +24,7 @@ from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
 from monarchfs.metadata.freshness import NS, Freshness
+from monarchfs.metadata.shared_names import NamePeers
 from monarchfs.metadata.tree import Missing, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
@@ -121,6 +122,7 @@ class Area:
         headroom: Callable[[], MemoryHeadroom] | None = None,
         shares: bool = True,
         sound: bool = True,
+        peers: NamePeers | None = None,
     ) -> AsyncIterator[Mirror]:
         """``tiers`` are capacities in bytes; ``keeps`` is False for ``--prefetch none``, and
         without ``copies`` nothing is copied that nobody reads. Another ``boot_id`` than the last
@@ -168,6 +170,7 @@ class Area:
                 mirror = Mirror(
                     self, index, posix, whole, opened, cache, threads, metrics, freshness, nursery,
                     keeps=keeps, deadline=deadline, limits=CopyLimits(copy_workers, rate, floor),
+                    peers=peers,
                 )  # fmt: skip
                 stack.callback(mirror.cache.close)
                 await nursery.start(mirror.source.watch)
@@ -214,6 +217,7 @@ class Mirror:
         keeps: bool,
         deadline: float,
         limits: CopyLimits,
+        peers: NamePeers | None,
     ) -> None:
         self.area = area
         self.index = index
@@ -237,7 +241,9 @@ class Mirror:
             keeps=keeps,
             trusts_times=freshness.mode is FreshnessMode.IMMUTABLE,
         )
-        self.tree = Tree(index, self.source, freshness, self.metrics, nursery, deadline=deadline)
+        self.tree = Tree(
+            index, self.source, freshness, self.metrics, nursery, deadline=deadline, peers=peers
+        )
         self.kernel = RecordingKernel()
         self.opens = OpenCounts(lambda ino: cache.readers.used(ino))
         self.files = Files(
