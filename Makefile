@@ -91,6 +91,9 @@ test-kernels: $(STAMP) bundle
 	@$(if $(KERNEL),true,.ci/kernels build/kernels)
 	@$(BIN)/python -m tests.kernels $(if $(KERNEL),--kernel $(KERNEL) $(if $(MODULES),--modules $(MODULES))) $(ARGS)
 
+docs/images/%.svg: docs/images/%.dot
+	dot -Tsvg $< -o $@
+
 check: $(STAMP)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check

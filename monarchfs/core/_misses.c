@@ -18,6 +18,10 @@
  * version. Bytes belong to a version if the file had it before and after they were read (fstat(2)). No thread
  * calls the source under `source_lock`. A thread that asked the source answers first and closes the file
  * afterwards, because close(2) may block, too.
+ *
+ * A hanging source: after a second a request is left to Python, and its thread is not counted. If 256 requests
+ * wait in Python, opens that no thread has begun go on waiting here, where one takes 0.3 KB (in Python 20). Files
+ * that were changed less than a second ago, and those on file systems mounted below the source, are Python's.
  */
 #define _GNU_SOURCE
 #include "_misses.h"

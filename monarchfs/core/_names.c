@@ -6,6 +6,11 @@
  *
  * The records lie in a ring, in order of age, without gaps. A record that is dropped keeps its place until
  * it is the oldest one. Memory that was never used costs nothing.
+ *
+ * A record has 48 to 64 bytes for a name of 12: times are stored as differences from the mtime, and mode, owner,
+ * link count and block size as the index of a class, of which there are 255. Not here: names about which Python
+ * would have to ask the source, directories, whose attributes change under their number, and names that do not
+ * exist.
  */
 #define _GNU_SOURCE
 #include "_names.h"

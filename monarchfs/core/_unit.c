@@ -2,6 +2,12 @@
  *
  * The memory of blocks is used again at once, the last one first: so it is in the CPU's cache and costs no
  * page faults.
+ *
+ * On a network file system each read is of a whole request to a server (4 MiB, aligned): read block by block,
+ * copies gave a Lustre's servers 14 times the requests of a plain reader. Elsewhere a read that took more than a
+ * millisecond is followed by one twice as large, unless somebody reads the file at random. A writing thread that
+ * gets nothing for 0.1 s ends its call until the source has given all, so that threads of tiers do not hang with
+ * the source.
  */
 #define _GNU_SOURCE
 #define XXH_INLINE_ALL

@@ -1,4 +1,13 @@
-"""Extended attributes and access rights: the source's, remembered, and this file system's own."""
+"""Extended attributes and access rights: the source's, remembered, and this file system's own.
+
+``ls -l`` asks for two attributes of each file. Hardly any file has them, and the kernel caches no
+answer. So the first such question asks listxattr(2), for all attributes of that kind at once, and
+for the access ACL itself, which not every file system lists. The errno for an attribute that is
+not listed (ENODATA, EOPNOTSUPP) is asked once for each name and type of file; that also finds
+file systems whose getxattr(2) knows more than their listxattr(2). With ``allow_other`` the kernel
+checks ACLs itself (FUSE_POSIX_ACL) and caches them; other mounts may not use that, because it
+would then check modes as well, where the source decides.
+"""
 
 from __future__ import annotations
 

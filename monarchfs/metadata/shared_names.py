@@ -2,6 +2,14 @@
 
 What a peer says counts as if this node had asked the source when the peer did. It sends an age, not
 a time, because the nodes' clocks may differ.
+
+A question says how old an answer may be: half of the ttl, and no older than the mount or the last
+refresh; with ``immutable`` any age. What ``immutable`` believes from before the mount has no
+known age, and is told only to those who take any. The source is asked for a name once at a time,
+for readers and peers alike. It is asked at once about a name whose known version was outdated,
+about names that do not exist, about other file systems (st_dev differs between nodes), and where
+peers take more than four times as long for a name. With ``open`` nobody shares names. No circles:
+a node answers for what it owns, or stands in for, and asks no peer for it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,15 @@ round trip to the server. So a name that has to be asked for is asked for with t
 in the listing, more each time, as Lustre's statahead and the kernel's readahead do: hundreds go to
 a few threads, and their answers come back in batches. For a job that opens files in no order, other
 names are asked for, from the directory's first one on. Which ones does not matter, as long as they
-are not many more than it wants."""
+are not many more than it wants.
+
+In the listing's order: if a name that has to be asked for is the next one after the last such
+name, those after it are asked for with it, twice as many each time. In no order: for each two
+names that were asked for, a further one is. Nothing is asked ahead while a batch hangs, in a
+directory where one found nothing, nor with ``open``, which promises the state of the moment. A
+directory that is opened again in the last quarter of its ttl is asked for anew, so that it is
+known after the ttl.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,10 @@ files from elsewhere.
 
 Without a listing each such name is a call of its own. After a few of them the directory is listed
 in the background; from then on names can be asked for in batches (``statahead``).
+
+The kernel may remember that a name is missing which such a listing has; with ``immutable`` it
+would do so for good. So it is told to forget these names. A worker that took over does not know
+them, and lists nothing ahead with ``immutable``.
 """
 
 from __future__ import annotations

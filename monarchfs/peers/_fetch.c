@@ -1,4 +1,10 @@
-/* See _fetch.h. */
+/* See _fetch.h.
+ *
+ * A read may take the mean time of all peers and four deviations (as in RFC 6298), 0.1 to 0.8 s, and at least 0.4
+ * s if no reader waits. A slow peer would raise a deadline of its own. A server that has lost its worker (502) has
+ * failed. On busy processors nodes that are well are late now and then: when lateness kept all readers from them
+ * for a second, eight nodes read 1.35 x the data in one epoch, so it does for a tenth of a second.
+ */
 #include "_fetch.h"
 
 #include "../store/_checksum.h"

@@ -1,4 +1,10 @@
-"""Asks the owners of files to copy them, many in one request, before this node reads them there."""
+"""Asks the owners of files to copy them, many in one request, before this node reads them there.
+
+The owners copy them in turn and answer after 2 s at the latest. What they are still copying is
+asked for again later; what they refuse is read from the source. The nodes of a job start at about
+the same time, so one that has not answered yet is waited for in a mount's first 10 s. No reader
+waits here.
+"""
 
 from __future__ import annotations
 

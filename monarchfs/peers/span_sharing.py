@@ -1,6 +1,12 @@
 """Large files between nodes: what this node answers about its spans, and what it asks the owners.
 
 See ``prefetch.spans`` for who copies what.
+
+The copier claims no chunk before its owner has it, so no reader waits for a copy that waits. What
+a reader wants now comes from the owner if that is known to have it, else from the source. What is
+fetched ahead of a sequential reader the owner is asked to read at once. The source is read
+instead of waiting where the owner is avoided, says that it is not copying, sends wrong bytes, or
+has had no news for 5 s. Each block is compared with its digests, which the answer has.
 """
 
 from __future__ import annotations

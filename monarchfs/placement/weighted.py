@@ -2,6 +2,10 @@
 
 A weight says how often each byte of a file will be read, compared with those of other files. It is
 not divided by the size: a file that is kept saves its weight times its size, and takes its size.
+
+Opens are counted, and counts fade. A victim goes only for a file that weighs more by two opens
+and a quarter of the victim's count: files that are read once an epoch never differ by so much, so
+nothing goes for them. Users' weights take the place of counts.
 """
 
 from __future__ import annotations

@@ -4,6 +4,12 @@ or in which they were read before.
 What a tier has room for goes there, only sooner. The rest goes into the window: memory, until it
 was read. So the order saves no bytes of the source, but its latency. Nobody waits for anything
 here.
+
+At first 1 MiB is fetched ahead, then twice what was opened, up to the distance, which is doubled
+whenever readers come to files that are not there yet. So a wrong order has little more than 1 MiB
+read in vain. The next files are ``awaited``: none of them goes for another file, under any
+policy. A worker's death loses the window; the next one fetches nothing before an open shows where
+the readers are.
 """
 
 from __future__ import annotations
