@@ -18,7 +18,6 @@ import stat as stat_module
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -92,13 +91,7 @@ class Xattrs:
         self._absent: dict[_Kind, int] = {}
         self._unlisted: set[int] = set()
         self._labelled = False
-        self._statahead = Statahead(
-            nursery,
-            tree.index.listings.entries,
-            tree.index.listings.count_entries,
-            self._lacks,
-            partial(self._ask_lists, lane=Lane.DEMAND, seconds=BATCH_SECONDS),
-        )
+        self._statahead = Statahead(nursery, tree.index, self)
         self._on_plain = on_plain
 
     def known(self, ino: int, name: bytes) -> bytes | None:
@@ -230,8 +223,8 @@ class Xattrs:
 
     # -- the lists of many files
 
-    def _lacks(self, dirent: Dirent, node: Node | None) -> bool:
-        """Whether the list is not known. Of what was never looked up nothing can be recorded."""
+    def lacks(self, dirent: Dirent, node: Node | None) -> bool:
+        """As ``Questions``. Of what was never looked up nothing can be recorded."""
         if node is None or node.outdated or node.stat.device in self._unlisted:
             return False
         return self._index.xattrs.xattr(node.ino, _key(node, LIST)) is None
@@ -242,7 +235,7 @@ class Xattrs:
         if node is None or node.stat.device in self._unlisted:
             return False
         dirent = self._index.nodes.dirent(node.parent, node.name)
-        if dirent is not None and dirent.ino == ino and self._lacks(dirent, node):
+        if dirent is not None and dirent.ino == ino and self.lacks(dirent, node):
             await self._statahead.bring(node.parent, dirent)
         try:
             await self.list(ino)
@@ -260,10 +253,13 @@ class Xattrs:
         lacking = []
         for name in names:
             dirent = index.nodes.dirent(parent, name)
-            if dirent is not None and self._lacks(dirent, index.nodes.node(dirent.ino)):
+            if dirent is not None and self.lacks(dirent, index.nodes.node(dirent.ino)):
                 lacking.append(name)
         if lacking:
             await self._ask_lists(parent, lacking, lane, math.inf)
+
+    async def ask_ahead(self, parent: int, names: Names) -> tuple[Names, int]:
+        return await self._ask_lists(parent, names, Lane.DEMAND, BATCH_SECONDS)
 
     async def _ask_lists(
         self, parent: int, names: Names, lane: Lane, seconds: float

@@ -21,6 +21,7 @@ from monarchfs.control import messages
 from monarchfs.control.weights import weights_of
 from monarchfs.fs.why import Why
 from monarchfs.metadata.find import Finder
+from monarchfs.metadata.kernel import Kernel
 from monarchfs.metadata.refresh import Refresh, RefreshResult
 from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.named_files import NamedFiles
@@ -82,7 +83,7 @@ class Commands:
         self,
         tree: Tree,
         cache: Cache,
-        refresh: Refresh,
+        kernel: Kernel,
         warming: Warming,
         finder: Finder,
         why: Why,
@@ -93,7 +94,7 @@ class Commands:
         themselves, and may hear more than the request."""
         self._tree = tree
         self._cache = cache
-        self._refresh = refresh
+        self._kernel = kernel
         self._warming = warming
         self._finder = finder
         self._why = why
@@ -173,7 +174,7 @@ class Commands:
             def progress(now: RefreshResult, done: dict[str, Any] = done) -> None:
                 so_far.update(_sum(done, now))
 
-            total = _sum(done, await self._refresh.run(path, progress))
+            total = _sum(done, await Refresh(self._tree, self._kernel, progress).run(path))
         return total
 
     async def _explain(self, paths: Sequence[str], so_far: dict[str, Any]) -> dict[str, Any]:

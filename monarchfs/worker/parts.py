@@ -32,8 +32,6 @@ from monarchfs.index import OnChange
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.load import Load
-from monarchfs.metadata.refresh import Refresh
-from monarchfs.metadata.sibling_names import Publishing
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
@@ -168,9 +166,9 @@ class Parts:
             self.metrics,
             nursery,
             deadline=config.source_deadline_seconds,
-            publishing=Publishing(self.relay.name_known, self.relay.known),
-            on_moved=self._directory_moved,
+            threads=self.relay,
         )
+        self.tree.recorder.on_moved.add(self._directory_moved)
         opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
@@ -207,7 +205,7 @@ class Parts:
         )
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
-        self.load = Load(self.tree, bootstrap.mount_ns)
+        self.load = Load(self.tree)
         self.copy_idle = CopyIdle(self.copier.jobs, self.scan, bootstrap.mount_ns)
         for tier in config.tiers:
             self.metrics.errors_of_tier(tier.path)
@@ -274,7 +272,7 @@ class Parts:
         self.commands = Commands(
             self.tree,
             self.cache,
-            Refresh(self.tree, self.kernel),
+            self.kernel,
             self.warming,
             finder,
             Why(
