@@ -18,7 +18,6 @@ from monarchfs.core.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts
-from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter, SessionCalls
@@ -47,7 +46,7 @@ from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
-from monarchfs.types import EvictionPolicy, FreshnessMode, Node, OperationError
+from monarchfs.types import EvictionPolicy, FreshnessMode, OperationError
 from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
 from monarchfs.worker.commands import Commands
@@ -169,7 +168,7 @@ class Parts:
             threads=self.relay,
         )
         self.tree.recorder.on_moved.add(self._directory_moved)
-        opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)
+        opens = OpenCounts(self.relay, known=not self.relay.free_opens)
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
             self.ahead = Ahead(self.tree, self.cache, self.copier.jobs, self.relay.seen)
@@ -190,19 +189,13 @@ class Parts:
             self.metrics,
             self.kernel,
             opens,
-            on_open=self._opened,
-            on_local_open=None if self.touch is None else self.touch.opened,
+            self.touch,
         )
-        self.reasons = Reasons(self.files.residency, self.cache, self.copier)
+        if self.ahead is not None:
+            self.files.on_open.add(self.ahead.opened)
         finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
-        self.xattrs = Xattrs(
-            self.tree,
-            self.files.residency,
-            self.reasons,
-            self.source,
-            nursery,
-            on_plain=self.relay.plain,
-        )
+        self.xattrs = Xattrs(self.tree, self.files.residency, self.source, nursery)
+        self.xattrs.on_plain.add(self.relay.plain)
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree)
@@ -267,6 +260,7 @@ class Parts:
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
         self.cache.lookup.awaited = self.window.awaits
+        self.files.on_open.add(self.window.opened)
         self.said = Said(self._state_dir, bootstrap.mount_ns)
         self.announcing = Announcing(self.window if relays else None, self.said)
         self.commands = Commands(
@@ -278,9 +272,9 @@ class Parts:
             Why(
                 self.tree,
                 self.cache,
-                self.reasons,
+                self.files.residency,
                 finder,
-                lambda: self.source.responding,
+                self.source,
                 self.metrics,
             ),
             {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
@@ -360,12 +354,6 @@ class Parts:
     def data_path(self) -> str:
         """Who reads resident files, for people."""
         return "direct" if self.relay.direct else self.passthrough.data_path
-
-    def _opened(self, node: Node, local: bool) -> None:
-        """As ``on_open`` of the files."""
-        if self.ahead is not None:
-            self.ahead.opened(node, local)
-        self.window.opened(node, local)
 
     def _replica_changed(self, name: bytes) -> None:
         if self.peering is not None:
