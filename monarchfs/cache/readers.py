@@ -5,7 +5,7 @@ The cache says which files they may read, and asks them before it removes one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from monarchfs.types import Node, Replica, SourceVersion
@@ -36,6 +36,9 @@ class Readers(Protocol):
 
     def used(self, ino: int) -> bool:
         """Whether they have a handle for it."""
+
+    def open_inodes(self) -> Collection[int]:
+        """What they have handles for."""
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         """They may read the files in this directory of the tier, which stays the caller's; with

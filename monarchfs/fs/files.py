@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
@@ -19,6 +18,8 @@ from monarchfs.metadata.tree import Entry, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.touch import Touch
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import Data, DirectoryChanged, Node, SourceChanged
 
 MAPS_DIRECT = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) >= (6, 6)
@@ -136,12 +137,8 @@ class Files:
         metrics: Metrics,
         kernel: Kernel,
         opens: OpenCounts,
-        *,
-        on_open: Callable[[Node, bool], None] | None = None,
-        on_local_open: Callable[[int], None] | None = None,
+        touch: Touch | None = None,
     ) -> None:
-        """``on_open`` is called with each open and whether a complete replica serves it,
-        ``on_local_open`` with each open that may be served without reading the source."""
         self.cache = cache
         self.opens = opens
         self.racy_opens = RacyOpens(tree.freshness)
@@ -153,8 +150,9 @@ class Files:
         self._copies = copies
         self._metrics = metrics
         self._kernel = kernel
-        self._on_open = on_open
-        self._on_local_open = on_local_open
+        self._touch = touch
+        self.on_open: Listeners[[Node, bool]] = Listeners()
+        """Hear of each open, and whether a complete replica serves it."""
         tree.recorder.on_outdated.add(self.invalidation.outdated)
         tree.recorder.on_appeared.add(kernel.invalidate_entry)
         cache.accounts.on_outdated.add(self.invalidation.noticed)
@@ -247,8 +245,8 @@ class Files:
         direct: bool = False,
     ) -> FileHandle:
         self._count(node, resident=replica is not None)
-        if self._on_local_open is not None and (nonresident is None or nonresident.copy.partial):
-            self._on_local_open(node.ino)
+        if self._touch is not None and (nonresident is None or nonresident.copy.partial):
+            self._touch.opened(node.ino)
         self.opens.add(node.ino)
         # If the file is truncated and its attributes come in the same moment, the kernel pads what
         # is missing with zeros (fs/fuse/file.c, fuse_short_read).
@@ -261,8 +259,7 @@ class Files:
         return FileHandle(node.ino, self, replica, nonresident, keep_cache, direct)
 
     def _count(self, node: Node, *, resident: bool) -> None:
-        if self._on_open is not None:
-            self._on_open(node, resident)
+        self.on_open(node, resident)
         if resident:
             self._metrics.local_opens += 1
             self._metrics.local_file_bytes += node.stat.size
@@ -275,15 +272,14 @@ class Files:
     def opened_by_threads(self, ino: int) -> None:
         """They opened a resident file. No checkpoint."""
         self.cache.accessed(ino)
-        if self._on_local_open is not None:
-            self._on_local_open(ino)
+        if self._touch is not None:
+            self._touch.opened(ino)
 
     def opened_elsewhere(self, node: Node, opens: int, from_peer: bool) -> None:
         """They opened a file that is not resident, ``opens`` times, in the source or, without
         asking it, at a peer. No checkpoint."""
         self.cache.accessed(node.ino)
-        if self._on_open is not None:
-            self._on_open(node, False)
+        self.on_open(node, False)
         if from_peer:
             self._metrics.peer_opens += opens
             self._metrics.peer_file_bytes += opens * node.stat.size

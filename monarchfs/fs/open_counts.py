@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+
+from monarchfs.cache.readers import Readers
 
 
 class OpenCounts:
-    """Constant: its parts; ``known`` is False where the kernel does not say what it opens.
-    Changing: the number of handles by inode."""
+    """Constant: ``readers``, which have handles, too; ``known`` is False where the kernel does not
+    say what it opens. Changing: the number of handles by inode."""
 
-    def __init__(
-        self,
-        used_elsewhere: Callable[[int], bool] = lambda ino: False,
-        all_elsewhere: Callable[[], Collection[int]] = tuple,
-        *,
-        known: bool = True,
-    ) -> None:
-        """Opens without a handle here: ``used_elsewhere`` says whether an inode has any,
-        ``all_elsewhere`` which inodes have."""
+    def __init__(self, readers: Readers, *, known: bool = True) -> None:
         self.known = known
-        self._used_elsewhere = used_elsewhere
-        self._all_elsewhere = all_elsewhere
+        self._readers = readers
         self._handles: dict[int, int] = {}
 
     def add(self, ino: int) -> None:
@@ -35,8 +28,8 @@ class OpenCounts:
 
     def __contains__(self, ino: int) -> bool:
         """As far as that is ``known``."""
-        return ino in self._handles or self._used_elsewhere(ino)
+        return ino in self._handles or self._readers.used(ino)
 
     def inodes(self) -> Collection[int]:
         """All inodes that are open."""
-        return {*self._handles, *self._all_elsewhere()}
+        return {*self._handles, *self._readers.open_inodes()}

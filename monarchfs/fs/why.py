@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.reasons import NS, Reasons
+from monarchfs.fs.residency import NS, Residency
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
+from monarchfs.source.source import Source
 from monarchfs.types import Node
 
 SOURCE_SECONDS = 3.0
@@ -24,22 +24,22 @@ BATCH = 128
 
 
 class Why:
-    """Constant: its parts; ``responding`` says whether the source seems to answer at all."""
+    """Constant: its parts."""
 
     def __init__(
         self,
         tree: Tree,
         cache: Cache,
-        reasons: Reasons,
+        residency: Residency,
         finder: Finder,
-        responding: Callable[[], bool],
+        source: Source,
         metrics: Metrics,
     ) -> None:
         self._tree = tree
         self._cache = cache
-        self._reasons = reasons
+        self._residency = residency
         self._finder = finder
-        self._responding = responding
+        self._source = source
         self._metrics = metrics
 
     async def report(self, path: str, so_far: dict[str, Any]) -> dict[str, Any]:
@@ -49,13 +49,12 @@ class Why:
         node, answered = await self._finder.find_within(path, SOURCE_SECONDS)
         # A replica that an earlier index left in a tier counts, too.
         self._cache.accounts.claim(node)
-        now_ns = time.time_ns()
         common: dict[str, Any] = {
             "pinned": self._tree.index.pins.pinned(node.ino),
             "freshness": self._tree.freshness.mode.value,
-            "checked_seconds_ago": max(0, now_ns - node.fetched_ns) / NS,
+            "checked_seconds_ago": max(0, time.time_ns() - node.fetched_ns) / NS,
             "source_responding": (
-                answered and self._responding() and stale == self._metrics.stale_answers
+                answered and self._source.responding and stale == self._metrics.stale_answers
             ),
             "renumbered_files": self._metrics.renumbered_files,
         }
@@ -63,23 +62,7 @@ class Why:
             return {"type": "directory", **await self._directory(node, so_far), **common}
         if not node.stat.is_regular:
             return {"type": "other", "state": "remote", "reason": "it is no regular file", **common}
-        return {"type": "file", **self._file(node, now_ns), **common}
-
-    def _file(self, node: Node, now_ns: int) -> dict[str, Any]:
-        found = self._reasons.of(node, exact=True)
-        since = None if found.since_ns is None else max(0, now_ns - found.since_ns) / NS
-        return {
-            "state": found.state,
-            "cause": found.cause,
-            "reason": found.sentence,
-            "tier": found.tier,
-            "since_unix_seconds": None if found.since_ns is None else found.since_ns / NS,
-            "since_seconds_ago": since,
-            "size_bytes": node.stat.size,
-            "local_bytes": found.local_bytes,
-            "allocated_bytes": found.allocated_bytes,
-            "mtime_unix_seconds": node.stat.mtime_ns / NS,
-        }
+        return {"type": "file", **self._residency.report(node), **common}
 
     async def _directory(self, top: Node, so_far: dict[str, Any]) -> dict[str, Any]:
         """Sums over all that is known below; asks the source nothing."""
@@ -108,11 +91,11 @@ class Why:
         return {**counts, "causes": dict(causes.most_common())}
 
     def _count(self, node: Node, counts: dict[str, int], causes: Counter[str]) -> None:
-        found = self._reasons.state(node)
+        found = self._residency.state(node.ino)
         counts["files"] += 1
         counts["bytes"] += node.stat.size
         counts[found] += 1
         if found == "resident":
             counts["resident_bytes"] += node.stat.size
-        if (cause := self._reasons.cause(node)) is not None:
+        if (cause := self._residency.cause(node)) is not None:
             causes[cause] += 1

@@ -16,19 +16,17 @@ import math
 import os
 import stat as stat_module
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import NamedTuple
 
 import trio
 
-from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.residency import Residency
 from monarchfs.metadata.batches import BATCH_SECONDS
 from monarchfs.metadata.statahead import Statahead
 from monarchfs.metadata.tree import Tree
 from monarchfs.source.source import Source
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import Dirent, FileType, Lane, Node
 
 PREFIX = b"user.monarchfs."
@@ -76,30 +74,21 @@ class Xattrs:
         self,
         tree: Tree,
         residency: Residency,
-        reasons: Reasons,
         source: Source,
         nursery: trio.Nursery,
-        on_plain: Callable[[list[int]], None] = lambda inos: None,
     ) -> None:
-        """``on_plain`` is called with regular files on the source's own file system that have no
-        attribute of ``LISTED``: ``absent`` answers for them, for good."""
         self._tree = tree
         self._index = tree.index
         self._residency = residency
-        self._reasons = reasons
         self._source = source
         self._access: OrderedDict[tuple[int, int, int], bool] = OrderedDict()
         self._absent: dict[_Kind, int] = {}
         self._unlisted: set[int] = set()
         self._labelled = False
-        self._statahead = Statahead(
-            nursery,
-            tree.index.listings.entries,
-            tree.index.listings.count_entries,
-            self._lacks,
-            partial(self._ask_lists, lane=Lane.DEMAND, seconds=BATCH_SECONDS),
-        )
-        self._on_plain = on_plain
+        self._statahead = Statahead(nursery, tree.index, self)
+        self.on_plain: Listeners[[list[int]]] = Listeners()
+        """Hear of regular files on the source's own file system that have no attribute of
+        ``LISTED``: ``absent`` answers for them, for good."""
 
     def known(self, ino: int, name: bytes) -> bytes | None:
         """The value where it is known. Raises OSError where it is known that there is none."""
@@ -172,7 +161,7 @@ class Xattrs:
         elif name == TIER:
             value = self._residency.tier(ino)
         elif name == REASON:
-            value = self._reasons.sentence(node)
+            value = self._residency.sentence(node)
         if value is None:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         return value.encode("utf-8", "surrogateescape")
@@ -219,7 +208,7 @@ class Xattrs:
             value = b"\0".join(names)
             self._index.xattrs.put_xattr(ino, key, value)
             if node is not None and self._note_list(node, names):
-                self._on_plain([ino])
+                self.on_plain([ino])
         assert isinstance(value, bytes)
         return value.split(b"\0") if value else []
 
@@ -230,8 +219,8 @@ class Xattrs:
 
     # -- the lists of many files
 
-    def _lacks(self, dirent: Dirent, node: Node | None) -> bool:
-        """Whether the list is not known. Of what was never looked up nothing can be recorded."""
+    def lacks(self, dirent: Dirent, node: Node | None) -> bool:
+        """As ``Questions``. Of what was never looked up nothing can be recorded."""
         if node is None or node.outdated or node.stat.device in self._unlisted:
             return False
         return self._index.xattrs.xattr(node.ino, _key(node, LIST)) is None
@@ -242,7 +231,7 @@ class Xattrs:
         if node is None or node.stat.device in self._unlisted:
             return False
         dirent = self._index.nodes.dirent(node.parent, node.name)
-        if dirent is not None and dirent.ino == ino and self._lacks(dirent, node):
+        if dirent is not None and dirent.ino == ino and self.lacks(dirent, node):
             await self._statahead.bring(node.parent, dirent)
         try:
             await self.list(ino)
@@ -260,10 +249,13 @@ class Xattrs:
         lacking = []
         for name in names:
             dirent = index.nodes.dirent(parent, name)
-            if dirent is not None and self._lacks(dirent, index.nodes.node(dirent.ino)):
+            if dirent is not None and self.lacks(dirent, index.nodes.node(dirent.ino)):
                 lacking.append(name)
         if lacking:
             await self._ask_lists(parent, lacking, lane, math.inf)
+
+    async def ask_ahead(self, parent: int, names: Names) -> tuple[Names, int]:
+        return await self._ask_lists(parent, names, Lane.DEMAND, BATCH_SECONDS)
 
     async def _ask_lists(
         self, parent: int, names: Names, lane: Lane, seconds: float
@@ -289,7 +281,7 @@ class Xattrs:
             if self._note_list(node, answer):
                 plain.append(node.ino)
         index.xattrs.put_xattrs(rows)
-        self._on_plain(plain)
+        self.on_plain(plain)
         return names[: len(answers)], len(rows)
 
     # -- rights

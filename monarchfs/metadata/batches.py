@@ -12,7 +12,7 @@ from monarchfs.metadata.recorder import Recorder
 from monarchfs.metadata.shared_names import SharedNames
 from monarchfs.metadata.sibling_names import SiblingNames
 from monarchfs.source.source import Source
-from monarchfs.types import IndexWriteError, Lane, Node
+from monarchfs.types import Dirent, IndexWriteError, Lane, Node
 
 BATCH = 32
 """Names that one call of the source asks for, one after the other, and one transaction records."""
@@ -81,8 +81,12 @@ class BatchLookups:
             raise errors[0]
         return [answer for part in answers for answer in part]
 
+    # -- as ``Questions``
+
+    def lacks(self, dirent: Dirent, node: Node | None) -> bool:
+        return self._known.entry(dirent.checked_ns, node, time.time_ns()) is None
+
     async def ask_ahead(self, parent: int, names: list[bytes]) -> tuple[Collection[bytes], int]:
-        """For ``Statahead``."""
         found: dict[bytes, Answer] = dict(await self.shared.ask(parent, names, Lane.DEMAND))
         rest = [name for name in names if name not in found]
         try:

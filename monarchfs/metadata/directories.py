@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import trio
 
 from monarchfs.metadata.cached_listings import BARE_SECONDS
 from monarchfs.metadata.freshness import FOREVER_SECONDS, NS, past_racy_window
+from monarchfs.metadata.kernel import Kernel
 from monarchfs.metadata.known import KnownMetadata
 from monarchfs.metadata.recorder import Recorder
-from monarchfs.metadata.shared_listings import Entries, SharedListings
+from monarchfs.metadata.shared_names import Entries, SharedNames
 from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
 from monarchfs.metadata.statahead import Statahead
-from monarchfs.metadata.unlisted import Unlisted
 from monarchfs.source.source import Source
 from monarchfs.types import (
     MOST_LISTED,
@@ -38,6 +37,12 @@ CASED = 100
 LISTING_BATCH = 500
 """Names that go into the index in one transaction: a few milliseconds on the event loop."""
 
+AHEAD_SECONDS = 10.0
+"""A listing ahead that brings nothing for this long is given up."""
+
+REFRESH_SECONDS = 30.0
+"""A source that takes longer for one call of a refresh is not waited for."""
+
 FoundName = tuple[bytes, FileType, int, int]
 """A name as readdir gives it: name, type, source ino, device."""
 
@@ -46,18 +51,37 @@ Row = tuple[Dirent, Node | None, float, float]
 attributes are not known or not fresh: the kernel then asks for them if anybody wants them."""
 
 
-class Differences(Protocol):
-    """What a new listing has otherwise than the one before."""
+class Differences:
+    """What a new listing has otherwise than the one before; the kernel forgets these names.
 
-    def name(self, name: bytes, *, gone: bool) -> None:
-        """It is gone, or it appeared."""
+    Constant: ``scope``, the time limit, put off as long as the source goes on answering. Changing:
+    how many names ``appeared``, and are ``gone``."""
+
+    def __init__(self, ino: int, kernel: Kernel) -> None:
+        self.scope = trio.CancelScope(deadline=trio.current_time() + REFRESH_SECONDS)
+        self.appeared = 0
+        self.gone = 0
+        self._ino = ino
+        self._kernel = kernel
+
+    def note_appeared(self, name: bytes) -> None:
+        self.appeared += 1
+        self._kernel.invalidate_entry(self._ino, name)
+
+    def note_gone(self, name: bytes) -> None:
+        self.gone += 1
+        self._kernel.invalidate_entry(self._ino, name)
 
     async def pause(self) -> None:
         """Called between batches; a checkpoint."""
+        self.scope.deadline = math.inf
+        await self._kernel.room()
+        self.scope.deadline = trio.current_time() + REFRESH_SECONDS
 
 
 class Directories:
-    """Constant: its parts. Methods that wait raise OSError with the errno for the system call."""
+    """Constant: its parts. Changing: ``_ahead``, the directories that are listed ahead. Methods
+    that wait raise OSError with the errno for the system call."""
 
     def __init__(
         self,
@@ -66,8 +90,7 @@ class Directories:
         recorder: Recorder,
         asking: StaleOnTimeout,
         statahead: Statahead,
-        nursery: trio.Nursery,
-        shared: SharedListings,
+        shared: SharedNames,
     ) -> None:
         self.index = known.index
         self._source = source
@@ -75,8 +98,8 @@ class Directories:
         self._recorder = recorder
         self._asking = asking
         self._statahead = statahead
-        self.shared = shared
-        self._unlisted = Unlisted(nursery, known.size, self._list_ahead)
+        self._shared = shared
+        self._ahead: dict[int, trio.CancelScope] = {}
 
     def known_open(self, ino: int) -> bool | None:
         """For an open of the directory: whether the kernel may list what it has of it; None where
@@ -101,14 +124,6 @@ class Directories:
         key = self._asking.key(lane, "list", ino)
         await self._asking.ask(key, lambda: self._confirm_or_list(ino, lane), fallback)
 
-    def missed(self, ino: int, times: int) -> None:
-        """A name was asked for in a directory without a listing, ``times`` by now: it may be
-        listed in the background. No checkpoint."""
-        # The kernel may go on taking for missing what the listing has, and refresh not notice.
-        unsure = self._recorder.negative.unknown(ino)
-        if not (unsure and self._known.freshness.trusts_times):
-            self._unlisted.missed(ino, times)
-
     def _due(self, ino: int, now_ns: int) -> int | None:
         """What was asked for by then is about to be too old, in a directory that somebody goes
         through again; None where nothing is."""
@@ -120,12 +135,7 @@ class Directories:
     def _renew(self, ino: int) -> None:
         near_ns = self._due(ino, time.time_ns())
         if near_ns is not None:
-            self._statahead.renew(
-                ino,
-                lambda dirent, node: (
-                    node is not None and min(dirent.checked_ns, node.fetched_ns) <= near_ns
-                ),
-            )
+            self._statahead.renew(ino, near_ns)
 
     async def confirm(self, ino: int, lane: Lane) -> bool:
         """Whether the directory's times say that its listing still holds: one stat. Raises OSError.
@@ -146,14 +156,14 @@ class Directories:
 
     async def _confirm_or_list(self, ino: int, lane: Lane) -> bool:
         if not await self.confirm(ino, lane):
-            self._unlisted.stop(ino)
+            self._stop_ahead(ino)
             if not await self._list_by_peers(ino, lane):
                 await self.list_again(ino, lane)
         return True
 
     async def _list_by_peers(self, ino: int, lane: Lane) -> bool:
         """Whether the directory's owner said what there is. Raises OSError, and IndexWriteError."""
-        answer = await self.shared.ask(ino, lane)
+        answer = await self._shared.ask_listing(ino, lane)
         if answer is None:
             return False
         asked_ns, listing = answer
@@ -174,14 +184,14 @@ class Directories:
         differences: Differences | None = None,
         *,
         most_names: float = math.inf,
-        on_batch: Callable[[], object] | None = None,
+        ahead: trio.CancelScope | None = None,
     ) -> int | None:
         """Ask the source for a whole listing, whatever is known. Returns the number of names, or
         None where there are more than ``most_names``: those that were found until then stay
-        recorded. ``on_batch``: it is listed ahead, and this is called with each batch. Raises
-        OSError, and IndexWriteError."""
-        if on_batch is None:
-            self._unlisted.stop(ino)
+        recorded. ``ahead``: nobody waits for it, and each batch puts off the scope's deadline.
+        Raises OSError, and IndexWriteError."""
+        if ahead is None:
+            self._stop_ahead(ino)
         directory = self._known.directory(ino)
         count, asked_ns = 0, time.time_ns()
         entries: Entries = []
@@ -192,8 +202,8 @@ class Directories:
                 async for batch in batches:
                     if (count := count + len(batch)) > most_names:
                         return None
-                    if on_batch is not None:
-                        on_batch()
+                    if ahead is not None:
+                        ahead.deadline = trio.current_time() + AHEAD_SECONDS
                     self._add(ino, sequence, batch, asked_ns, differences)
                     if count <= MOST_LISTED:
                         entries += [entry[:3] for entry in batch]
@@ -202,17 +212,33 @@ class Directories:
         listing = Listing(stat.mtime_ns, stat.ctime_ns, asked_ns, await self.lists_all(ino, lane))
         await self.finish_listing(ino, sequence, listing, differences)
         if len(entries) == count:
-            self.shared.keep(ino, asked_ns, entries)
+            self._shared.keep_listing(ino, asked_ns, entries)
         return count
 
-    async def _list_ahead(
-        self, ino: int, most_names: int, on_batch: Callable[[], None]
-    ) -> int | None:
-        if await self._list_by_peers(ino, Lane.BACKGROUND):
-            return self.index.listings.count_entries(ino, MOST_LISTED)
-        return await self.list_again(
-            ino, Lane.BACKGROUND, LISTING_BATCH, most_names=most_names, on_batch=on_batch
-        )
+    def announce_ahead(self, ino: int) -> None:
+        """``list_ahead`` follows, unless another caller lists the directory first."""
+        self._ahead[ino] = trio.CancelScope()
+
+    def _stop_ahead(self, ino: int) -> None:
+        """A caller lists it who waits for that."""
+        if (scope := self._ahead.get(ino)) is not None:
+            scope.cancel()
+
+    async def list_ahead(self, ino: int, most_names: int) -> int | None:
+        """``list_again``, or what peers say, after ``announce_ahead``. None as well where the
+        source is silent, or another caller lists the directory."""
+        scope = self._ahead[ino]
+        scope.deadline = trio.current_time() + AHEAD_SECONDS
+        try:
+            with scope:
+                if await self._list_by_peers(ino, Lane.BACKGROUND):
+                    return self.index.listings.count_entries(ino, MOST_LISTED)
+                return await self.list_again(
+                    ino, Lane.BACKGROUND, LISTING_BATCH, most_names=most_names, ahead=scope
+                )
+        finally:
+            del self._ahead[ino]
+        return None
 
     async def finish_listing(
         self,
@@ -227,7 +253,7 @@ class Directories:
             for dirent in gone:
                 self._recorder.replaced(ino, dirent.name, dirent.ino)
                 if differences is not None:
-                    differences.name(dirent.name, gone=True)
+                    differences.note_gone(dirent.name)
             await trio.lowlevel.checkpoint()
             if differences is not None:
                 await differences.pause()
@@ -256,7 +282,7 @@ class Directories:
         if differences is not None:
             for name, *_ in batch:
                 if self.index.nodes.dirent(ino, name) is None:
-                    differences.name(name, gone=False)
+                    differences.note_appeared(name)
         self.index.listings.add_entries(ino, sequence, batch, asked_ns)
 
     def entries(self, ino: int, after_cookie: int, limit: int) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
@@ -16,8 +16,6 @@ FIND_SECONDS = 30.0
 
 _MOST_LINKS = 40
 """As many as the kernel follows (MAXSYMLINKS in linux/namei.h)."""
-
-Step = Callable[[int, bytes], Awaitable[Node | None]]
 
 
 class Finder:
@@ -31,36 +29,35 @@ class Finder:
         """What ``path`` (relative to the mount's root) leads to. Raises OperationError where there
         is no such name, where the source fails, or says nothing for FIND_SECONDS."""
         with trio.move_on_after(FIND_SECONDS):
-            return await self._walk(path, self._ask)
+            return await self._walk(path, ask=True)
         raise OperationError(f"{path or '/'}: the source does not answer ({FIND_SECONDS:g} s)")
 
     async def find_within(self, path: str, seconds: float) -> tuple[Node, bool]:
         """The same where what is known will do if the source says nothing in time, and whether it
         answered."""
         with trio.move_on_after(seconds):
-            return await self._walk(path, self._ask), True
+            return await self._walk(path, ask=True), True
         try:
-            return await self._walk(path, self._known), False
+            return await self._walk(path, ask=False), False
         except OperationError:
             raise OperationError(
                 f"{path or '/'}: the source does not answer, and nothing is known of it here"
             ) from None
 
-    async def _ask(self, parent: int, name: bytes) -> Node | None:
-        return await self._tree.names.find(parent, name, Lane.DEMAND)
-
-    async def _known(self, parent: int, name: bytes) -> Node | None:
+    async def _step(self, parent: int, name: bytes, *, ask: bool) -> Node | None:
+        if ask:
+            return await self._tree.names.find(parent, name, Lane.DEMAND)
         dirent = self._tree.index.nodes.dirent(parent, name)
         return None if dirent is None else self._tree.index.nodes.node(dirent.ino)
 
-    async def _walk(self, path: str, step: Step) -> Node:
+    async def _walk(self, path: str, *, ask: bool) -> Node:
         try:
-            return await self._follow(os.fsencode(path).split(b"/"), path or "/", step)
+            return await self._follow(os.fsencode(path).split(b"/"), path or "/", ask=ask)
         except (OSError, IndexWriteError) as exc:
             reason = (exc.strerror or str(exc)) if isinstance(exc, OSError) else str(exc)
             raise OperationError(f"{path or '/'}: {reason}") from exc
 
-    async def _follow(self, names: Sequence[bytes], shown: str, step: Step) -> Node:
+    async def _follow(self, names: Sequence[bytes], shown: str, *, ask: bool) -> Node:
         root = self._tree.index.nodes.node(ROOT_INO)
         assert root is not None
         above, todo, links = [root], deque(names), 0
@@ -75,7 +72,7 @@ class Finder:
                 if not above:
                     raise OperationError(f"{shown}: a symbolic link leads out of the mount")
                 continue
-            node = await step(above[-1].ino, name)
+            node = await self._step(above[-1].ino, name, ask=ask)
             if node is None:
                 raise OperationError(f"{shown}: no such file or directory in the mount")
             if not node.stat.is_symlink:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from monarchfs.index.index import Index
 from monarchfs.metadata.freshness import UNANSWERED_SECONDS, Freshness
-from monarchfs.types import Dirent, DirRef, FreshnessMode, Listing, Node
+from monarchfs.types import DirRef, FreshnessMode, Listing, Node
 
 SURE_NAME_BYTES = 143
 """Every file system takes names of this length (eCryptfs no longer ones, others 255, some more). Of
@@ -55,10 +55,6 @@ class KnownMetadata:
         self._confirmed: dict[int, tuple[int, int]] = {}
         self._absent: dict[tuple[int, bytes], int] = {}
 
-    @property
-    def mount_ns(self) -> int:
-        return self.freshness.mount_ns
-
     def directory_moved(self, moved_ns: int) -> None:
         """Names that were found earlier may lead elsewhere. With ``immutable`` only those of
         directories."""
@@ -91,10 +87,6 @@ class KnownMetadata:
         ):
             return None
         return Entry(node, *kept)
-
-    def lacks(self, dirent: Dirent, node: Node | None) -> bool:
-        """Whether a look-up of the entry would ask the source."""
-        return self.entry(dirent.checked_ns, node, time.time_ns()) is None
 
     def stale(self, parent: int, name: bytes) -> Entry | Missing | None:
         """What can be answered, for a second, while the source does not; None: nothing."""

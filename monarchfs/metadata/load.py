@@ -94,11 +94,10 @@ class Load:
     """One such file on its way into the index. Changing: ``state`` (one of none,
     running, done, failed), and how much of it has been recorded."""
 
-    def __init__(self, tree: Tree, mount_ns: int) -> None:
+    def __init__(self, tree: Tree) -> None:
         self.state = "none"
         self.entries = 0
         self._tree = tree
-        self._mount_ns = mount_ns
 
     async def run(self, path: str, root_ino: int, *, trusted: bool = False) -> None:
         """Record what the file at ``path`` holds, except what this node has asked the source about
@@ -130,9 +129,9 @@ class Load:
 
     async def _take(self, reader: Reader) -> None:
         # With ``immutable`` nothing has changed since; else the file's age counts.
-        trusted = self._tree.freshness.trusts_times
-        asked_ns = max(self._mount_ns, reader.head.taken_ns) if trusted else reader.head.taken_ns
-        records, taken_ns = iter(reader), reader.head.taken_ns
+        freshness, taken_ns = self._tree.freshness, reader.head.taken_ns
+        asked_ns = max(freshness.mount_ns, taken_ns) if freshness.trusts_times else taken_ns
+        records = iter(reader)
         listing: LoadedListing | None = None
         while True:
             batch = await run_sync(_some, records)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from monarchfs.metadata.batches import BatchLookups
 from monarchfs.metadata.directories import Directories, Row
@@ -13,6 +12,7 @@ from monarchfs.metadata.recorder import Recorder
 from monarchfs.metadata.sibling_names import SiblingNames
 from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
 from monarchfs.metadata.statahead import Statahead
+from monarchfs.metadata.unlisted import Unlisted
 from monarchfs.source.source import Source
 from monarchfs.types import Lane, Node
 
@@ -29,10 +29,9 @@ class Names:
         batches: BatchLookups,
         statahead: Statahead,
         directories: Directories,
+        unlisted: Unlisted,
         siblings: SiblingNames,
     ) -> None:
-        self.ask_each = batches.ask_each
-        self.ask_for_peers = partial(batches.find_each, peers=False)
         self._source = source
         self._known = known
         self._index = known.index
@@ -41,6 +40,7 @@ class Names:
         self._batches = batches
         self._statahead = statahead
         self._directories = directories
+        self._unlisted = unlisted
         self._siblings = siblings
 
     async def lookup(self, parent: int, name: bytes, lane: Lane = Lane.DEMAND) -> Entry | Missing:
@@ -188,7 +188,7 @@ class Names:
             await self._statahead.bring(parent, dirent)
             return self._known.lookup(parent, name)
         if self._index.listings.listing(parent) is None:
-            self._directories.missed(parent, self._statahead.missed(parent))
+            self._unlisted.missed(parent, self._statahead.missed(parent))
         return None
 
     async def _fetch_absent(self, parent: int, name: bytes, lane: Lane) -> Entry | Missing:

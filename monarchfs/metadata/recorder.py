@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from monarchfs.metadata.cached_listings import CachedListings, NegativeDentries
@@ -26,17 +26,15 @@ class Recorder:
     Changing: ``_renumbered``, former numbers of directories that got another one in the source.
     Methods raise IndexWriteError unless they say otherwise."""
 
-    def __init__(
-        self, known: KnownMetadata, metrics: Metrics, on_moved: Callable[[int], None]
-    ) -> None:
-        """``on_moved`` is called with the time (ns since 1970) when a directory is seen moved."""
+    def __init__(self, known: KnownMetadata, metrics: Metrics) -> None:
         self._metrics = metrics
         self._renumbered: dict[int, int] = {}
         self.cached_listings = CachedListings()
         self.negative = NegativeDentries()
         self._known = known
         self._index = known.index
-        self._on_moved = on_moved
+        self.on_moved: Listeners[[int]] = Listeners()
+        """Hear of each time (ns since 1970) when a directory is seen moved."""
         self.on_outdated: Listeners[[int]] = Listeners()
         """Hear of each inode number whose version the source no longer holds."""
         self.on_appeared: Listeners[[int, bytes]] = Listeners()
@@ -146,7 +144,7 @@ class Recorder:
         name (fs/namei.c). With ``immutable``, only names of directories are asked for."""
         moved_ns = time.time_ns()
         self._known.directory_moved(moved_ns)
-        self._on_moved(moved_ns)
+        self.on_moved(moved_ns)
         while ino != ROOT_INO:
             self._index.nodes.mark_outdated(ino)
             node = self._index.nodes.node(ino)

@@ -1,4 +1,5 @@
-"""Names from the job's other nodes: the owner of a directory asks the source for all of them.
+"""Names and listings from the job's other nodes: the owner of a directory asks the source for all
+of them.
 
 What a peer says counts as if this node had asked the source when the peer did. It sends an age, not
 a time, because the nodes' clocks may differ.
@@ -10,12 +11,16 @@ for readers and peers alike. It is asked at once about a name whose known versio
 about names that do not exist, about other file systems (st_dev differs between nodes), and where
 peers take more than four times as long for a name. With ``open`` nobody shares names. No circles:
 a node answers for what it owns, or stands in for, and asks no peer for it.
+
+The index does not keep what peers need of a listing, the source's inode numbers of names whose
+attributes nobody has asked for. So an owner remembers the listings that it has read last.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -25,7 +30,9 @@ from monarchfs.metadata.known import Entry, KnownMetadata
 from monarchfs.metadata.recorder import Recorder
 from monarchfs.metrics import Metrics
 from monarchfs.types import (
+    MOST_LISTED,
     DirRef,
+    FileType,
     FreshnessMode,
     IndexWriteError,
     Lane,
@@ -53,6 +60,15 @@ RECENT_NS = 2_000_000_000
 
 ANY_AGE_NS = 1 << 62
 
+MOST_BYTES = 128 << 10
+"""Of a directory whose listing peers are asked for: some thousand names."""
+
+MOST_KEPT = 100_000
+"""Entries of all listings that are remembered: 15 MB."""
+
+Entries = list[tuple[bytes, FileType, int]]
+"""Name, type and number in the source of each."""
+
 
 class NamePeers(Protocol):
     """The job's other nodes. Raises nothing but Cancelled."""
@@ -77,7 +93,8 @@ class SharedNames:
     """Constant: its parts. Changing: ``_not_before_ns``, before which no answer may be;
     ``_under_way``, the names that the source is being asked for, by directory and name; the mean
     durations, for a name, of peers' answers and of the source's; how many questions were not worth
-    while."""
+    while; ``_kept``, the listings read last, with the ``fetched_ns`` that they have in the index,
+    and how many entries they have."""
 
     def __init__(
         self, known: KnownMetadata, recorder: Recorder, metrics: Metrics, peers: NamePeers | None
@@ -94,6 +111,8 @@ class SharedNames:
         self._under_way: dict[tuple[int, bytes], trio.Event] = {}
         self._peer_seconds = self._source_seconds = 0.0
         self._passed_over = 0
+        self._kept: OrderedDict[int, tuple[int, Entries]] = OrderedDict()
+        self._kept_entries = 0
 
     def refreshed(self) -> None:
         """From now on, what the source said before counts no more."""
@@ -150,30 +169,6 @@ class SharedNames:
                 known = node.fetched_ns > since_ns and self._known.lookup(parent, name)
                 if isinstance(known, Entry):
                     found[name] = known.node
-
-    async def ask_listing(
-        self, ino: int, lane: Lane, asked_ns: int, most_bytes: int
-    ) -> PeerListing | None:
-        """What the owner of a directory of up to ``most_bytes`` says. Raises OSError."""
-        node = self._index.nodes.node(ino)
-        if self._peers is None or node is None or node.outdated or node.stat.device:
-            return None
-        if node.stat.size > most_bytes or not (lane is Lane.BACKGROUND or self._is_worth()):
-            return None
-        directory = self._known.directory(ino)
-        for owner in self._peers.divide(directory, 0, [b"."]):
-            most_age_ns = self.most_age_ns(asked_ns)
-            listing = await self._peers.list(owner, directory, most_age_ns, lane)
-            if listing is not None and listing.age_ns <= self.most_age_ns(asked_ns):
-                return listing
-        return None
-
-    def serves(self, ino: int) -> bool:
-        """Whether peers may ask this node for a directory's listing."""
-        directory = self._index.nodes.dirref(ino)
-        if self._peers is None or directory is None:
-            return False
-        return not self._peers.divide(directory, 0, [b"."])
 
     def asked(self, parent: int, names: Sequence[bytes]) -> None:
         """The source was asked for names that ``ask`` did not return."""
@@ -243,6 +238,88 @@ class SharedNames:
             self._metrics.peer_names += len(nodes)
             found.update((row[0], node) for row, node in zip(rows, nodes, strict=True))
             names = [name for name in names if name not in found]
+
+    # -- listings, if they are short
+
+    def serves(self, ino: int) -> bool:
+        """Whether peers may ask this node for a directory's listing."""
+        directory = self._index.nodes.dirref(ino)
+        if self._peers is None or directory is None:
+            return False
+        return not self._peers.divide(directory, 0, [b"."])
+
+    def keep_listing(self, ino: int, fetched_ns: int, entries: Entries) -> None:
+        """The source has listed a directory, completely."""
+        self._forget_listing(ino)
+        if len(entries) <= MOST_LISTED and self.serves(ino):
+            self._kept[ino] = fetched_ns, entries
+            self._kept_entries += len(entries)
+            while self._kept_entries > MOST_KEPT:
+                self._forget_listing(next(iter(self._kept)))
+
+    def _forget_listing(self, ino: int) -> None:
+        if (kept := self._kept.pop(ino, None)) is not None:
+            self._kept_entries -= len(kept[1])
+
+    def known_listing(self, ino: int, since_ns: int) -> tuple[int, PeerListing] | None:
+        """A directory's listing as this node may believe it, and since when (not before
+        ``since_ns``); None if it is not known, or has many entries."""
+        confirmed_ns = self._known.listing_confirmed_ns(ino, time.time_ns())
+        listing, kept = self._index.listings.listing(ino), self._kept.get(ino)
+        if listing is None or confirmed_ns is None or confirmed_ns < since_ns:
+            return None
+        if kept is not None and kept[0] == listing.fetched_ns:
+            entries: Entries | None = kept[1]
+        else:
+            entries = self._entries_in_index(ino)
+        if entries is None:
+            return None
+        times = listing.mtime_ns, listing.ctime_ns
+        return confirmed_ns, PeerListing(0, *times, listing.lists_all, entries)
+
+    def _entries_in_index(self, ino: int) -> Entries | None:
+        rows = self._index.listings.entries(ino, 0, MOST_LISTED + 1, only_listed=True)
+        entries: Entries = []
+        for dirent, node in rows:
+            if node is None or node.outdated or node.stat.device:
+                return None
+            entries.append((dirent.name, dirent.type, node.stat.ino))
+        return entries if len(rows) <= MOST_LISTED else None
+
+    async def ask_listing(self, ino: int, lane: Lane) -> tuple[int, PeerListing] | None:
+        """What the directory's owner says, and when it is to count as read. Raises OSError."""
+        asked_ns = time.time_ns()
+        listing = await self._ask_owner_to_list(ino, lane, asked_ns)
+        if listing is None:
+            return None
+        true_ns = asked_ns - listing.age_ns
+        listed = {name: source_ino for name, _type, source_ino in listing.entries}
+        cookie = 0
+        # It may lack, or have another file for, what was found here since then.
+        while rows := self._index.listings.entries(ino, cookie, 500):
+            cookie = rows[-1][0].cookie
+            for dirent, node in rows:
+                if dirent.checked_ns >= true_ns and (
+                    dirent.name not in listed
+                    or (node is not None and node.stat.ino != listed[dirent.name])
+                ):
+                    return None
+            await trio.lowlevel.checkpoint()
+        return max(true_ns, self._known.freshness.mount_ns), listing
+
+    async def _ask_owner_to_list(self, ino: int, lane: Lane, asked_ns: int) -> PeerListing | None:
+        node = self._index.nodes.node(ino)
+        if self._peers is None or node is None or node.outdated or node.stat.device:
+            return None
+        if node.stat.size > MOST_BYTES or not (lane is Lane.BACKGROUND or self._is_worth()):
+            return None
+        directory = self._known.directory(ino)
+        for owner in self._peers.divide(directory, 0, [b"."]):
+            most_age_ns = self.most_age_ns(asked_ns)
+            listing = await self._peers.list(owner, directory, most_age_ns, lane)
+            if listing is not None and listing.age_ns <= self.most_age_ns(asked_ns):
+                return listing
+        return None
 
 
 def _mean(mean: float, duration: float) -> float:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Protocol
 
 from monarchfs.metadata.known import Entry, KnownMetadata
 from monarchfs.types import Node
@@ -29,18 +28,15 @@ MOST_NAMES = 1_000_000
 
 DIRECTORIES_KEPT = 30_000
 
-Publish = Callable[[int, bytes, Entry], None]
-"""Gets a directory, a name in it and what that stands for."""
 
+class NameThreads(Protocol):
+    """The threads that answer look-ups without Python. No method has a checkpoint."""
 
-class Publishing(NamedTuple):
-    """``name`` alone is published; or ``file``, too, ready for an open."""
+    def name_known(self, parent: int, name: bytes, entry: Entry) -> None:
+        """What a name in a directory stands for."""
 
-    name: Publish
-    file: Publish
-
-
-UNPUBLISHED = Publishing(*2 * (lambda parent, name, entry: None,))
+    def known(self, parent: int, name: bytes, entry: Entry) -> None:
+        """``name_known``; the file may be opened next."""
 
 
 class SiblingNames:
@@ -49,9 +45,9 @@ class SiblingNames:
 
     Not only the thread of the event loop calls ``looked_up`` (_handoff.c)."""
 
-    def __init__(self, known: KnownMetadata, publishing: Publishing) -> None:
+    def __init__(self, known: KnownMetadata, threads: NameThreads | None) -> None:
         self._known = known
-        self._publish_name, self._publish = publishing
+        self._threads = threads
         self._directories: OrderedDict[int, tuple[int, int, float]] = OrderedDict()
 
     @property
@@ -61,13 +57,14 @@ class SiblingNames:
 
     def publish(self, parent: int, name: bytes, node: Node | None, checked_ns: int) -> None:
         """``name`` was asked for at ``checked_ns``; it is published if it may be believed."""
-        if (entry := self._known.entry(checked_ns, node, time.time_ns())) is not None:
-            self._publish(parent, name, entry)
+        entry = self._known.entry(checked_ns, node, time.time_ns())
+        if entry is not None and self._threads is not None:
+            self._threads.known(parent, name, entry)
 
     def scanned(self, parent: int, name: bytes, entry: Entry | None) -> None:
         """A scan found it: nobody need be about to read the file."""
-        if entry is not None:
-            self._publish_name(parent, name, entry)
+        if entry is not None and self._threads is not None:
+            self._threads.name_known(parent, name, entry)
 
     def looked_up(self, parent: int) -> None:
         """Python answered a look-up there. No checkpoint."""

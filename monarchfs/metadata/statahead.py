@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import trio
 
+from monarchfs.index.index import Index
 from monarchfs.types import Dirent, IndexWriteError, Node
 
 BATCH = 64
@@ -73,7 +75,16 @@ DIRECTORIES_KEPT = 30_000
 
 _FAR = 1 << 63
 
-Row = tuple[Dirent, Node | None]
+
+class Questions(Protocol):
+    """What is asked about the names in a directory."""
+
+    def lacks(self, dirent: Dirent, node: Node | None) -> bool:
+        """Whether the source has to be asked about an entry."""
+
+    async def ask_ahead(self, parent: int, names: list[bytes]) -> tuple[Collection[bytes], int]:
+        """Ask about these, in their order; returns those for which it recorded an answer, one at
+        least, and how many it found. Raises OSError and IndexWriteError."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,25 +125,13 @@ class _Window:
 
 
 class Statahead:
-    """Constant: its parts. ``rows`` (directory, cookie, limit) returns entries after the cookie in
-    the listing's order, ``count`` (directory, limit) their number; ``lacks`` says whether an entry
-    has to be asked for. ``ask`` asks about names of a directory; it returns those for which it
-    recorded an answer, one at least, and how many it found. It raises OSError and
-    IndexWriteError. Changing: ``_stuck``, batches that took too long."""
+    """Constant: its parts. Changing: ``_stuck``, batches that took too long."""
 
-    def __init__(
-        self,
-        nursery: trio.Nursery,
-        rows: Callable[[int, int, int], list[Row]],
-        count: Callable[[int, int], int],
-        lacks: Callable[[Dirent, Node | None], bool],
-        ask: Callable[[int, list[bytes]], Awaitable[tuple[Collection[bytes], int]]],
-    ) -> None:
+    def __init__(self, nursery: trio.Nursery, index: Index, questions: Questions) -> None:
         self._nursery = nursery
-        self._rows = rows
-        self._count = count
-        self._lacks = lacks
-        self._ask = ask
+        self._rows = index.listings.entries
+        self._count = index.listings.count_entries
+        self._questions = questions
         self._batches = trio.CapacityLimiter(MOST_BATCHES)
         self._windows: OrderedDict[int, _Window] = OrderedDict()
         self._stuck: set[_Batch] = set()
@@ -171,19 +170,23 @@ class Statahead:
         window = self._windows.get(parent)
         return window is not None and window.size >= BATCH and window.began_ns <= before_ns
 
-    def renew(self, parent: int, due: Callable[[Dirent, Node | None], bool]) -> None:
-        """Ask for all entries of a directory that are ``due``, in the background."""
+    def renew(self, parent: int, before_ns: int) -> None:
+        """Ask for what was asked for by ``before_ns`` in a directory, in the background."""
         window = self._window(parent)
         window.began_ns = time.time_ns()
-        self._nursery.start_soon(self._renew, parent, window, due)
+        self._nursery.start_soon(self._renew, parent, window, before_ns)
 
-    async def _renew(
-        self, parent: int, window: _Window, due: Callable[[Dirent, Node | None], bool]
-    ) -> None:
+    async def _renew(self, parent: int, window: _Window, before_ns: int) -> None:
         after = 0
         while not self._paused(window) and (rows := self._rows(parent, after, RENEWED)):
             after = rows[-1][0].cookie
-            names = [row[0].name for row in rows if due(*row) and row[0].name not in window.coming]
+            names = [
+                dirent.name
+                for dirent, node in rows
+                if node is not None
+                and min(dirent.checked_ns, node.fetched_ns) <= before_ns
+                and dirent.name not in window.coming
+            ]
             async with trio.open_nursery() as nursery:
                 for batch in self._batches_for(window, names):
                     nursery.start_soon(self._run, parent, window, batch)
@@ -241,7 +244,7 @@ class Statahead:
             rows = self._rows(parent, window.swept, limit)
             for row in rows:
                 window.swept, name = row[0].cookie, row[0].name
-                if name not in window.coming and name != names[0] and self._lacks(*row):
+                if name not in window.coming and name != names[0] and self._questions.lacks(*row):
                     names.append(name)
                     if len(names) == size:
                         break
@@ -260,7 +263,7 @@ class Statahead:
         lacking: list[bytes] = []
         rows = self._rows(parent, after, size)
         for dirent, node in rows:
-            if dirent.name not in window.coming and self._lacks(dirent, node):
+            if dirent.name not in window.coming and self._questions.lacks(dirent, node):
                 lacking.append(dirent.name)
         if rows:
             window.end = rows[-1][0].cookie
@@ -278,7 +281,7 @@ class Statahead:
             await self._batches.acquire_on_behalf_of(batch)
             batch.runs = True
             while batch not in self._stuck and batch.names:
-                done, found = await self._ask(parent, batch.names)
+                done, found = await self._questions.ask_ahead(parent, batch.names)
                 if not found:
                     window.pause()
                 for name in done:

@@ -12,10 +12,12 @@ them, and lists nothing ahead with ``immutable``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 
 import trio
 
+from monarchfs.metadata.directories import Directories
+from monarchfs.metadata.known import KnownMetadata
+from monarchfs.metadata.recorder import Recorder
 from monarchfs.types import IndexWriteError
 
 log = logging.getLogger(__name__)
@@ -39,9 +41,6 @@ AGAIN = 8
 LISTINGS = 4
 """Under way. Where more are needed, a later name begins them."""
 
-SILENCE_SECONDS = 10.0
-"""A listing that brings nothing for this long is given up."""
-
 MOST_KEPT = 10_000
 """Directories whose failed listing is remembered."""
 
@@ -49,57 +48,47 @@ MOST_KEPT = 10_000
 class Unlisted:
     """Constant: its parts. Changing: ``_few``, the number of names after which a directory is
     listed; ``_again``, the number after which one is tried again; ``_running``, the listings under
-    way.
-
-    ``size`` returns the bytes of a directory. ``ask`` (directory, most names, what to call with
-    each batch) lists it and returns the number of its names, None if there are more. It raises
-    OSError and IndexWriteError."""
+    way."""
 
     def __init__(
         self,
         nursery: trio.Nursery,
-        size: Callable[[int], int],
-        ask: Callable[[int, int, Callable[[], None]], Awaitable[int | None]],
+        known: KnownMetadata,
+        recorder: Recorder,
+        directories: Directories,
     ) -> None:
         self._nursery = nursery
-        self._size = size
-        self._ask = ask
+        self._known = known
+        self._recorder = recorder
+        self._directories = directories
         self._few = FEW
         self._again: dict[int, int] = {}
-        self._running: dict[int, trio.CancelScope] = {}
+        self._running: set[int] = set()
 
     def missed(self, ino: int, times: int) -> None:
         """In a directory without a listing, ``times`` unknown names had to be asked for by now.
         Raises nothing, waits for nothing."""
+        # The kernel may go on taking for missing what the listing has, and refresh not notice.
+        if self._known.freshness.trusts_times and self._recorder.negative.unknown(ino):
+            return
         if ino in self._running or times < self._again.get(ino, self._few):
             return
-        if times * DIRECTORY_BYTES < self._size(ino):
+        if times * DIRECTORY_BYTES < self._known.size(ino):
             return
         if len(self._running) < LISTINGS:
-            self._running[ino] = trio.CancelScope()
+            self._running.add(ino)
+            self._directories.announce_ahead(ino)
             self._nursery.start_soon(self._list, ino, times)
 
-    def stop(self, ino: int) -> None:
-        """Another caller lists the directory now."""
-        if (scope := self._running.get(ino)) is not None:
-            scope.cancel()
-
     async def _list(self, ino: int, times: int) -> None:
-        scope = self._running[ino]
         names: int | None = None
-
-        def on_batch() -> None:
-            scope.deadline = trio.current_time() + SILENCE_SECONDS
-
         try:
-            on_batch()
-            with scope:
-                names = await self._ask(ino, times * MOST_NAMES, on_batch)
+            names = await self._directories.list_ahead(ino, times * MOST_NAMES)
         except (OSError, IndexWriteError) as exc:
             # A caller that lists it gets the error itself.
             log.debug("directory inode %d is not listed ahead: %s", ino, exc)
         finally:
-            del self._running[ino]
+            self._running.discard(ino)
         if names is not None:
             self._again.pop(ino, None)
             self._few = FEW if names >= WORTH else min(2 * self._few, MANY)

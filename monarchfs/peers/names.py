@@ -173,7 +173,8 @@ class NameSupply:
             parent, names = await self._served(question, question.names, lane)
             lacking = [name for name in names if self._known(parent, name, since_ns) is None]
             if lacking:
-                await self._run(partial(self._tree.names.ask_for_peers, parent, lacking, lane))
+                find = self._tree.batches.find_each
+                await self._run(partial(find, parent, lacking, lane, peers=False))
         rows = []
         oldest_ns = arrived_ns
         for name in names:
@@ -192,7 +193,7 @@ class NameSupply:
             parent, served = await self._served(question, [b"."], lane)
             if not served:
                 return None
-            known = self._tree.directories.shared.known
+            known = self._tree.shared.known_listing
             if known(parent, since_ns) is None:
                 await self._run(partial(self._tree.list_for_peers, parent, lane))
             if (listed := known(parent, since_ns)) is not None:

@@ -82,15 +82,15 @@ class Commands:
         self._parts = parts
         self._tree = parts.tree
         self._cache = parts.cache
-        self._refresh = Refresh(parts.tree, parts.kernel)
+        self._kernel = parts.kernel
         self._warming = parts.warming
         self._finder = parts.finder
         self._why = Why(
             parts.tree,
             parts.cache,
-            parts.reasons,
+            parts.files.residency,
             parts.finder,
-            lambda: parts.source.responding,
+            parts.source,
             parts.metrics,
         )
         self._talks: dict[str, Talk] = {"record": recordings.answer, "order": announcing.answer}
@@ -172,7 +172,7 @@ class Commands:
             def progress(now: RefreshResult, done: dict[str, Any] = done) -> None:
                 so_far.update(_sum(done, now))
 
-            total = _sum(done, await self._refresh.run(path, progress))
+            total = _sum(done, await Refresh(self._tree, self._kernel, progress).run(path))
         return total
 
     async def _explain(self, paths: Sequence[str], so_far: dict[str, Any]) -> dict[str, Any]:

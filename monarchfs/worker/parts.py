@@ -17,7 +17,6 @@ from monarchfs.core.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts
-from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter, SessionCalls
 from monarchfs.fuse.fast_path import FastPath
@@ -30,7 +29,6 @@ from monarchfs.index import Index, OnChange
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.load import Load
-from monarchfs.metadata.sibling_names import Publishing
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
@@ -46,7 +44,7 @@ from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
-from monarchfs.types import EvictionPolicy, FreshnessMode, Node, OperationError
+from monarchfs.types import EvictionPolicy, FreshnessMode, OperationError
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
 from monarchfs.worker.opening import (
     forget_earlier_mounts,
@@ -167,11 +165,11 @@ class Parts:
             self.metrics,
             nursery,
             deadline=config.source_deadline_seconds,
-            publishing=Publishing(self.relay.name_known, self.relay.known),
+            threads=self.relay,
             peers=None if nodes is None else nodes.name_owners,
-            on_moved=self._directory_moved,
         )
-        opens = OpenCounts(self.relay.used, self.relay.open_inodes, known=not self.relay.free_opens)
+        self.tree.recorder.on_moved.add(self._directory_moved)
+        opens = OpenCounts(self.relay, known=not self.relay.free_opens)
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
             self.ahead = Ahead(self.tree, self.cache, self.copier.jobs, self.relay.seen)
@@ -192,24 +190,17 @@ class Parts:
             self.metrics,
             self.kernel,
             opens,
-            on_open=self._opened,
-            on_local_open=None if self.touch is None else self.touch.opened,
+            self.touch,
         )
-        self.reasons = Reasons(self.files.residency, self.cache, self.copier)
-        self.finder = Finder(
-            self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)]
-        )
-        self.xattrs = Xattrs(
-            self.tree,
-            self.files.residency,
-            self.reasons,
-            self.source,
-            nursery,
-            on_plain=self.relay.plain,
-        )
+        if self.ahead is not None:
+            self.files.on_open.add(self.ahead.opened)
+        roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
+        self.finder = Finder(self.tree, roots)
+        self.xattrs = Xattrs(self.tree, self.files.residency, self.source, nursery)
+        self.xattrs.on_plain.add(self.relay.plain)
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
-        self.load = Load(self.tree, bootstrap.mount_ns)
+        self.load = Load(self.tree)
         self.copy_idle = CopyIdle(self.copier.jobs, self.scan, bootstrap.mount_ns)
         for tier in config.tiers:
             self.metrics.errors_of_tier(tier.path)
@@ -265,6 +256,7 @@ class Parts:
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
         self.cache.lookup.awaited = self.window.awaits
+        self.files.on_open.add(self.window.opened)
         if relays:
             self.misses.start(
                 posix.device,
@@ -333,12 +325,6 @@ class Parts:
     def data_path(self) -> str:
         """Who reads resident files, for people."""
         return "direct" if self.relay.direct else self.passthrough.data_path
-
-    def _opened(self, node: Node, local: bool) -> None:
-        """As ``on_open`` of the files."""
-        if self.ahead is not None:
-            self.ahead.opened(node, local)
-        self.window.opened(node, local)
 
     def _replica_changed(self, name: bytes) -> None:
         if self.peering is not None:

@@ -138,7 +138,7 @@ async def test_a_name_is_too_long_for_the_source_alone(
     async with files.mount(mode=mode) as mirror:
         if listed:
             await mirror.tree.directories.open(ROOT_INO)
-        lookup, ask_each = mirror.tree.names.lookup, mirror.tree.names.ask_each
+        lookup, ask_each = mirror.tree.names.lookup, mirror.tree.batches.ask_each
         for name in (b"n" * size for size in (144, 255, 256, 503, 504, 1023, 1024)):
             if len(name) > limit:
                 for _ in range(2):
@@ -375,9 +375,9 @@ async def test_a_question_that_finds_a_change(files: Area, hours: Hours, change:
             (files.source / name).unlink()
         else:
             files.write(name, b"other")
-        await mirror.tree.names.ask_each(ROOT_INO, [b"d"], Lane.DEMAND)
+        await mirror.tree.batches.ask_each(ROOT_INO, [b"d"], Lane.DEMAND)
         assert await shows(mirror, 1) == [True]
-        await mirror.tree.names.ask_each(ROOT_INO, [name.encode()], Lane.DEMAND)
+        await mirror.tree.batches.ask_each(ROOT_INO, [name.encode()], Lane.DEMAND)
         assert await shows(mirror, 2) == [False, False]
         hours.pass_by(LATE_NS / 1e9)
         assert await shows(mirror, 2) == [False, True]

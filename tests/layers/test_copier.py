@@ -546,7 +546,7 @@ async def copying_ahead(mirror: Mirror) -> AsyncIterator[Ahead]:
     """Whoever opens ten opens many."""
     with mock.patch.object(ahead, "MANY", 10):
         found = Ahead(mirror.tree, mirror.cache, mirror.copier.jobs, lambda _ino: False)
-        mirror.files._on_open = found.opened
+        mirror.files.on_open.add(found.opened)
         mirror.start_copying()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(found.run)

@@ -20,9 +20,7 @@ from tests.support.mirror import KIB, MIB, Area, Mirror, content
 def why(mirror: Mirror) -> Why:
     finder = Finder(mirror.tree, [b"/mnt/here", os.fsencode(mirror.area.source)])
     return Why(
-        *(mirror.tree, mirror.cache, mirror.reasons, finder),
-        lambda: mirror.source.responding,
-        mirror.metrics,
+        *(mirror.tree, mirror.cache, mirror.residency, finder, mirror.source, mirror.metrics),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.metadata import refresh as refresh_module
+from monarchfs.metadata import directories
 from monarchfs.metadata.load import Load
 from monarchfs.metadata.refresh import Refresh, RefreshResult
 from monarchfs.metadata.snapshot_export import export
@@ -145,7 +145,7 @@ async def test_a_source_that_does_not_answer(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
             await gate.arrived()
-            clock.jump(refresh_module.SILENCE_SECONDS + 1)
+            clock.jump(directories.REFRESH_SECONDS + 1)
         assert "the source does not answer: '/'" in str(errors[0])
         gate.open()
         assert (await mirror.node("a")).stat.size == 10
@@ -189,9 +189,9 @@ async def test_a_large_directory_holds_up_nobody(area: Area) -> None:
             began = time.thread_time()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(watch)
-                result = await Refresh(mirror.tree, mirror.kernel).run(
-                    (), lambda result: seen.append(result.checked)
-                )
+                result = await Refresh(
+                    mirror.tree, mirror.kernel, lambda result: seen.append(result.checked)
+                ).run()
                 nursery.cancel_scope.cancel()
         finally:
             gc.enable()
@@ -215,7 +215,7 @@ async def exported(area: Area, of: Path | None = None) -> Path:
 
 
 async def load(mirror: Mirror, path: Path) -> Load:
-    loading = Load(mirror.tree, mirror.tree.freshness.mount_ns)
+    loading = Load(mirror.tree)
     await loading.run(str(path), mirror.area.source.stat().st_ino)
     return loading
 

@@ -111,7 +111,7 @@ class Directory:
 
     async def listing_ends(self) -> None:
         """Or is broken off."""
-        await until(lambda: not self.mirror.tree.directories._unlisted._running, "its end")
+        await until(lambda: not self.mirror.tree.names._unlisted._running, "its end")
 
 
 @asynccontextmanager
@@ -336,7 +336,7 @@ async def test_a_directory_that_cannot_be_listed_is_not_listed_again_and_again(m
 async def test_a_hanging_listing_holds_up_nobody(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unlisted, "SILENCE_SECONDS", 0.1)
+    monkeypatch.setattr(directories, "AHEAD_SECONDS", 0.1)
     async with looked_up(many, deadline=0.1) as d:
         mirror = d.mirror
         gate = mirror.posix.faults.gate("list")
@@ -403,7 +403,14 @@ async def test_names_that_are_known_bring_others(
     async with listed(many, mode=IMMUTABLE) as d:
         await d.stat(ORDER)
         told: list[bytes] = []
-        d.mirror.tree.siblings._publish = lambda parent, name, entry: told.append(name)
+
+        class Threads:
+            def known(self, parent: int, name: bytes, entry: Entry) -> None:
+                told.append(name)
+
+            name_known = known
+
+        d.mirror.tree.siblings._threads = Threads()
         d.mirror.tree.recorder.outdate(d.number(b"0003"))
         for _ in range(FILES):
             d.mirror.tree.siblings.looked_up(d.ino)
@@ -449,7 +456,7 @@ async def test_attributes_that_files_have_are_seen(many: Area) -> None:
         pytest.skip(f"no such attributes here: {exc}")
     async with listed(many) as d:
         plain: list[int] = []
-        d.mirror.xattrs._on_plain = plain.extend
+        d.mirror.xattrs.on_plain.add(plain.extend)
         await d.stat(d.order)
         for _ in range(2):
             for name in d.order:

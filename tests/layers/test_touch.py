@@ -26,7 +26,7 @@ def touching(mirror: Mirror) -> Touch:
         *(mirror.source, mirror.cache, mirror.metrics, mirror.tree.known.place),
         *(mirror.opens.inodes, 0.001),
     )
-    mirror.files._on_local_open = touch.opened
+    mirror.files._touch = touch
     return touch
 
 

@@ -67,6 +67,9 @@ class NoReaders:
     def used(self, ino: int) -> bool:
         return False
 
+    def open_inodes(self) -> Sequence[int]:
+        return ()
+
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         return False
 

@@ -20,7 +20,6 @@ from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.core.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.open_counts import OpenCounts
-from monarchfs.fs.reasons import Reasons
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
 from monarchfs.metadata.freshness import NS, Freshness
@@ -245,13 +244,12 @@ class Mirror:
             index, self.source, freshness, self.metrics, nursery, deadline=deadline, peers=peers
         )
         self.kernel = RecordingKernel()
-        self.opens = OpenCounts(lambda ino: cache.readers.used(ino))
+        self.opens = OpenCounts(cache.readers)
         self.files = Files(
             self.tree, self.cache, self.copier, self.metrics, self.kernel, self.opens
         )
         self.residency = self.files.residency
-        self.reasons = Reasons(self.residency, self.cache, self.copier)
-        self.xattrs = Xattrs(self.tree, self.residency, self.reasons, self.source, nursery)
+        self.xattrs = Xattrs(self.tree, self.residency, self.source, nursery)
         self.misses = Misses(
             whole,  # type: ignore[arg-type]
             index.nodes,
@@ -459,7 +457,7 @@ class Mirror:
     def reason(self, ino: int) -> str:
         node = self.index.nodes.node(ino)
         assert node is not None
-        return self.reasons.sentence(node) or ""
+        return self.residency.sentence(node) or ""
 
     def states(self, inos: Sequence[int]) -> list[str]:
         return [self.residency.state(ino) for ino in inos]
