@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import trio
 
+from monarchfs.cache import writer
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.readers import NonresidentReads
 from monarchfs.cache.reasons import Cause
@@ -140,6 +141,31 @@ class Copy:
         ):
             chunks = self.chunks
             self._cache.writer.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
+
+    def make_unit(
+        self,
+        start: int,
+        end: int,
+        lane: Lane = Lane.DEMAND,
+        *,
+        in_requests: bool = True,
+        sparse: bool = False,
+    ) -> Unit:
+        """The bytes [start, end), to be fetched. See ``Unit``."""
+        # A slow tier must not slow the readers: what they wait for is fetched again some time.
+        most = writer.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
+        return Unit(
+            self.node.ino,
+            start,
+            end,
+            chunk_bytes=self.chunks.chunk_bytes,
+            version=self.remote.version,
+            device=self.remote.device,
+            readers=self._cache.readers.nonresident.units,
+            most_bytes=most,
+            in_requests=in_requests,
+            sparse=sparse,
+        )
 
     # -- the end of it
 

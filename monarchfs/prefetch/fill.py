@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import trio
 
-from monarchfs.cache import writer
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.core.units import Unit
@@ -154,12 +153,7 @@ class Fill:
         if spans is None or not spans.shared:
             return None
         if self._passing is None:
-            self._passing = PassingReads(
-                spans,
-                self.copy.size,
-                lambda start, end: self._unit(start, end, Lane.DEMAND),
-                self._nursery,
-            )
+            self._passing = PassingReads(self.copy, spans, self._nursery)
         return await self._passing.read(offset, end)
 
     async def _fetched(self, fetch: Fetch, offset: int, end: int) -> Data:
@@ -259,17 +253,10 @@ class Fill:
         return fetch
 
     def _unit(self, start: int, end: int, lane: Lane) -> Unit:
-        # A slow tier must not slow the readers: what they wait for is fetched again some time.
-        most = writer.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
-        return Unit(
-            self.copy.node.ino,
+        return self.copy.make_unit(
             start,
             end,
-            chunk_bytes=self.copy.chunks.chunk_bytes,
-            version=self.copy.remote.version,
-            device=self.copy.remote.device,
-            readers=self._cache.readers.nonresident.units,
-            most_bytes=most,
+            lane,
             # Whoever reads at random may want any block of it next.
             in_requests=not (self.copy.handles and self._at_random),
             sparse=lane is Lane.BACKGROUND

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -215,13 +214,11 @@ class Governor:
     """Constant: the limits. Changing: the window of each storage target (None: not known, or there
     are none)."""
 
-    def __init__(self, most: int, floor: float, readers: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, most: int, floor: float) -> None:
         """``most`` reads at once of each target, ``floor`` of that at least (0 to 1; with 1 nothing
-        is ever held back). ``readers`` tells how many reads were made for readers, and their
-        bytes."""
+        is ever held back)."""
         self._most = most
         self._floor = floor * most
-        self._readers = readers
         self._windows: dict[int | None, TargetWindow] = {None: TargetWindow(self._floor, most)}
 
     def window(self, target: int | None) -> TargetWindow:
@@ -240,11 +237,17 @@ class Governor:
         return min((wait for wait in waits if wait), default=math.inf)
 
     def record(
-        self, now: float, target: int | None, seconds: float, size: int, count: int = 1
+        self,
+        now: float,
+        target: int | None,
+        seconds: float,
+        size: int,
+        count: int,
+        readers: tuple[int, int],
     ) -> None:
-        """The source has just taken so long for each of ``count`` reads of ``size`` bytes."""
-        # Which targets readers' reads went to is not known.
-        readers = self._readers() if target is None else (0, 0)
+        """As ``TargetWindow.record``."""
+        if target is not None:
+            readers = 0, 0  # which targets readers' reads went to is not known
         self.window(target).record(now, seconds, size, count, readers)
 
     @property

@@ -46,7 +46,7 @@ FOLLOW_SECONDS = 0.25
 
 STILL_SECONDS = 120.0
 """A client that waits for copies is sent away if none ended for this long. It is longer than a
-failed copy waits before it is tried again (``prefetch.retries.RETRY_SECONDS``)."""
+failed copy waits before it is tried again (``prefetch.jobs.RETRY_SECONDS``)."""
 
 _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 
@@ -99,7 +99,7 @@ class Commands:
         self._why = why
         self._reports = reports
         self._talks = talks
-        self._files = NamedFiles(tree.names, tree.index.nodes.node, finder.find)
+        self._files = NamedFiles(tree, finder)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS

@@ -12,7 +12,6 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import ShareMode
-from monarchfs.core.misses import MOST_BYTES
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
@@ -28,10 +27,7 @@ from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
 from monarchfs.peers.span_sharing import SpanNodes, SpanService
 from monarchfs.peers.supply import Supply
-from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
-from monarchfs.prefetch.jobs import CopyJobs
-from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.spans import SPAN_BYTES
 from monarchfs.system.http_server import serve
 
@@ -65,7 +61,7 @@ class Peering:
             tree.index.replicas, cache.tiers, owners, peers.nodes[peers.own]
         )
         self._publisher = Publisher(self._holdings, secrets.randbits(63))
-        self._index = index = tree.index
+        index = tree.index
         self._supply = supply = Supply(
             tree.names,
             lambda ino: None if (ref := index.nodes.dirref(ino)) is None else ref.path,
@@ -74,8 +70,8 @@ class Peering:
             lambda name: bool(self._holdings.rows([name])[0].segment),
             lambda name: owners.serves(peers.own, name),
         )
-        self._owners = Owners(owners, self.following, index.nodes.dirref, supply.copies)
-        copier.jobs.observers.append(supply.changed)
+        copier.jobs.owners = Owners(owners, self.following, index.nodes.dirref, supply.copies)
+        copier.jobs.on_step.add(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
         spans = SpanService(supply, copier.jobs, cache, owners, peers.own)
         self._digests = spans.digests
@@ -84,7 +80,6 @@ class Peering:
         copier.files.nodes = self._nodes
         name_owners = NameOwners(owners, self.following)
         tree.shared.bind(name_owners)
-        self._lists_elsewhere = lambda ino: not tree.shared.serves(ino)
         name_supply = NameSupply(
             tree.known,
             tree.names.ask_for_peers,
@@ -109,17 +104,6 @@ class Peering:
         start."""
         _replicas.owners(self._ownership.tables, self.following.own)
         hooks.misses_peers(_replicas.read)
-
-    def bind(self, jobs: CopyJobs, arrivals: Arrivals, scan: Scan) -> None:
-        """Files that other nodes own are copied ahead from those nodes; their directories are
-        scanned last."""
-        scan.elsewhere = self._lists_elsewhere
-        jobs.elsewhere = self._elsewhere
-        arrivals.owners = self._owners
-
-    def _elsewhere(self, ino: int) -> bool:
-        node = self._index.nodes.node(ino)
-        return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
     def _owns_some(self, name: bytes, size: int) -> bool:
         """Whether this node owns a span of the file, at least, or copies it for its peers."""

@@ -171,7 +171,7 @@ class Worker(Parts):
     async def close(self) -> None:
         """Store what was copied, within a bounded time."""
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
-            await self.copier.files.suspend()
+            await self.copier.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
                 await self.cache.accounts.sync()
                 self.said.clear()

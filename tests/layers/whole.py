@@ -67,6 +67,9 @@ class NoReaders:
     def used(self, ino: int) -> bool:
         return False
 
+    def seen(self, ino: int) -> bool:
+        return False
+
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         return False
 
