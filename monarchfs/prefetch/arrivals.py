@@ -262,7 +262,7 @@ class Arrivals:
         if served.data is None:
             if served.opens and not (ino in self._jobs.arriving or self._cache.resident(node)):
                 self._jobs.opened(ino)  # its bytes must be read again
-        elif not node.outdated and self._jobs.arrives(ino):
+        elif not node.outdated and self._jobs.begin_arrival(ino):
             self._wait((node, served.data, None))
 
     def _take(self, wanted: Batch, served: Served) -> None:
@@ -295,7 +295,7 @@ class Arrivals:
         self._end([(ino, wanted)])
 
     def _end(self, ended: Sequence[tuple[int, Batch | None]]) -> None:
-        self._jobs.arrived([ino for ino, _wanted in ended])
+        self._jobs.end_arrivals([ino for ino, _wanted in ended])
         for _ino, wanted in ended:
             if wanted is not None:
                 wanted.end_one()

@@ -23,10 +23,9 @@ from monarchfs.prefetch.arrivals import Arrivals, Batch
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
-from monarchfs.prefetch.governor import Governor, TargetWindow
+from monarchfs.prefetch.governor import Governor, RateLimiter, TargetWindow
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.rate_limiter import AdaptiveSize, RateLimiter
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import at_normal_priority
 from monarchfs.types import Lane, Node
@@ -58,6 +57,25 @@ MAX_LENT = 64
 """A fetch that takes longer lends its slot, as many of them as that at most."""
 
 Work = Callable[[], Awaitable[None]]
+
+
+class AdaptiveSize:
+    """How much is asked for at once, so that it takes about so long. Changing: ``value``."""
+
+    def __init__(self, value: int, least: int, most: int, short: float, long: float) -> None:
+        """What takes less than ``short`` seconds is too little, more than ``long`` too much."""
+        self.value = value
+        self._least = least
+        self._most = most
+        self._short = short
+        self._long = long
+
+    def record_latency(self, seconds: float) -> None:
+        """So long, just now."""
+        if seconds < self._short:
+            self.value = min(2 * self.value, self._most)
+        elif seconds > self._long:
+            self.value = max(self.value // 2, self._least)
 
 
 @dataclass(eq=False, slots=True)

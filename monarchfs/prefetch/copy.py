@@ -169,19 +169,19 @@ class Copy:
 
     # -- the end of it
 
-    def saw(self, version: SourceVersion) -> None:
+    def see_version(self, version: SourceVersion) -> None:
         """The source was read, and had this version then: once for each, what is known is wrong."""
         if version != self._seen:
             self._seen = version
-            self.changed()
+            self.source_changed()
 
     def outdated(self) -> None:
         """The source holds another version: unless all of this one is local, nothing that is may
         be served any more, and reads show the source as it is. No checkpoint."""
         if self.state is not State.RESIDENT:
-            self.changed()
+            self.source_changed()
 
-    def changed(self) -> None:
+    def source_changed(self) -> None:
         """The source has another version now: what was read of this one is not mixed with it."""
         self.changes += 1
         self.threads.hide()
@@ -255,7 +255,7 @@ class Copy:
         try:
             await self.remote.open(Lane.BACKGROUND)
         except SourceChanged:
-            self.changed()
+            self.source_changed()
         except OSError as exc:
             self._metrics.copy_failed(exc.errno)
             self.give_up(Cause.FAILED, f"copying failed: {exc.strerror}")

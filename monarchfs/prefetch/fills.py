@@ -101,7 +101,7 @@ class Fills:
             self._cache.writer.cancel(place)
         elif fill.copy.begin_filling(place):
             self._jobs.begin(fill, priority)
-        self._jobs.arrived([node.ino])
+        self._jobs.end_arrivals([node.ino])
 
     def _make(self, node: Node) -> Fill:
         remote = RemoteFile(

@@ -13,6 +13,9 @@ for longer than two reads take: more reads at once than that bring nothing.
 The best is forgotten after a while, as a source can become another. Reads that are made while many
 of our own are under way would then show our own queue as the best. So now and then one read is made
 at a time.
+
+A thousand nodes begin a job in the same second, and each of them would copy as fast as it can. So
+these reads also keep to a rate, if one is set.
 """
 
 from __future__ import annotations
@@ -45,6 +48,10 @@ MOST_REST_SECONDS = 1.0
 
 LARGE_BYTES = 256 << 10
 """Larger reads are compared by their bandwidth, others with those of about their size."""
+
+
+BURST_SECONDS = 0.5
+"""What was left over of the rate in this time may be taken at once."""
 
 
 class Lowest:
@@ -269,3 +276,29 @@ class Governor:
         times, target = max(held, key=lambda one: one[0])
         what = "the source" if target is None else f"storage target {target}"
         return f"{what} was {times:.1f} times slower than usual"
+
+
+class RateLimiter:
+    """Constant: the rate. Changing: the debt in bytes, and as of when."""
+
+    def __init__(self, rate: int) -> None:
+        """``rate`` in bytes a second, 0 for any."""
+        self._rate = rate
+        self._debt = 0.0
+        self._debt_at = 0.0
+
+    def wait(self, now: float) -> float:
+        """Seconds until another read may begin."""
+        return max(0.0, self._owed(now) / self._rate - BURST_SECONDS) if self._rate else 0.0
+
+    def room(self, now: float) -> float:
+        """How many bytes may be under way before the next read has to wait for the rate."""
+        return BURST_SECONDS * self._rate - self._owed(now) if self._rate else math.inf
+
+    def began(self, now: float, size: int) -> None:
+        """A read of ``size`` bytes, or a little less, was begun."""
+        self._debt = self._owed(now) + size
+        self._debt_at = now
+
+    def _owed(self, now: float) -> float:
+        return max(0.0, self._debt - (now - self._debt_at) * self._rate)

@@ -167,7 +167,7 @@ class CopyJobs:
         """How much of these files is local, of those that are being copied now."""
         return sum(fill.copy.local_bytes for fill in self.background if fill.copy.node.ino in inos)
 
-    def arrives(self, ino: int) -> bool:
+    def begin_arrival(self, ino: int) -> bool:
         """All of the file is read by others, or was, and is stored then; False where it is being
         copied already. No checkpoint."""
         if ino in self.files or ino in self.arriving:
@@ -175,7 +175,7 @@ class CopyJobs:
         self.arriving.add(ino)
         return True
 
-    def arrived(self, inos: Sequence[int]) -> None:
+    def end_arrivals(self, inos: Sequence[int]) -> None:
         """That is over, whatever came of it."""
         self.arriving.difference_update(inos)
         self.on_step(inos)

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from monarchfs.prefetch.ahead import MANY, MOST_AHEAD, Allowance, Walks
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
-from monarchfs.prefetch.governor import Governor
+from monarchfs.prefetch.governor import BURST_SECONDS, Governor, RateLimiter
 from monarchfs.prefetch.queue import CopyQueue, Priority
-from monarchfs.prefetch.rate_limiter import BURST_SECONDS, RateLimiter
 from monarchfs.prefetch.readahead import Readahead
 
 MIB = 1 << 20
