@@ -40,6 +40,9 @@ class Readers(Protocol):
     def open_inodes(self) -> Collection[int]:
         """What they have handles for."""
 
+    def seen(self, ino: int) -> bool:
+        """Whether they have opened or read its replica."""
+
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         """They may read the files in this directory of the tier, which stays the caller's; with
         None, no files of the tier."""

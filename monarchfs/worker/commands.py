@@ -46,7 +46,7 @@ FOLLOW_SECONDS = 0.25
 
 STILL_SECONDS = 120.0
 """A client that waits for copies is sent away if none ended for this long. It is longer than a
-failed copy waits before it is tried again (``prefetch.retries.RETRY_SECONDS``)."""
+failed copy waits before it is tried again (``prefetch.jobs.RETRY_SECONDS``)."""
 
 _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 
@@ -95,7 +95,7 @@ class Commands:
         )
         self._talks: dict[str, Talk] = {"record": recordings.answer, "order": announcing.answer}
         """The commands that tell of themselves, and may hear more than the request."""
-        self._files = NamedFiles(parts.tree.names, parts.index.nodes.node, parts.finder.find)
+        self._files = NamedFiles(parts.tree, parts.finder)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS

@@ -33,7 +33,7 @@ from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
-from monarchfs.prefetch.copier import Copier, CopyLimits
+from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.scan import Scan
@@ -147,11 +147,9 @@ class Parts:
             self.cache,
             self.metrics,
             nursery,
-            limits=CopyLimits(
-                config.copy_workers,
-                config.prefetch_bytes_per_second,
-                config.prefetch_floor / 100,
-            ),
+            workers=config.copy_workers,
+            rate=config.prefetch_bytes_per_second,
+            floor=config.prefetch_floor / 100,
             keeps=config.prefetch is not PrefetchMode.NONE,
             trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
         )
@@ -172,14 +170,14 @@ class Parts:
         opens = OpenCounts(self.relay, known=not self.relay.free_opens)
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
-            self.ahead = Ahead(self.tree, self.cache, self.copier.jobs, self.relay.seen)
+            self.ahead = Ahead(self.tree, self.cache, self.copier.jobs)
         self.touch: Touch | None = None
         if config.touch_source_seconds:
             self.touch = Touch(
                 self.source,
                 self.cache,
                 self.metrics,
-                self.tree.known.place,
+                self.tree.known,
                 opens.inodes,
                 config.touch_source_seconds,
             )
@@ -240,19 +238,18 @@ class Parts:
             self.source,
             self.cache,
             self.copier.jobs,
+            self.copier.files,
             self.metrics,
             nursery,
-            self.copier.copy_alone,
             self.files.opened_elsewhere,
         )
         self.window = Window(
-            NamedFiles(self.tree.names, self.index.nodes.node, self.finder.find),
+            NamedFiles(self.tree, self.finder),
             self.source,
             self.cache,
             self.copier.jobs,
             self.misses,
             WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
-            self.relay.seen,
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
         self.cache.lookup.awaited = self.window.awaits
@@ -264,9 +261,7 @@ class Parts:
                 layouts=posix.has_layouts,
                 nice=config.copy_nice,
             )
-            self.copier.files.bind(self.arrivals)
-        if self.peering is not None:
-            self.peering.bind(self.copier.jobs, self.arrivals, self.scan)
+            self.copier.bind(self.arrivals)
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,

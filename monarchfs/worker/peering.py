@@ -12,7 +12,6 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import ShareMode
-from monarchfs.core.misses import MOST_BYTES
 from monarchfs.index.index import Index
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
@@ -28,10 +27,7 @@ from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
 from monarchfs.peers.span_sharing import SpanDigests, SpanNodes, SpanService
 from monarchfs.peers.supply import Supply
-from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
-from monarchfs.prefetch.jobs import CopyJobs
-from monarchfs.prefetch.scan import Scan
 from monarchfs.system.http_server import serve
 
 CONNECTIONS = 512
@@ -73,19 +69,17 @@ class Peering:
         self.following = nodes.following
         self._listener = socket.socket(fileno=descriptor)
         self._ownership = ownership = nodes.ownership
-        self._owners = nodes.owners
-        self._index = tree.index
         self._catalogue = Catalogue(
             tree.index.replicas, cache.tiers, ownership, secrets.randbits(63)
         )
         supply = Supply(tree, copier, self._catalogue, nodes.share)
-        copier.jobs.observers.append(supply.changed)
+        copier.jobs.owners = nodes.owners
+        copier.jobs.on_step.add(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
         self._digests = SpanDigests(cache)
         spans = SpanService(supply, copier.jobs, cache, self._digests, nodes.share)
         self._nodes = SpanNodes(copier.jobs, self._digests, nodes.share, self.following)
         copier.files.nodes = self._nodes
-        self._lists_elsewhere = lambda ino: not tree.shared.serves(ino)
         names = None
         if tree.freshness.serves_stale:
             names = NameSupply(tree, supply, nodes.name_owners, nursery)
@@ -94,17 +88,6 @@ class Peering:
         self._mode = mode
         _replicas.owners(ownership.tables, ownership.own)
         hooks.misses_peers(_replicas.read)
-
-    def bind(self, jobs: CopyJobs, arrivals: Arrivals, scan: Scan) -> None:
-        """Files that other nodes own are copied ahead from those nodes; their directories are
-        scanned last."""
-        scan.elsewhere = self._lists_elsewhere
-        jobs.elsewhere = self._elsewhere
-        arrivals.owners = self._owners
-
-    def _elsewhere(self, ino: int) -> bool:
-        node = self._index.nodes.node(ino)
-        return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
 
     def changed(self, name: bytes) -> None:
         """A replica was added or removed."""

@@ -187,7 +187,7 @@ class Worker:
     async def close(self) -> None:
         """Store what was copied, within a bounded time."""
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
-            await self.parts.copier.files.suspend()
+            await self.parts.copier.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
                 await self.parts.cache.accounts.sync()
                 self._said.clear()

@@ -70,6 +70,9 @@ class NoReaders:
     def open_inodes(self) -> Sequence[int]:
         return ()
 
+    def seen(self, ino: int) -> bool:
+        return False
+
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         return False
 
