@@ -161,7 +161,9 @@ class Arrivals:
             for directory in self._misses.unopened(batch.nodes):
                 # If it cannot be opened, its files get the error when they are copied alone.
                 with suppress(OSError, SourceChanged):
-                    await self._source.open_directory(directory, Lane.BACKGROUND)
+                    await self._source.call(
+                        Lane.BACKGROUND, self._source.posix.open_directory, directory
+                    )
             theirs = [] if self.owners is None else list(filter(self.owners.elsewhere, batch.nodes))
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in batch.nodes if node.ino not in numbers])
