@@ -12,6 +12,14 @@ from typing import NamedTuple
 
 FUSE_INIT = 26
 FUSE_NOTIFY_RESEND = 7
+
+LOOKUP, GETATTR, OPEN, READ, RELEASE, GETXATTR = 1, 3, 14, 15, 18, 22
+OPENDIR, RELEASEDIR, ACCESS, READDIRPLUS = 27, 29, 34, 44
+"""Of enum fuse_opcode: what ``fast_path`` answers."""
+AHEAD, UNOPENED = 0xFFFE, 0xFFFF
+"""None of the kernel's, from the C part: a note that a file has been read so far (_relay.h); the
+kernel did not wait for the answer to an open."""
+
 MAX_WRITE = 4096
 """Nothing is ever written; the kernel wants every buffer for requests to be larger than this
 (fs/fuse/dev.c, fuse_dev_do_read), so that thousands of waiting requests stay small."""
@@ -145,37 +153,11 @@ def parse_init_reply(reply: bytes) -> InitReply:
         raise ProtocolError(f"FUSE_INIT was refused with error {-error}")
     if length != len(reply) or length < OUT_HEADER.size + INIT_OUT.size:
         raise ProtocolError(f"a reply to FUSE_INIT of {len(reply)} bytes (says {length})")
-    (
-        major,
-        minor,
-        max_readahead,
-        flags,
-        max_background,
-        congestion_threshold,
-        max_write,
-        time_gran,
-        max_pages,
-        map_alignment,
-        flags2,
-        max_stack_depth,
-        *_,
-    ) = INIT_OUT.unpack_from(reply, OUT_HEADER.size)
+    fields = INIT_OUT.unpack_from(reply, OUT_HEADER.size)
+    flags, flags2 = fields[3], fields[10]
     if flags & InitFlag.INIT_EXT:
         flags |= flags2 << 32
-    return InitReply(
-        unique,
-        major,
-        minor,
-        max_readahead,
-        InitFlag(flags),
-        max_background,
-        congestion_threshold,
-        max_write,
-        time_gran,
-        max_pages,
-        map_alignment,
-        max_stack_depth,
-    )
+    return InitReply(unique, *fields[:3], InitFlag(flags), *fields[4:10], fields[11])
 
 
 def build_init_reply(reply: InitReply) -> bytes:

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.readers import NonresidentReads
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
+from monarchfs.core.nonresident import NonresidentReads
 from monarchfs.core.units import Unit
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import ChunkMap

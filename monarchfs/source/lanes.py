@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -177,14 +176,8 @@ def lend(lanes: Iterable[LaneThreads], stuck_seconds: float, max_lent: int) -> i
     return total
 
 
-class _State(Enum):
-    WAITING = auto()
-    RUNNING = auto()
-    DONE = auto()
-    ABANDONED = auto()
-
-
-# Guards the state of every call. Held for an assignment or two, never around a call of the source.
+# Guards what became of every call. Held for an assignment or two, never around a call of the
+# source.
 _state_lock = threading.Lock()
 
 
@@ -192,10 +185,11 @@ _state_lock = threading.Lock()
 class Call(Generic[T]):
     """One call of ``fn(*args)``; the object itself is what the thread runs.
 
-    Constant: all but ``started`` (time.monotonic()) and ``seconds``, which the thread sets, and the
-    state with its result. ``dispose`` gets the result of a call whose caller was cancelled
-    meanwhile; ``skipped`` is called if such a call never began. Either runs in a thread, may
-    block, and may fail with OSError unheard.
+    Constant: all but ``started`` (time.monotonic()) and ``seconds``, which the thread sets, and
+    what became of it: whether it ``began``, or its caller was cancelled; the result, once ``done``.
+    ``dispose`` gets the result of a call whose caller was cancelled meanwhile; ``skipped`` is
+    called if such a call never began. Either runs in a thread, may block, and may fail with OSError
+    unheard.
     """
 
     lane: LaneThreads
@@ -205,15 +199,17 @@ class Call(Generic[T]):
     skipped: Callable[[], object] | None
     started: float = 0.0
     seconds: float = 0.0
-    state: _State = _State.WAITING
+    began: bool = False
+    abandoned: bool = False
+    done: bool = False
     result: T | None = None
 
     def __call__(self) -> T | None:
         """Run, in the thread. The result is None only if nobody is there to see it."""
         with _state_lock:
-            if self.state is _State.ABANDONED:
+            if self.abandoned:
                 return None
-            self.state = _State.RUNNING
+            self.began = True
         running = self.lane.running
         self.started = time.monotonic()
         running[self] = None
@@ -225,8 +221,8 @@ class Call(Generic[T]):
             self.lane.returned = now
             self.seconds = now - self.started
         with _state_lock:
-            abandoned = self.state is _State.ABANDONED
-            self.state = _State.DONE
+            abandoned = self.abandoned
+            self.done = True
             self.result = result
         if abandoned and self.dispose is not None:
             self.dispose(result)
@@ -235,10 +231,10 @@ class Call(Generic[T]):
     def abandon(self) -> None:
         """The caller was cancelled: whatever the call holds is released. Does not block."""
         with _state_lock:
-            state = self.state
-            self.state = _State.ABANDONED
-        if state is _State.WAITING and self.skipped is not None:
+            self.abandoned = True
+            began, done = self.began, self.done
+        if not began and self.skipped is not None:
             self.lane.releases.soon(self.skipped)
-        elif state is _State.DONE and self.dispose is not None:
+        elif done and self.dispose is not None:
             assert self.result is not None
             self.lane.releases.soon(partial(self.dispose, self.result))
