@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from monarchfs.source.open_files import OpenFiles
+from monarchfs.source.posix import read_layout
 
 SOURCE_BYTES = 512 << 20
 """What is read of the source at most; half of it, of a tier, is written and read."""
@@ -171,7 +171,7 @@ def _with_file(path: str, use: Callable[[int], object]) -> float | None:
         return None
     try:
         opened = time.monotonic()
-        OpenFiles(0).layout(fd)
+        read_layout(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         begun += time.monotonic() - opened
         use(fd)

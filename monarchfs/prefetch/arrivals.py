@@ -144,7 +144,9 @@ class Arrivals:
             for directory in self._misses.unopened(nodes):
                 # If it cannot be opened, its files get the error when they are copied alone.
                 with suppress(OSError, SourceChanged):
-                    await self._source.open_directory(directory, Lane.BACKGROUND)
+                    await self._source.call(
+                        Lane.BACKGROUND, self._source.posix.open_directory, directory
+                    )
             theirs = [] if owners is None else list(filter(owners.elsewhere, nodes))
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in nodes if node.ino not in numbers])

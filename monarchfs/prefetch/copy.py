@@ -10,9 +10,9 @@ import trio
 
 from monarchfs.cache import writer
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.readers import NonresidentReads
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
+from monarchfs.core.nonresident import NonresidentReads
 from monarchfs.core.units import Unit
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import ChunkMap

@@ -126,14 +126,15 @@ class RemoteFile:
 
     async def current(self, lane: Lane) -> SourceStat:
         """What the file behind the descriptor is now. Raises as ``open``."""
-        return await self._source.fstat(await self._descriptor(lane), lane)
+        fd = await self._descriptor(lane)
+        return await self._source.call(lane, self._source.posix.fstat, fd)
 
     async def fetch_whole(self, lane: Lane) -> bytes:
         """All bytes of this version. Raises the source's OSError, SourceChanged, and, where nobody
         waits for it, Archived."""
         size = self.version.size
         fd = await self._to_fetch(lane)
-        data, version = await self._source.read_once(fd, 0, size, lane)
+        data, version = await self._source.read(fd, 0, size, lane, once=True)
         if version != self.version or len(data) != size:
             raise SourceChanged("it changed while it was read")
         return data
@@ -143,7 +144,8 @@ class RemoteFile:
         # What is mounted below the source may be a Lustre where the source is none.
         may_have = self._source.has_layouts or self.version.device
         if lane is Lane.BACKGROUND and self.layout is None and may_have:
-            self.layout = await self._source.layout(await self.open(lane), lane)
+            fd = await self.open(lane)
+            self.layout = await self._source.call(lane, self._source.posix.layout, fd)
         return await self.open(lane)
 
     async def read_unit(self, unit: Unit, lane: Lane, *, ahead: bool = False) -> bool:

@@ -102,7 +102,8 @@ class Touch:
         """False where the source did not answer."""
         try:
             with trio.move_on_after(PATIENCE_SECONDS) as patience:
-                await self._source.touch(*self._known.place(ino), Lane.BACKGROUND)
+                source, place = self._source, self._known.place(ino)
+                await source.call(Lane.BACKGROUND, source.posix.touch, *place)
         except (OSError, MonarchError) as exc:
             # Gone, or replaced: nothing that is used here is at stake.
             self._metrics.touches_failed += 1

@@ -332,7 +332,9 @@ class Window:
         for directory in misses.unopened(nodes):
             # If it cannot be opened, its files are read when they are opened.
             with suppress(OSError, SourceChanged):
-                await self._source.open_directory(directory, Lane.BACKGROUND)
+                await self._source.call(
+                    Lane.BACKGROUND, self._source.posix.open_directory, directory
+                )
         files = self._jobs.files
         if order not in self.orders.values():
             return  # it was dropped meanwhile: nobody would give these up

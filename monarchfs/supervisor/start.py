@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from monarchfs.config import Config
-from monarchfs.fuse.connection import FuseConnection, connection_of_device
+from monarchfs.fuse.connection import FuseConnection
 from monarchfs.fuse.handle_table import make_memory, make_table, read_vitals
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import MONARCHFS, connection_of, find_mount
@@ -200,7 +200,7 @@ def _resume(
         descriptors = replace(descriptors, peers=peer_server.listener.fileno())
         handover = replace(handover, descriptors=descriptors)
     mounted = find_mount(config.mountpoint)
-    connection = connection_of_device(handover.connection, descriptors.fuse, mounted)
+    connection = FuseConnection(handover.connection, mounted, descriptors.fuse)
     undo.callback(connection.close)
     backing = BackingFiles(config, descriptors.fuse, descriptors.tiers, descriptors.handles)
     backing.take_over(handover.stack_depth)
@@ -315,7 +315,7 @@ def _mount(config: Config, undo: ExitStack) -> tuple[int, FuseConnection]:
                 f"somebody else unmounted or covered {config.mountpoint}: try again"
             )
         number = mounted.minor
-    connection = connection_of_device(number, fuse, mounted)
+    connection = FuseConnection(number, mounted, fuse)
     undo.callback(connection.close)
     undo.callback(lambda: unmount_bounded(connection, time.monotonic() + 1))
     return fuse, connection

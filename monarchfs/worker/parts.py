@@ -18,13 +18,14 @@ from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.xattrs import Xattrs
-from monarchfs.fuse.adapter import Adapter, SessionCalls
+from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.fast_path import FastPath
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
+from monarchfs.fuse.thread_counts import count_threads
 from monarchfs.index import Index, OnChange
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
@@ -111,8 +112,6 @@ class Parts:
         # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
-            fuse_session.hooks,
-            self.metrics,
             free_opens=not self.kernel_reads and free_opens(config),
             direct=config.data_path is DataPath.DIRECT,
         )
@@ -124,7 +123,7 @@ class Parts:
             behind=quietly,
             reads_elsewhere=lambda: self.relay.waits,
         )
-        self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
+        self.kernel = Notifier()
         accounts = Accounts(
             self.index,
             open_tiers(config, bootstrap, self.index),
@@ -195,7 +194,7 @@ class Parts:
         roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
         self.finder = Finder(self.tree, roots)
         self.xattrs = Xattrs(self.tree, self.files.residency, self.source, nursery)
-        self.xattrs.on_plain.add(self.relay.plain)
+        self.xattrs.on_plain.add(fuse_session.hooks.absent_add)
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree)
@@ -268,9 +267,8 @@ class Parts:
             tells=self.cache.tracks or config.touch_source_seconds > 0,
             opens_here=not self.kernel_reads,
             misses=self.misses if relays else None,
-            waiting=lambda: self.interrupts.waiting,
+            interrupts=self.interrupts,
         )
-        self.relay.counts.on_source_reads.add(self.source.count_elsewhere)
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
@@ -283,20 +281,13 @@ class Parts:
             self.relay,
             table,
             self.passthrough,
-            SessionCalls(
-                fuse_session.current_request,
-                fuse_session.current_node,
-                fuse_session.back_open,
-                fuse_session.answered_soon if journal is not None else None,
-                fuse_session.hooks.record_answered,
-            ),
+            journals=journal is not None,
         )
         fast_path = FastPath(
             file_system,
             self.adapter.handles,
             self.relay,
             self.metrics,
-            fuse_session.current_request,
             self.passthrough,
         )
         fuse_session.on_request(fast_path.answer)
@@ -332,7 +323,8 @@ class Parts:
 
     def count(self) -> None:
         """Bring the counts up to date, and store them. Called before they are shown."""
-        self.relay.counts.count()
+        for reads in count_threads(self.metrics):
+            self.source.count_elsewhere(*reads)
         self.arrivals.take_events()
         self.window.count(self.metrics)
         if self.peering is not None:
