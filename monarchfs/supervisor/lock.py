@@ -100,42 +100,35 @@ def write_holder(lock: int, holder: Holder) -> None:
     os.pwrite(lock, json.dumps(asdict(holder)).encode() + b"\n", 0)
 
 
-class NamedLock:
-    """A locked file in a directory that only we can change. It exists while somebody has it, or was
-    killed with it."""
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-
-    @classmethod
-    def take(cls, path: str, deadline: float, overdue: str) -> NamedLock:
-        """Waits for it; raises OperationError(``overdue``) at ``deadline`` (time.monotonic()), and
-        where the file cannot be made."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        while True:
-            try:
-                descriptor = os.open(path, flags, 0o600)
-            except OSError as error:
-                raise OperationError(f"cannot make {path}: {error.strerror}") from None
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _still_named(descriptor, None, path):
-                    return cls(path, descriptor)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    os.close(descriptor)
-                    raise OperationError(overdue) from None
-                time.sleep(_POLL_SECONDS)
-            except BaseException:
+def take_named_lock(path: str, deadline: float, overdue: str) -> int:
+    """A locked file in a directory that only we can change: its descriptor. It exists while
+    somebody has it, or was killed with it. Waits for it; raises OperationError(``overdue``) at
+    ``deadline`` (time.monotonic()), and where the file cannot be made."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise OperationError(f"cannot make {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _still_named(descriptor, None, path):
+                return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise
+                raise OperationError(overdue) from None
+            time.sleep(_POLL_SECONDS)
+        except BaseException:
             os.close(descriptor)
+            raise
+        os.close(descriptor)
 
-    def release(self) -> None:
-        """Removes the file, then lets the next one in."""
-        os.unlink(self._path)
-        os.close(self._descriptor)
+
+def release_named_lock(path: str, descriptor: int) -> None:
+    """Removes the file, then lets the next one in."""
+    os.unlink(path)
+    os.close(descriptor)
 
 
 def _still_named(lock: int, state_dir: int | None, name: str = LOCK) -> bool:
