@@ -7,16 +7,14 @@ index.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
-import stat
 import time
 from dataclasses import asdict, dataclass
 
 from monarchfs.config import User
-from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.identity import open_file_as
 from monarchfs.types import MonarchError, OperationError
 
 LOCK = "lock"
@@ -54,13 +52,9 @@ def take_lock(state_dir: int, user: User) -> int:
     """The descriptor of the lock file in an open state directory, locked until it is closed. Opened
     as ``user``, who owns the directory and may have put a symbolic link there. Raises InUse, or
     OSError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
-        with acting_as(user):
-            lock = os.open(LOCK, flags, 0o600, dir_fd=state_dir)
+        lock = open_file_as(user, LOCK, os.O_RDWR | os.O_CREAT, directory=state_dir)
         try:
-            if not stat.S_ISREG(os.fstat(lock).st_mode):
-                raise OSError(errno.EINVAL, "it is not a file")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A supervisor that gives up removes the file: a new one is locked by somebody else.
             if _still_named(lock, state_dir):

@@ -42,7 +42,6 @@ from monarchfs.supervisor.readahead import read_ahead
 from monarchfs.supervisor.registration import ControlSocket, open_runtime_dir
 from monarchfs.supervisor.startup import Mounted
 from monarchfs.supervisor.storage import mark_suspect, open_state_dir
-from monarchfs.supervisor.stranded import left_out
 from monarchfs.supervisor.supervise import Supervisor, SupervisorParts
 from monarchfs.supervisor.takeover import Handover, OrphanedWorker
 from monarchfs.supervisor.tieropening import open_tiers
@@ -172,7 +171,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     read_ahead(connection.number)
     control_socket = ControlSocket(config, config.state_dir, mount_ns, connection.number)
     undo.callback(control_socket.close)
-    stay = [(logging.WARNING, line) for line in left_out(config, directories.record)]
+    stay = [(logging.WARNING, line) for line in directories.left_out()]
     if not config.foreground:
         for level, line in stay:
             log.log(level, "%s", line)  # to who mounts; the log gets it, too
