@@ -27,9 +27,10 @@ from monarchfs.config.values import parse_path
 from monarchfs.control.client import Connection
 from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.lease import MountLease
+from monarchfs.supervisor.lease import MountLease, job_stem
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
-from monarchfs.supervisor.namespace_daemon import MountRequest, settings_digest
+from monarchfs.supervisor.namespace_daemon import lease_mount, settings_digest
+from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.probe import (
     EmptySource,
     check_exists,
@@ -38,7 +39,6 @@ from monarchfs.supervisor.probe import (
     probe_source,
 )
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
-from monarchfs.supervisor.shared import lease_mount, stems_of
 from monarchfs.system.bounded import bounded_call
 from monarchfs.system.limits import explained
 from monarchfs.system.sizes import format_bytes
@@ -146,10 +146,10 @@ def _view_of(
         )
     _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
-    wanted = MountRequest(settings, real, user, places, *stems_of(places, real, user, environ))
+    spec = MountSpec(settings, real, real, user, places)
     search = search_of(environ)
     find_private(search)  # what killed mounts have left goes
-    lease = lease_mount(wanted, deadline, partial(search, set()))
+    lease = lease_mount(spec, job_stem(spec, environ), deadline, search)
     if lease.settings != settings_digest(settings):
         complain(f"{source} is mounted already for you: with the options of that mount", 0)
     return CommandView("own", partial(join, lease.spaces), lease.control, lease.owner_uid, lease)
