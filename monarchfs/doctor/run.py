@@ -13,7 +13,7 @@ from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.doctor import leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, warning
-from monarchfs.doctor.speed import SourceRates, TierRates
+from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.storage import nearest
 from monarchfs.system.bounded import Answer, bounded_call

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND, RELAY_FILES_PER_SECOND
 from monarchfs.insight.histogram import LogHistogram
 from monarchfs.insight.recording import Event, Kind
 from monarchfs.insight.results import CAUSES, ELSEWHERE, LOCAL, SOURCE, Latency
-from monarchfs.plan.times import RELAY_BYTES_PER_SECOND, RELAY_FILES_PER_SECOND
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 1 << 62)
 _SMALL, _MIDDLE, _LARGE, _ = SIZES

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from monarchfs.cli.main import main
 from monarchfs.control import client as control_client
 from monarchfs.control import messages, registration
-from monarchfs.hints.client import find_mount
+from monarchfs.hints import find_mount
 from monarchfs.supervisor import channel, supervise
 from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError

@@ -20,9 +20,9 @@ from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import connection, leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, split_remedy
 from monarchfs.doctor.run import Subject, examine
-from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
+from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.peers.nodes import PeerNode
 from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.lock import Holder

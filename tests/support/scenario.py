@@ -45,7 +45,7 @@ from monarchfs.control import client
 from monarchfs.control.registration import Registered
 from monarchfs.exporter import wire
 from monarchfs.exporter.samples import Values
-from monarchfs.hints.client import find_mount
+from monarchfs.hints import find_mount
 from tests.support import surroundings
 from tests.support.dataset import Dataset, bytes_of
 from tests.support.mounting import Bench, Mount, as_user, run, wait_for

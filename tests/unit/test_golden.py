@@ -34,11 +34,10 @@ from monarchfs.cli.watch import lines as watch_lines
 from monarchfs.config import User
 from monarchfs.config.model import ShareMode
 from monarchfs.doctor.checks import ok, problem, warning
+from monarchfs.insight.estimates import SourceRates, TierRates, plan_sharing
+from monarchfs.insight.fitting import PlannedTier
 from monarchfs.insight.live import LiveRates
 from monarchfs.insight.recording import AnsweredBy
-from monarchfs.plan.fitting import PlannedTier
-from monarchfs.plan.sharing import plan_sharing
-from monarchfs.plan.times import SourceSpeed, TierSpeed
 from monarchfs.slurm.discovery import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
 from monarchfs.slurm.leftovers import Leftover
 from monarchfs.slurm.trees import Size
@@ -263,8 +262,8 @@ def test_plan(shown: Shown, golden: Golden) -> None:
     fits = {**whole, **amount(91_001, 45 * GIB), "whole": amount(91_000, 40 * GIB)}
     fits |= {"partial": amount(0, 0), "remote": amount(0, 0)}
     hurried = {**whole, "complete": False, "unreadable": 2}
-    rates = SourceSpeed(100e6, 0.001, 4), [TierSpeed(5e9, 9e9), TierSpeed(1e9, 2e9)]
-    quick = SourceSpeed(9e9, 0.00001, 4), rates[1]
+    rates = SourceRates(100e6, 0.001, 4), [TierRates(5e9, 9e9), TierRates(1e9, 2e9)]
+    quick = SourceRates(9e9, 0.00001, 4), rates[1]
     for name, report, measured in (
         ("too large", whole, rates),
         ("fits", fits, rates),
@@ -291,9 +290,10 @@ def test_each_byte_comes_from_somewhere(dataset: int, room: int, nodes: int, sha
     found = plan_sharing(
         *(dataset, room, nodes), own_first=share != "replicate", keeps_foreign=share != "partition"
     )
-    kept = found.own_bytes + found.foreign_bytes
-    for reads, local in ((found.first_epoch, 0), (found.later_epoch, kept)):
-        assert min(reads.source_bytes, reads.network_bytes) >= 0
-        assert abs(reads.source_bytes / nodes + reads.network_bytes + local - dataset) < 4
-    assert found.own_bytes + found.foreign_bytes <= min(room, dataset) + 1
-    assert found.first_epoch.source_bytes >= dataset - 1
+    kept = found["own_bytes"] + found["foreign_bytes"]
+    for epoch, local in (("first_epoch", 0), ("later_epoch", kept)):
+        source_bytes, network_bytes = found[epoch]["source_bytes"], found[epoch]["network_bytes"]
+        assert min(source_bytes, network_bytes) >= 0
+        assert abs(source_bytes / nodes + network_bytes + local - dataset) < 4
+    assert kept <= min(room, dataset) + 1
+    assert found["first_epoch"]["source_bytes"] >= dataset - 1
