@@ -123,7 +123,7 @@ def weigh(
             return
         for request in weight_requests(_below(mount, chain([first], pairs)), replace=replace):
             with mount.connect() as connection:
-                connection.long_request(request, lambda so_far: None)
+                connection.request(request, progress=lambda so_far: None)
         found.append(mount)
 
     return quietly("weights", send) and bool(found)

@@ -518,7 +518,7 @@ def test_a_client_survives_any_daemon(
         with pytest.raises(OperationError, match=r"\w"):
             control_client.request(found, {"command": "status"}, 0.3)
         with control_client.connect(found, 5) as connection, pytest.raises(OperationError):
-            connection.long_request({"command": "refresh"}, lambda _: None)
+            connection.request({"command": "refresh"}, progress=lambda _: None)
         started.check(3)
     finally:
         evil.close()

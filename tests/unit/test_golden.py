@@ -28,9 +28,8 @@ from monarchfs.cli.main import main
 from monarchfs.cli.plan import combine, lines, shared
 from monarchfs.cli.rates import History, MountView
 from monarchfs.cli.screen import draw, draw_list
-from monarchfs.cli.top import Usage, _Shown
-from monarchfs.cli.watch import Moment
-from monarchfs.cli.watch import lines as watch_lines
+from monarchfs.cli.top import TopView, Usage
+from monarchfs.cli.watch import MountsView
 from monarchfs.config import User
 from monarchfs.config.model import ShareMode
 from monarchfs.doctor.checks import ok, problem, warning
@@ -132,8 +131,10 @@ def test_the_lines_of_status_watch(shown: Shown, golden: Golden) -> None:
     well, history = healthy(), History()
     later = changed(well, uptime_seconds=3702.0, served={"local_opens": 13, "source_opens": 11})
     gone = {"mountpoint": "/mnt/photos", "state": "silent", "error": "no\nanswer"}
-    for at, seen in enumerate([well, later, gone, [well, gone], []]):
-        shown.put(*watch_lines(Moment(2.0 * at, seen), history))
+    looks: list[Any] = [well, later, gone, [well, gone], []]
+    for at, seen in enumerate(looks):
+        view = seen if isinstance(seen, list) else history.add(2.0 * at, seen)
+        shown.put(*MountsView(list).lines(view))
     golden("status-watch.txt", str(shown))
 
 
@@ -152,14 +153,14 @@ def test_top(shown: Shown, golden: Golden) -> None:
     directories = Usage(0.0, 2.0, 1, 0, [("train/a\nb", "", read), (".", "", idle)])
     for name, feed in feeds.items():
         by_process, by_directory = (
-            _Shown("/mnt/photos", feed, who)  # type: ignore[arg-type]
+            TopView("/mnt/photos", feed, who)  # type: ignore[arg-type]
             for who in ("process", "directory")
         )
-        shown.put(f"# {name}", *by_process.lines(Moment(0.0, nothing)))
+        shown.put(f"# {name}", *by_process.lines(nothing))
         if feed.connected:
-            shown.put("# processes", *by_process.lines(Moment(0.0, several)))
-            shown.put("# directories", *by_directory.lines(Moment(0.0, directories)))
-            drawn = by_process.draw(Moment(0.0, several), 10, "q quits")
+            shown.put("# processes", *by_process.lines(several))
+            shown.put("# directories", *by_directory.lines(directories))
+            drawn = by_process.draw(several, 10, "q quits")
             shown.put("# a screen of 10 lines", on_screen(drawn, 100))
             told = json.dumps(by_directory.to_json(directories))
             shown.put("# as an object", *unfolded(told + "\n"))
