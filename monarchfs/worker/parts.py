@@ -66,7 +66,7 @@ from monarchfs.worker.recording import Recordings
 from monarchfs.worker.said import Said
 
 if TYPE_CHECKING:
-    from monarchfs.exporter.run import Exporter
+    from monarchfs.exporter.http import Exporter
     from monarchfs.worker.peering import Peering
 
 BACKGROUND_EXTRA = 8
@@ -421,7 +421,7 @@ def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
     if descriptor is None:
         return None
     # Mounts without metrics do not import this.
-    from monarchfs.exporter.run import Exporter
+    from monarchfs.exporter.http import Exporter
     from monarchfs.worker.metric_values import values_now
 
     return Exporter(partial(values_now, parts), descriptor)
