@@ -23,8 +23,7 @@ from monarchfs.control.client import Connection
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
-from monarchfs.insight.tables import Grid
-from monarchfs.insight.text import aligned
+from monarchfs.insight.tables import Grid, aligned
 from monarchfs.supervisor.recover import required
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError

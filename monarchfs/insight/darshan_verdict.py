@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from monarchfs.insight.darshan import FileReads, JobReads
 from monarchfs.insight.fitting import blocks
 from monarchfs.insight.results import Conclusion
-from monarchfs.insight.tables import Grid
-from monarchfs.insight.text import lines_of
+from monarchfs.insight.tables import Grid, lines_of
 from monarchfs.insight.verdict import COMPUTE_BOUND, INPUT_BOUND, count, percent
 from monarchfs.system.sizes import format_bytes, format_seconds
 
