@@ -29,7 +29,7 @@ from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import probe_source
 from monarchfs.supervisor.storage import recorded_directories
 from monarchfs.supervisor.tierdirs import names_for
-from monarchfs.system.bounded import Answer, Tell, bounded_call, bounded_talk
+from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, Space
 
@@ -159,20 +159,15 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
     """A tier as placement will see it. Raises UsageError, OperationError."""
     tier = config.tiers[number]
 
-    def call() -> Answer:
+    def call() -> list[Any]:
         place = check_and_locate(tier, config, cache_dir)
         room = room_of(place, tier.size, config.reserve_percent)
         # A tier in memory answers to what is left there; others to what is free on the disk.
         capacity = room.usable_bytes if place.headroom is not None else room.capacity_bytes
-        return [
-            list(place.space),
-            capacity,
-            room.capacity_bytes,
-            room.usable_bytes,
-            room.limited_by,
-        ], ()
+        usable = (room.capacity_bytes, room.usable_bytes, room.limited_by)
+        return [list(place.space), capacity, *usable]
 
-    (space, capacity, *usable), _ = bounded_call(
+    space, capacity, *usable = bounded_value(
         call,
         timeout=_TIER_SECONDS,
         overdue=f"tier {tier.path} did not answer within {_TIER_SECONDS:g} s: use another disk",

@@ -39,7 +39,7 @@ from monarchfs.supervisor.probe import (
 )
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.shared import lease_mount, stems_of
-from monarchfs.system.bounded import bounded_call
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.limits import explained
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
@@ -157,8 +157,8 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
 
 def _resolved(source: str, timeout: float) -> str:
     """``source`` without symbolic links."""
-    real, _ = bounded_call(
-        lambda: (resolve_mountpoint(source), ()),
+    real = bounded_value(
+        lambda: resolve_mountpoint(source),
         timeout=timeout,
         overdue=f"source {source} did not answer within {timeout:g} s: check its file system",
     )

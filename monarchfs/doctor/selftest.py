@@ -25,7 +25,7 @@ from monarchfs.doctor import selftest_dataset as dataset
 from monarchfs.doctor.checks import Check, Value, ok, problem, warning
 from monarchfs.fuse.mountinfo import find_mount, mount_of
 from monarchfs.supervisor.launch import module_command
-from monarchfs.system.bounded import bounded_call
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
@@ -135,7 +135,7 @@ class SelfTest:
     def _within(self, what: str, call: Callable[[], Any]) -> Any:
         """What a child returns: a file system that hangs does not hang this."""
         overdue = f"{what} took longer than {_STEP_SECONDS:g} s"
-        return bounded_call(lambda: (call(), ()), timeout=_STEP_SECONDS, overdue=overdue)[0]
+        return bounded_value(call, timeout=_STEP_SECONDS, overdue=overdue)
 
     def _make(self) -> Check:
         self._told("making files")

@@ -68,7 +68,9 @@ class Seen:
         return self.entry is not None and is_about(self.entry, self.owner_uid, mount)
 
 
-def named(given: Mapping[str, Labels], mounts: Iterable[tuple[str, Labels]]) -> dict[str, Labels]:
+def label_mounts(
+    given: Mapping[str, Labels], mounts: Iterable[tuple[str, Labels]]
+) -> dict[str, Labels]:
     """Labels by key, for all mounts there are: unique, and kept while the mount exists (``given``
     are those of before). A duplicate gets a number, as may be if jobs have mount namespaces of
     their own."""
@@ -123,7 +125,7 @@ class NodeExporter:
         self._number = 0
         self._arrived, _ = trio.open_memory_channel[DiscoveredMount | int](math.inf)
         self._pending: _PendingPage | None = None
-        self._named: dict[str, Labels] = {}
+        self._labelled: dict[str, Labels] = {}
         self._users: dict[int, str] = {}
 
     async def page(self) -> bytes:
@@ -143,8 +145,10 @@ class NodeExporter:
             found, left_off = await self._discover()
             mounts = await self._ask(found)
             await learn_names(self._users, (mount.uid for mount in mounts))
-            self._named = named(self._named, ((one.key, self._labels(one)) for one in mounts))
-            values = page_values([(self._named[mount.key], mount) for mount in mounts], left_off)
+            self._labelled = label_mounts(
+                self._labelled, ((one.key, self._labels(one)) for one in mounts)
+            )
+            values = page_values([(self._labelled[mount.key], mount) for mount in mounts], left_off)
             pending.page = await trio.to_thread.run_sync(exposition_of, values)
         except trio.TooSlowError:
             log.warning("metrics: the part that looks for mounts does not answer")

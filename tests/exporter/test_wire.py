@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.exporter import node, wire
-from monarchfs.exporter.node import Seen, learn_names, named, page_values
+from monarchfs.exporter.node import Seen, label_mounts, learn_names, page_values
 from monarchfs.exporter.text import exposition_of
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, Metrics, names
 from monarchfs.metrics.counts import ERRORS, OTHER, REFUSALS
@@ -184,15 +184,15 @@ def test_the_page(golden: Golden) -> None:
 def test_names_of_mounts_are_given_once_and_stay() -> None:
     same = ("u", "/s", "/m")
     second = ("u", "/s", "/m (2)")
-    given = named({}, [("a", same), ("b", same)])
+    given = label_mounts({}, [("a", same), ("b", same)])
     assert given == {"a": same, "b": second}
-    given = named(given, [("b", same)])
+    given = label_mounts(given, [("b", same)])
     assert given == {"b": second}, "not the series of another mount"
-    given = named(given, [("b", same), ("c", same)])
+    given = label_mounts(given, [("b", same), ("c", same)])
     assert given == {"b": second, "c": same}
-    given = named(given, [("b", same), ("c", same), ("d", second), ("e", same)])
+    given = label_mounts(given, [("b", same), ("c", same), ("d", second), ("e", same)])
     assert len(set(given.values())) == 4
-    assert named(given, []) == {}
+    assert label_mounts(given, []) == {}
 
 
 async def test_a_name_service_that_hangs_costs_a_second_and_the_names(
