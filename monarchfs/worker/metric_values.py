@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from monarchfs import __version__
-from monarchfs.exporter.samples import Durations, Sample, Values
 from monarchfs.metrics import NS, Histogram, Requests, names
+from monarchfs.metrics.names import Durations, Sample, Values
 from monarchfs.types import TierTotals
 
 if TYPE_CHECKING:

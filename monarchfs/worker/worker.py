@@ -31,7 +31,7 @@ from monarchfs.worker.said import Said
 from monarchfs.worker.status import status
 
 if TYPE_CHECKING:
-    from monarchfs.exporter.run import Exporter
+    from monarchfs.exporter.http import Exporter
     from monarchfs.metrics import Histogram
 
 log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
     if descriptor is None:
         return None
     # Mounts without metrics do not import this.
-    from monarchfs.exporter.run import Exporter
+    from monarchfs.exporter.http import Exporter
     from monarchfs.worker.metric_values import values_now
 
     return Exporter(partial(values_now, parts), descriptor)

@@ -33,7 +33,7 @@ async def served(get: Callable[[], Awaitable[bytes]] = page) -> AsyncIterator[in
         async with trio.open_nursery() as nursery:
             # A descriptor of its own, as the worker has one.
             own = socket.socket(fileno=socket.dup(listener.fileno()))
-            nursery.start_soon(partial(http.serve, own, get, "text/plain"))
+            nursery.start_soon(partial(http.serve, own, get))
             try:
                 yield port
             finally:

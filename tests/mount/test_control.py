@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from monarchfs.cli.main import main
 from monarchfs.control import client as control_client
 from monarchfs.control import messages, registration
-from monarchfs.hints.client import find_mount
+from monarchfs.hints import find_mount
 from monarchfs.supervisor import channel, supervise
 from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError
@@ -519,7 +519,7 @@ def test_a_client_survives_any_daemon(
         with pytest.raises(OperationError, match=r"\w"):
             control_client.request(found, {"command": "status"}, 0.3)
         with control_client.connect(found, 5) as connection, pytest.raises(OperationError):
-            connection.long_request({"command": "refresh"}, lambda _: None)
+            connection.request({"command": "refresh"}, progress=lambda _: None)
         started.check(3)
     finally:
         evil.close()
