@@ -62,7 +62,10 @@ def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     count = _count(arguments.count)
     by_directory = arguments.by == "directory"
     feed = Feed(
-        *(mountpoint, search_of(environ), interval, count),
+        mountpoint,
+        search_of(environ),
+        interval,
+        count,
         by_directory=by_directory,
         order=arguments.sort,
     )
