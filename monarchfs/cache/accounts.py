@@ -128,9 +128,11 @@ class Accounts:
         options: CacheOptions,
         headroom: Callable[[], MemoryHeadroom] | None = None,
         owns: Callable[[bytes, int], bool] | None = None,
+        awaited: Callable[[int], bool] = lambda ino: False,
     ) -> None:
         """``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
-        without asking; for ``owns`` see ``RecordLookup``."""
+        without asking; for ``owns`` and ``awaited`` see
+        ``RecordLookup``."""
         self.index = index
         self.threads = threads
         self.readers = readers
@@ -146,7 +148,7 @@ class Accounts:
         self.holder: ReplicaHolder = NoHolder()
         self.opened: dict[int, OpenReplica] = {}
         self.busy: dict[int, bytes] = {}
-        self.lookup = RecordLookup(index, self.opened, self.busy, self.readers, owns)
+        self.lookup = RecordLookup(index, self.opened, self.busy, self.readers, owns, awaited)
         self.placement = Placement(
             [tier.id for tier, _size in tiers],
             self.lookup,

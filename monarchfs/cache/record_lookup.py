@@ -26,7 +26,8 @@ class RecordLookup:
         opened: Container[int],
         busy: Container[int],
         readers: Readers,
-        owns: Callable[[bytes, int], bool] | None = None,
+        owns: Callable[[bytes, int], bool] | None,
+        awaited: Callable[[int], bool],
     ) -> None:
         """``opened`` and ``busy`` are inode numbers whose replicas must stay: readers have them
         open, or they are being copied or moved. ``readers`` have others open. ``owns``: whether
@@ -37,7 +38,7 @@ class RecordLookup:
         self._busy = busy
         self._readers = readers
         self.owns = owns
-        self.awaited: Callable[[int], bool] = lambda ino: False
+        self.awaited = awaited
         self._after: dict[int, bytes] = {}
         self._foreign_after: dict[int, bytes] = {}
         self._own_in_turn: dict[int, int] = {}

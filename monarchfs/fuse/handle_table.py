@@ -187,7 +187,7 @@ class HandleTable:
         """Show that requests are answered. The number is not exact, as threads count there, too."""
         self._words[ANSWERED // 8] = (self._words[ANSWERED // 8] + 1) & _MOST
 
-    def begin(self, threads: int) -> None:
+    def enter_worker(self, threads: int) -> None:
         """A new worker, with so many relay threads, none of which is at a request."""
         for index in range(MOST_THREADS):
             self._words[BUSY_SINCE // 8 + index] = 0

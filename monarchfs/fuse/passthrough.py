@@ -124,7 +124,7 @@ class Passthrough:
         self._wake = trio.Event()
         self._refusals: dict[int, int] = {}
 
-    def begin(self, most: int) -> None:
+    def limit_ids(self, most: int) -> None:
         """At most so many ids may be there at once; 0: the daemon answers all reads. After what an
         earlier worker opened was taken over, before the first request."""
         self._most = most

@@ -231,7 +231,7 @@ class SpanNodes:
         self, jobs: CopyJobs, digests: SpanDigests, share: NodeShare, following: Following
     ) -> None:
         self._jobs = jobs
-        self._digests = digests
+        self.digests = digests
         self._share = share
         self._lost: frozenset[int] = frozenset()
         self._views = 0
@@ -284,7 +284,7 @@ class SpanNodes:
         return now - self._quiet.get(owner, now) < STALLED_SECONDS
 
     def completed(self, name: bytes, digests: bytes) -> None:
-        self._digests.put(name, digests)
+        self.digests.put(name, digests)
 
     async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
         read = unit.read_elsewhere

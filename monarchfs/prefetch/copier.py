@@ -26,6 +26,7 @@ from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.governor import Governor, RateLimiter, TargetWindow
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.spans import Nodes
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import at_normal_priority
 from monarchfs.types import Lane, Node
@@ -105,23 +106,24 @@ class Copier:
 
     def __init__(
         self,
+        jobs: CopyJobs,
         source: Source,
         cache: Cache,
         metrics: Metrics,
         nursery: trio.Nursery,
+        nodes: Nodes | None = None,
         *,
         workers: int,
         rate: int,
         floor: float,
-        keeps: bool,
         trusts_times: bool,
     ) -> None:
         """``workers`` fetches at once. Of files that nobody has open: ``rate`` bytes a second at
         most (0: any); while the source is slow, ``floor`` (0 to 1) of the workers are left at
-        least. ``keeps``: see ``CopyJobs``. ``trusts_times``: the source does not change while it is
-        mounted."""
-        self.jobs = CopyJobs(cache, metrics, nursery, keeps=keeps)
-        self.files = Fills(self.jobs, source, cache, metrics, nursery, trusts_times=trusts_times)
+        least. ``nodes`` share large files. ``trusts_times``: the source does not change while it
+        is mounted."""
+        self.jobs = jobs
+        self.files = Fills(jobs, source, cache, metrics, nursery, nodes, trusts_times=trusts_times)
         self.small: Arrivals | None = None
         self.unit_bytes = AdaptiveSize(
             1 << 20, MIN_UNIT_BYTES, MAX_UNIT_BYTES, LONG_SECONDS / 2, LONG_SECONDS

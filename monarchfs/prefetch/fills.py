@@ -38,11 +38,13 @@ class Fills:
         cache: Cache,
         metrics: Metrics,
         nursery: trio.Nursery,
+        nodes: Nodes | None,
         *,
         trusts_times: bool,
     ) -> None:
-        """``trusts_times``: the source does not change while it is mounted."""
-        self.nodes: Nodes | None = None
+        """``nodes`` share large files (None: nobody does); ``trusts_times``: the source does not
+        change while it is mounted."""
+        self._nodes = nodes
         self.on_reading: Listeners[[int]] = Listeners()
         """A file is opened here, and no thread of the C part has begun to read it."""
         self._jobs = jobs
@@ -105,7 +107,7 @@ class Fills:
 
     def _make(self, node: Node) -> Fill:
         remote = RemoteFile(
-            node, self._source, self._cache, self.nodes, trusts_times=self._trusts_times
+            node, self._source, self._cache, self._nodes, trusts_times=self._trusts_times
         )
         copy = Copy(
             node,

@@ -50,11 +50,17 @@ class CopyJobs:
     """
 
     def __init__(
-        self, cache: Cache, metrics: Metrics, nursery: trio.Nursery, *, keeps: bool
+        self,
+        cache: Cache,
+        metrics: Metrics,
+        nursery: trio.Nursery,
+        owners: FileOwners | None = None,
+        *,
+        keeps: bool,
     ) -> None:
         self.files: dict[int, Fill] = {}
         self.keeps = keeps
-        self.owners: FileOwners | None = None
+        self.owners = owners
         self.queue = CopyQueue()
         self.background: list[Fill] = []
         self.wakes = trio.lowlevel.ParkingLot()

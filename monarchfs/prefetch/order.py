@@ -281,3 +281,11 @@ class Order:
         self._found.clear()
         self._next.clear()
         return True
+
+
+class Orders(dict[str, Order]):
+    """The orders that are followed, by name, the newest last."""
+
+    def awaits(self, ino: int) -> bool:
+        """Whether the file is one of the next of an order."""
+        return any(order.awaits(ino) for order in self.values())

@@ -27,7 +27,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.learned_order import LearnedOrder
 from monarchfs.prefetch.named_files import NamedFiles, is_file
-from monarchfs.prefetch.order import Order
+from monarchfs.prefetch.order import Order, Orders
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.source import Source
@@ -65,7 +65,7 @@ NEAR_SECONDS = 0.0003
 
 
 class Window:
-    """Constant: its parts. Changing: ``size``; ``orders``, by name, the newest last; the order of
+    """Constant: its parts. Changing: ``size``; ``orders``; the order of
     opens (``_learned``); ``_to_tier``, files that a tier may take, which are not stored yet or not
     opened; ``_refused``, those for which there was no room after all, and when the last one was
     found."""
@@ -78,12 +78,14 @@ class Window:
         jobs: CopyJobs,
         misses: Misses,
         size: WindowSize,
+        orders: Orders,
         *,
         evicts: bool,
     ) -> None:
-        """``misses`` reads files into the window; ``evicts``: files may have to go for others."""
+        """``misses`` reads files into the window; ``orders``, of which others ask, too, are
+        followed; ``evicts``: files may have to go for others."""
         self.size = size
-        self.orders: dict[str, Order] = {}
+        self.orders = orders
         self.on_dropped: Listeners[[str]] = Listeners()
         """Is told of each announced order that is over, and of each that is to be announced."""
         self._given_up = self._times_learned = 0
@@ -171,10 +173,6 @@ class Window:
                     self._to_tier.discard(ino)
                     self._refused.add(ino)
                     self._refused_at = trio.current_time()
-
-    def awaits(self, ino: int) -> bool:
-        """Whether it is one of the next files of an order."""
-        return any(order.awaits(ino) for order in self.orders.values())
 
     def count(self, metrics: Metrics) -> None:
         """Bring the metrics up to date."""

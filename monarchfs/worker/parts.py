@@ -36,7 +36,9 @@ from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.named_files import NamedFiles
+from monarchfs.prefetch.order import Orders
 from monarchfs.prefetch.scan import Scan
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
@@ -81,7 +83,7 @@ class Parts:
         # Threads take up the requests that are left in a journal.
         journal = bootstrap.requests_fd
         self.relays = relays = journal is not None or not bootstrap.safe
-        table.begin(fuse_session.RELAY_THREADS if relays else 0)
+        table.enter_worker(fuse_session.RELAY_THREADS if relays else 0)
         self.mount_ns = bootstrap.mount_ns
         self.peering: Peering | None = None
         self.metrics = Metrics()
@@ -124,6 +126,7 @@ class Parts:
             reads_elsewhere=lambda: self.relay.waits,
         )
         self.kernel = Notifier()
+        orders = Orders()
         accounts = Accounts(
             self.index,
             open_tiers(config, bootstrap, self.index),
@@ -139,17 +142,27 @@ class Parts:
             owns=None
             if nodes is None or config.share is ShareMode.REPLICATE
             else nodes.share.owns_some,
+            awaited=orders.awaits,
         )
         self.cache = Cache(accounts)
+        jobs = CopyJobs(
+            self.cache,
+            self.metrics,
+            nursery,
+            None if nodes is None else nodes.owners,
+            keeps=config.prefetch is not PrefetchMode.NONE,
+        )
+        spans = None if nodes is None else nodes.span_nodes(jobs, self.cache)
         self.copier = Copier(
+            jobs,
             self.source,
             self.cache,
             self.metrics,
             nursery,
+            spans,
             workers=config.copy_workers,
             rate=config.prefetch_bytes_per_second,
             floor=config.prefetch_floor / 100,
-            keeps=config.prefetch is not PrefetchMode.NONE,
             trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
         )
         freshness = Freshness(
@@ -211,7 +224,7 @@ class Parts:
             },
         )
         self.interrupts = Interrupts(self.metrics)
-        if nodes is not None and bootstrap.peers_fd is not None:
+        if nodes is not None and spans is not None and bootstrap.peers_fd is not None:
             from monarchfs.worker.peering import Peering
 
             self.peering = Peering(
@@ -219,6 +232,7 @@ class Parts:
                 self.tree,
                 self.copier,
                 self.cache,
+                spans,
                 bootstrap.peers_fd,
                 config.share,
                 fuse_session.hooks,
@@ -249,9 +263,9 @@ class Parts:
             self.copier.jobs,
             self.misses,
             WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
+            orders,
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
-        self.cache.lookup.awaited = self.window.awaits
         self.files.on_open.add(self.window.opened)
         if relays:
             self.misses.start(

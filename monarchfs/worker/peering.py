@@ -28,6 +28,7 @@ from monarchfs.peers.service import Service
 from monarchfs.peers.span_sharing import SpanDigests, SpanNodes, SpanService
 from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.copier import Copier
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.system.http_server import serve
 
 CONNECTIONS = 512
@@ -48,6 +49,10 @@ class JobNodes:
         self.owners = Owners(self.share, self.following, index.nodes)
         self.name_owners = NameOwners(self.ownership, self.following)
 
+    def span_nodes(self, jobs: CopyJobs, cache: Cache) -> SpanNodes:
+        """Those with which large files are shared."""
+        return SpanNodes(jobs, SpanDigests(cache), self.share, self.following)
+
 
 class Peering:
     """Constant: the nodes, which of them this one is, and the socket on which nginx asks. Changing:
@@ -59,6 +64,7 @@ class Peering:
         tree: Tree,
         copier: Copier,
         cache: Cache,
+        spans: SpanNodes,
         descriptor: int,
         mode: ShareMode,
         hooks: ModuleType,
@@ -73,17 +79,14 @@ class Peering:
             tree.index.replicas, cache.tiers, ownership, secrets.randbits(63)
         )
         supply = Supply(tree, copier, self._catalogue, nodes.share)
-        copier.jobs.owners = nodes.owners
         copier.jobs.on_step.add(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
-        self._digests = SpanDigests(cache)
-        spans = SpanService(supply, copier.jobs, cache, self._digests, nodes.share)
-        self._nodes = SpanNodes(copier.jobs, self._digests, nodes.share, self.following)
-        copier.files.nodes = self._nodes
+        span_service = SpanService(supply, copier.jobs, cache, spans.digests, nodes.share)
+        self._spans = spans
         names = None
         if tree.freshness.serves_stale:
             names = NameSupply(tree, supply, nodes.name_owners, nursery)
-        self._service = Service(self._catalogue, supply, spans, names)
+        self._service = Service(self._catalogue, supply, span_service, names)
         self._cache = cache
         self._mode = mode
         _replicas.owners(ownership.tables, ownership.own)
@@ -103,8 +106,8 @@ class Peering:
             nursery.start_soon(self.following.run)
             if self._mode is ShareMode.PARTITION:
                 nursery.start_soon(drop_foreign, self._cache, self._ownership, self.following)
-            nursery.start_soon(self._digests.run)
-            nursery.start_soon(self._nodes.run)
+            nursery.start_soon(self._spans.digests.run)
+            nursery.start_soon(self._spans.run)
 
     async def _serve(self) -> None:
         await serve(

@@ -101,7 +101,7 @@ class Worker:
             message, fds = received
             match message.get("do"):
                 case "serve":
-                    self.parts.passthrough.begin(
+                    self.parts.passthrough.limit_ids(
                         message["backing_ids"] if self.parts.kernel_reads else 0
                     )
                     self.parts.session.hand_over()

@@ -236,7 +236,7 @@ def make_handles(to: Path) -> None:
     table.end(table.add(99, 98))
     for handle in HANDLES:
         table.add(*handle)
-    table.begin(2)
+    table.enter_worker(2)
     table.beat()
     table.numbers, table.has_layouts, table.kernel_reads = 1000, True, False
     table.note_moved(NOW)

@@ -197,7 +197,7 @@ class Passing:
         patch.setattr(session, "current_node", lambda: 0)
         patch.setattr(session, "back_open", self._answer_with)
         self.adapter.take_over()
-        self.passthrough.begin(self.supervisor.most)
+        self.passthrough.limit_ids(self.supervisor.most)
 
     def _missing(self, ino: int) -> bytes | None:
         """All of a file that has no replica, as the source has it; None for another version."""

@@ -29,6 +29,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import State
+from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
 from monarchfs.store.segments import SMALL_BYTES, allocated
@@ -234,6 +235,7 @@ class Mirror:
         self.cache = cache
         self.placement = cache.accounts.placement
         self.copier = Copier(
+            CopyJobs(cache, metrics, nursery, keeps=keeps),
             self.source,
             self.cache,
             self.metrics,
@@ -241,7 +243,6 @@ class Mirror:
             workers=workers,
             rate=rate,
             floor=floor,
-            keeps=keeps,
             trusts_times=freshness.mode is FreshnessMode.IMMUTABLE,
         )
         self.tree = Tree(

@@ -20,7 +20,7 @@ from monarchfs.prefetch import order as order_module
 from monarchfs.prefetch import window
 from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.learned_order import MOST_AHEAD, NEAR, SURE, LearnedOrder
-from monarchfs.prefetch.order import LAG, Order
+from monarchfs.prefetch.order import LAG, Order, Orders
 from monarchfs.prefetch.window import IDLE_SECONDS, LOOK_SECONDS, Window
 from monarchfs.prefetch.window_size import FIRST_DISTANCE, WindowSize
 from monarchfs.system.listeners import Listeners
@@ -366,7 +366,7 @@ def test_what_cannot_be_kept_costs_nobody_anything(
 # Who announces
 
 
-class Orders:
+class Announced:
     """In place of the window: what was announced, with whether its announcer has exited."""
 
     def __init__(self) -> None:
@@ -381,7 +381,7 @@ class Orders:
 
 
 def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:
-    said, orders, lives = Said(str(tmp_path), 1), Orders(), start_ticks(os.getpid())
+    said, orders, lives = Said(str(tmp_path), 1), Announced(), start_ticks(os.getpid())
     assert lives is not None
     said.keep_order(KeptOrder("dead", b"a", 2**22 + 1, 5))
     said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))
@@ -467,6 +467,7 @@ class Following:
             cast(Any, SimpleNamespace(on_step=Listeners(), keeps=False, files={})),
             cast(Any, self.memory),
             WindowSize(cast(Any, self.memory), WINDOW_BYTES, 8, self.governor),
+            Orders(),
             evicts=False,
         )
         nursery.start_soon(self.window.run)

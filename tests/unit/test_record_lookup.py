@@ -37,7 +37,9 @@ def lookup_of(replicas: FakeReplicas) -> RecordLookup:
     """This node owns the names that begin with an o."""
     index: Any = SimpleNamespace(replicas=replicas)
     unused: Any = None
-    return RecordLookup(index, set(), set(), unused, lambda name, size: name.startswith(b"o"))
+    return RecordLookup(
+        index, set(), set(), unused, lambda name, size: name.startswith(b"o"), lambda ino: False
+    )
 
 
 def names_of(first: bytes, count: int) -> list[bytes]:
