@@ -13,7 +13,7 @@ from monarchfs.prefetch.window import MOST_NAME_BYTES, Window
 from monarchfs.system.process_stat import start_ticks
 from monarchfs.system.threads import run_sync
 from monarchfs.types import OperationError
-from monarchfs.worker.said import KeptOrder, Said
+from monarchfs.worker.kept_hints import KeptHints, KeptOrder
 
 SECONDS = 60.0
 """A client that needs longer for its list is sent away."""
@@ -22,7 +22,7 @@ SECONDS = 60.0
 class Announcing:
     """Constant: the window, None in safe mode; what keeps orders for later workers."""
 
-    def __init__(self, window: Window | None, said: Said) -> None:
+    def __init__(self, window: Window | None, said: KeptHints) -> None:
         self._window = window
         self._said = said
         self._one_at_a_time = trio.Lock()

@@ -24,7 +24,7 @@ from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.warm import Warm, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, MonarchError, Node, OperationError
 from monarchfs.worker.announcing import Announcing
-from monarchfs.worker.parts import Parts
+from monarchfs.worker.composition import Composition
 from monarchfs.worker.recording import Recordings
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class DoneCounts:
 class Commands:
     """Constant: its parts."""
 
-    def __init__(self, parts: Parts, recordings: Recordings, announcing: Announcing) -> None:
+    def __init__(self, parts: Composition, recordings: Recordings, announcing: Announcing) -> None:
         self._parts = parts
         self._tree = parts.tree
         self._cache = parts.cache

@@ -22,7 +22,7 @@ from monarchfs.control import messages
 from monarchfs.index.index import Index
 from monarchfs.insight.recording import EVENT, MOST_SAMPLE, File
 from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
-from monarchfs.worker.parts import Parts
+from monarchfs.worker.composition import Composition
 
 TICK_SECONDS = 0.1
 """So often the ring is drained. It has room for 65,536 events."""
@@ -51,7 +51,7 @@ _INO, _PID = 1, 8
 class Recordings:
     """Constant: the C part, the mount's parts. Changing: whether somebody records."""
 
-    def __init__(self, hooks: ModuleType, parts: Parts) -> None:
+    def __init__(self, hooks: ModuleType, parts: Composition) -> None:
         self._hooks = hooks
         self._parts = parts
         self._busy = False
@@ -92,7 +92,7 @@ class Recordings:
             self._busy = False
 
 
-def _facts(parts: Parts) -> dict[str, Any]:
+def _facts(parts: Composition) -> dict[str, Any]:
     """What a recording says of the mount."""
     config = parts.config
     ttl = f"={config.freshness.ttl_seconds:g}" if config.freshness.mode is FreshnessMode.TTL else ""

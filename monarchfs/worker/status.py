@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from monarchfs.prefetch.fill import Fill
-from monarchfs.worker.parts import Parts
+from monarchfs.worker.composition import Composition
 
 if TYPE_CHECKING:
     from monarchfs.worker.peering import Peering
@@ -17,7 +17,7 @@ MOST_PEERS = 128
 """In a status, which has to stay small; ``monarchfs peers`` shows all."""
 
 
-def status(worker: Parts) -> dict[str, Any]:
+def status(worker: Composition) -> dict[str, Any]:
     """One JSON-able object. Costs a statvfs a tier; never asks the source."""
     counters = worker.source.counters
     metrics = worker.metrics

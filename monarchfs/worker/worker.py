@@ -24,10 +24,10 @@ from monarchfs.types import ROOT_INO
 from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
 from monarchfs.worker.commands import Commands, answer_client
+from monarchfs.worker.composition import Composition
+from monarchfs.worker.kept_hints import KeptHints
 from monarchfs.worker.opening import boot_id
-from monarchfs.worker.parts import Parts
 from monarchfs.worker.recording import Recordings
-from monarchfs.worker.said import Said
 from monarchfs.worker.status import status
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class Worker:
         nursery: trio.Nursery,
         log_filter: FewOfEach,
     ) -> None:
-        self.parts = parts = Parts(bootstrap, channel, nursery)
+        self.parts = parts = Composition(bootstrap, channel, nursery)
         self._channel = channel
         self._nursery = nursery
         self._log_filter = log_filter
-        self._said = Said(f"/proc/self/fd/{bootstrap.state_fd}", bootstrap.mount_ns)
+        self._said = KeptHints(f"/proc/self/fd/{bootstrap.state_fd}", bootstrap.mount_ns)
         self._announcing = Announcing(parts.window if parts.relays else None, self._said)
         recordings = Recordings(fuse_session.hooks, parts)
         self._commands = Commands(parts, recordings, self._announcing)
@@ -196,7 +196,7 @@ class Worker:
         self.parts.index.close(clean=not self._leaving)
 
 
-def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
+def _exporter(parts: Composition, descriptor: int | None) -> Exporter | None:
     if descriptor is None:
         return None
     # Mounts without metrics do not import this.

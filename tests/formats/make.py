@@ -53,7 +53,7 @@ from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.tierdirs import TierOwner, write_owner
 from monarchfs.supervisor.tierdirs import write_record as write_tiers
 from monarchfs.types import FileType, ReplicaState, SourceVersion, TierFile
-from monarchfs.worker.said import KeptOrder, Said
+from monarchfs.worker.kept_hints import KeptHints, KeptOrder
 from tests.index.tools import DIRECTORY, NOW, add_listing, open_index, replica, scratch, source_stat
 from tests.store.tools import open_tier
 from tests.support.indexing import record_found
@@ -182,7 +182,7 @@ def make_state(to: Path) -> None:
     write_tiers(descriptor, user(), TIERS)
     os.close(descriptor)
     written(state / "lock", lambda lock: write_holder(lock, HOLDER))
-    said = Said(str(state), NOW)
+    said = KeptHints(str(state), NOW)
     said.keep_order(ORDER)
     said.keep_weights([(16, 9.0), (17, 2.0)], replace=True)
     said.keep_weights([(16, 0.5)], replace=False)

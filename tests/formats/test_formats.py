@@ -44,7 +44,7 @@ from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.tierdirs import read_owner, read_record_of
 from monarchfs.types import Listing, Replica, TierTotals
 from monarchfs.worker.bootstrap import Bootstrap
-from monarchfs.worker.said import Said
+from monarchfs.worker.kept_hints import KeptHints
 from tests.formats import make
 from tests.formats.make import FROZEN, load
 from tests.index.tools import NOW, open_index
@@ -142,7 +142,7 @@ def test_the_state_directory(tmp_path: Path) -> None:
     assert read_record_of(str(state), make.user()) == make.TIERS
     make.place_index_file(state)
     assert last_close(str(state)) is LastClose.CLEAN
-    said = Said(str(state), NOW)
+    said = KeptHints(str(state), NOW)
     assert (said.orders(), said.weights()) == ([make.ORDER], make.WEIGHTS)
 
 

@@ -28,7 +28,7 @@ from monarchfs.system.process_stat import start_ticks
 from monarchfs.types import Node, OperationError, SourceStat
 from monarchfs.worker import said as module
 from monarchfs.worker.announcing import Announcing
-from monarchfs.worker.said import DIRECTORY, KeptOrder, Said
+from monarchfs.worker.kept_hints import DIRECTORY, KeptHints, KeptOrder
 from tests.layers.whole import NoReaders
 
 SIZE = 100_000
@@ -296,36 +296,36 @@ def test_weights_are_what_was_given(
 ) -> None:
     """Also if the worker changes in between, or later weights replaced many."""
     state = str(tmp_path_factory.mktemp("state"))
-    said, expected, given = Said(state, 1), dict[int, float](), False
+    said, expected, given = KeptHints(state, 1), dict[int, float](), False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_MOST_SUPERSEDED", 100)
         for weights, replace, restarts in history:
             if restarts:
-                said = Said(state, 1)
+                said = KeptHints(state, 1)
                 assert said.weights() == (expected if given else None)
             said.keep_weights(list(weights.items()), replace=replace)
             expected = {**({} if replace else expected), **weights}
             given = True
             assert (Path(state) / DIRECTORY / "weights").stat().st_size < 1000
-    assert Said(state, 1).weights() == (expected if given else None)
+    assert KeptHints(state, 1).weights() == (expected if given else None)
 
 
 def test_a_weight_that_was_half_written_says_nothing(tmp_path: Path) -> None:
-    Said(str(tmp_path), 1).keep_weights([(5, 1.0)], replace=False)
+    KeptHints(str(tmp_path), 1).keep_weights([(5, 1.0)], replace=False)
     with (tmp_path / DIRECTORY / "weights").open("ab") as file:
         file.write(b"half")
-    said = Said(str(tmp_path), 1)
+    said = KeptHints(str(tmp_path), 1)
     assert said.weights() == {5: 1.0}
     said.keep_weights([(6, 2.0)], replace=False)
-    assert Said(str(tmp_path), 1).weights() == {5: 1.0, 6: 2.0}
+    assert KeptHints(str(tmp_path), 1).weights() == {5: 1.0, 6: 2.0}
 
 
 def test_orders_are_kept_until_they_are_over(tmp_path: Path) -> None:
-    said = Said(str(tmp_path), 1)
+    said = KeptHints(str(tmp_path), 1)
     one, two = KeptOrder("one/../", b"a\0b\n", 17, 4), KeptOrder("two", b"c", 0, None)
     said.keep_order(one)
     said.keep_order(two)
-    assert Said(str(tmp_path), 1).orders() == [one, two]
+    assert KeptHints(str(tmp_path), 1).orders() == [one, two]
     said.keep_order(one._replace(names=b"d"))
     assert [order.names for order in said.orders()] == [b"c", b"d"]
     for _ in range(2):
@@ -337,7 +337,7 @@ def test_orders_are_kept_until_they_are_over(tmp_path: Path) -> None:
 
 
 def test_what_another_mount_left_or_was_half_written_is_removed(tmp_path: Path) -> None:
-    said = Said(str(tmp_path), 1)
+    said = KeptHints(str(tmp_path), 1)
     said.keep_order(KeptOrder("one", b"a", 1, 1))
     said.keep_weights([(1, 1.0)], replace=True)
     (kept,) = (path for path in (tmp_path / DIRECTORY).iterdir() if path.name != "weights")
@@ -346,7 +346,7 @@ def test_what_another_mount_left_or_was_half_written_is_removed(tmp_path: Path) 
     (tmp_path / DIRECTORY / "order-x").write_bytes(b"no JSON")
     assert len(said.orders()) == 1
     assert sorted(files_of(tmp_path)) == sorted([kept.name, "weights"])
-    later = Said(str(tmp_path), 2)
+    later = KeptHints(str(tmp_path), 2)
     assert (later.orders(), later.weights(), files_of(tmp_path)) == ([], None, [])
 
 
@@ -354,7 +354,7 @@ def test_what_cannot_be_kept_costs_nobody_anything(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / DIRECTORY).write_text("no directory")
-    said = Said(str(tmp_path), 1)
+    said = KeptHints(str(tmp_path), 1)
     said.keep_order(KeptOrder("one", b"a", 1, 1))
     said.keep_weights([(1, 1.0)], replace=False)
     said.forget_order("one")
@@ -381,7 +381,7 @@ class Announced:
 
 
 def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:
-    said, orders, lives = Said(str(tmp_path), 1), Announced(), start_ticks(os.getpid())
+    said, orders, lives = KeptHints(str(tmp_path), 1), Announced(), start_ticks(os.getpid())
     assert lives is not None
     said.keep_order(KeptOrder("dead", b"a", 2**22 + 1, 5))
     said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))

@@ -40,7 +40,7 @@ class KeptOrder(NamedTuple):
     start_ticks: int | None
 
 
-class Said:
+class KeptHints:
     """Constant: the directory, the mount. Changing: the weights' size when each was there once
     (``_live_bytes``). Its calls block for the local disk, and raise nothing. One at a time."""
 

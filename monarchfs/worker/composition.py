@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import trio
 
@@ -12,7 +12,7 @@ from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.config.model import DataPath, PrefetchMode, ShareMode
+from monarchfs.config.model import Config, DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
@@ -66,58 +66,48 @@ BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
 
 
-class Parts:
+class Composition:
     """The parts of a mount's file system, connected. Constant; each owns what it opens.
 
-    Each gets what it needs when it is made. If two need each other, the one made first gets the
-    other later, by a method: ``Relay.begin``, ``Accounts.bind``.
+    Each gets what it needs when it is made, so the order is that of their dependencies: what is
+    shared with other workers and processes; the index and the source; the cache; what is copied
+    into it; names; open files; and last, who answers the kernel. In three places two parts need
+    each other, and the one made first gets the other later: ``Accounts.bind``, ``Copier.bind``,
+    ``Relay.begin``.
     """
 
     def __init__(
         self, bootstrap: Bootstrap, channel: SupervisorChannel, nursery: trio.Nursery
     ) -> None:
-        config = safe(bootstrap.config) if bootstrap.safe else bootstrap.config
-        self.config = config
+        self.config = config = safe(bootstrap.config) if bootstrap.safe else bootstrap.config
         self.restarts = bootstrap.restarts
-        self.handle_table = table = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
-        # Threads take up the requests that are left in a journal.
-        journal = bootstrap.requests_fd
-        self.relays = relays = journal is not None or not bootstrap.safe
-        table.enter_worker(fuse_session.RELAY_THREADS if relays else 0)
         self.mount_ns = bootstrap.mount_ns
-        self.peering: Peering | None = None
-        self.metrics = Metrics()
-        state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+        self.metrics = metrics = Metrics()
+        self.peering: Peering | None = None  # `_replica_changed` asks
+        freshness = Freshness(
+            config.freshness.mode, int(config.freshness.ttl_seconds * NS), bootstrap.mount_ns
+        )
+        # Copies and scans that nobody waits for give way to readers.
+        quietly = run_sync_at(config.copy_nice)
+
+        # What earlier workers of this mount left. Threads take up the requests in a journal.
+        self.handle_table = table = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
+        self.relays = bootstrap.requests_fd is not None or not bootstrap.safe
+        table.enter_worker(fuse_session.RELAY_THREADS if self.relays else 0)
         posix = PosixSource(
             bootstrap.source_fd, root=bootstrap.source_root, has_layouts=table.has_layouts
         )
         table.has_layouts = posix.has_layouts
         self.root_ino = posix.root.ino
-        on_change = OnChange(
-            fuse_session.hooks.names_forget,
-            fuse_session.hooks.names_forget_ino,
-            self._replica_changed,
-        )
-        self.index = open_index(config, state_dir, self.root_ino, on_change)
-        first = table.kernel_reads is None and not bootstrap.safe
-        if first and forget_earlier_mounts(bootstrap, state_dir, self.index, posix):
-            self.index = open_index(config, state_dir, self.root_ino, on_change)
-        if table.kernel_reads is None:
-            table.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
-        self.kernel_reads = bool(table.kernel_reads)
-        # Even if the index was lost, numbers that the kernel knows are not given to other files.
-        if table.numbers:
-            self.index.environment.skip_numbers_after(table.numbers)
-        table.numbers = self.index.environment.next_id
-        shares = bootstrap.peers is not None and bootstrap.peers_fd is not None and relays
-        nodes = _job_nodes(bootstrap.peers or {}, self.index) if shares else None
-        # Copies and scans that nobody waits for give way to readers.
-        quietly = run_sync_at(config.copy_nice)
+        self.index = index = self._open_index(bootstrap, posix)
+        self.kernel_reads = _who_reads(table, config, index, passes=bootstrap.passes)
+
+        # The source, and the threads of C that read it and the tiers.
         self.relay = Relay(
             free_opens=not self.kernel_reads and free_opens(config),
             direct=config.data_path is DataPath.DIRECT,
         )
-        self.source = Source(
+        self.source = source = Source(
             posix,
             demand_threads=config.source_threads,
             background_threads=config.copy_workers + BACKGROUND_EXTRA,
@@ -126,11 +116,14 @@ class Parts:
             reads_elsewhere=lambda: self.relay.waits,
         )
         self.kernel = Notifier()
+
+        # The cache. Who owns what, and what will be opened soon, decides what it keeps.
+        nodes = _job_nodes(bootstrap, index) if self.relays else None
         orders = Orders()
         accounts = Accounts(
-            self.index,
-            open_tiers(config, bootstrap, self.index),
-            self.metrics,
+            index,
+            open_tiers(config, bootstrap, index),
+            metrics,
             TierThreads(config.local_threads, quietly),
             nursery,
             self.relay,
@@ -144,20 +137,22 @@ class Parts:
             else nodes.share.owns_some,
             awaited=orders.awaits,
         )
-        self.cache = Cache(accounts)
+        self.cache = cache = Cache(accounts)
+
+        # Copies. Large files are shared with the job's other nodes.
         jobs = CopyJobs(
-            self.cache,
-            self.metrics,
+            cache,
+            metrics,
             nursery,
             None if nodes is None else nodes.owners,
             keeps=config.prefetch is not PrefetchMode.NONE,
         )
-        spans = None if nodes is None else nodes.span_nodes(jobs, self.cache)
+        spans = None if nodes is None else nodes.span_nodes(jobs, cache)
         self.copier = Copier(
             jobs,
-            self.source,
-            self.cache,
-            self.metrics,
+            source,
+            cache,
+            metrics,
             nursery,
             spans,
             workers=config.copy_workers,
@@ -165,109 +160,95 @@ class Parts:
             floor=config.prefetch_floor / 100,
             trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
         )
-        freshness = Freshness(
-            config.freshness.mode, int(config.freshness.ttl_seconds * NS), bootstrap.mount_ns
-        )
-        self.tree = Tree(
-            self.index,
-            self.source,
+
+        # Names.
+        self.tree = tree = Tree(
+            index,
+            source,
             freshness,
-            self.metrics,
+            metrics,
             nursery,
             deadline=config.source_deadline_seconds,
             threads=self.relay,
             peers=None if nodes is None else nodes.name_owners,
         )
-        self.tree.recorder.on_moved.add(self._directory_moved)
+        tree.recorder.on_moved.add(self._directory_moved)
+        roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
+        self.finder = Finder(tree, roots)
+
+        # Open files, and who hears of opens.
         opens = OpenCounts(self.relay, known=not self.relay.free_opens)
-        self.ahead: Ahead | None = None
-        if config.prefetch is PrefetchMode.AUTO and config.tiers:
-            self.ahead = Ahead(self.tree, self.cache, self.copier.jobs)
         self.touch: Touch | None = None
         if config.touch_source_seconds:
             self.touch = Touch(
-                self.source,
-                self.cache,
-                self.metrics,
-                self.tree.known,
-                opens.inodes,
-                config.touch_source_seconds,
+                source, cache, metrics, tree.known, opens.inodes, config.touch_source_seconds
             )
-        self.files = Files(
-            self.tree,
-            self.cache,
-            self.copier,
-            self.metrics,
-            self.kernel,
-            opens,
-            self.touch,
+        self.files = files = Files(
+            tree, cache, self.copier, metrics, self.kernel, opens, self.touch
         )
-        if self.ahead is not None:
-            self.files.on_open.add(self.ahead.opened)
-        roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
-        self.finder = Finder(self.tree, roots)
-        self.xattrs = Xattrs(self.tree, self.files.residency, self.source, nursery)
+        self.ahead: Ahead | None = None
+        if config.prefetch is PrefetchMode.AUTO and config.tiers:
+            self.ahead = Ahead(tree, cache, jobs)
+            files.on_open.add(self.ahead.opened)
+        self.xattrs = Xattrs(tree, files.residency, source, nursery)
         self.xattrs.on_plain.add(fuse_session.hooks.absent_add)
-        self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
-        self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
-        self.load = Load(self.tree)
-        self.copy_idle = CopyIdle(self.copier.jobs, self.scan, bootstrap.mount_ns)
-        for tier in config.tiers:
-            self.metrics.errors_of_tier(tier.path)
+
+        # What is copied without being opened.
+        self.warming = Warming(tree, self.xattrs, cache, jobs, nursery)
+        self.scan = Scan(tree, jobs, jitter_seconds=config.prefetch_jitter_seconds)
+        self.load = Load(tree)
+        self.copy_idle = CopyIdle(jobs, self.scan, bootstrap.mount_ns)
         self._kept = keep_counts(
             bootstrap.counts_fd,
             {
-                "mount": self.metrics,
-                "source": self.source.counters,
+                "mount": metrics,
+                "source": source.counters,
                 "scan": self.scan,
                 "lull": self.copy_idle,
             },
         )
-        self.interrupts = Interrupts(self.metrics)
-        if nodes is not None and spans is not None and bootstrap.peers_fd is not None:
+        for tier in config.tiers:
+            metrics.errors_of_tier(tier.path)
+
+        # The job's other nodes, as long as no thread of C runs.
+        if nodes is not None and spans is not None:
             from monarchfs.worker.peering import Peering
 
             self.peering = Peering(
-                nodes,
-                self.tree,
-                self.copier,
-                self.cache,
-                spans,
-                bootstrap.peers_fd,
-                config.share,
-                fuse_session.hooks,
-                nursery,
+                nodes, tree, self.copier, cache, spans, config.share, fuse_session.hooks, nursery
             )
+
+        # Small files, which threads of C open and read in the source, and the window of an order.
         self.misses = Misses(
             fuse_session.hooks,
-            self.index.nodes,
+            index.nodes,
             posix.opened_directory,
-            self.files.only_remote,
-            self.files.racy_opens.opens_until,
-            shares=self.peering is not None,
+            files.only_remote,
+            files.racy_opens.opens_until,
+            shares=nodes is not None,
         )
         self.arrivals = Arrivals(
             self.misses,
-            self.source,
-            self.cache,
-            self.copier.jobs,
+            source,
+            cache,
+            jobs,
             self.copier.files,
-            self.metrics,
+            metrics,
             nursery,
-            self.files.opened_elsewhere,
+            files.opened_elsewhere,
         )
         self.window = Window(
-            NamedFiles(self.tree, self.finder),
-            self.source,
-            self.cache,
-            self.copier.jobs,
+            NamedFiles(tree, self.finder),
+            source,
+            cache,
+            jobs,
             self.misses,
             WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
             orders,
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
-        self.files.on_open.add(self.window.opened)
-        if relays:
+        files.on_open.add(self.window.opened)
+        if self.relays:
             self.misses.start(
                 posix.device,
                 keeps=config.prefetch is not PrefetchMode.NONE,
@@ -275,46 +256,64 @@ class Parts:
                 nice=config.copy_nice,
             )
             self.copier.bind(self.arrivals)
+
+        # Who answers the kernel: threads of C, the fast path, pyfuse3's adapter.
+        self.interrupts = Interrupts(metrics)
         self.relay.begin(
-            self.files,
+            files,
             lasting_ns=freshness.ttl_ns,
-            tells=self.cache.tracks or config.touch_source_seconds > 0,
+            tells=cache.tracks or config.touch_source_seconds > 0,
             opens_here=not self.kernel_reads,
-            misses=self.misses if relays else None,
+            misses=self.misses if self.relays else None,
             interrupts=self.interrupts,
         )
         self.passthrough = Passthrough(
-            self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
+            files, channel.send_now, metrics, self.relay, counts=self.kernel_reads
         )
         accounts.bind(self.passthrough)
-        file_system = FileSystem(self.tree, self.files, self.xattrs)
+        file_system = FileSystem(tree, files, self.xattrs)
         self.adapter = Adapter(
             file_system,
             self.interrupts,
-            self.metrics,
+            metrics,
             self.relay,
             table,
             self.passthrough,
-            journals=journal is not None,
+            journals=bootstrap.requests_fd is not None,
         )
         fast_path = FastPath(
-            file_system,
-            self.adapter.handles,
-            self.relay,
-            self.metrics,
-            self.passthrough,
+            file_system, self.adapter.handles, self.relay, metrics, self.passthrough
         )
         fuse_session.on_request(fast_path.answer)
+        fuse_session.on_interrupt(self.interrupts.on_interrupt)
         self.session = fuse_session.Session(
             self.adapter,
             bootstrap.init_fd,
             bootstrap.fuse_fd,
-            relays=relays,
+            relays=self.relays,
             free_opens=self.relay.free_opens,
             waiting_reads=config.source_threads,
-            journal=journal,
+            journal=bootstrap.requests_fd,
         )
-        fuse_session.on_interrupt(self.interrupts.on_interrupt)
+
+    def _open_index(self, bootstrap: Bootstrap, posix: PosixSource) -> Index:
+        """The index of this mount, which tells the threads of C and the peers of changes."""
+        config, table = self.config, self.handle_table
+        state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+        on_change = OnChange(
+            fuse_session.hooks.names_forget,
+            fuse_session.hooks.names_forget_ino,
+            self._replica_changed,
+        )
+        index = open_index(config, state_dir, posix.root.ino, on_change)
+        first = table.kernel_reads is None and not bootstrap.safe
+        if first and forget_earlier_mounts(bootstrap, state_dir, index, posix):
+            index = open_index(config, state_dir, posix.root.ino, on_change)
+        # Even if the index was lost, numbers that the kernel knows are not given to other files.
+        if table.numbers:
+            index.environment.skip_numbers_after(table.numbers)
+        table.numbers = index.environment.next_id
+        return index
 
     @property
     def requests_waiting(self) -> int:
@@ -346,7 +345,17 @@ class Parts:
         self._kept.save()
 
 
-def _job_nodes(message: dict[str, Any], index: Index) -> JobNodes:
+def _who_reads(table: HandleTable, config: Config, index: Index, *, passes: bool) -> bool:
+    """Whether the kernel reads resident files itself: as the first worker decided."""
+    if table.kernel_reads is None:
+        table.kernel_reads = reads_by_kernel(config, index, passes=passes)
+    return bool(table.kernel_reads)
+
+
+def _job_nodes(bootstrap: Bootstrap, index: Index) -> JobNodes | None:
+    """None: this mount shares nothing. Raises OperationError."""
+    if bootstrap.peers is None or bootstrap.peers_fd is None:
+        return None
     # Mounts that share nothing do not load libcurl.
     try:
         from monarchfs.worker.peering import JobNodes
@@ -355,4 +364,4 @@ def _job_nodes(message: dict[str, Any], index: Index) -> JobNodes:
             f"peers need libcurl, which cannot be loaded: {error}: apt-get install libcurl4"
         ) from None
 
-    return JobNodes(message, index)
+    return JobNodes(bootstrap.peers, bootstrap.peers_fd, index)
