@@ -26,7 +26,7 @@ from monarchfs.prefetch.window_size import FIRST_DISTANCE, WindowSize
 from monarchfs.system.listeners import Listeners
 from monarchfs.system.process_stat import start_ticks
 from monarchfs.types import Node, OperationError, SourceStat
-from monarchfs.worker import said as module
+from monarchfs.worker import kept_hints as module
 from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.kept_hints import DIRECTORY, KeptHints, KeptOrder
 from tests.layers.whole import NoReaders
