@@ -44,7 +44,7 @@ from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.slurm.caches import close_cache
 from monarchfs.slurm.records import write_record
 from monarchfs.slurm.shares import record_of, share_key
-from monarchfs.slurm.site import SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.store.checksum import checksum
 from monarchfs.supervisor.launch import Descriptors, WorkerLauncher
 from monarchfs.supervisor.lock import Holder, write_holder
@@ -395,7 +395,7 @@ def make_slurm(to: Path) -> None:
     record = {**record_of("/data", ALICE), "used": None, "granted": {"/tier": 1 << 30}}
     write_record(str(to / "slurm" / CACHE_KEY / "cache.json"), record, mode=0o644)
     with patch("time.time", lambda: 1e9):
-        close_cache(SitePaths(cache_dir=str(to)), CACHE_KEY, STATUS)
+        close_cache(Site(cache_dir=str(to)), CACHE_KEY, STATUS)
 
 
 MAKERS = (
