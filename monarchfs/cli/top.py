@@ -61,14 +61,8 @@ def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         )
     count = _count(arguments.count)
     by_directory = arguments.by == "directory"
-    feed = Feed(
-        mountpoint,
-        search_of(environ),
-        interval,
-        count,
-        by_directory=by_directory,
-        order=arguments.sort,
-    )
+    search, order = search_of(environ), arguments.sort
+    feed = Feed(mountpoint, search, interval, count, by_directory=by_directory, order=order)
     view = TopView(mountpoint, feed, "directory" if by_directory else "process")
     code = show(view, interval, as_json=arguments.json, screen=count is None)
     if feed.error:
