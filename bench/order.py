@@ -23,7 +23,7 @@ from bench.pfs import ParallelFileSystem, Profile
 from bench.processes import cpu_seconds, processes_of
 from bench.report import Result
 from bench.task import Task
-from monarchfs.hints.client import find_mount
+from monarchfs.hints import find_mount
 
 READERS, BATCH, DIRECTORY = 4, 16, 200
 FILE_BYTES = 110_000

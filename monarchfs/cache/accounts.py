@@ -99,12 +99,14 @@ class NoHolder:
 
 @dataclass(frozen=True, slots=True)
 class CacheOptions:
-    """Replicas of up to ``shared_bytes`` share files with others."""
+    """Replicas of up to ``shared_bytes`` share files with others. ``keeps_foreign``: whether files
+    that other nodes own are kept."""
 
     eviction: EvictionPolicy = EvictionPolicy.KEEP
     reserve_percent: float = 10.0
     partial_min_bytes: int = PARTIAL_MIN_BYTES
     shared_bytes: int = SMALL_BYTES
+    keeps_foreign: bool = True
 
 
 class Accounts:
@@ -125,13 +127,12 @@ class Accounts:
         readers: Readers,
         options: CacheOptions,
         headroom: Callable[[], MemoryHeadroom] | None = None,
+        owns: Callable[[bytes, int], bool] | None = None,
     ) -> None:
         """``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
-        without asking."""
+        without asking; for ``owns`` see ``RecordLookup``."""
         self.index = index
-        self.in_thread = threads.run
-        self.in_thread_now = threads.run_now
-        self.write_in_thread = threads.write
+        self.threads = threads
         self.readers = readers
         self.reasons = ReasonLog()
         self.on_outdated: Listeners[[int]] = Listeners()
@@ -145,7 +146,7 @@ class Accounts:
         self.holder: ReplicaHolder = NoHolder()
         self.opened: dict[int, OpenReplica] = {}
         self.busy: dict[int, bytes] = {}
-        self.lookup = RecordLookup(index, self.opened, self.busy, self.readers)
+        self.lookup = RecordLookup(index, self.opened, self.busy, self.readers, owns)
         self.placement = Placement(
             [tier.id for tier, _size in tiers],
             self.lookup,
@@ -154,6 +155,7 @@ class Accounts:
             reserve_percent=options.reserve_percent,
         )
         self.eviction = options.eviction
+        self.keeps_foreign = options.keeps_foreign
         self.metrics = metrics
         self.nursery = nursery
         self.all_tiers = Tiers(
@@ -173,15 +175,15 @@ class Accounts:
             index,
             self.all_tiers,
             self.readers,
-            self.in_thread,
-            capacity=lambda tier_id: self.placement.ledger(tier_id).usage[1],
+            threads,
+            self.placement,
             most_bytes=options.shared_bytes,
         )
         self.removals = Removals(
             index,
             self.all_tiers,
             self.handle,
-            self.in_thread,
+            threads,
             nursery,
             self.segments,
             let_go=lambda ino: self.holder.let_go(ino),
@@ -193,7 +195,7 @@ class Accounts:
             self.all_tiers,
             self.handle,
             metrics,
-            self.in_thread,
+            threads,
             nursery,
             self.segments,
             on_done=self.on_room,
@@ -397,14 +399,14 @@ class Mover:
         written: Written | None = None
         try:
             if shares:
-                data = await self._accounts.in_thread(_read, source, record)
+                data = await self._accounts.threads.run(_read, source, record)
                 (result,) = await self._accounts.segments.write_each(to, [data])
                 if isinstance(result, OSError):
                     raise result
                 written = result
                 allocated = written.allocated_bytes
             else:
-                allocated = await self._accounts.in_thread(_copy, source, to, record)
+                allocated = await self._accounts.threads.run(_copy, source, to, record)
             if not await self._closed(ino):
                 raise OSError(errno.EBUSY, "it stays open")
             # No checkpoint between the index commit and placement.
@@ -422,7 +424,7 @@ class Mover:
                 if written is not None:
                     await self._accounts.segments.discard(to, [written])
                 elif not shares:
-                    await self._accounts.in_thread(to.files.discard, record.name)
+                    await self._accounts.threads.run(to.files.discard, record.name)
                     self._accounts.removals.gone(to.id, record.name)
             raise
         if written is not None:

@@ -173,7 +173,7 @@ class Cache:
         Raises OSError of the tier."""
         replica.uses += 1
         try:
-            return await self.accounts.in_thread_now(replica.read, offset, size)
+            return await self.accounts.threads.run_now(replica.read, offset, size)
         finally:
             self.release(replica)
 
@@ -235,7 +235,7 @@ class Cache:
         """``watch``, once."""
         accounts = self.accounts
         accounts.all_tiers.measure()
-        for tier in await accounts.all_tiers.probe(accounts.in_thread):
+        for tier in await accounts.all_tiers.probe(accounts.threads):
             if tier.id not in accounts.reconciliation.running:
                 accounts.segments.replaced(tier)
                 accounts.reconciliation.begin(tier)

@@ -11,20 +11,21 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 import trio
 
 from monarchfs.cache import tier_comparison as found
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.tier_comparison import Finding, Row
+from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Outage, Tiers
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Action, Loaded, PlacementEvent
 from monarchfs.store.errors import ReplicaLost
 from monarchfs.store.tier import Tier
+from monarchfs.system.listeners import Listeners
 from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, TierTotals
 
 log = logging.getLogger(__name__)
@@ -44,17 +45,17 @@ class Reconciliation:
         tiers: Tiers,
         handle: Callable[[PlacementEvent], list[Action]],
         metrics: Metrics,
-        in_thread: Callable[..., Awaitable[Any]],
+        threads: TierThreads,
         nursery: trio.Nursery,
         segments: SegmentRecords,
-        on_done: Callable[[], object],
+        on_done: Listeners[[]],
     ) -> None:
         """``on_done`` is called when a tier was reconciled, or could not be."""
         self._index = index
         self._tiers = tiers
         self._handle = handle
         self._metrics = metrics
-        self._in_thread = in_thread
+        self._threads = threads
         self._nursery = nursery
         self._segments = segments
         self._on_done = on_done
@@ -169,15 +170,15 @@ class Reconciliation:
         await self._drop_lost()
         partial: list[Row] = []
         for fan_out in range(FAN_OUTS):
-            files = await self._in_thread(tier.files.complete, fan_out)
+            files = await self._threads.run(tier.files.complete, fan_out)
             rows = self._rows(tier, bytes([fan_out]))
             partial += [row for row in rows if row[2].state is ReplicaState.PARTIAL]
             await self._mend(tier, found.compare(rows, files))
             await trio.lowlevel.checkpoint()
-        findings = found.compare_parts(partial, await self._in_thread(tier.files.parts))
+        findings = found.compare_parts(partial, await self._threads.run(tier.files.parts))
         for finding in findings:
             if isinstance(finding, found.Orphan):
-                await self._in_thread(tier.files.remove_part, finding.file.name)
+                await self._threads.run(tier.files.remove_part, finding.file.name)
         await self._mend(tier, [f for f in findings if not isinstance(f, found.Orphan)])
         await self._look_at_segments(tier)
         self.load(tier)
@@ -219,7 +220,7 @@ class Reconciliation:
             return  # a gap from now on
         if tier is not None:
             try:
-                await self._in_thread(tier.files.discard, record.name)
+                await self._threads.run(tier.files.discard, record.name)
             except OSError as exc:
                 # The journal keeps it for the next mount. This may be another tier.
                 self._tiers.failed(tier, "removing what a reboot took", exc)
@@ -257,11 +258,11 @@ class Reconciliation:
                     self._metrics.replicas_lost += 1
                     self.lost[tier.id] += 1
                     self._index.replicas.drop_replica(ino)
-                    await self._in_thread(tier.files.discard, replica.name)
+                    await self._threads.run(tier.files.discard, replica.name)
                     self._index.replicas.file_gone(tier.id, replica.name)
                 case found.WrongChecksumName(file=file) | found.Ambiguous(file=file):
                     self._removed[tier.id] += 1
-                    await self._in_thread(tier.files.remove, file.name, file.checksum)
+                    await self._threads.run(tier.files.remove, file.name, file.checksum)
                 case found.WrongBlocks(ino=ino, allocated_bytes=allocated):
                     if (record := self._index.replicas.replica(ino)) is not None:
                         self._index.replicas.put_replica(
@@ -278,7 +279,7 @@ class Reconciliation:
             # Without a record nobody knows whether a reboot came before its data reached the disk.
             if file not in proven:
                 self._removed[tier.id] += 1
-                await self._in_thread(tier.files.remove, file.name, file.checksum)
+                await self._threads.run(tier.files.remove, file.name, file.checksum)
         self._found[tier.id] += len(self._index.replicas.record_found_files(tier.id, proven))
 
     async def _look_at_segments(self, tier: Tier) -> None:
@@ -287,7 +288,7 @@ class Reconciliation:
         for segment in known:
             # In this order: what is recorded has its bytes.
             records = self._index.segments.segment_records(tier.id, segment)
-            data = await self._in_thread(_data_ranges, tier, segment)
+            data = await self._threads.run(_data_ranges, tier, segment)
             for offset, ino in records:
                 record = self._index.replicas.replica(ino)
                 if record is None or (record.segment, record.offset) != (segment, offset):
@@ -297,16 +298,16 @@ class Reconciliation:
                     self._metrics.replicas_lost += 1
                     self.lost[tier.id] += 1
                     self._index.replicas.drop_replica(ino)
-        for segment in await self._in_thread(tier.segments.found):
+        for segment in await self._threads.run(tier.segments.found):
             if segment not in known:
                 await self._adopt_segment(tier, segment)
 
     async def _adopt_segment(self, tier: Tier, segment: int) -> None:
         """Count what a segment's list says lies in it, and does."""
-        sound, rows = await self._in_thread(_sound, tier, segment)
+        sound, rows = await self._threads.run(_sound, tier, segment)
         self._removed[tier.id] += rows - len(sound)
         if not sound:
-            await self._in_thread(tier.segments.remove, segment)
+            await self._threads.run(tier.segments.remove, segment)
             return
         self._index.segments.begin_segments(tier.id, [segment])
         self._found[tier.id] += len(self._index.replicas.record_found_files(tier.id, sound))

@@ -17,21 +17,26 @@ MOST_NAMES = 1_000
 
 class RecordLookup:
     """Constant: its parts, which others change; ``awaited``, which tells whether a file is about to
-    be opened. Changing: ``owns``, whether this node owns some of a replica, by its name and size
-    (None: nodes do not share, or each keeps what it can); where the last search for any replica of
-    a tier ended, and for foreign ones; how many names in turn were no foreign ones'; the tiers that
-    have none."""
+    be opened; ``owns``. Changing: where the last search for any replica of a tier ended, and for
+    foreign ones; how many names in turn were no foreign ones'; the tiers that have none."""
 
     def __init__(
-        self, index: Index, opened: Container[int], busy: Container[int], readers: Readers
+        self,
+        index: Index,
+        opened: Container[int],
+        busy: Container[int],
+        readers: Readers,
+        owns: Callable[[bytes, int], bool] | None = None,
     ) -> None:
         """``opened`` and ``busy`` are inode numbers whose replicas must stay: readers have them
-        open, or they are being copied or moved. ``readers`` have others open."""
+        open, or they are being copied or moved. ``readers`` have others open. ``owns``: whether
+        this node owns some of a replica, by its name and size; None: nodes do not share, or each
+        keeps what it can."""
         self._index = index
         self._opened = opened
         self._busy = busy
         self._readers = readers
-        self.owns: Callable[[bytes, int], bool] | None = None
+        self.owns = owns
         self.awaited: Callable[[int], bool] = lambda ino: False
         self._after: dict[int, bytes] = {}
         self._foreign_after: dict[int, bytes] = {}

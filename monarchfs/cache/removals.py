@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any
 
 import trio
 
 from monarchfs.cache.replicas import OpenReplica, Removal
 from monarchfs.cache.segments import SegmentRecords
+from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
 from monarchfs.placement.events import Action, Dropped, Evicted, EvictionFailed, PlacementEvent
@@ -40,7 +40,7 @@ class Removals:
         index: Index,
         tiers: Tiers,
         handle: Callable[[PlacementEvent], list[Action]],
-        in_thread: Callable[..., Awaitable[Any]],
+        threads: TierThreads,
         nursery: trio.Nursery,
         segments: SegmentRecords,
         let_go: Callable[[int], trio.Event | None],
@@ -49,7 +49,7 @@ class Removals:
         self._index = index
         self._tiers = tiers
         self._handle = handle
-        self._in_thread = in_thread
+        self._threads = threads
         self._nursery = nursery
         self._let_go = let_go
         self._pending: dict[int, set[Removal]] = {tier_id: set() for tier_id in tiers.by_id}
@@ -152,9 +152,9 @@ class Removals:
             await self._segments.remove(items)
             return
         if record.state is ReplicaState.PARTIAL:
-            await self._in_thread(tier.files.remove_part, record.name)
+            await self._threads.run(tier.files.remove_part, record.name)
         else:
-            await self._in_thread(tier.files.remove, record.name, record.checksum)
+            await self._threads.run(tier.files.remove, record.name, record.checksum)
         with trio.move_on_after(KEPT_SECONDS):
             for closed in kept:
                 await closed.wait()

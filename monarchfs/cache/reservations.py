@@ -28,11 +28,11 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 
 
 class Reservations:
-    """Room for copies. Changing: ``keeps_foreign``, whether files that other nodes own are kept."""
+    """Room for copies. Constant: ``keeps_foreign``, whether files that other nodes own are kept."""
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
-        self.keeps_foreign = True
+        self.keeps_foreign = accounts.keeps_foreign
 
     def reserve(self, node: Node, *, evicts: bool = True) -> Reservation | None:
         """Room for a replica of ``node``; None (and a reason) where there is none. A partial

@@ -17,15 +17,17 @@ from __future__ import annotations
 import errno
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import trio
 
 from monarchfs.cache.readers import Readers
+from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers
 from monarchfs.index.index import Index
+from monarchfs.placement.placement import Placement
 from monarchfs.store.segments import SEGMENT_BYTES, SMALL_BYTES, Allocator, allocated
 from monarchfs.store.tier import Tier
 from monarchfs.types import Data, IndexWriteError, Replica
@@ -68,18 +70,17 @@ class SegmentRecords:
         index: Index,
         tiers: Tiers,
         readers: Readers,
-        in_thread: Callable[..., Awaitable[Any]],
-        capacity: Callable[[int], int],
+        threads: TierThreads,
+        placement: Placement,
         most_bytes: int,
     ) -> None:
-        """``capacity`` gives the bytes of a tier by its number. Replicas larger than ``most_bytes``
-        have files of their own."""
+        """Replicas larger than ``most_bytes`` have files of their own."""
         self._most_bytes = most_bytes
         self._index = index
         self._tiers = tiers
         self._readers = readers
-        self._in_thread = in_thread
-        self._capacity = capacity
+        self._threads = threads
+        self._placement = placement
         self._allocators: dict[int, Allocator | None] = {}
         self._own: dict[int, set[int]] = defaultdict(set)
         self._leaving: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
@@ -105,7 +106,8 @@ class SegmentRecords:
         if not frees_punched:
             log.info("tier %s: its small copies lie in files of their own", tier.path)
         else:
-            size = min(SEGMENT_BYTES, self._capacity(tier.id) // SEGMENTS_OF_A_TIER)
+            capacity = self._placement.ledger(tier.id).usage[1]
+            size = min(SEGMENT_BYTES, capacity // SEGMENTS_OF_A_TIER)
             self._allocators[tier.id] = Allocator(
                 max(LEAST_SEGMENT_BYTES, size), tier.segments.align
             )
@@ -139,7 +141,7 @@ class SegmentRecords:
         for (segment, offset), length in zip(places, taken, strict=True):
             self._leaving[tier.id, segment][offset] = length
         records = [(*place, data) for place, data in zip(places, replicas, strict=True)]
-        outcomes = await self._in_thread(tier.segments.write_each, records)
+        outcomes = await self._threads.run(tier.segments.write_each, records)
         results: list[Written | OSError] = []
         for (segment, offset), length, outcome in zip(places, taken, outcomes, strict=True):
             if isinstance(outcome, OSError):
@@ -160,7 +162,7 @@ class SegmentRecords:
         for place in places:
             by_segment[place.segment].append((place.offset, place.allocated_bytes))
         for segment, ranges in by_segment.items():
-            await self._in_thread(tier.segments.punch, segment, ranges)
+            await self._threads.run(tier.segments.punch, segment, ranges)
             for offset, _length in ranges:
                 self._left(tier.id, segment, offset)
 
@@ -199,7 +201,7 @@ class SegmentRecords:
                 by_tier[replica.tier].append((replica, done))
             try:
                 if any(replica.durable for replica, _ in waiting):
-                    await self._in_thread(self._index.environment.sync)
+                    await self._threads.run(self._index.environment.sync)
                 for tier_id, going in by_tier.items():
                     await self._punch(self._tiers.by_id[tier_id], going)
             except IndexWriteError as exc:
@@ -217,7 +219,7 @@ class SegmentRecords:
             gaps = [(replica.offset, replica.allocated_bytes) for replica, _ in items]
             empty = self._is_empty(tier.id, segment, {offset for offset, _ in gaps})
             work.append((segment, None if empty else gaps))
-        errors = await self._in_thread(_punch_each, tier, work)
+        errors = await self._threads.run(_punch_each, tier, work)
         for (segment, ranges), error in zip(work, errors, strict=True):
             if error is not None:
                 self._failed |= {done: error for _, done in by_segment[segment]}
@@ -261,10 +263,10 @@ class SegmentRecords:
             # There is no checkpoint between reading the records and computing the gaps.
             gaps = self._gaps(tier.id, segment)
             if gaps is None:
-                await self._in_thread(tier.segments.remove, segment)
+                await self._threads.run(tier.segments.remove, segment)
                 self._gone(tier.id, segment)
             else:
-                await self._in_thread(partial(_punch_gaps, tier, segment, gaps))
+                await self._threads.run(partial(_punch_gaps, tier, segment, gaps))
                 if (tier.id, segment) not in self._leaving:
                     self._index.segments.segment_clean(tier.id, segment)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
 
 import trio
 
 from monarchfs.cache.health import Health
 from monarchfs.cache.readers import Readers
+from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
 from monarchfs.placement.events import Action, PlacementEvent, TierBack, TierLost, TierSeen
@@ -124,7 +124,7 @@ class Tiers:
         """Whether what the tier holds is served: nothing is lost while it is not."""
         return self._health[tier_id].readable
 
-    async def probe(self, in_thread: Callable[..., Awaitable[Any]]) -> list[Tier]:
+    async def probe(self, threads: TierThreads) -> list[Tier]:
         """Try the tiers whose time has come; those whose directory is another one now."""
         replaced = []
         for tier in self.by_id.values():
@@ -133,9 +133,9 @@ class Tiers:
                 continue
             error: OSError | None = None
             try:
-                if await in_thread(find_again, tier):
+                if await threads.run(find_again, tier):
                     replaced.append(tier)
-                await in_thread(tier.probe)
+                await threads.run(tier.probe)
             except OSError as exc:
                 error = exc
             if health.probed(trio.current_time(), error):

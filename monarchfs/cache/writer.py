@@ -61,13 +61,13 @@ class CopyWriter:
             if reservation.sparse:
                 await read.wait()
                 if not self._reservations.take(
-                    reservation, await self._accounts.in_thread(unit.needed)
+                    reservation, await self._accounts.threads.run(unit.needed)
                 ):
                     return False
             if reservation.after:
                 await reservation.room()
             await self._make_part(reservation)
-            while not await self._accounts.write_in_thread(
+            while not await self._accounts.threads.write(
                 tier.files.write_unit, reservation.fd, unit
             ):
                 await read.wait()
@@ -85,13 +85,13 @@ class CopyWriter:
         async with reservation.lock:
             if reservation.fd < 0:
                 self._begin_part(reservation)
-                reservation.fd = await self._accounts.in_thread(reservation.new_part)
+                reservation.fd = await self._accounts.threads.run(reservation.new_part)
                 self._accounts.readers.nonresident.part(reservation.node.ino, reservation.fd)
 
     async def read_part(self, reservation: Reservation, offset: int, size: int) -> bytes:
         """Bytes that were written already. Raises OSError of the tier."""
         with reservation.using():
-            return await self._accounts.in_thread_now(read_full, reservation.fd, offset, size)
+            return await self._accounts.threads.run_now(read_full, reservation.fd, offset, size)
 
     def read_part_nowait(self, reservation: Reservation, offset: int, size: int) -> Data | None:
         """The same, or None where the disk would have to be waited for."""
@@ -109,7 +109,7 @@ class CopyWriter:
         """
         checksum = combine(reservation.digests)
         with reservation.using():
-            allocated = await self._accounts.in_thread(
+            allocated = await self._accounts.threads.run(
                 reservation.tier.files.finish_part, reservation.fd, reservation.name, checksum
             )
             return await self._commit(reservation, allocated, checksum)
@@ -136,9 +136,9 @@ class CopyWriter:
                 self._accounts.holder.stored(reservation.node.ino)
                 return True
         except OSError:
-            await self._accounts.in_thread(reservation.tier.files.discard, reservation.name)
+            await self._accounts.threads.run(reservation.tier.files.discard, reservation.name)
             raise
-        await self._accounts.in_thread(reservation.tier.files.discard, reservation.name)
+        await self._accounts.threads.run(reservation.tier.files.discard, reservation.name)
         return False
 
     def _stored(
@@ -296,7 +296,7 @@ class CopyWriter:
 
     async def _write_own(self, reservation: Reservation, data: Data) -> bool:
         """As a file of its own."""
-        allocated, checksum = await self._accounts.in_thread(reservation.write_whole, data)
+        allocated, checksum = await self._accounts.threads.run(reservation.write_whole, data)
         return await self._commit(reservation, allocated, checksum)
 
     async def _append_each(self, files: Sequence[tuple[Reservation, Data]]) -> list[bool | OSError]:

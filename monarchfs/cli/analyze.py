@@ -14,9 +14,9 @@ from monarchfs.insight.analysis import analyze
 from monarchfs.insight.darshan import read_logs
 from monarchfs.insight.darshan_verdict import analyze_darshan, paths_of, text_lines
 from monarchfs.insight.page import page_of
-from monarchfs.insight.recording import RecordingError, open_recording
+from monarchfs.insight.recording import open_recording
 from monarchfs.insight.results import Analysis
-from monarchfs.insight.text import text_of
+from monarchfs.insight.tables import text_of
 from monarchfs.insight.trace import write_trace
 from monarchfs.system.escaping import printable
 from monarchfs.types import OperationError, UsageError
@@ -35,8 +35,6 @@ def analyze_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -
     try:
         recording = open_recording(file)
         found = analyze(recording, nodes)
-    except RecordingError as error:
-        raise OperationError(str(error)) from None
     except (KeyError, TypeError, ValueError) as error:
         raise OperationError(f"{file}: the recording makes no sense: {error!r}") from None
     if arguments.html is not None:

@@ -77,7 +77,7 @@ def ask(
     """The worker's answer; ``progress`` gets what it reports before. Raises OperationError, with
     the remedy, if there is no answer."""
     with connect(found.daemon, CONNECT_SECONDS) as connection:
-        return connection.long_request(request, progress)
+        return connection.request(request, progress=progress)
 
 
 def below(path: str, mountpoints: Sequence[str]) -> str:

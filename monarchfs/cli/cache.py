@@ -8,9 +8,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from monarchfs.cli.text import printable
@@ -191,7 +190,7 @@ def _remove(
         error = None
         if not dry_run:
             try:
-                _removal(one, site)()
+                _remove_one(one, site)
             except (MonarchError, OSError) as failed:
                 error = str(failed)
         results.append({**as_dict(one), "removed": not dry_run and error is None, "error": error})
@@ -210,21 +209,17 @@ def _remove(
     return int(any(one["error"] is not None for one in results))
 
 
-def _removal(cache: LocalCache, site: Site | None) -> Callable[[], None]:
-    if site is None or cache.part or not cache.claimed:
-        return partial(remove_cache, cache)
+def _remove_one(cache: LocalCache, site: Site | None) -> None:
     key = os.path.basename(os.path.dirname(cache.state_dir))
-    if cache.state_dir != os.path.join(site.cache(key), "state"):
-        return partial(remove_cache, cache)
-
-    def of_slurm() -> None:
-        prepare(site)
-        if not discard(site, key, "as root asked"):
-            raise OperationError("a job uses it")
-        for path in trash_in(site):
-            remove_tree(path)
-
-    return of_slurm
+    whole = cache.claimed and not cache.part
+    if site is None or not whole or cache.state_dir != os.path.join(site.cache(key), "state"):
+        remove_cache(cache)
+        return
+    prepare(site)
+    if not discard(site, key, "as root asked"):
+        raise OperationError("a job uses it")
+    for path in trash_in(site):
+        remove_tree(path)
 
 
 def _paths(cache: LocalCache) -> list[str]:

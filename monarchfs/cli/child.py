@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from monarchfs.cli.output import complain
 from monarchfs.system import inherited
 from monarchfs.system.parent_death import die_with_parent
 
@@ -52,15 +53,12 @@ def signals_in_pipe(caught: Iterable[signal.Signals]) -> Iterator[tuple[int, int
         signal.set_wakeup_fd(old)
 
 
-def run_child(
-    command: Sequence[str], prepare: Callable[[], None], complain: Callable[[str, int], int]
-) -> int:
+def run_child(command: Sequence[str], prepare: Callable[[], None] | None = None) -> int:
     """Runs ``command`` after ``prepare``, in a child, and returns its exit code as shells do.
 
-    ``complain`` prints an error and returns the code it is given. ``prepare`` may raise SystemExit,
-    having said why; other errors are printed, and the code is 1. If this process is killed, so is
-    the command. The signals stay blocked: nothing may interrupt what the caller does next. For
-    processes of one thread.
+    ``prepare`` may raise SystemExit, having said why; other errors are printed, and the code is 1.
+    If this process is killed, so is the command. The signals stay blocked: nothing may interrupt
+    what the caller does next. For processes of one thread.
     """
     passed_on = {n for n in _PASSED_ON if signal.getsignal(n) is not signal.SIG_IGN}
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on | {signal.SIGCHLD})
@@ -70,8 +68,9 @@ def run_child(
     if pid == 0:
         code = 1
         try:
-            prepare()
-            code = _become(command, parent, complain)
+            if prepare is not None:
+                prepare()
+            code = _become(command, parent)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         except Exception as error:  # noqa: BLE001 - the child must not go on as its parent
@@ -84,7 +83,7 @@ def run_child(
         witness.close()
 
 
-def _become(command: Sequence[str], parent: int, complain: Callable[[str, int], int]) -> int:
+def _become(command: Sequence[str], parent: int) -> int:
     for number in _CHANGED_BY_PYTHON:
         signal.signal(number, signal.SIG_DFL)
     inherited.restore()

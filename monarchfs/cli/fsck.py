@@ -189,7 +189,7 @@ def _listen(lines: Iterable[bytes], progress: Progress, *, quiet: bool) -> dict[
 def _child(
     task: Mapping[str, Any], user: User, inherited: tuple[int, ...]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    command = [*module_command("monarchfs.fsck"), json.dumps(task)]
+    command = [*module_command("monarchfs.cache.fsck"), json.dumps(task)]
     with spawn_as(user, command, inherited, stdout=subprocess.PIPE, stderr=None) as process:
         try:
             yield process

@@ -17,7 +17,7 @@ from monarchfs.cli.text import printable
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.metadata.snapshot_export import Exported, export
-from monarchfs.system.bounded import Tell, bounded_call, bounded_talk
+from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
@@ -71,16 +71,16 @@ def _text(result: Mapping[str, Any]) -> str:
 
 
 def _directory(path: str) -> str:
-    def call() -> tuple[str, tuple[()]]:
+    def call() -> str:
         try:
             real = os.path.realpath(parse_path(path), strict=True)
             os.scandir(real).close()
         except OSError as error:
             problem = f"source {path} cannot be listed: {error.strerror}"
             raise UsageError(f"{problem}: name the dataset's directory") from None
-        return real, ()
+        return real
 
-    real, _ = bounded_call(
+    real = bounded_value(
         call,
         timeout=_SOURCE_SECONDS,
         overdue=f"source {path} did not answer within {_SOURCE_SECONDS:g} s: check its file system",

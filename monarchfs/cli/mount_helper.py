@@ -71,10 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     inherited.put_right()
     prepare_streams()
     try:
-        return output_written(_outcome(arguments), _complain)
+        return output_written(_outcome(arguments), PROGRAM)
     except SystemExit as end:  # of argparse, which has printed what -h or -V asks for
         code = end.code if isinstance(end.code, int) else USAGE
-        raise SystemExit(output_written(code, _complain)) from None
+        raise SystemExit(output_written(code, PROGRAM)) from None
 
 
 def _complain(message: str, code: int) -> int:

@@ -10,14 +10,11 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 from monarchfs.cli.text import printable
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code that a shell shows for who died of SIGINT."""
-
-Complain = Callable[[str, int], int]
 
 
 class _Lossy(io.RawIOBase):
@@ -76,7 +73,7 @@ def complain(message: str, code: int, program: str = "monarchfs") -> int:
     return code
 
 
-def output_written(code: int, complain: Complain = complain) -> int:
+def output_written(code: int, program: str = "monarchfs") -> int:
     """The exit code once all output is written: a full disk fails a command that did everything
     else, a reader who left does not."""
     try:
@@ -89,7 +86,7 @@ def output_written(code: int, complain: Complain = complain) -> int:
         os.close(null)
         if code or isinstance(error, BrokenPipeError):
             return code
-        return complain(f"cannot write the output: {error.strerror}", 1)
+        return complain(f"cannot write the output: {error.strerror}", 1, program)
 
 
 def die_of_interrupt(code: int) -> int:

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         many = next((a for a in self._actions if not a.option_strings and a.nargs == "*"), None)
         if many is not None and unknown:
             # argparse gives it what stands before the next option, and nothing that comes later.
-            setattr(parsed, many.dest, [*getattr(parsed, many.dest), *unknown])
+            getattr(parsed, many.dest).extend(unknown)
             unknown = []
         return parsed, unknown
 

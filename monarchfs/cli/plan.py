@@ -22,15 +22,14 @@ from monarchfs.config.values import parse_path
 from monarchfs.doctor.run import source_rates, tier_rates
 from monarchfs.doctor.source import refuse_ours
 from monarchfs.doctor.storage import check_and_locate, room_of
-from monarchfs.plan.fitting import Amount, PlannedTier
-from monarchfs.plan.sharing import plan_sharing
-from monarchfs.plan.survey import survey_and_fit
-from monarchfs.plan.times import SourceSpeed, TierSpeed, Times, Work, times, total
+from monarchfs.insight.estimates import SourceRates, TierRates, Times, plan_sharing, times
+from monarchfs.insight.fitting import Amount, PlannedTier, total
+from monarchfs.insight.survey import survey_and_fit
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import probe_source
 from monarchfs.supervisor.storage import recorded_directories
 from monarchfs.supervisor.tierdirs import names_for
-from monarchfs.system.bounded import Answer, Tell, bounded_call, bounded_talk
+from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, Space
 
@@ -66,7 +65,7 @@ def combine(
     source: str,
     report: Mapping[str, Any],
     rooms: list[PlannedTier],
-    rates: tuple[SourceSpeed, list[TierSpeed]] | None,
+    rates: tuple[SourceRates, list[TierRates]] | None,
     epochs: int,
 ) -> dict[str, Any]:
     """What ``--json`` prints. Pure."""
@@ -76,8 +75,7 @@ def combine(
     whole, partial_ = Amount(**report["whole"]), Amount(**report["partial"])
     resident = total(whole, *cached)
     new = total(*placed)
-    work = Work(new, total(*cached), remote, placed, cached)
-    estimate = times(work, *rates) if rates is not None else None
+    estimate = times(placed, cached, remote, *rates) if rates is not None else None
     keys = ("complete", "files", "bytes", "directories", "others", "unreadable", "hard_links")
     return {
         "source": source,
@@ -122,17 +120,17 @@ def shared(plan: Mapping[str, Any], nodes: int, share: ShareMode) -> dict[str, A
         own_first=share is not ShareMode.REPLICATE,
         keeps_foreign=share is not ShareMode.PARTITION,
     )
-    return {"nodes": nodes, "share": share.value, **asdict(found), "fits": found.fits.value}
+    return {"nodes": nodes, "share": share.value, **found}
 
 
 def _rates_json(
-    rates: tuple[SourceSpeed, list[TierSpeed]] | None, rooms: list[PlannedTier]
+    rates: tuple[SourceRates, list[TierRates]] | None, rooms: list[PlannedTier]
 ) -> dict[str, Any] | None:
     if rates is None:
         return None
     source, tiers = rates
     return {
-        "source_read_bytes_per_second": source.bytes_per_second,
+        "source_read_bytes_per_second": source.read_bytes_per_second,
         "source_open_seconds": source.open_seconds,
         "source_threads": source.threads,
         "tiers": [
@@ -161,20 +159,15 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
     """A tier as placement will see it. Raises UsageError, OperationError."""
     tier = config.tiers[number]
 
-    def call() -> Answer:
+    def call() -> list[Any]:
         place = check_and_locate(tier, config, cache_dir)
         room = room_of(place, tier.size, config.reserve_percent)
         # A tier in memory answers to what is left there; others to what is free on the disk.
         capacity = room.usable_bytes if place.headroom is not None else room.capacity_bytes
-        return [
-            list(place.space),
-            capacity,
-            room.capacity_bytes,
-            room.usable_bytes,
-            room.limited_by,
-        ], ()
+        usable = (room.capacity_bytes, room.usable_bytes, room.limited_by)
+        return [list(place.space), capacity, *usable]
 
-    (space, capacity, *usable), _ = bounded_call(
+    space, capacity, *usable = bounded_value(
         call,
         timeout=_TIER_SECONDS,
         overdue=f"tier {tier.path} did not answer within {_TIER_SECONDS:g} s: use another disk",
@@ -182,7 +175,7 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
     return PlannedTier(tier.path, capacity, Space(*space), *usable)
 
 
-def _rates(config: Config, progress: Progress) -> tuple[SourceSpeed, list[TierSpeed]] | None:
+def _rates(config: Config, progress: Progress) -> tuple[SourceRates, list[TierRates]] | None:
     """None where the source has nothing to measure."""
     progress.show("measuring the source")
     of_source = source_rates(config, _SPEED_SECONDS)
@@ -191,10 +184,8 @@ def _rates(config: Config, progress: Progress) -> tuple[SourceSpeed, list[TierSp
     tiers = []
     for tier in config.tiers:
         progress.show(f"measuring {tier.path}")
-        rates = tier_rates(tier.path, _SPEED_SECONDS)
-        tiers.append(TierSpeed(rates.write_bytes_per_second, rates.read_bytes_per_second))
-    source = SourceSpeed(of_source.read_bytes_per_second, of_source.open_seconds, of_source.threads)
-    return source, tiers
+        tiers.append(tier_rates(tier.path, _SPEED_SECONDS))
+    return of_source, tiers
 
 
 def _survey(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Report = Mapping[str, Any]
+from monarchfs.cli.status_text import Report
 
 HISTORY = 120
 """How many intervals are kept for the lines of history."""

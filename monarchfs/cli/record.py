@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from monarchfs.cli.child import run_child, signals_in_pipe
-from monarchfs.cli.output import complain
 from monarchfs.cli.progress import Progress
-from monarchfs.cli.recorder import HIDDEN, EventRecorder, daemon_of
+from monarchfs.cli.recorder import HIDDEN, EventRecorder
 from monarchfs.cli.text import counted, printable
+from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_seconds, parse_size
 from monarchfs.insight.recording import MOST_SAMPLE
+from monarchfs.supervisor.recover import required
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
@@ -34,11 +35,13 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
     sample, most_bytes = _sample(arguments.sample), _size(arguments.max_size)
     mountpoint, output = arguments.mountpoint, arguments.output
-    daemon = daemon_of(mountpoint, environ)
-    daemon()  # before the file is made
+    search = search_of(environ)
+    _ = required(mountpoint, search).daemon  # before the file is made
     with _new(output) as stream:
         facts = {} if arguments.argv is None else {"command": arguments.argv}
-        recorder = EventRecorder(daemon, stream, facts, sample=sample, most_bytes=most_bytes)
+        recorder = EventRecorder(
+            mountpoint, search, stream, facts, sample=sample, most_bytes=most_bytes
+        )
         if arguments.argv is None:
             return _record(recorder, mountpoint, output, seconds)
         return _record_command(recorder, output, arguments.argv)
@@ -75,14 +78,11 @@ def _new(output: str) -> Iterator[BinaryIO]:
 
 def _record(recorder: EventRecorder, mountpoint: str, output: str, seconds: float | None) -> int:
     with _signals() as end, Progress() as progress:
-
-        def show() -> None:
+        for _ in recorder.follow(recorder.begin(), end, seconds):
             progress.show(
                 f"recording {mountpoint}: {format_seconds(recorder.seconds)},"
                 f" {recorder.events:,} events, {format_bytes(recorder.written)}"
             )
-
-        recorder.follow(recorder.begin(), end, seconds, show)
         recorder.finish()
     print(_summary(recorder, output), file=sys.stderr)
     return 0
@@ -110,7 +110,7 @@ def _record_command(recorder: EventRecorder, output: str, argv: Sequence[str]) -
         if error:
             os.waitpid(pid, 0)
             raise OperationError(error)
-        code = run_child(argv, lambda: None, complain)
+        code = run_child(argv)
         os.close(ends)
         print(answers.readline().rstrip("\n") or "monarchfs: the recorder died", file=sys.stderr)
     os.waitpid(pid, 0)
@@ -126,7 +126,8 @@ def _record_in_child(recorder: EventRecorder, output: str, end: int, tells: int)
             print(json.dumps(str(error)), file=answers, flush=True)
             return 1
         try:
-            recorder.follow(connection, end, None, lambda: None)
+            for _ in recorder.follow(connection, end, None):
+                pass
             recorder.finish()
             print(_summary(recorder, output), file=answers)
         except Exception as error:  # noqa: BLE001 - the same

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
 from monarchfs.cli.ask import CONNECT_SECONDS
-from monarchfs.config.places import search_of
+from monarchfs.config.places import Search
 from monarchfs.control.client import Connection, connect
 from monarchfs.control.messages import SILENCE_SECONDS
-from monarchfs.control.registration import Registered
 from monarchfs.insight.recording import EVENT, File, RecordingWriter
 from monarchfs.supervisor.recover import required
 from monarchfs.types import OperationError
@@ -32,18 +31,12 @@ HIDDEN = {
 }
 
 
-def daemon_of(mountpoint: str, environ: Mapping[str, str]) -> Callable[[], Registered]:
-    """Where a mount answers, looked up anew at each call, which raises OperationError once the
-    mount is gone."""
-    return lambda: required(mountpoint, search_of(environ)).daemon
-
-
 def open_events(
-    daemon: Registered, options: Mapping[str, int]
+    mountpoint: str, search: Search, options: Mapping[str, int]
 ) -> tuple[Connection, dict[str, Any]]:
     """A connection on which events come, and what the mount says of itself before. Raises
-    OperationError if it cannot be recorded."""
-    connection = connect(daemon, CONNECT_SECONDS)
+    OperationError if it cannot be recorded, or is gone."""
+    connection = connect(required(mountpoint, search).daemon, CONNECT_SECONDS)
     try:
         connection.ask({"command": "record", **options})
         return connection, connection.next(SILENCE_SECONDS)[0]["progress"]
@@ -64,15 +57,15 @@ class EventRecorder:
 
     def __init__(
         self,
-        daemon: Callable[[], Registered],
+        mountpoint: str,
+        search: Search,
         stream: BinaryIO,
         facts: Mapping[str, Any],
         *,
         sample: int,
         most_bytes: int,
     ) -> None:
-        """``daemon`` is where the mount answers; it raises OperationError once it is gone."""
-        self._daemon = daemon
+        self._mountpoint, self._search = mountpoint, search
         self._stream = stream
         self._facts = dict(facts)
         self.sample = sample
@@ -108,7 +101,7 @@ class EventRecorder:
 
     def begin(self) -> Connection:
         """Raises OperationError if the mount cannot be recorded."""
-        connection, head = open_events(self._daemon(), {"sample": self.sample})
+        connection, head = open_events(self._mountpoint, self._search, {"sample": self.sample})
         if self._writer is None:
             self._facts |= head["facts"]
             self.hidden = hidden_by(head["facts"])
@@ -124,15 +117,13 @@ class EventRecorder:
     def _since(self, at_ns: int) -> float:
         return round((at_ns - self._origin_ns) / 1e9, 3)
 
-    def follow(
-        self, connection: Connection, end: int, seconds: float | None, show: Callable[[], None]
-    ) -> None:
+    def follow(self, connection: Connection, end: int, seconds: float | None) -> Iterator[None]:
         """Until ``end`` is readable, or for so many seconds, or as long as there is a mount and
-        room."""
+        room. Yields whenever something came."""
         while True:
             try:
                 with connection:
-                    self._receive(connection, end, seconds, show)
+                    yield from self._receive(connection, end, seconds)
                 return
             except ConnectionError:
                 self._lost_before, self._lost_now = self.lost, 0
@@ -152,16 +143,14 @@ class EventRecorder:
                     self.stopped = str(error)
                     return None
             try:
-                self._daemon()
+                _ = required(self._mountpoint, self._search).daemon
             except OperationError as error:
                 self.stopped = str(error)
                 return None
             if select.select([end], [], [], AGAIN_SECONDS)[0]:
                 return None
 
-    def _receive(
-        self, connection: Connection, end: int, seconds: float | None, show: Callable[[], None]
-    ) -> None:
+    def _receive(self, connection: Connection, end: int, seconds: float | None) -> Iterator[None]:
         going = True
         while True:
             if going and self._is_over(connection, end, seconds):
@@ -171,7 +160,7 @@ class EventRecorder:
             if (progress := message.get("progress")) is None:
                 return
             self._take(progress, content)
-            show()
+            yield
             if self.written >= self._most_bytes and not self.stopped:
                 self.stopped = "the file is full"
 

@@ -8,8 +8,8 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,16 +20,17 @@ from monarchfs.cli.output import complain
 from monarchfs.cli.text import format_count, format_share
 from monarchfs.config import User
 from monarchfs.config.files import from_file
-from monarchfs.config.personal import RUN_FLAGS, flag_of_run
+from monarchfs.config.personal import flag_of_run
 from monarchfs.config.places import default_places, resolve_user, search_of
 from monarchfs.config.settings import Settings, merge
 from monarchfs.config.values import parse_path
 from monarchfs.control.client import Connection
 from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.lease import MountLease
+from monarchfs.supervisor.lease import MountLease, job_stem
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
-from monarchfs.supervisor.namespace_daemon import MountRequest, settings_digest
+from monarchfs.supervisor.namespace_daemon import lease_mount, settings_digest
+from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.probe import (
     EmptySource,
     check_exists,
@@ -38,8 +39,7 @@ from monarchfs.supervisor.probe import (
     probe_source,
 )
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
-from monarchfs.supervisor.shared import lease_mount, stems_of
-from monarchfs.system.bounded import bounded_call
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.limits import explained
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
@@ -48,16 +48,9 @@ _STATUS_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 
 
-@dataclass(slots=True)
-class CommandView:
-    """How the command sees the mount. ``kind`` is ``own`` (a private mount, perhaps shared with
-    other jobs), ``existing`` (a mount that was there) or ``none``."""
-
-    kind: str
-    enter: Callable[[], None]
-    control: str | None = None
-    owner_uid: int | None = None
-    lease: MountLease | None = None
+CommandView = MountLease | FoundMount | None
+"""How the command sees the source: by a private mount, perhaps shared with other jobs; by a mount
+that was there; or without one."""
 
 
 def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -75,13 +68,13 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     source = parse_path(arguments.source)
     # Under sudo, too, the command is root's: other than a mount it is used at once, by who asked.
     user = resolve_user(_words_of(arguments, environ).user, {})
-    for name in RUN_FLAGS:
-        if flag_of_run(environ, None if user.uid == os.geteuid() else user.name, name):
-            setattr(arguments, name, True)
+    other = None if user.uid == os.geteuid() else user.name
+    arguments.strict |= flag_of_run(environ, other, "strict")
+    arguments.report |= flag_of_run(environ, other, "report")
     report = None if arguments.json is None else _open_report(parse_path(arguments.json))
     began = time.monotonic()
     reason = None
-    view = CommandView("none", lambda: None)
+    view: CommandView = None
     try:
         view = _view_of(arguments, source, user, environ)
     except EmptySource:
@@ -96,9 +89,9 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         if not isinstance(error, (MonarchError, OSError)):
             reason = f"unexpected {error!r}"
         _warn(source, reason)
-    about = {"source": source, "view": view.kind, "reason": reason}
-    prepare = partial(_prepare, view, user, source, arguments.strict)
-    code = run_child(arguments.argv, prepare, complain)
+    kind = "none" if view is None else "own" if isinstance(view, MountLease) else "existing"
+    about = {"source": source, "view": kind, "reason": reason}
+    code = run_child(arguments.argv, partial(_prepare, view, user, source, strict=arguments.strict))
     seconds = round(time.monotonic() - began, 3)
     try:
         _end(view, arguments, report, {**about, "exit_code": code, "seconds": seconds})
@@ -112,10 +105,10 @@ def _end(
 ) -> None:
     """Lets go of the mount, and reports what was asked for."""
     status = None
-    if view.control is not None and (arguments.report or report is not None):
+    if view is not None and (arguments.report or report is not None):
         status = _status(view)
-    if view.lease is not None:
-        view.lease.close()
+    if isinstance(view, MountLease):
+        view.close()
     if arguments.report:
         complain(_summary(result["source"], status), 0)
     if report is not None:
@@ -139,20 +132,16 @@ def _view_of(
     real = _resolved(source, settings.start_timeout_seconds)
     found = _existing(real, user, environ)
     if found is not None:
-        assert found.registered is not None
-        enter = partial(_enter_existing, found.mountpoint, real)
-        return CommandView(
-            "existing", enter, found.registered.socket_path, found.registered.owner_uid
-        )
+        return found
     _check_filled(real, user, settings)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
-    wanted = MountRequest(settings, real, user, places, *stems_of(places, real, user, environ))
+    spec = MountSpec(settings, real, real, user, places)
     search = search_of(environ)
     find_private(search)  # what killed mounts have left goes
-    lease = lease_mount(wanted, deadline, partial(search, set()))
+    lease = lease_mount(spec, job_stem(spec, environ), deadline, search)
     if lease.settings != settings_digest(settings):
         complain(f"{source} is mounted already for you: with the options of that mount", 0)
-    return CommandView("own", partial(join, lease.spaces), lease.control, lease.owner_uid, lease)
+    return lease
 
 
 def _check_filled(source: str, user: User, settings: Settings) -> None:
@@ -168,8 +157,8 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
 
 def _resolved(source: str, timeout: float) -> str:
     """``source`` without symbolic links."""
-    real, _ = bounded_call(
-        lambda: (resolve_mountpoint(source), ()),
+    real = bounded_value(
+        lambda: resolve_mountpoint(source),
         timeout=timeout,
         overdue=f"source {source} did not answer within {timeout:g} s: check its file system",
     )
@@ -185,13 +174,16 @@ def _existing(real: str, user: User, environ: Mapping[str, str]) -> FoundMount |
     return None
 
 
-def _enter_existing(mountpoint: str, source: str) -> None:
-    if mountpoint != source:
+def _enter(view: CommandView) -> None:
+    """Raises MonarchError, OSError."""
+    if isinstance(view, MountLease):
+        join(view.spaces)
+    elif view is not None and view.mountpoint != view.source:
         leave_for_own()
-        bind(mountpoint, source)
+        bind(view.mountpoint, view.source)
 
 
-def _prepare(view: CommandView, user: User, source: str, strict: bool) -> None:
+def _prepare(view: CommandView, user: User, source: str, *, strict: bool) -> None:
     """In the command's process: into the view, to the directory where we were, and as the user."""
     here = os.open(".", os.O_PATH | os.O_CLOEXEC)
     try:
@@ -199,7 +191,7 @@ def _prepare(view: CommandView, user: User, source: str, strict: bool) -> None:
     except FileNotFoundError:
         path = None
     try:
-        view.enter()
+        _enter(view)
     except (MonarchError, OSError) as error:
         if strict:
             raise SystemExit(complain(f"cannot show the cached view: {error}", 1)) from None
@@ -225,11 +217,15 @@ def _warn(source: str, reason: str) -> None:
     complain(f"{source} is read without a cache: {reason}", 0)
 
 
-def _status(view: CommandView) -> dict[str, Any] | None:
-    assert view.control is not None
+def _status(view: MountLease | FoundMount) -> dict[str, Any] | None:
+    if isinstance(view, MountLease):
+        control, owner_uid = view.control, view.owner_uid
+    else:
+        assert view.registered is not None
+        control, owner_uid = view.registered.socket_path, view.registered.owner_uid
     try:
-        with Connection(view.control, _STATUS_SECONDS) as connection:
-            if connection.peer_uid != view.owner_uid:
+        with Connection(control, _STATUS_SECONDS) as connection:
+            if connection.peer_uid != owner_uid:
                 return None
             return connection.request({"command": "status"}, _STATUS_SECONDS)
     except OperationError:

@@ -11,8 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from monarchfs.cli.rates import MountView, Report, number
-from monarchfs.cli.status_text import list_row
+from monarchfs.cli.rates import MountView, number
+from monarchfs.cli.status_text import Report, list_row
 from monarchfs.cli.text import (
     ASCII_SPARKS,
     SPARKS,

@@ -14,7 +14,7 @@ from monarchfs.cli.doctor import print_check
 from monarchfs.cli.progress import Progress
 from monarchfs.cli.text import counted, printable
 from monarchfs.doctor.checks import Check, Severity
-from monarchfs.doctor.selftest import SelfTest, TestedDirectory, about
+from monarchfs.doctor.selftest import SelfTest, about
 from monarchfs.types import UsageError
 
 
@@ -23,16 +23,20 @@ def selftest_command(arguments: argparse.Namespace, environ: Mapping[str, str]) 
     for place in (arguments.directory, arguments.second, arguments.tier):
         if place is not None and not os.path.isdir(place):
             raise UsageError(f"{place} is no directory")
-    subject = TestedDirectory(
-        Path(arguments.directory),
-        None if arguments.second is None else Path(arguments.second),
-        Path(arguments.tier or tempfile.gettempdir()),
-        Path(tempfile.gettempdir()),
-        arguments.files,
-    )
-    where = about(subject)
+    where = about(arguments.directory)
     checks: list[Check] = []
-    with Progress() as progress, SelfTest(subject, progress.show) as test:
+    temporary = tempfile.gettempdir()
+    with (
+        Progress() as progress,
+        SelfTest(
+            Path(arguments.directory),
+            None if arguments.second is None else Path(arguments.second),
+            Path(arguments.tier or temporary),
+            Path(temporary),
+            arguments.files,
+            progress.show,
+        ) as test,
+    ):
         if not arguments.json:
             print(f"monarchfs selftest, {time.strftime('%Y-%m-%d')}, as {_who()}")
             for name, value in where.items():

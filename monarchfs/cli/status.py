@@ -34,11 +34,12 @@ def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     path = None if typed is None else parse_path(typed)
     reports = _find_mounts(path, search)
     if interval is not None:
-        from monarchfs.cli.watch import watch
+        from monarchfs.cli.watch import MountsView, show
 
         if isinstance(reports, list) and len(reports) == 1:
             path = str(reports[0]["mountpoint"])
-        return watch(partial(_look_again, path, reports, search), interval, as_json=arguments.json)
+        view = MountsView(partial(_look_again, path, reports, search))
+        return show(view, interval, as_json=arguments.json)
     if arguments.json:
         print(json.dumps({"mounts": reports} if isinstance(reports, list) else reports))
     elif sys.stdout.isatty() and not environ.get("NO_COLOR"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import select
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,16 +15,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, daemon_of, hidden_by, open_events
+from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
 from monarchfs.cli.text import format_count, printable
-from monarchfs.cli.watch import Moment, View, show
+from monarchfs.cli.watch import LiveView, show
+from monarchfs.config.places import Search, search_of
 from monarchfs.control.client import Connection
 from monarchfs.control.messages import SILENCE_SECONDS
-from monarchfs.control.registration import Registered
 from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
-from monarchfs.insight.tables import Grid
-from monarchfs.insight.text import aligned
+from monarchfs.insight.tables import Grid, aligned
+from monarchfs.supervisor.recover import required
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
@@ -60,10 +61,12 @@ def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         )
     count = _count(arguments.count)
     by_directory = arguments.by == "directory"
-    daemon = daemon_of(mountpoint, environ)
-    feed = Feed(daemon, interval, count, by_directory=by_directory, order=arguments.sort)
-    shown = _Shown(mountpoint, feed, "directory" if by_directory else "process")
-    view = View(feed.look, shown.to_json, shown.lines, shown.draw)
+    feed = Feed(
+        *(mountpoint, search_of(environ), interval, count),
+        by_directory=by_directory,
+        order=arguments.sort,
+    )
+    view = TopView(mountpoint, feed, "directory" if by_directory else "process")
     code = show(view, interval, as_json=arguments.json, screen=count is None)
     if feed.error:
         raise OperationError(feed.error)
@@ -87,7 +90,8 @@ class Feed:
 
     def __init__(
         self,
-        daemon: Callable[[], Registered],
+        mountpoint: str,
+        search: Search,
         seconds: float,
         count: int | None,
         *,
@@ -95,7 +99,7 @@ class Feed:
         order: str,
     ) -> None:
         """Raises OperationError if the mount cannot be watched."""
-        self._daemon = daemon
+        self._mountpoint, self._search = mountpoint, search
         self._seconds = seconds
         self._left = count
         self._order = attrgetter("lookups" if order == "names" else order, "bytes")
@@ -108,7 +112,7 @@ class Feed:
         self._open()
 
     def _open(self) -> None:
-        self._connection, head = open_events(self._daemon(), {"rate": RATE})
+        self._connection, head = open_events(self._mountpoint, self._search, {"rate": RATE})
         self.hidden = hidden_by(head["facts"])
         self._lost = 0
 
@@ -139,8 +143,9 @@ class Feed:
         try:
             if self._connection is None:
                 time.sleep(min(seconds, AGAIN_SECONDS))
-                self._daemon()
-                self._open_again()
+                _ = required(self._mountpoint, self._search).daemon
+                with suppress(OperationError):  # the next worker is not there yet
+                    self._open()
             elif self._connection.received or select.select([self._connection], [], [], seconds)[0]:
                 message, content = self._connection.next(SILENCE_SECONDS)
                 self._take(message.get("progress", {}), content)
@@ -151,12 +156,6 @@ class Feed:
         except OperationError as error:
             self.error = str(error)
         return not self.error
-
-    def _open_again(self) -> None:
-        try:
-            self._open()
-        except OperationError:
-            return  # the next worker is not there yet
 
     def _take(self, progress: Mapping[str, Any], content: bytes) -> None:
         if not progress:
@@ -174,13 +173,16 @@ class Feed:
         return [(key, self._processes.get(key, ""), found[key]) for key in reversed(order)]
 
 
-class _Shown:
+class TopView(LiveView[Usage]):
     """An interval as an object, lines or a table."""
 
     def __init__(self, mountpoint: str, feed: Feed, who: str) -> None:
         self._mountpoint = mountpoint
         self._feed = feed
         self._who = who
+
+    def look(self) -> Usage | None:
+        return self._feed.look()
 
     def to_json(self, usage: Usage) -> dict[str, Any]:
         rows = []
@@ -199,16 +201,14 @@ class _Shown:
             "rows": rows,
         }
 
-    def lines(self, moment: Moment) -> Iterator[str]:
-        usage: Usage = moment.seen
+    def lines(self, usage: Usage) -> Iterator[str]:
         clock = time.strftime("%Y-%m-%dT%H:%M:%S")
         yield f"{clock} {printable(self._mountpoint)}, {usage.seconds:.1f} s: {self._notes(usage)}"
         headings = (self._who, *_NUMBERS, "answered by")
         if usage.rows:
             yield from aligned(Grid("", "", headings, list(self._cells(usage, _ROWS))))
 
-    def draw(self, moment: Moment, height: int, footer: str) -> RenderableType:
-        usage: Usage = moment.seen
+    def draw(self, usage: Usage, height: int, footer: str) -> RenderableType:
         table = Table(box=None, pad_edge=False, expand=True, header_style="bold cyan")
         table.add_column(self._who, no_wrap=True, overflow="ellipsis", ratio=2)
         for heading in _NUMBERS:

@@ -6,9 +6,8 @@ import argparse
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 
 from monarchfs.cli.output import complain
 from monarchfs.cli.text import counted, printable
@@ -49,7 +48,7 @@ def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         check_fusermount()
         if not found.supervisor_alive and not _may_fork():
             _become_fusermount(found.mountpoint)
-    with _after(_WORD_SECONDS, partial(say_that_it_waits, found, deadline)):
+    with _told_that_it_waits(found, deadline):
         outcome = unmount_found(found, deadline)
     if not outcome.gone:
         if by_fusermount and not _may_fork():
@@ -81,10 +80,10 @@ def _become_fusermount(mountpoint: str) -> None:
 
 
 @contextmanager
-def _after(seconds: float, call: Callable[[], None]) -> Iterator[None]:
-    """Calls ``call`` once, if the block takes longer. By a signal: a thread may be one too many."""
-    before = signal.signal(signal.SIGALRM, lambda _number, _frame: call())
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def _told_that_it_waits(found: FoundMount, deadline: float) -> Iterator[None]:
+    """Says so, if the block takes long. By a signal: a thread may be one too many."""
+    before = signal.signal(signal.SIGALRM, lambda *_: say_that_it_waits(found, deadline))
+    signal.setitimer(signal.ITIMER_REAL, _WORD_SECONDS)
     try:
         yield
     finally:

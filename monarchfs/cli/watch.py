@@ -12,72 +12,93 @@ import termios
 import threading
 import time
 import tty
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.live import Live
 
 from monarchfs.cli.child import signals_in_pipe
-from monarchfs.cli.rates import History, MountView, Report, number
+from monarchfs.cli.rates import History, MountView, number
 from monarchfs.cli.screen import draw, draw_list
-from monarchfs.cli.status_text import list_row
+from monarchfs.cli.status_text import Report, list_row
 from monarchfs.cli.text import format_count, format_share, printable
 from monarchfs.system.sizes import format_bytes
 
-Look = Callable[[], "Report | list[Report]"]
-"""One mount's report, or those of all. May take seconds; raises nothing."""
+Seen = TypeVar("Seen")
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _TICK = b"\0"
 """On the wake-up pipe, where signals come as their numbers: a sample has come."""
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """What was seen at one time (time.monotonic())."""
+class LiveView(ABC, Generic[Seen]):
+    """What is shown again and again. Changing: what was seen before."""
 
-    at: float
-    seen: Any
+    @abstractmethod
+    def look(self) -> Seen | None:
+        """What there is now; None: it is over. May take seconds, and raises nothing."""
 
+    @abstractmethod
+    def to_json(self, seen: Seen) -> object:
+        """What was seen, for programs."""
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """``look`` may take seconds, and raises nothing; None: it is over. The others show what it
-    saw: ``draw`` in so many lines, with a footer."""
+    @abstractmethod
+    def lines(self, seen: Seen) -> Iterable[str]:
+        """The same as plain lines, with the time before each."""
 
-    look: Callable[[], Any]
-    to_json: Callable[[Any], object]
-    lines: Callable[[Moment], Iterable[str]]
-    draw: Callable[[Moment, int, str], RenderableType]
-
-
-def watch(look: Look, interval: float, *, as_json: bool) -> int:
-    """Shows mounts, every ``interval`` seconds; returns 0."""
-    history = History()
-    view = View(
-        look,
-        lambda seen: {"mounts": seen} if isinstance(seen, list) else seen,
-        partial(lines, history=history),
-        partial(_drawn, history),
-    )
-    return show(view, interval, as_json=as_json)
+    @abstractmethod
+    def draw(self, seen: Seen, height: int, footer: str) -> RenderableType:
+        """The same in so many lines, with a footer."""
 
 
-def show(view: View, interval: float, *, as_json: bool = False, screen: bool = True) -> int:
+class MountsView(LiveView["MountView | list[Report]"]):
+    """``status --watch``: one mount, or the list of all."""
+
+    def __init__(self, reports: Callable[[], Report | list[Report]]) -> None:
+        """``reports`` is one mount's report, or those of all. May take seconds; raises nothing."""
+        self._reports = reports
+        self._history = History()
+
+    def look(self) -> MountView | list[Report]:
+        seen = self._reports()
+        return seen if isinstance(seen, list) else self._history.add(time.monotonic(), seen)
+
+    def to_json(self, seen: MountView | list[Report]) -> object:
+        return {"mounts": seen} if isinstance(seen, list) else seen.report
+
+    def lines(self, seen: MountView | list[Report]) -> Iterator[str]:
+        clock = time.strftime("%Y-%m-%dT%H:%M:%S")
+        if isinstance(seen, MountView):
+            yield f"{clock} {_line(seen)}"
+            return
+        for report in seen:
+            mountpoint, _source, state, resident, local, used = list_row(report)
+            yield f"{clock} {mountpoint} {state}: resident {resident}, local {local}, used {used}"
+        if not seen:
+            yield f"{clock} nothing is mounted"
+
+    def draw(self, seen: MountView | list[Report], height: int, footer: str) -> RenderableType:
+        if isinstance(seen, list):
+            return draw_list(seen, footer=footer)
+        return draw(seen, footer=footer)
+
+
+def show(
+    view: LiveView[Any], interval: float, *, as_json: bool = False, screen: bool = True
+) -> int:
     """Shows what is looked at, every ``interval`` seconds, until q or Ctrl-C on a terminal; returns
     0. Without ``screen`` the lines, there too."""
     console = Console()
     try:
         if as_json:
-            for moment in _moments(view.look, interval):
-                print(json.dumps(view.to_json(moment.seen)), flush=True)
+            for seen in _looks(view, interval, threading.Event()):
+                print(json.dumps(view.to_json(seen)), flush=True)
         elif not screen or not console.is_terminal or console.is_dumb_terminal:
-            for moment in _moments(view.look, interval):
-                print("\n".join(view.lines(moment)), flush=True)
+            for seen in _looks(view, interval, threading.Event()):
+                print("\n".join(view.lines(seen)), flush=True)
         else:
             _show_on_screen(console, view, interval)
     except KeyboardInterrupt:
@@ -88,27 +109,13 @@ def show(view: View, interval: float, *, as_json: bool = False, screen: bool = T
     return 0
 
 
-def _moments(
-    look: Callable[[], Any], interval: float, wait: Callable[[float], object] = time.sleep
-) -> Iterator[Moment]:
+def _looks(view: LiveView[Seen], interval: float, ended: threading.Event) -> Iterator[Seen]:
     following = time.monotonic()
-    while (seen := look()) is not None:
+    while not ended.is_set() and (seen := view.look()) is not None:
         now = time.monotonic()
-        yield Moment(now, seen)
+        yield seen
         following = max(following + interval, now)
-        wait(max(0.0, following - time.monotonic()))
-
-
-def lines(moment: Moment, history: History) -> Iterator[str]:
-    """The plain lines of one interval, with the time before each."""
-    clock = time.strftime("%Y-%m-%dT%H:%M:%S")
-    if not isinstance(moment.seen, list):
-        yield f"{clock} {_line(history.add(moment.at, moment.seen))}"
-    for report in moment.seen if isinstance(moment.seen, list) else ():
-        mountpoint, _source, state, resident, local, used = list_row(report)
-        yield f"{clock} {mountpoint} {state}: resident {resident}, local {local}, used {used}"
-    if not moment.seen:
-        yield f"{clock} nothing is mounted"
+        ended.wait(max(0.0, following - time.monotonic()))
 
 
 def _line(view: MountView) -> str:
@@ -140,20 +147,20 @@ def _line(view: MountView) -> str:
 class _Sampler:
     """Looks in a thread of its own, so that keys work while a mount does not answer."""
 
-    def __init__(self, look: Callable[[], Any], interval: float, wake: int) -> None:
-        self.moments: queue.SimpleQueue[Moment] = queue.SimpleQueue()
+    def __init__(self, view: LiveView[Any], interval: float, wake: int) -> None:
+        self.seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.over = False
-        self._look, self._interval, self._wake = look, interval, wake
+        self._view, self._interval, self._wake = view, interval, wake
         self._ended = threading.Event()
         # Nobody waits for one that waits for a mount.
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        for moment in _moments(self._look, self._interval, self._ended.wait):
+        for seen in _looks(self._view, self._interval, self._ended):
             if self._ended.is_set():
                 return
-            self.moments.put(moment)
+            self.seen.put(seen)
             os.write(self._wake, _TICK)
         self.over = True
         os.write(self._wake, _TICK)
@@ -165,10 +172,10 @@ class _Sampler:
         return not self._thread.is_alive()
 
 
-def _show_on_screen(console: Console, view: View, interval: float) -> None:
+def _show_on_screen(console: Console, view: LiveView[Any], interval: float) -> None:
     drawn: RenderableType = "asking ..."
     footer = f"q quits · every {interval:g} s"
-    with _wake_ups(view.look, interval) as (wake, sampler), _keys_at_once():
+    with _wake_ups(view, interval) as (wake, sampler), _keys_at_once():
         keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
         ended_by: signal.Signals | None = None
         with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
@@ -181,19 +188,12 @@ def _show_on_screen(console: Console, view: View, interval: float) -> None:
                 if signal.SIGINT in caught:
                     break
                 ended_by = next((one for one in _ENDING if one in caught), None)
-                while not sampler.moments.empty():
-                    moment = sampler.moments.get()
+                while not sampler.seen.empty():
                     said = f"{footer} · {time.strftime('%H:%M:%S')}"
-                    drawn = view.draw(moment, console.height, said)
+                    drawn = view.draw(sampler.seen.get(), console.height, said)
     if ended_by is not None:
         signal.signal(ended_by, signal.SIG_DFL)
         os.kill(os.getpid(), ended_by)
-
-
-def _drawn(history: History, moment: Moment, _height: int, footer: str) -> RenderableType:
-    if isinstance(moment.seen, list):
-        return draw_list(moment.seen, footer=footer)
-    return draw(history.add(moment.at, moment.seen), footer=footer)
 
 
 def _says_quit(keyboard: int | None) -> bool:
@@ -206,13 +206,13 @@ def _says_quit(keyboard: int | None) -> bool:
 
 
 @contextmanager
-def _wake_ups(look: Callable[[], Any], interval: float) -> Iterator[tuple[int, _Sampler]]:
+def _wake_ups(view: LiveView[Any], interval: float) -> Iterator[tuple[int, _Sampler]]:
     """A pipe that is readable when there is something to do: a sample, a new size of the terminal,
     a signal that is to end the program once the terminal is restored."""
     caught = (signal.SIGWINCH, signal.SIGCONT, signal.SIGINT, *_ENDING)
     try:
         with signals_in_pipe(caught) as pipe:
-            sampler = _Sampler(look, interval, pipe[1])
+            sampler = _Sampler(view, interval, pipe[1])
             yield pipe[0], sampler
     finally:
         for descriptor in pipe if sampler.end() else ():

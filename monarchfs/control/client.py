@@ -70,23 +70,15 @@ class Connection:
     def peer_uid(self) -> int:
         return peer_uid(self._socket)
 
-    def request(self, message: Mapping[str, Any], timeout: float) -> dict[str, Any]:
-        """The result of one command, within ``timeout`` seconds; OperationError otherwise."""
-        return self._ask(message, timeout, None)
-
-    def long_request(
-        self, message: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
-    ) -> dict[str, Any]:
-        """The same for a command that takes long: ``progress`` gets what the daemon reports
-        meanwhile. Raises OperationError after SILENCE_SECONDS without a word."""
-        return self._ask(message, SILENCE_SECONDS, progress)
-
-    def _ask(
+    def request(
         self,
         message: Mapping[str, Any],
-        timeout: float,
-        progress: Callable[[dict[str, Any]], None] | None,
+        timeout: float = SILENCE_SECONDS,
+        progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
+        """The result of one command, within ``timeout`` seconds; OperationError otherwise. Of one
+        that takes long, ``progress`` gets what the daemon reports meanwhile; the timeout is then
+        that of each report."""
         deadline = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)

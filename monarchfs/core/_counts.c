@@ -1,4 +1,4 @@
-/* What the threads have done since the beginning. See _counts.h. */
+/* What the threads have done so far. See _counts.h. */
 #define _GNU_SOURCE
 #include "_counts.h"
 
@@ -35,4 +35,11 @@ void counts_read(struct counts *to)
 	const uint64_t *from = (const uint64_t *)&counts;
 	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
 		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+}
+
+void counts_take(struct counts *to)
+{
+	uint64_t *from = (uint64_t *)&counts;
+	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
+		((uint64_t *)to)[i] = __atomic_exchange_n(&from[i], 0, __ATOMIC_RELAXED);
 }

@@ -7,7 +7,6 @@
 
 #define MOST_BOUNDS 32
 
-/* In the order of relay.Counts, as all below. */
 enum count {
 	COUNT_QUEUED, /* requests left to Python */
 	COUNT_BYTES, /* in answers to READ */
@@ -56,6 +55,9 @@ void counts_add(enum count of, uint64_t more);
 void counts_time(enum duration of, uint64_t took_ns);
 
 void counts_read(struct counts *to);
+
+/* The same since this was called last; counts_read begins at 0 again. */
+void counts_take(struct counts *to);
 
 static inline uint64_t monotonic_ns(void)
 {

@@ -12,7 +12,7 @@
 #define REQUEST_BYTES (128 * 1024 + 4096)
 
 /* The opcode of a note from _nonresident.c, which is not the kernel's and gets no answer. Two numbers follow
- * the header: the chunks of the inode that a read covers. See fast_path.Opcode. */
+ * the header: the chunks of the inode that a read covers. See fuse/protocol.py. */
 #define QUEUE_AHEAD 0xfffe
 
 /* What became of a request before it was queued. */

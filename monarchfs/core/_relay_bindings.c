@@ -20,25 +20,62 @@
 
 /* -- counts */
 
-static PyObject *py_counts(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
+static const char *const number_names[COUNTS] = {
+	[COUNT_QUEUED] = "queued",
+	[COUNT_BYTES] = "answered_bytes",
+	[COUNT_SOURCE_BYTES] = "source_bytes",
+	[COUNT_AHEAD_BYTES] = "ahead_bytes",
+	[COUNT_UNTOLD_OPENS] = "untold_opens",
+	[COUNT_RESIDENT_OPENS] = "resident_opens",
+	[COUNT_RESIDENT_BYTES] = "resident_bytes",
+	[COUNT_UNLISTED_OPENS] = "unlisted_opens",
+	[COUNT_BACKED_OPENS] = "backed_opens",
+	[COUNT_SOURCE_NS] = "source_ns",
+	[COUNT_MEMORY_NS] = "memory_ns",
+	[COUNT_TIER_NS] = "tier_ns",
+	[COUNT_PEER_NS] = "peer_ns",
+	[COUNT_COPY_NS] = "copy_ns",
+};
+
+static const char *const duration_names[DURATIONS] = {
+	[TIME_LOOKUP] = "lookup",
+	[TIME_OPEN_LOCAL] = "open_local",
+	[TIME_READ_LOCAL] = "read_local",
+	[TIME_OPEN_SOURCE] = "open_source",
+	[TIME_READ_SOURCE] = "read_source",
+	[TIME_SOURCE] = "source",
+	[TIME_AHEAD] = "ahead",
+};
+
+/* Steals the value. */
+static bool set_item(PyObject *dict, const char *name, PyObject *value)
+{
+	bool set = value && PyDict_SetItemString(dict, name, value) == 0;
+	Py_XDECREF(value);
+	return set;
+}
+
+static PyObject *duration(const struct durations *of)
+{
+	PyObject *took = numbers_of(of->took, MOST_BOUNDS + 1);
+	return took ? Py_BuildValue("KN", (unsigned long long)of->total_ns, took) : NULL;
+}
+
+static PyObject *py_counts_take(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
 	struct counts now;
-	counts_read(&now);
-	PyObject *durations = PyTuple_New(DURATIONS);
-	for (unsigned i = 0; durations && i < DURATIONS; i++) {
-		PyObject *took = numbers_of(now.durations[i].took, MOST_BOUNDS + 1);
-		PyObject *each = took ? Py_BuildValue("KN", (unsigned long long)
-								   now.durations[i].total_ns,
-						      took) : NULL;
-		if (!each)
-			Py_CLEAR(durations);
-		else
-			PyTuple_SET_ITEM(durations, i, each);
-	}
-	PyObject *numbers = durations ? numbers_of(now.numbers, COUNTS) : NULL;
-	if (!numbers)
-		Py_CLEAR(durations);
-	return durations ? Py_BuildValue("NN", numbers, durations) : NULL;
+	counts_take(&now);
+	PyObject *numbers = PyDict_New(), *durations = PyDict_New();
+	bool whole = numbers && durations;
+	for (unsigned i = 0; whole && i < COUNTS; i++)
+		whole = set_item(numbers, number_names[i], number_of(now.numbers[i]));
+	for (unsigned i = 0; whole && i < DURATIONS; i++)
+		whole = set_item(durations, duration_names[i], duration(&now.durations[i]));
+	if (whole)
+		return Py_BuildValue("NN", numbers, durations);
+	Py_XDECREF(numbers);
+	Py_XDECREF(durations);
+	return NULL;
 }
 
 /* -- the table of open files */
@@ -309,7 +346,7 @@ PyMethodDef known_methods[] = {
 	METHOD(nonresident_used, METH_O),
 	METHOD(waiting_leave_older, METH_VARARGS),
 	METHOD(waiting_any_since, METH_O),
-	METHOD(counts, METH_NOARGS),
+	METHOD(counts_take, METH_NOARGS),
 	METHOD(record_begin, METH_O),
 	METHOD(record_sample, METH_O),
 	METHOD(record_end, METH_NOARGS),

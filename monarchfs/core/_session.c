@@ -187,7 +187,7 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 	Py_XDECREF(known);
 }
 
-/* Not one of the kernel's: see fast_path.Opcode. */
+/* Not one of the kernel's: see fuse/protocol.py. */
 #define UNOPENED 0xffff
 
 /* Notify Python of something that gets no answer. */

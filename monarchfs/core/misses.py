@@ -172,7 +172,8 @@ class Misses:
     def fetch(self, nodes: Sequence[Node], threads: int) -> list[int]:
         """Have files for which there is room, and no replica, read by at most so many threads,
         behind all that readers wait for; ``served`` tells of each. Those of which it will not."""
-        return self._begin(self._hooks.misses_fetch, nodes, threads, MOST_BYTES)
+        inos, fresh_until, refused = self._offer_each(nodes, MOST_BYTES)
+        return [*refused, *self._hooks.misses_fetch(inos, fresh_until, threads)]
 
     def hurry(self, inos: list[int]) -> None:
         """Somebody waits for these, of what is to be fetched."""
@@ -182,15 +183,13 @@ class Misses:
         """Have files of up to ``most_bytes`` read into the window by at most so many threads, until
         a reader has opened, read and closed them. Those that are not. Their directories must be
         open (``unopened``)."""
-        return self._begin(self._hooks.misses_window, nodes, threads, most_bytes)
+        inos, fresh_until, refused = self._offer_each(nodes, most_bytes)
+        return [*refused, *self._hooks.misses_window(inos, fresh_until, threads)]
 
-    def _begin(
-        self,
-        read: Callable[[list[int], list[int], int], list[int]],
-        nodes: Sequence[Node],
-        threads: int,
-        most_bytes: int,
-    ) -> list[int]:
+    def _offer_each(
+        self, nodes: Sequence[Node], most_bytes: int
+    ) -> tuple[list[int], list[int], set[int]]:
+        """The numbers of those that the C part knows, until when each is fresh, and the others."""
         has = self._hooks.misses_has
         offered = [
             node
@@ -199,8 +198,7 @@ class Misses:
         ]
         inos = [node.ino for node in offered]
         refused = {node.ino for node in nodes}.difference(inos)
-        fresh_until = list(map(self._fresh_until, offered))
-        return [*refused, *read(inos, fresh_until, threads)]
+        return inos, list(map(self._fresh_until, offered)), refused
 
     def window_drop(self, inos: list[int]) -> None:
         """Give up those of the window that nobody has opened."""

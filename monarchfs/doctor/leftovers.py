@@ -7,7 +7,7 @@ import re
 import shlex
 import socket
 import stat
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.control.peers import short_socket_path
@@ -121,14 +121,15 @@ def caches(places: DefaultPlaces) -> list[Check]:
     busy = locked_files()
     paths = [os.path.join(base, name) for name in names]
     kept = [(path, holder) for path in paths if (holder := _idle_holder(path, busy))]
-    return judge_caches(kept, lambda path: not is_missing(path))
+    return judge_caches([(path, holder, is_missing(holder.source)) for path, holder in kept])
 
 
-def judge_caches(kept: Sequence[tuple[str, Holder]], exists: Callable[[str], bool]) -> list[Check]:
-    """``kept``: state directories that no mount uses, and who had them last."""
+def judge_caches(kept: Sequence[tuple[str, Holder, bool]]) -> list[Check]:
+    """``kept``: state directories that no mount uses, who had them last, and whether their source
+    is missing."""
     checks = []
-    for path, holder in kept:
-        if exists(holder.source):
+    for path, holder, missing in kept:
+        if not missing:
             continue
         detail = f"{path} is the cache of {holder.source}, which is not there"
         remedy = f"if it will not come back: monarchfs cache remove {shlex.quote(path)}"

@@ -13,10 +13,10 @@ from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.doctor import leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, warning
-from monarchfs.doctor.speed import SourceRates, TierRates
+from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.storage import nearest
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError
 
@@ -82,15 +82,15 @@ _HARMLESS = frozenset({"mounts", "stale_socket", "caches", "allow_other", "memor
 
 def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
     """The checks of a probe; if it failed or did not answer, one that says so."""
-
-    def call() -> Answer:
-        return [check.to_json() for check in probe()], ()
-
     state = Severity.WARNING if name in _HARMLESS else Severity.PROBLEM
     if seconds < LEAST_SECONDS:
         return [warning(name, "not looked at: time is up", "give it more --timeout")]
     try:
-        found, _ = bounded_call(call, timeout=seconds, overdue=f"no answer within {seconds:.0f} s")
+        found = bounded_value(
+            lambda: [check.to_json() for check in probe()],
+            timeout=seconds,
+            overdue=f"no answer within {seconds:.0f} s",
+        )
     except MonarchError as error:
         return [Check(name, state, str(error), "see which file system hangs (mount, dmesg)")]
     return [Check.from_json(fields) for fields in found]
@@ -124,9 +124,9 @@ def _speeds(
 def source_rates(config: Config, timeout: float) -> SourceRates:
     """Measured in a child, as the mount's user. Raises OperationError."""
 
-    def call() -> Answer:
+    def call() -> dict[str, Any]:
         become(config.user)
-        return asdict(speed.measure_source(config.source, config.copy_workers)), ()
+        return asdict(speed.measure_source(config.source, config.copy_workers))
 
     return SourceRates(**_measured(call, timeout))
 
@@ -135,23 +135,21 @@ def tier_rates(path: str, timeout: float) -> TierRates:
     """Measured in a child, in the tier's directory or the nearest existing one above it. Raises
     OperationError."""
 
-    def call() -> Answer:
+    def call() -> dict[str, Any]:
         try:
             existing = nearest(path)
             free = storage.locate(path, existing).space.free_bytes
-            return asdict(speed.measure_tier(existing, free)), ()
+            return asdict(speed.measure_tier(existing, free))
         except OSError as error:
             raise OperationError(f"cannot be measured: {explained(error)}") from None
 
     return TierRates(**_measured(call, timeout))
 
 
-def _measured(call: Callable[[], Answer], timeout: float) -> dict[str, Any]:
+def _measured(call: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
     seconds = max(LEAST_SECONDS, min(SPEED_SECONDS, timeout))
-    answer, _ = bounded_call(
-        call, timeout=seconds, overdue=f"not measured: no answer within {seconds:.0f} s"
-    )
-    return dict(answer)
+    overdue = f"not measured: no answer within {seconds:.0f} s"
+    return dict(bounded_value(call, timeout=seconds, overdue=overdue))
 
 
 def summary(checks: Sequence[Check]) -> dict[str, Any]:

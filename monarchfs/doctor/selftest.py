@@ -15,7 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from monarchfs.doctor import selftest_dataset as dataset
 from monarchfs.doctor.checks import Check, Value, ok, problem, warning
 from monarchfs.fuse.mountinfo import find_mount, mount_of
 from monarchfs.supervisor.launch import module_command
-from monarchfs.system.bounded import bounded_call
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
@@ -43,22 +42,9 @@ _STEP_SECONDS = 1800.0
 _MOST_SHOWN = 5
 
 
-@dataclass(frozen=True, slots=True)
-class TestedDirectory:
-    """What is tested: a directory of the file system, ``second`` the same one by another mount of
-    it; ``tier`` and ``temporary`` are on this node; how many small ``files`` an epoch has. All
-    paths are absolute."""
-
-    directory: Path
-    second: Path | None
-    tier: Path
-    temporary: Path
-    files: int
-
-
-def about(subject: TestedDirectory) -> dict[str, Value]:
+def about(directory: str) -> dict[str, Value]:
     """Where this runs, for who reads the page elsewhere."""
-    mount = mount_of(str(subject.directory))
+    mount = mount_of(directory)
     found: dict[str, Value] = {
         "monarchfs": monarchfs.__version__,
         "python": platform.python_version(),
@@ -79,13 +65,24 @@ class SelfTest:
     """A context manager; all that it made is gone when it ends. ``root`` is its directory below the
     one to be tested, ``_work`` the one on this node."""
 
-    def __init__(self, subject: TestedDirectory, told: Callable[[str], None]) -> None:
-        """``told`` hears what is done now. Raises UsageError."""
-        self._subject = subject
+    def __init__(
+        self,
+        directory: Path,
+        second: Path | None,
+        tier: Path,
+        temporary: Path,
+        files: int,
+        told: Callable[[str], None],
+    ) -> None:
+        """A directory of the file system, ``second`` the same one by another mount of it; ``tier``
+        and ``temporary`` are on this node; how many small ``files`` an epoch has. All paths are
+        absolute. ``told`` hears what is done now. Raises UsageError."""
+        self._by_another_client = second is not None
+        self._files = files
         self._told = told
         self._mounts = 0
         made: list[Path] = []
-        for place in (subject.directory, subject.temporary, subject.tier):
+        for place in (directory, temporary, tier):
             try:
                 made.append(Path(tempfile.mkdtemp(prefix=PREFIX, dir=place)))
             except OSError as error:
@@ -95,7 +92,7 @@ class SelfTest:
                     f"cannot write to {place}: {error.strerror}: name a directory of yours"
                 ) from None
         self.root, self._work, self._tier = made
-        self._second = self.root if subject.second is None else subject.second / self.root.name
+        self._second = self.root if second is None else second / self.root.name
 
     def __enter__(self) -> SelfTest:
         return self
@@ -138,20 +135,19 @@ class SelfTest:
     def _within(self, what: str, call: Callable[[], Any]) -> Any:
         """What a child returns: a file system that hangs does not hang this."""
         overdue = f"{what} took longer than {_STEP_SECONDS:g} s"
-        return bounded_call(lambda: (call(), ()), timeout=_STEP_SECONDS, overdue=overdue)[0]
+        return bounded_value(call, timeout=_STEP_SECONDS, overdue=overdue)
 
     def _make(self) -> Check:
         self._told("making files")
         (self.root / "all").mkdir()
 
-        def make() -> dict[str, Any]:
+        def make() -> tuple[list[str], dict[str, str]]:
             made = dataset.make(self.root / "all")
             for name in ("plain", "mounted"):
-                dataset.make_small(self.root / name, self._subject.files)
-            return {"layouts": made.layouts, "refused": dict(made.refused)}
+                dataset.make_small(self.root / name, self._files)
+            return made
 
-        made = self._within("making the files", make)
-        layouts, refused = made["layouts"], made["refused"]
+        layouts, refused = self._within("making the files", make)
         detail = f"layouts: {', '.join(layouts)}" if layouts else "with the directory's own layout"
         if refused:
             detail += f"; refused: {', '.join(f'{name} ({why})' for name, why in refused.items())}"
@@ -254,10 +250,11 @@ class SelfTest:
         self._umount(point)
         if late:
             return problem("freshness", f"{mode}: late or never: {', '.join(late)}", late=late)
-        how = "through --second" if self._subject.second is not None else "by the same client"
-        check = ok if self._subject.second is not None else warning
-        remedy = "" if self._subject.second is not None else "give another mount of it by --second"
-        return check("freshness", f"{mode}: {len(changes)} changes {how} were seen in time", remedy)
+        if self._by_another_client:
+            detail = f"{mode}: {len(changes)} changes through --second were seen in time"
+            return ok("freshness", detail)
+        detail = f"{mode}: {len(changes)} changes by the same client were seen in time"
+        return warning("freshness", detail, "give another mount of it by --second")
 
     def _kill(self) -> Check:
         """The worker is killed under a reader, then the mount is taken away."""

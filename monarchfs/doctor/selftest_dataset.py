@@ -8,7 +8,6 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 SMALL_BYTES = 16 << 10
@@ -31,22 +30,15 @@ _PIECE_BYTES = 1 << 20
 _LFS_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """What could be made: the names of layouts, and those that the file system refused, with the
-    last line of what lfs(1) said."""
-
-    layouts: tuple[str, ...]
-    refused: Mapping[str, str]
-
-
-def make(root: Path) -> Made:
-    """Fills the empty directory ``root``: 2,048 names and 7 MB, and 7 MB more for each layout.
-    Raises OSError."""
+def make(root: Path) -> tuple[list[str], dict[str, str]]:
+    """Fills the empty directory ``root``: 2,048 names and 7 MB, and 7 MB more for each layout. The
+    names of layouts, and those that the file system refused, with the last line of what lfs(1)
+    said. Raises OSError."""
     chance = random.Random(1)
     _make_names(root / "names", chance)
     _make_files(root / "sizes", chance)
-    layouts, refused = [], {}
+    layouts: list[str] = []
+    refused: dict[str, str] = {}
     if shutil.which("lfs") is not None:
         for name, options in LAYOUTS.items():
             directory = root / "layouts" / name
@@ -59,7 +51,7 @@ def make(root: Path) -> Made:
                 directory.rmdir()
                 refused[name] = why
     os.sync()
-    return Made(tuple(layouts), refused)
+    return layouts, refused
 
 
 def make_small(root: Path, count: int) -> None:

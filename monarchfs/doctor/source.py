@@ -6,7 +6,6 @@ import os
 
 from monarchfs.config import User
 from monarchfs.doctor.checks import Check, Value, from_error, ok, warning
-from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
     RENUMBERING,
@@ -15,7 +14,7 @@ from monarchfs.fuse.mountinfo import (
     mount_on_the_way,
     resolve_mountpoint,
 )
-from monarchfs.plan.times import RELAY_BYTES_PER_SECOND
+from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND, SourceRates, TierRates
 from monarchfs.supervisor.probe import complaint_of_empty, probe_source
 from monarchfs.types import MonarchError, UsageError
 

@@ -10,9 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from monarchfs.source.open_files import OpenFiles
+from monarchfs.insight.estimates import SourceRates, TierRates
+from monarchfs.source.posix import read_layout
 
 SOURCE_BYTES = 512 << 20
 """What is read of the source at most; half of it, of a tier, is written and read."""
@@ -21,28 +21,6 @@ PHASE_SECONDS = 1.5
 SMALL_BYTES = 1 << 20
 MOST_FILES = 4000
 _BLOCK = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRates:
-    """``read_bytes_per_second`` of all ``threads`` together, ``open_seconds`` of one open with the
-    first read and the close (the median), ``sampled_bytes`` that were read. None if nothing could
-    be measured."""
-
-    read_bytes_per_second: float | None
-    open_seconds: float | None
-    threads: int
-    sampled_bytes: int
-    sampled_files: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierRates:
-    """Of one stream; writing includes bringing it to the disk."""
-
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    sampled_bytes: int
 
 
 def measure_source(root: str, threads: int) -> SourceRates:
@@ -171,7 +149,7 @@ def _with_file(path: str, use: Callable[[int], object]) -> float | None:
         return None
     try:
         opened = time.monotonic()
-        OpenFiles(0).layout(fd)
+        read_layout(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         begun += time.monotonic() - opened
         use(fd)

@@ -19,7 +19,7 @@ from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, 
 from monarchfs.supervisor.identity import in_first_user_namespace, popen_as
 from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.limits import check_limits
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError
@@ -151,13 +151,11 @@ def kernel_offers() -> list[Check]:
     """A trial mount, and what the kernel says then."""
     flags: int | None = None
     refusal = ""
-
-    def call() -> Answer:
-        return int(connection.ask_kernel()), ()
-
     try:
-        flags, _ = bounded_call(
-            call, timeout=_TRIAL_SECONDS, overdue="a trial mount did not come about in time"
+        flags = bounded_value(
+            lambda: int(connection.ask_kernel()),
+            timeout=_TRIAL_SECONDS,
+            overdue="a trial mount did not come about in time",
         )
     except OperationError as error:
         refusal = str(error)

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from monarchfs.config import User
@@ -92,22 +91,16 @@ def _encoded(number: int, message: dict[str, Any]) -> bytes:
     return json.dumps({"look": number, **message}).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class DiscoveryEnd:
-    """A look is over; ``left_off`` says how many mounts were more than the limits."""
-
-    left_off: int
-
-
 def ask(channel: socket.socket, number: int) -> None:
     """In the child: begins look ``number``. Raises OSError; BlockingIOError if the parent is far
     behind."""
     channel.send(b"%d" % number)
 
 
-def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | DiscoveryEnd] | None:
-    """In the child: what came next, and of which look; None when the parent is gone. Raises
-    BlockingIOError if nothing came, on a socket that does not block."""
+def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | int] | None:
+    """In the child: of which look something came, and what: a mount or, once the look is over, how
+    many mounts were more than the limits; None when the parent is gone. Raises BlockingIOError if
+    nothing came, on a socket that does not block."""
     data, descriptors, _flags, _address = socket.recv_fds(
         channel, MESSAGE_BYTES, 2, socket.MSG_CMSG_CLOEXEC
     )
@@ -115,7 +108,7 @@ def receive(channel: socket.socket) -> tuple[int, DiscoveredMount | DiscoveryEnd
         return None
     message = json.loads(data)
     if not descriptors:
-        return message["look"], DiscoveryEnd(message["left_off"])
+        return message["look"], int(message["left_off"])
     registration, *connection = descriptors
     return message["look"], DiscoveredMount(
         message["stem"],

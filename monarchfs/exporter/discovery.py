@@ -23,7 +23,6 @@ from itertools import islice
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.control.messages import MOST_REQUEST_BYTES, encode_message
 from monarchfs.control.registration import decode_registration
-from monarchfs.exporter.jobs import jobs_in, way_to_jobs
 from monarchfs.fuse.mountinfo import mount_id, read_mountinfo
 
 MOST_OF_ROOT = 512
@@ -33,6 +32,12 @@ MOST_IN_ALL = 1024
 
 QUESTION = encode_message({"command": "metrics"})
 
+JOBS = "jobs"
+MOST_JOBS = 256
+"""Of one mount; there are as many series of ``monarchfs_mount_job_info``."""
+
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_MOST_JOB_NAMES = 1024
 _MOST_NAMES = 4096
 _NAME = re.compile(r"([0-9a-f]{24})\.json")
 _UID = re.compile(r"(0|[1-9][0-9]{0,9})(?:\.[0-9a-f]{16})?")
@@ -227,8 +232,9 @@ def _connect(directory: int, name: str) -> int | None:
 
 
 def _jobs(registration: int, directory: int, top: str) -> tuple[str, ...]:
-    """The jobs of a mount that root registered in ``directory``, whose path is ``top``. Only root's
-    words are read, and the whole way to the jobs must be root's."""
+    """The jobs of a mount that root registered in ``directory``, whose path is ``top``: the names
+    in a directory ``jobs`` beside its mount point, one file a job, as the Slurm prolog keeps it.
+    Only root's words are read, and the whole way to the jobs must be root's."""
     try:
         content = os.pread(registration, MOST_REQUEST_BYTES, 0)
         names = way_to_jobs(decode_registration(content, 0).mountpoint, top)
@@ -245,3 +251,21 @@ def _jobs(registration: int, directory: int, top: str) -> tuple[str, ...]:
             return jobs_in(listing)
     except (OSError, ValueError):
         return ()
+
+
+def way_to_jobs(mountpoint: str, top: str) -> list[str]:
+    """The names from the directory ``top`` to the set of a mount's jobs; empty if that is not below
+    it."""
+    names = mountpoint.split("/")[1:]
+    begin = top.split("/")[1:]
+    below = names[len(begin) :]
+    if names[: len(begin)] != begin or len(below) < 2 or not {"", ".", ".."}.isdisjoint(below):
+        return []
+    return [*below[:-1], JOBS]
+
+
+def jobs_in(directory: int) -> tuple[str, ...]:
+    """The ids of the jobs that the open directory names, MOST_JOBS at most. Raises OSError."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry in islice(entries, _MOST_JOB_NAMES)]
+    return tuple(sorted(name for name in names if _JOB.fullmatch(name))[:MOST_JOBS])

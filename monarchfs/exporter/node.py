@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -23,12 +23,11 @@ from monarchfs.control import messages, peers, registration
 from monarchfs.exporter import broker
 from monarchfs.exporter.discovery import DiscoveredMount
 from monarchfs.exporter.http import serve
-from monarchfs.exporter.samples import Sample, Values
-from monarchfs.exporter.text import CONTENT_TYPE, exposition_of
+from monarchfs.exporter.text import exposition_of
 from monarchfs.exporter.wire import decode
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
-from monarchfs.metrics.names import FAMILIES, Family
+from monarchfs.metrics.names import FAMILIES, Family, Sample, Values
 from monarchfs.supervisor.recover import is_about
 from monarchfs.system.escaping import printable
 
@@ -69,51 +68,41 @@ class Seen:
         return self.entry is not None and is_about(self.entry, self.owner_uid, mount)
 
 
-@dataclass
-class Naming:
-    """The labels of mounts: unique, and kept while the mount exists. Changing: the given ones, by
-    the mounts' keys."""
-
-    given: dict[str, Labels] = field(default_factory=dict)
-
-    def name(self, mounts: Iterable[tuple[str, Labels]]) -> dict[str, Labels]:
-        """Labels by key, for all mounts there are; a duplicate gets a number, as may be if jobs
-        have mount namespaces of their own."""
-        there = dict(mounts)
-        kept = {key: labels for key, labels in self.given.items() if key in there}
-        taken = set(kept.values())
-        for key, (user, source, mount) in there.items():
-            if key not in kept:
-                labels, number = (user, source, mount), 1
-                while labels in taken:
-                    number += 1
-                    labels = (user, source, f"{mount} ({number})")
-                kept[key] = labels
-                taken.add(labels)
-        self.given = kept
-        return kept
+def label_mounts(
+    given: Mapping[str, Labels], mounts: Iterable[tuple[str, Labels]]
+) -> dict[str, Labels]:
+    """Labels by key, for all mounts there are: unique, and kept while the mount exists (``given``
+    are those of before). A duplicate gets a number, as may be if jobs have mount namespaces of
+    their own."""
+    there = dict(mounts)
+    kept = {key: labels for key, labels in given.items() if key in there}
+    taken = set(kept.values())
+    for key, (user, source, mount) in there.items():
+        if key not in kept:
+            labels, number = (user, source, mount), 1
+            while labels in taken:
+                number += 1
+                labels = (user, source, f"{mount} ({number})")
+            kept[key] = labels
+            taken.add(labels)
+    return kept
 
 
-@dataclass
-class UserNames:
-    """Names of users. If the name service hangs, a user keeps the number for good, because a label
-    that changes is another series. Changing: ``known``."""
+async def learn_names(known: dict[int, str], uids: Iterable[int]) -> None:
+    """Adds the names of users. If the name service hangs, a user keeps the number for good, because
+    a label that changes is another series. Takes NAME_SECONDS at most."""
 
-    known: dict[int, str] = field(default_factory=dict)
-
-    async def learn(self, uids: Iterable[int]) -> None:
-        """Takes NAME_SECONDS at most."""
-        new = set(uids) - self.known.keys()
-        with trio.move_on_after(NAME_SECONDS):
-            async with trio.open_nursery() as nursery:
-                for uid in new:
-                    nursery.start_soon(self._look_up, uid)
-        for uid in new:
-            self.known.setdefault(uid, str(uid))
-
-    async def _look_up(self, uid: int) -> None:
+    async def look_up(uid: int) -> None:
         name = await trio.to_thread.run_sync(name_of, uid, abandon_on_cancel=True)
-        self.known.setdefault(uid, name)
+        known.setdefault(uid, name)
+
+    new = set(uids) - known.keys()
+    with trio.move_on_after(NAME_SECONDS):
+        async with trio.open_nursery() as nursery:
+            for uid in new:
+                nursery.start_soon(look_up, uid)
+    for uid in new:
+        known.setdefault(uid, str(uid))
 
 
 class _PendingPage:
@@ -134,10 +123,10 @@ class NodeExporter:
         self._nursery = nursery
         self._own_uid = own_uid
         self._number = 0
-        self._arrived, _ = trio.open_memory_channel[DiscoveredMount | broker.DiscoveryEnd](math.inf)
+        self._arrived, _ = trio.open_memory_channel[DiscoveredMount | int](math.inf)
         self._pending: _PendingPage | None = None
-        self._naming = Naming()
-        self._users = UserNames()
+        self._labelled: dict[str, Labels] = {}
+        self._users: dict[int, str] = {}
 
     async def page(self) -> bytes:
         """The text of all mounts, within LOOK_SECONDS and ASK_SECONDS and a little. Raises OSError
@@ -155,9 +144,11 @@ class NodeExporter:
         try:
             found, left_off = await self._discover()
             mounts = await self._ask(found)
-            await self._users.learn(mount.uid for mount in mounts)
-            named = self._naming.name((mount.key, self._labels(mount)) for mount in mounts)
-            values = page_values([(named[mount.key], mount) for mount in mounts], left_off)
+            await learn_names(self._users, (mount.uid for mount in mounts))
+            self._labelled = label_mounts(
+                self._labelled, ((one.key, self._labels(one)) for one in mounts)
+            )
+            values = page_values([(self._labelled[mount.key], mount) for mount in mounts], left_off)
             pending.page = await trio.to_thread.run_sync(exposition_of, values)
         except trio.TooSlowError:
             log.warning("metrics: the part that looks for mounts does not answer")
@@ -171,7 +162,7 @@ class NodeExporter:
         source, mountpoint = (
             printable(path[:MOST_PATH_CHARACTERS]) for path in (mount.source, mount.mountpoint)
         )
-        return printable(self._users.known[mount.uid]), source, mountpoint
+        return printable(self._users[mount.uid]), source, mountpoint
 
     async def receive(self) -> None:
         """Take what the broker sends until it is gone; what comes too late is closed."""
@@ -189,9 +180,7 @@ class NodeExporter:
     async def _discover(self) -> tuple[list[DiscoveredMount], int]:
         """All registered mounts, and how many were left off. Raises trio.TooSlowError."""
         self._number += 1
-        self._arrived, arrivals = trio.open_memory_channel[DiscoveredMount | broker.DiscoveryEnd](
-            math.inf
-        )
+        self._arrived, arrivals = trio.open_memory_channel[DiscoveredMount | int](math.inf)
         found: list[DiscoveredMount] = []
         try:
             broker.ask(self._channel, self._number)
@@ -206,7 +195,7 @@ class NodeExporter:
             for mount in found:
                 mount.close()
             raise trio.TooSlowError from None
-        return found, what.left_off
+        return found, what
 
     async def _ask(self, found: Iterable[DiscoveredMount]) -> list[Seen]:
         """All mounts there are, with what those said that answered within ASK_SECONDS."""
@@ -320,7 +309,7 @@ async def _run(channel: socket.socket, listener: socket.socket | None, own_uid: 
 
         nursery.start_soon(receive)
         if listener is not None:
-            await serve(listener, node.page, CONTENT_TYPE)
+            await serve(listener, node.page)
         else:
             code = _print(await node.page())
         nursery.cancel_scope.cancel()

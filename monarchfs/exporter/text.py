@@ -14,9 +14,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from monarchfs.exporter.samples import Durations, Sample, Values
 from monarchfs.metrics import NS
-from monarchfs.metrics.names import FAMILIES, Family, MetricType
+from monarchfs.metrics.names import FAMILIES, Durations, Family, MetricType, Sample, Values
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

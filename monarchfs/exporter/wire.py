@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from monarchfs.exporter.samples import Durations, Sample, Value, Values
-from monarchfs.metrics.names import FAMILIES, Family, MetricType
+from monarchfs.metrics.names import FAMILIES, Durations, Family, MetricType, Sample, Value, Values
 from monarchfs.system.escaping import printable
 
 MOST_LINES = 4096

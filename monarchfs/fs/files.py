@@ -200,7 +200,7 @@ class Files:
         if replica is not None:
             return self._handle(node, replica, None)
         with self._tree.recorder.estale_if_replaced(node.parent):
-            nonresident = await self._copies.files.open_as_is(node)
+            nonresident = await self._copies.files.open(node, as_is=True)
         # The kernel has the size of the version that was found by the name.
         await self._kernel.forget_attributes(ino)
         return self._handle(node, None, nonresident, direct=True)

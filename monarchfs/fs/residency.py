@@ -90,7 +90,7 @@ class Residency:
         if ino in self._copies.jobs.queue:
             before = self._copies.jobs.queue.position(ino) if exact else None
             waits = "it waits to be copied" + ("" if before is None else f": {_before(before)}")
-            if (slow := self._copies.held_back) is not None:
+            if (slow := self._copies.governor.reason) is not None:
                 waits += f"; copies give way to others, as {slow}"
             reason = self._cache.reasons.get(ino)
             return waits if reason is None else f"{waits}; before, {self._said(node, reason)}"
@@ -113,7 +113,7 @@ class Residency:
     def _said(self, node: Node, reason: Reason) -> str:
         seconds = (time.time_ns() - reason.at_ns) / NS
         ago = f"{format_seconds(round(seconds))} ago" if seconds >= 1 else "just now"
-        again = self._copies.jobs.retries.due_in(node.ino)
+        again = self._copies.jobs.retry_in(node.ino)
         then = "" if again is None else f"; it is tried again in {format_seconds(round(again))}"
         match reason.cause:
             case Cause.NO_ROOM if reason.missing_bytes:

@@ -175,7 +175,8 @@ class Xattrs:
         place = self._tree.known.place(ino)
         try:
             with self._estale_if_replaced(ino):
-                value = await self._source.getxattr(*place, name, Lane.DEMAND)
+                source = self._source
+                value = await source.call(Lane.DEMAND, source.posix.getxattr, *place, name)
         except OSError as exc:
             if exc.errno in LASTING:
                 self._answered(ino, name, exc.errno)
@@ -305,7 +306,8 @@ class Xattrs:
             return known
         with self._estale_if_replaced(ino):
             place = self._tree.known.place(ino)
-            allowed = await self._source.access(*place, mask, Lane.DEMAND)
+            source = self._source
+            allowed = await source.call(Lane.DEMAND, source.posix.access, *place, mask)
         node = self._index.nodes.node(ino)
         if node is not None:
             self._access[(ino, mask, node.stat.ctime_ns)] = allowed

@@ -13,13 +13,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from time import perf_counter_ns as now_ns
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import pyfuse3
 from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
 
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import FileHandle
+from monarchfs.fuse import session
 from monarchfs.fuse.estale_retries import EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.handleless_reads import HandlelessReads
@@ -55,7 +56,7 @@ def answers(handler: Handler[P, T]) -> Handler[P, T]:
 
     @wraps(handler)
     async def answer(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        unique = self._current_request()[0]
+        unique = session.current_request()[0]
         try:
             result = await handler(self, *args, **kwargs)
             self._answers(unique)
@@ -90,21 +91,6 @@ def timed(handler: Handler[P, T]) -> Handler[P, T]:
     return answer
 
 
-class SessionCalls(NamedTuple):
-    """What the session says of requests, and is told about their answers.
-
-    ``current_request`` returns (unique, pid) of the request that was received last, and
-    ``current_node`` its node id. ``answer_with`` (number, backing id) makes the open that is
-    answered next a passthrough one. ``answered_soon`` is called with each request when its handler
-    ends, where there is a journal of them. ``record``: request, who answered, inode, bytes."""
-
-    current_request: Callable[[], tuple[int, int]]
-    current_node: Callable[[], int]
-    answer_with: Callable[[int, int], None]
-    answered_soon: Callable[[int], None] | None = None
-    record: Callable[[int, int, int, int], None] = lambda *_: None
-
-
 class Adapter(pyfuse3.Operations):
     """The handlers of one session. pyfuse3 calls one for each kind of request, hence more than
     twenty methods."""
@@ -117,8 +103,10 @@ class Adapter(pyfuse3.Operations):
         relay: Relay,
         table: HandleTable,
         passthrough: Passthrough,
-        session: SessionCalls,
+        *,
+        journals: bool,
     ) -> None:
+        """``journals``: there is a journal of requests, which has to hear of each that ends."""
         super().__init__()
         self._tree, self._files, self._xattrs = file_system
         self._interrupts = interrupts
@@ -126,20 +114,19 @@ class Adapter(pyfuse3.Operations):
         self.durations = metrics.requests
         self._relay = relay
         self._passthrough = passthrough
-        self._session = session
-        self._current_request = session.current_request
-        self.handles: Handles[FileHandle] = Handles(table, passthrough)
+        self._journals = journals
+        self.handles = Handles(table, passthrough)
         self.handleless = HandlelessReads(self._files)
-        self._refused = EstaleRetries(self._tree.known.asked_ns)
+        self._refused = EstaleRetries(self._tree.known)
         self._outcome = _UNKNOWN
 
     def _answers(self, unique: int) -> None:
         """The request is answered in the very next step, by pyfuse3."""
         self.handles.table.count_answer()
-        self._session.record(unique, *self._outcome)
+        session.hooks.record_answered(unique, *self._outcome)
         self._outcome = _UNKNOWN
-        if self._session.answered_soon is not None:
-            self._session.answered_soon(unique)
+        if self._journals:
+            session.answered_soon(unique)
 
     def count_error(self, failure: pyfuse3.FUSEError, unique: int) -> None:
         """For ``answers``."""
@@ -150,15 +137,13 @@ class Adapter(pyfuse3.Operations):
     def init(self) -> None:
         """Called by libfuse for FUSE_INIT; the supervisor answers that."""
 
-    async def _waiting(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run ``work``; EINTR if the process that waits for it is killed.
+    def _waiting(self, answer: Awaitable[T]) -> Coroutine[Any, Any, T]:
+        """``Interrupts.wait_for`` the request that is being answered.
 
         To be called before the handler's first checkpoint: until then, the request that was
         received last is the one that the handler answers.
         """
-        with self._interrupts.guard(*self._current_request()):
-            return await work()
-        raise pyfuse3.FUSEError(errno.EINTR)
+        return self._interrupts.wait_for(*session.current_request(), answer)
 
     # -- names and attributes
 
@@ -170,7 +155,7 @@ class Adapter(pyfuse3.Operations):
         found = self._tree.known.lookup(parent_inode, name)
         if found is None:
             duration = self.durations.lookup_source
-            found = await self._waiting(lambda: self._tree.names.lookup(parent_inode, name))
+            found = await self._waiting(self._tree.names.lookup(parent_inode, name))
         duration.observe(now_ns() - started)
         ino = 0 if isinstance(found, Missing) else found.node.ino
         self._outcome = (_BY[duration is self.durations.lookup_local], ino, 0)
@@ -185,9 +170,9 @@ class Adapter(pyfuse3.Operations):
         found = self._files.known_attributes(inode)
         if found is None:
             duration = self.durations.getattr_source
-            again = self._refused.again(inode, thread := self._current_request()[1])
+            again = self._refused.again(inode, thread := session.current_request()[1])
             with self._refused.noting(inode, thread):
-                found = await self._waiting(lambda: self._files.attributes(inode, again=again))
+                found = await self._waiting(self._files.attributes(inode, again=again))
         duration.observe(now_ns() - started)
         return _attributes(found)
 
@@ -196,7 +181,7 @@ class Adapter(pyfuse3.Operations):
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> bytes:
         target = self._tree.known.target(inode)
         if target is None:
-            target = await self._waiting(lambda: self._tree.attributes.target(inode))
+            target = await self._waiting(self._tree.attributes.target(inode))
         return target
 
     async def forget(self, inode_list: Sequence[tuple[int, int]]) -> None:
@@ -207,7 +192,7 @@ class Adapter(pyfuse3.Operations):
     @answers
     @timed
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> int:
-        await self._waiting(lambda: self._tree.directories.open(inode))
+        await self._waiting(self._tree.directories.open(inode))
         return inode  # all that READDIR has to know, also of another worker
 
     @answers
@@ -225,19 +210,19 @@ class Adapter(pyfuse3.Operations):
         if flags & os.O_ACCMODE != os.O_RDONLY:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         started, duration = now_ns(), self.durations.open_local
-        unique, thread = self._current_request()
+        unique, thread = session.current_request()
         opened = self._known_open(inode, unique)
         if opened is None:
             again = self._refused.again(inode, thread)
             with self._refused.noting(inode, thread):
-                opened = await self._waiting(lambda: self._open(inode, unique, again))
+                opened = await self._waiting(self._open(inode, unique, again))
         number, handle, backing_id = opened
         if not handle.local:
             duration = self.durations.open_source
         duration.observe(now_ns() - started)
         self._outcome = (opened_by(handle, backing_id), 0, 0)
         if backing_id:
-            self._session.answer_with(number, backing_id)
+            session.back_open(number, backing_id)
         direct = (handle.direct or self._relay.direct) and not backing_id
         keep_cache = handle.keep_cache and not (direct or backing_id)
         return pyfuse3.FileInfo(fh=FileHandleT(number), keep_cache=keep_cache, direct_io=direct)
@@ -288,7 +273,7 @@ class Adapter(pyfuse3.Operations):
         with self._reading(fh) as handle:
             data = handle.known_read(off, size)
             if data is None:
-                data = await self._waiting(lambda: handle.read(off, size))
+                data = await self._waiting(handle.read(off, size))
                 if not handle.local:
                     duration = self.durations.read_source
             if handle.served:  # its copy may be complete by now
@@ -302,7 +287,7 @@ class Adapter(pyfuse3.Operations):
     def _reading(self, fh: int) -> AbstractContextManager[FileHandle]:
         """What a READ is about. Raises OSError EBADF. Before the handler's first checkpoint."""
         if not fh:
-            return self.handleless.handle(self._session.current_node())
+            return self.handleless.handle(session.current_node())
         handle = self.handles.get(fh)
         if handle is None:
             # Opened by the C part, which cannot read it.
@@ -328,10 +313,17 @@ class Adapter(pyfuse3.Operations):
     @answers
     @timed
     async def statfs(self, ctx: RequestContext) -> pyfuse3.StatvfsData:
-        result = await self._waiting(self._tree.attributes.statfs)
+        result = await self._waiting(self._tree.attributes.statfs())
         data = pyfuse3.StatvfsData()
-        for field in STATFS_FIELDS:
-            setattr(data, field, getattr(result, field))
+        data.f_bsize = result.f_bsize
+        data.f_frsize = result.f_frsize
+        data.f_blocks = result.f_blocks
+        data.f_bfree = result.f_bfree
+        data.f_bavail = result.f_bavail
+        data.f_files = result.f_files
+        data.f_ffree = result.f_ffree
+        data.f_favail = result.f_favail
+        data.f_namemax = result.f_namemax
         return data
 
     @answers
@@ -339,34 +331,21 @@ class Adapter(pyfuse3.Operations):
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
         value = self._xattrs.known(inode, name)
         if value is None:
-            value = await self._waiting(lambda: self._xattrs.get(inode, name))
+            value = await self._waiting(self._xattrs.get(inode, name))
         return value
 
     @answers
     @timed
     async def listxattr(self, inode: InodeT, ctx: RequestContext) -> list[bytes]:
-        return await self._waiting(lambda: self._xattrs.list(inode))
+        return await self._waiting(self._xattrs.list(inode))
 
     @answers
     @timed
     async def access(self, inode: InodeT, mode: int, ctx: RequestContext) -> bool:
         allowed = self._xattrs.known_access(inode, mode)
         if allowed is None:
-            allowed = await self._waiting(lambda: self._xattrs.access(inode, mode))
+            allowed = await self._waiting(self._xattrs.access(inode, mode))
         return allowed
-
-
-STATFS_FIELDS = (
-    "f_bsize",
-    "f_frsize",
-    "f_blocks",
-    "f_bfree",
-    "f_bavail",
-    "f_files",
-    "f_ffree",
-    "f_favail",
-    "f_namemax",
-)
 
 
 def _negative(timeout: float) -> pyfuse3.EntryAttributes:

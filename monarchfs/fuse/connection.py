@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Callable
 
 from monarchfs.fuse.mountinfo import Mount, read_mountinfo
 
@@ -21,14 +20,23 @@ class FuseConnection:
     """Constant: ``number``; the descriptors of its control files, -1 if this process cannot see
     any. The files belong to the mount's user."""
 
-    def __init__(self, number: int, is_meant: Callable[[], bool]) -> None:
-        """``is_meant``: whether the number still is that of the connection that is meant."""
+    def __init__(self, number: int, mount: Mount | None, fuse: int = -1) -> None:
+        """``mount`` is its first mount, if that can be seen; ``fuse`` its open /dev/fuse, where
+        this process has that."""
         self.number = number
-        self.is_meant = is_meant
+        self._mount = mount
+        self._fuse = fuse
         self._abort = _open(number, "abort", os.O_WRONLY)
         self._waiting = _open(number, "waiting", os.O_PATH)
-        if not is_meant():
+        if not self.is_meant():
             self.close()
+
+    def is_meant(self) -> bool:
+        """Whether the number still is that of the connection that is meant. One that somebody
+        aborted still has its mounts."""
+        if self._fuse >= 0 and not is_dead(self._fuse):
+            return True
+        return self._mount is not None and self._mount in read_mountinfo()
 
     def close(self) -> None:
         for fd in (self._abort, self._waiting):
@@ -67,15 +75,7 @@ class FuseConnection:
 
 def connection_of_mount(mount: Mount) -> FuseConnection:
     """The connection of a mount that was found in the mount table."""
-    return FuseConnection(mount.minor, lambda: _is_mounted(mount))
-
-
-def connection_of_device(number: int, fuse: int, mount: Mount | None) -> FuseConnection:
-    """The connection of an open /dev/fuse; ``mount`` is its first mount, if it can be seen. A
-    connection that somebody aborted still has its mounts."""
-    return FuseConnection(
-        number, lambda: not is_dead(fuse) or (mount is not None and _is_mounted(mount))
-    )
+    return FuseConnection(mount.minor, mount)
 
 
 def is_dead(fuse: int) -> bool:
@@ -84,10 +84,6 @@ def is_dead(fuse: int) -> bool:
     poll = select.poll()
     poll.register(fuse, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-def _is_mounted(mount: Mount) -> bool:
-    return mount in read_mountinfo()
 
 
 def _open(number: int, name: str, flags: int) -> int:

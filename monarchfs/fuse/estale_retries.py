@@ -10,9 +10,10 @@ from __future__ import annotations
 import errno
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+
+from monarchfs.metadata.known import KnownMetadata
 
 MOST_KEPT = 10_000
 """Threads that are remembered; of more, the first are forgotten."""
@@ -21,18 +22,12 @@ SHARED_NS = 1_000_000_000
 """A look-up may share an answer that the source was asked for this long before."""
 
 
-class _Refusal(NamedTuple):
-    ino: int
-    at_ns: int
-
-
 class EstaleRetries:
-    """Constant: ``asked_ns``, which returns when the source was last asked about a number.
-    Changing: by thread, the number that it was last refused."""
+    """Changing: by thread, the number that it was last refused, and when (time.time_ns())."""
 
-    def __init__(self, asked_ns: Callable[[int], int]) -> None:
-        self._asked_ns = asked_ns
-        self._threads: OrderedDict[int, _Refusal] = OrderedDict()
+    def __init__(self, known: KnownMetadata) -> None:
+        self._known = known
+        self._threads: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def again(self, ino: int, thread: int) -> bool:
         """Whether ``thread`` (of the request) asks for the second time: about a number that the
@@ -41,9 +36,8 @@ class EstaleRetries:
         refusal = self._threads.get(thread) if self._threads else None
         if refusal is None:
             return False
-        if refusal.ino == ino:
-            return True
-        return self._asked_ns(ino) >= refusal.at_ns - SHARED_NS
+        refused, at_ns = refusal
+        return refused == ino or self._known.asked_ns(ino) >= at_ns - SHARED_NS
 
     @contextmanager
     def noting(self, ino: int, thread: int) -> Iterator[None]:
@@ -53,7 +47,7 @@ class EstaleRetries:
         except OSError as exc:
             self._threads.pop(thread, None)
             if exc.errno == errno.ESTALE:
-                self._threads[thread] = _Refusal(ino, time.time_ns())
+                self._threads[thread] = ino, time.time_ns()
                 if len(self._threads) > MOST_KEPT:
                     self._threads.popitem(last=False)
             raise

@@ -11,37 +11,17 @@ import errno
 import os
 import re
 import struct
-from collections.abc import Callable
 from time import perf_counter_ns as now_ns
 
 from monarchfs.fs.file_system import FileSystem
-from monarchfs.fs.files import FileHandle
+from monarchfs.fuse import protocol
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
+from monarchfs.fuse.session import hooks
 from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.metrics import NS, Metrics
 from monarchfs.types import Dirent, Node
-
-
-class Opcode:
-    """enum fuse_opcode."""
-
-    LOOKUP = 1
-    GETATTR = 3
-    OPEN = 14
-    READ = 15
-    RELEASE = 18
-    GETXATTR = 22
-    OPENDIR = 27
-    RELEASEDIR = 29
-    AHEAD = 0xFFFE
-    """None of the kernel's: a note that a file has been read so far (_relay.h)."""
-    UNOPENED = 0xFFFF
-    """None of the kernel's: it did not wait for the answer to an open."""
-    ACCESS = 34
-    READDIRPLUS = 44
-
 
 FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
@@ -88,18 +68,15 @@ class FastPath:
     def __init__(
         self,
         file_system: FileSystem,
-        handles: Handles[FileHandle],
+        handles: Handles,
         relay: Relay,
         metrics: Metrics,
-        current_request: Callable[[], tuple[int, int]],
         passthrough: Passthrough,
     ) -> None:
-        """``current_request`` returns (unique, pid) of the request that is to be answered."""
         tree, self._files, self._xattrs = file_system
         self._known = tree.known
         self._siblings = tree.siblings
         self._directories = tree.directories
-        self._current_request = current_request
         self._count_answer = handles.table.count_answer
         self._passthrough = passthrough
         self._handles = handles
@@ -112,7 +89,7 @@ class FastPath:
         request. No checkpoint; raises nothing that is foreseen."""
         started = now_ns()
         match opcode:
-            case Opcode.LOOKUP:
+            case protocol.LOOKUP:
                 name = body[:-1]
                 found = self._known.lookup(node, name)
                 if found is None:
@@ -125,14 +102,14 @@ class FastPath:
                 if not found.node.stat.is_directory:
                     self._siblings.looked_up(node)
                 return _entry(found)
-            case Opcode.GETATTR:
+            case protocol.GETATTR:
                 known = self._files.known_attributes(node)
                 if known is None:
                     return None
                 self._durations.getattr_local.observe(now_ns() - started)
                 self._count_answer()
                 return _ATTR_OUT.pack(*_split(known.attr_timeout), 0, *_attributes(known.node))
-            case Opcode.OPEN:
+            case protocol.OPEN:
                 if _OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
                     return None
                 if (backing_id := self._passthrough.known(node)) is None:
@@ -146,7 +123,7 @@ class FastPath:
                 if handle is None:
                     return None
                 try:
-                    number = self._handles.add(handle, self._current_request()[0], backing_id)
+                    number = self._handles.add(handle, hooks.current()[0], backing_id)
                 except OSError:
                     handle.release()
                     return None
@@ -156,21 +133,21 @@ class FastPath:
                     return _OPEN_OUT.pack(number, FOPEN_PASSTHROUGH, backing_id)
                 flags = FOPEN_KEEP_CACHE if handle.keep_cache else 0
                 return _OPEN_OUT.pack(number, FOPEN_DIRECT_IO if self._relay.direct else flags, 0)
-            case Opcode.READ:  # of what was not opened
+            case protocol.READ:  # of what was not opened
                 if self._relay.misses_open(node):
                     return True
-            case Opcode.RELEASE:
+            case protocol.RELEASE:
                 number = _HANDLE.unpack_from(body)[0]
                 if (released := self._handles.pop(number)) is not None:
                     released.release()
                 return b""
-            case Opcode.AHEAD:
+            case protocol.AHEAD:
                 self._files.read_ahead(node, *_CHUNKS.unpack_from(body))
-            case Opcode.UNOPENED:
+            case protocol.UNOPENED:
                 number = _HANDLE.unpack_from(body)[0]
                 if (released := self._handles.unopened(number)) is not None:
                     released.release()
-            case Opcode.OPENDIR:
+            case protocol.OPENDIR:
                 # An error of the source belongs here, and what may be kept changes: so this is not
                 # answered ENOSYS, which would be for all directories and for ever.
                 keep = self._directories.known_open(node)
@@ -180,18 +157,18 @@ class FastPath:
                 self._count_answer()
                 flags = FOPEN_CACHE_DIR | FOPEN_KEEP_CACHE if keep else FOPEN_CACHE_DIR
                 return _OPEN_OUT.pack(node, flags if CACHES_LISTINGS else 0, 0)
-            case Opcode.RELEASEDIR:
+            case protocol.RELEASEDIR:
                 self._count_answer()
                 return b""  # a directory's handle stands for nothing
-            case Opcode.READDIRPLUS:
+            case protocol.READDIRPLUS:
                 _fh, offset, size = _READ_IN.unpack_from(body)
                 listing = self._listing(node, offset, min(size, MOST_LISTED_BYTES))
                 self._durations.readdir.observe(now_ns() - started)
                 self._count_answer()
                 return listing
-            case Opcode.GETXATTR:
+            case protocol.GETXATTR:
                 return self._attribute(node, body, started)
-            case Opcode.ACCESS:
+            case protocol.ACCESS:
                 try:
                     allowed = self._xattrs.known_access(node, _ACCESS_IN.unpack_from(body)[0])
                 except OSError as exc:
@@ -212,7 +189,8 @@ class FastPath:
             self._count_answer()
             code = exc.errno or errno.EIO
             if code == self._xattrs.absent(name) and self._xattrs.plain(ino):
-                self._relay.absent(ino, name, code)
+                hooks.absent_name(name, code)
+                hooks.absent_add([ino])
             return code
         if value is None:
             return None

@@ -3,33 +3,11 @@
 from __future__ import annotations
 
 import errno
-from typing import Generic, Protocol, TypeVar
 
 from monarchfs.fs.files import FileHandle
 from monarchfs.fuse.handle_table import RESENT, HandleTable
+from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.insight.recording import AnsweredBy
-
-
-class Openable(Protocol):
-    """What a number may stand for."""
-
-    @property
-    def ino(self) -> int: ...
-
-    def release(self) -> None: ...
-
-
-T = TypeVar("T", bound=Openable)
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class Modes(Protocol[T_contra]):
-    """Who has to know how opens were answered."""
-
-    def opened(self, what: T_contra, mode: int, /) -> None: ...
-
-    def closed(self, ino: int, /) -> None:
-        """``what`` is released after this."""
 
 
 def opened_by(handle: FileHandle, backing_id: int) -> AnsweredBy:
@@ -41,31 +19,31 @@ def opened_by(handle: FileHandle, backing_id: int) -> AnsweredBy:
     return AnsweredBy.SOURCE
 
 
-class Handles(Generic[T]):
+class Handles:
     """Numbers are never used twice: a request may be carried out twice (FUSE_NOTIFY_RESEND).
 
     Constant: the table that outlives this process. Changing: what its numbers stand for.
     """
 
-    def __init__(self, table: HandleTable, modes: Modes[T] | None = None) -> None:
+    def __init__(self, table: HandleTable, passthrough: Passthrough) -> None:
         self.table = table
-        self._modes = modes
-        self._open: dict[int, T] = {}
+        self._passthrough = passthrough
+        self._open: dict[int, FileHandle] = {}
         self._unsure = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, what: T, unique: int, backing_id: int = 0) -> int:
+    def add(self, handle: FileHandle, unique: int, backing_id: int = 0) -> int:
         """The number for the answer to the OPEN request ``unique``. Raises OSError ENFILE."""
-        known = self._lasting(what.ino, unique) if unique & RESENT else None
-        number = self.table.add(what.ino, unique, backing_id)
+        known = self._lasting(handle.ino, unique) if unique & RESENT else None
+        number = self.table.add(handle.ino, unique, backing_id)
         self._unsure = number if known is False else 0
         if (before := self._open.get(number)) is not None:
             before.release()  # taken over from a worker that died before it answered
-        elif self._modes is not None:
-            self._modes.opened(what, backing_id)
-        self._open[number] = what
+        else:
+            self._passthrough.opened(handle, backing_id)
+        self._open[number] = handle
         return number
 
     def _lasting(self, ino: int, unique: int) -> bool:
@@ -73,28 +51,27 @@ class Handles(Generic[T]):
         unique &= ~RESENT
         return any(slot.unique == unique and slot.ino == ino for slot in self.table)
 
-    def unopened(self, number: int) -> T | None:
+    def unopened(self, number: int) -> FileHandle | None:
         """The kernel did not wait for the answer with this number. Returns what the last ``add``
         opened for it; None for an open that an earlier worker has answered and that lasts."""
         return self.pop(number) if number == self._unsure else None
 
-    def take_over(self, number: int, what: T, backing_id: int = 0) -> None:
+    def take_over(self, number: int, handle: FileHandle, backing_id: int = 0) -> None:
         """``number`` was given out by an earlier worker, or without Python. Raises OSError EBADF if
         it is not open."""
         if not self.table.own(number):
-            what.release()
+            handle.release()
             raise OSError(errno.EBADF, "unknown handle")
-        self._open[number] = what
-        if self._modes is not None:
-            self._modes.opened(what, backing_id)
+        self._open[number] = handle
+        self._passthrough.opened(handle, backing_id)
 
-    def get(self, number: int) -> T | None:
+    def get(self, number: int) -> FileHandle | None:
         """None for a number that this process' Python does not have: see ``table.ino``."""
         return self._open.get(number)
 
-    def pop(self, number: int) -> T | None:
+    def pop(self, number: int) -> FileHandle | None:
         """None for a number that is not open: a second RELEASE is not an error."""
         ino = self.table.end(number)
-        if ino is not None and self._modes is not None:
-            self._modes.closed(ino)
+        if ino is not None:
+            self._passthrough.closed(ino)
         return self._open.pop(number, None)

@@ -14,9 +14,12 @@ been waiting for long is looked at unasked.
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import signal
-from types import TracebackType
+from collections.abc import Awaitable
+from typing import TypeVar
 
 import trio
 
@@ -24,6 +27,8 @@ from monarchfs.fuse.handle_table import RESENT
 from monarchfs.metrics import Metrics
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLL_SECONDS = 0.05
 """How soon a fatal signal is noticed that came after a harmless one."""
@@ -47,33 +52,6 @@ def dying(pid: int) -> bool:
     return any(int(line.split()[1], 16) & SIGKILL_BIT for line in pending)
 
 
-class Guard:
-    """See ``Interrupts.guard``. There is one for each request that waits: a generator takes more
-    memory."""
-
-    __slots__ = ("_interrupts", "_pid", "_scope", "_unique")
-
-    def __init__(self, interrupts: Interrupts, unique: int, pid: int) -> None:
-        self._interrupts = interrupts
-        self._unique = unique
-        self._pid = pid
-        self._scope = trio.CancelScope()
-
-    def __enter__(self) -> trio.CancelScope:
-        self._scope.__enter__()
-        self._interrupts.begin(self._unique, self._pid, self._scope)
-        return self._scope
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
-        self._interrupts.end(self._unique)
-        return self._scope.__exit__(kind, error, traceback)
-
-
 class Interrupts:
     """The waiting requests of one session, by their ``unique``."""
 
@@ -87,23 +65,21 @@ class Interrupts:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def guard(self, unique: int, pid: int) -> Guard:
-        """What runs inside is cancelled when the process that waits for it is killed; look at
-        ``cancelled_caught`` afterwards."""
-        return Guard(self, unique, pid)
-
-    def begin(self, unique: int, pid: int, scope: trio.CancelScope) -> None:
-        """For `Guard`."""
-        self._waiting[unique] = (scope, pid, trio.current_time())
-        if unique & RESENT:
-            # Its process may have got its signal while an earlier worker had it.
-            self._signalled.add(unique)
-            self._news.set()
-
-    def end(self, unique: int) -> None:
-        """For `Guard`."""
-        self._waiting.pop(unique, None)
-        self._signalled.discard(unique)
+    async def wait_for(self, unique: int, pid: int, answer: Awaitable[T]) -> T:
+        """``answer``; it is cancelled when the process that waits for it is killed. Raises OSError
+        EINTR then."""
+        with trio.CancelScope() as scope:
+            self._waiting[unique] = (scope, pid, trio.current_time())
+            if unique & RESENT:
+                # Its process may have got its signal while an earlier worker had it.
+                self._signalled.add(unique)
+                self._news.set()
+            try:
+                return await answer
+            finally:
+                self._waiting.pop(unique, None)
+                self._signalled.discard(unique)
+        raise OSError(errno.EINTR, os.strerror(errno.EINTR))
 
     def on_interrupt(self, unique: int) -> bool:
         """FUSE_INTERRUPT for a request; False if it does not wait here: it was answered already, or

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
 
 import trio
 
+from monarchfs.fuse import session
 from monarchfs.system.threads import run_sync
 
 log = logging.getLogger(__name__)
@@ -32,18 +32,10 @@ FORGET_SECONDS = 1.0
 class Notifier:
     """The ``Kernel`` of ``monarchfs.metadata.kernel``. On the event loop.
 
-    Constant: what it calls. Changing: what is still to be done, each thing once; ``failed``, how
-    often the kernel refused.
+    Changing: what is still to be done, each thing once; ``failed``, how often the kernel refused.
     """
 
-    def __init__(
-        self,
-        invalidate_inode: Callable[[int, bool], None],
-        invalidate_entry: Callable[[int, bytes], None],
-    ) -> None:
-        """Both block, and raise OSError but for what the kernel does not know."""
-        self._invalidate_inode = invalidate_inode
-        self._invalidate_entry = invalidate_entry
+    def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(THREADS)
         self._waiting: OrderedDict[int | tuple[int, bytes], bool] = OrderedDict()
         self._news = trio.Event()
@@ -64,7 +56,7 @@ class Notifier:
         fuse_reverse_inval_inode.)"""
         with trio.move_on_after(FORGET_SECONDS):
             try:
-                await run_sync(self._invalidate_inode, ino, True, abandon_on_cancel=True)
+                await run_sync(session.invalidate_inode, ino, True, abandon_on_cancel=True)
             except OSError as exc:
                 self._refused(ino, exc)
             return
@@ -103,7 +95,11 @@ class Notifier:
             try:
                 # A thread that hangs must not keep the mount from ending.
                 await run_sync(
-                    self._call, what, attributes_only, abandon_on_cancel=True, limiter=self._limiter
+                    _tell_kernel,
+                    what,
+                    attributes_only,
+                    abandon_on_cancel=True,
+                    limiter=self._limiter,
                 )
             except OSError as exc:
                 self._refused(what, exc)
@@ -112,8 +108,9 @@ class Notifier:
         self.failed += 1
         log.warning("the kernel does not forget %r: %s", what, exc)
 
-    def _call(self, what: int | tuple[int, bytes], attributes_only: bool) -> None:
-        if isinstance(what, int):
-            self._invalidate_inode(what, attributes_only)
-        else:
-            self._invalidate_entry(*what)
+
+def _tell_kernel(what: int | tuple[int, bytes], attributes_only: bool) -> None:
+    if isinstance(what, int):
+        session.invalidate_inode(what, attributes_only)
+    else:
+        session.invalidate_entry(*what)

@@ -23,7 +23,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import trio
 
@@ -31,6 +31,8 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
 from monarchfs.fuse.iomodes import CACHED, IoModes
+from monarchfs.fuse.relay import Relay
+from monarchfs.fuse.session import hooks
 from monarchfs.metrics import Metrics
 from monarchfs.types import Replica, ReplicaState
 
@@ -49,27 +51,14 @@ _PASSING = frozenset((errno.ENOSPC, errno.ENOENT, errno.ESTALE))
 was removed, or replaced, meanwhile."""
 
 SMALL_BYTES = 1 << 20
-"""Where there are more files than ids, those below are not worth the wait for one at each open."""
+"""As in store/allocator.py. Where there are more files than ids, those below are not worth the wait
+for one at each open."""
 
 LOOKED_AT = 64
 """So many replicas are looked at before others may run, some tenths of a millisecond."""
 
 NEWS_SECONDS = 0.2
 """So long files that became resident are gathered before they are offered."""
-
-
-class OpenDelegation(Protocol):
-    """Who answers opens of lent inodes: the C part, by ``Relay``."""
-
-    def delegate(self, ino: int, backing_id: int) -> bool:
-        """Whether its opens, of which there are none, are answered from now on with this id."""
-
-    def reclaim(self, ino: int) -> int:
-        """How many opens there are; whose ends are told here from now on."""
-
-    def cached(self, ino: int) -> int:
-        """The same of opens that were answered without an id, as it was not resident, or is not to
-        be passed through."""
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +70,20 @@ class _Wait:
     tier: int
     answer: int | None = None
     opens: int = 0
+
+
+def kernel_reads(files: int, size: int, *, free_opens: bool) -> bool:
+    """Whether the kernel should read replicas itself, where both are possible: what ``--data-path
+    auto`` chooses, before the first open, because a mount whose opens cost nothing cannot have the
+    kernel read a backing file: it is named in the answer to an open. ``files`` and ``size`` are of
+    the complete replicas that an earlier mount left.
+
+    ``free_opens``: without passthrough, opens would not reach the daemon. That is best for files
+    that are small on average: most of them share a file with others, which the kernel cannot read
+    by itself, and opening them costs nothing then. Larger ones are read faster, and without taking
+    memory twice, from the replica itself. So is a dataset of which nothing is known yet.
+    """
+    return not free_opens or files == 0 or size >= files * SMALL_BYTES
 
 
 class Passthrough:
@@ -97,7 +100,7 @@ class Passthrough:
         files: Files,
         send: Send,
         metrics: Metrics,
-        delegation: OpenDelegation,
+        relay: Relay,
         *,
         counts: bool,
     ) -> None:
@@ -114,7 +117,7 @@ class Passthrough:
         self._modes = IoModes()
         self._held: dict[int, OpenReplica | None] = {}
         self._idle: OrderedDict[int, int] = OrderedDict()
-        self._delegation = delegation
+        self._relay = relay
         self._delegated: OrderedDict[int, int] = OrderedDict()
         self._waits: dict[int, _Wait] = {}
         self._news: list[int] = []
@@ -159,7 +162,7 @@ class Passthrough:
     def _look_for_cached(self, ino: int) -> None:
         """Who opened it before it was resident, without Python, sets the mode."""
         if self._modes.get(ino) is None:
-            for _ in range(self._delegation.cached(ino)):
+            for _ in range(hooks.backed_cached(ino)):
                 self._modes.opened(ino, CACHED)
 
     async def decided(self, handle: FileHandle, open_it: Callable[[int], T]) -> T:
@@ -277,7 +280,7 @@ class Passthrough:
         """An id that no open uses."""
         self._look_for_cached(ino)
         alone = self._modes.get(ino) is None and ino not in self._waits
-        if alone and self._delegation.delegate(ino, backing_id):
+        if alone and self._relay.delegate(ino, backing_id):
             self._delegated[ino] = backing_id
         else:
             self._idle[ino] = backing_id
@@ -289,7 +292,7 @@ class Passthrough:
         whether ``ino`` is open. No checkpoint."""
         if (backing_id := self._delegated.pop(ino, None)) is None:
             return
-        opens = self._delegation.reclaim(ino)
+        opens = hooks.backed_reclaim(ino)
         for _ in range(opens):
             self._modes.opened(ino, backing_id)
         if opens:

@@ -12,6 +12,14 @@ from typing import NamedTuple
 
 FUSE_INIT = 26
 FUSE_NOTIFY_RESEND = 7
+
+LOOKUP, GETATTR, OPEN, READ, RELEASE, GETXATTR = 1, 3, 14, 15, 18, 22
+OPENDIR, RELEASEDIR, ACCESS, READDIRPLUS = 27, 29, 34, 44
+"""Of enum fuse_opcode: what ``fast_path`` answers."""
+AHEAD, UNOPENED = 0xFFFE, 0xFFFF
+"""None of the kernel's, from the C part: a note that a file has been read so far (_relay.h); the
+kernel did not wait for the answer to an open."""
+
 MAX_WRITE = 4096
 """Nothing is ever written; the kernel wants every buffer for requests to be larger than this
 (fs/fuse/dev.c, fuse_dev_do_read), so that thousands of waiting requests stay small."""

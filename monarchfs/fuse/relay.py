@@ -9,17 +9,16 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Callable, Collection, Sequence
-from types import ModuleType
+from collections.abc import Collection, Sequence
 
 import trio
 
 from monarchfs.core.misses import Misses
+from monarchfs.core.nonresident import NonresidentReads
 from monarchfs.fs.files import Files
-from monarchfs.fuse.nonresident import NonResidentFiles
-from monarchfs.fuse.thread_counts import ThreadCounts
+from monarchfs.fuse.interrupts import Interrupts
+from monarchfs.fuse.session import hooks
 from monarchfs.metadata.tree import Entry
-from monarchfs.metrics import Metrics
 from monarchfs.types import Node, Replica, ReplicaState
 
 MOST_TIERS = 64
@@ -45,34 +44,29 @@ MOST_LEFT = 256
 class Relay:
     """See ``cache.readers.Readers``.
 
-    Constant: the C part; ``free_opens``, whether the kernel is told not to say what it
-    opens; ``direct``, whether its page cache is passed by; ``counts``. Changing: the tiers' numbers
-    in the C part.
+    Constant: ``free_opens``, whether the kernel is told not to say what it opens; ``direct``,
+    whether its page cache is passed by. Changing: the tiers' numbers in the C part.
     """
 
-    def __init__(
-        self, hooks: ModuleType, metrics: Metrics, *, free_opens: bool, direct: bool = False
-    ) -> None:
+    def __init__(self, *, free_opens: bool, direct: bool = False) -> None:
         self.free_opens = free_opens
         self.direct = direct
-        self._hooks = hooks
-        self.nonresident = NonResidentFiles(hooks)
-        self.counts = ThreadCounts(hooks, metrics)
+        self.nonresident = NonresidentReads(hooks)
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
         self._opens_here = True
         self.misses: Misses | None = None
-        self._waiting: Callable[[], int] = lambda: 0
+        self._interrupts: Interrupts | None = None
 
     @property
     def waiting(self) -> int:
         """How many requests wait in the C part for bytes of the source."""
-        return int(self._hooks.waiting_leave_older(0, 0))
+        return hooks.waiting_leave_older(0, 0)
 
     @property
     def waits(self) -> bool:
         """Whether any does, that has not been waiting for long."""
-        return bool(self._hooks.waiting_any_since(time.monotonic_ns() - LONG_NS))
+        return hooks.waiting_any_since(time.monotonic_ns() - LONG_NS)
 
     def begin(
         self,
@@ -82,19 +76,19 @@ class Relay:
         tells: bool,
         opens_here: bool = True,
         misses: Misses | None = None,
-        waiting: Callable[[], int] = lambda: 0,
+        interrupts: Interrupts,
     ) -> None:
         """Those who need the relay to be made come now: ``misses`` where threads open files of the
-        source, ``waiting`` says how many requests wait in Python. Opens are good for at most
+        source, ``interrupts`` knows the requests that wait in Python. Opens are good for at most
         ``lasting_ns``; ``tells``: policies want to hear of them; not ``opens_here``: Python answers
         them, because it matters how, but those of what lies in a segment. Once; raises OSError."""
         self._files, self.misses = files, misses
-        self._waiting = waiting
+        self._interrupts = interrupts
         self._opens_here = opens_here
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         count = MOST_OPEN_FILES if most < 0 else max(1, min(MOST_OPEN_FILES, most // 4))
-        self._hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
-        self._hooks.answer_opens(opens_here, self.direct)
+        hooks.resident_start(count, os.geteuid(), lasting_ns, self.free_opens, tells)
+        hooks.answer_opens(opens_here, self.direct)
 
     def offer(self, ino: int, *, seen: bool = False) -> bool:
         """Have the threads answer for ``ino`` if it is resident; whether they do. ``seen``: it
@@ -131,7 +125,7 @@ class Relay:
         if opens_too and opens_until <= 0:
             return False
         place = (record.segment, record.offset)
-        return bool(self._hooks.resident_put(node.ino, *replica, opens_until, seen, *place))
+        return hooks.resident_put(node.ino, *replica, opens_until, seen, *place)
 
     def opens(self, ino: int) -> bool:
         """``offer``, for an open: whether the threads may answer it."""
@@ -152,29 +146,7 @@ class Relay:
         record = files.cache.index.replicas.replica(ino)
         if not self._offer_recorded(files, ino, record, opens_too=True):
             return False
-        return bool(self._hooks.backed_delegate(ino, backing_id))
-
-    def reclaim(self, ino: int) -> int:
-        """Not any more: how many opens of it there are now, whose ends are for Python."""
-        return int(self._hooks.backed_reclaim(ino))
-
-    def cached(self, ino: int) -> int:
-        """How many opens of it the threads have answered without a backing id, whose ends are for
-        Python from now on, and were not before."""
-        return int(self._hooks.backed_cached(ino))
-
-    def seen(self, ino: int) -> bool:
-        """Whether the threads have opened or read its replica."""
-        return bool(self._hooks.resident_seen(ino))
-
-    def plain(self, inos: Sequence[int]) -> None:
-        """These have none of the attributes that ``absent`` was told of."""
-        self._hooks.absent_add(inos)
-
-    def absent(self, ino: int, name: bytes, code: int) -> None:
-        """``plain``; and those are answered with the errno ``code`` when asked for ``name``."""
-        self._hooks.absent_name(name, code)
-        self._hooks.absent_add([ino])
+        return hooks.backed_delegate(ino, backing_id)
 
     def misses_open(self, ino: int) -> bool:
         """Whether the threads open and read it in the source, as of now."""
@@ -194,7 +166,7 @@ class Relay:
         Names of directories, whose attributes change, are left out."""
         node, seconds, _ = entry
         if self.misses is not None and seconds > 0 and not node.stat.is_directory:
-            self._hooks.names_put(parent, name, seconds, node)
+            hooks.names_put(parent, name, seconds, node)
 
     def known(self, parent: int, name: bytes, entry: Entry) -> None:
         """``name_known`` and ``found``."""
@@ -215,16 +187,16 @@ class Relay:
             self.misses.forget([node.ino for node, _replica in replicas])
 
     def invalidate(self, ino: int) -> None:
-        self._hooks.resident_stop(ino)
+        hooks.resident_stop(ino)
 
     def try_remove(self, ino: int) -> bool:
-        return bool(self._hooks.resident_retire(ino))
+        return hooks.resident_retire(ino)
 
     def reading(self, ino: int) -> bool:
-        return bool(self._hooks.resident_reading(ino))
+        return hooks.resident_reading(ino)
 
     def expire(self, ino: int) -> None:
-        self._hooks.resident_expire(ino)
+        hooks.resident_expire(ino)
         if self.misses is not None:
             self.misses.forget([ino])
 
@@ -232,12 +204,15 @@ class Relay:
         return self.misses is not None and self.misses.exclude(ino, excluded=excluded)
 
     def used(self, ino: int) -> bool:
-        return bool(self._hooks.resident_used(ino))
+        return hooks.resident_used(ino)
+
+    def seen(self, ino: int) -> bool:
+        return bool(hooks.resident_seen(ino))
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         number = self._tiers.setdefault(tier_id, len(self._tiers))
         if number < MOST_TIERS:
-            self._hooks.resident_tier(number, -1 if dir_fd is None else dir_fd)
+            hooks.resident_tier(number, -1 if dir_fd is None else dir_fd)
         else:
             del self._tiers[tier_id]
 
@@ -245,7 +220,7 @@ class Relay:
         files = self._files
         if files is None:
             return
-        while inos := self._hooks.resident_opened():
+        while inos := hooks.resident_opened():
             for ino in inos:
                 files.opened_by_threads(ino)
 
@@ -256,25 +231,26 @@ class Relay:
         worker that had been killed let go of since, for ever."""
         while True:
             self.catch_up()
-            self._hooks.take_again()
+            hooks.take_again()
             self._leave_long()
             await trio.sleep(CATCH_UP_SECONDS)
 
     def _leave_long(self) -> None:
         """Give what takes long to Python, which knows what to do about it. Opens that wait for a
         thread may go on waiting in C, where they take a hundredth of the memory."""
-        most = max(0, MOST_LEFT - self._waiting())
-        self._hooks.waiting_leave_older(time.monotonic_ns() - LONG_NS, most)
+        waiting = 0 if self._interrupts is None else self._interrupts.waiting
+        most = max(0, MOST_LEFT - waiting)
+        hooks.waiting_leave_older(time.monotonic_ns() - LONG_NS, most)
 
     async def walk(self) -> None:
         """Offer what is resident already."""
         if self._files is None:
             return
         for count, (ino, record) in enumerate(self._files.cache.index.replicas.all(), 1):
-            if record.state is ReplicaState.RESIDENT and not self._hooks.resident_has(ino):
+            if record.state is ReplicaState.RESIDENT and not hooks.resident_has(ino):
                 self.offer(ino)
             if count % WALK_BATCH == 0:
                 await trio.sleep(WALK_SECONDS)
 
     def open_inodes(self) -> Collection[int]:
-        return [ino for _number, ino, _unique, _backing_id in self._hooks.table_list()]
+        return [ino for _number, ino, _unique, _backing_id in hooks.table_list()]

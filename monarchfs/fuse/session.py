@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from types import ModuleType
 
 import trio
 
@@ -25,7 +24,7 @@ try:
     from monarchfs.core import _session
 finally:
     sys.setdlopenflags(_flags)
-hooks: ModuleType = _session
+hooks = _session
 
 import pyfuse3  # noqa: E402
 
@@ -45,15 +44,14 @@ def current_request() -> tuple[int, int]:
 
 def current_node() -> int:
     """The node id of the request received last."""
-    node: int = hooks.current()[3]
-    return node
+    return hooks.current()[3]
 
 
 on_interrupt = _session.set_interrupt_handler
 """Have FUSE_INTERRUPT reported. The handler answers False for a request that it does not know."""
 
 on_request = _session.set_request_handler
-"""Have a handler answer those requests of ``fast_path.Opcode`` that it can: called with opcode,
+"""Have a handler answer those requests that ``fast_path`` can: called with opcode,
 node id and what follows the request's header, it returns what follows the answer's, an errno, None,
 or True: then the C part tries once more."""
 

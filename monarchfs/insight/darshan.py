@@ -64,9 +64,14 @@ class FileReads:
         return self.read_seconds + self.meta_seconds
 
     def add(self, other: FileReads) -> None:
-        numbers = ("opens", "reads", "bytes", "sized", "small", "sequential")
-        for name in (*numbers, "read_seconds", "meta_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.opens += other.opens
+        self.reads += other.reads
+        self.bytes += other.bytes
+        self.read_seconds += other.read_seconds
+        self.meta_seconds += other.meta_seconds
+        self.sized += other.sized
+        self.small += other.small
+        self.sequential += other.sequential
         self.extent = max(self.extent, other.extent)
         self.first = min(self.first, other.first)
 

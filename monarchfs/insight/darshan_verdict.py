@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from monarchfs.insight.darshan import FileReads, JobReads
+from monarchfs.insight.fitting import blocks
 from monarchfs.insight.results import Conclusion
-from monarchfs.insight.tables import Grid
-from monarchfs.insight.text import lines_of
+from monarchfs.insight.tables import Grid, lines_of
 from monarchfs.insight.verdict import COMPUTE_BOUND, INPUT_BOUND, count, percent
-from monarchfs.plan.fitting import blocks
 from monarchfs.system.sizes import format_bytes, format_seconds
 
 _SHORTEST_SECONDS = 1.0

@@ -2,18 +2,63 @@
 
 from __future__ import annotations
 
-from monarchfs.insight.histogram import LogHistogram
+from collections import Counter
+from math import frexp, ldexp
+
+from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND, RELAY_FILES_PER_SECOND
 from monarchfs.insight.recording import Event, Kind
 from monarchfs.insight.results import CAUSES, ELSEWHERE, LOCAL, SOURCE, Latency
-from monarchfs.plan.times import RELAY_BYTES_PER_SECOND, RELAY_FILES_PER_SECOND
 
 SIZES = (4 << 10, 64 << 10, 1 << 20, 1 << 62)
 _SMALL, _MIDDLE, _LARGE, _ = SIZES
 _ENOUGH = 20
+_STEPS = 4
+"""Classes of a histogram from one power of two to the next."""
+_LEAST = 1e-9
 
 
 def size_class(size: int) -> int:
     return (size > _SMALL) + (size > _MIDDLE) + (size > _LARGE)
+
+
+class LogHistogram:
+    """Counted in classes a fifth wide: percentiles of any number in little memory."""
+
+    __slots__ = ("classes", "count", "most", "total")
+
+    def __init__(self) -> None:
+        self.classes: Counter[int] = Counter()
+        self.count = 0
+        self.total = 0.0
+        self.most = 0.0
+
+    def add(self, seconds: float) -> None:
+        mantissa, exponent = frexp(seconds or _LEAST)
+        self.classes[exponent * _STEPS + int(mantissa * 2 * _STEPS)] += 1
+        self.count += 1
+        self.total += seconds
+        if seconds > self.most:
+            self.most = seconds
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else 0.0
+
+    def percentile(self, percent: float) -> float:
+        """The upper end of the class in which it lies, but no more than the most."""
+        left = self.count * percent / 100
+        for number in sorted(self.classes):
+            left -= self.classes[number]
+            if left <= 0:
+                return min(_end(number), self.most)
+        return self.most
+
+    def rows(self) -> list[tuple[float, int]]:
+        """(seconds up to, how many), a class for each power of two."""
+        by_exponent: Counter[int] = Counter()
+        for number, count in self.classes.items():
+            by_exponent[number // _STEPS] += count
+        return [(ldexp(1.0, one - 1), by_exponent[one]) for one in sorted(by_exponent)]
 
 
 class Latencies:
@@ -75,3 +120,8 @@ class Latencies:
             else:
                 means.append(1 / RELAY_FILES_PER_SECOND + size / RELAY_BYTES_PER_SECOND)
         return means
+
+
+def _end(number: int) -> float:
+    exponent, step = divmod(number, _STEPS)
+    return ldexp((step + 1 + _STEPS) / (2 * _STEPS), exponent - 1)

@@ -6,10 +6,9 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from monarchfs.insight.recording import Event, File
+from monarchfs.insight.fitting import Sizes
+from monarchfs.insight.recording import Event, File, hashed, one_of
 from monarchfs.insight.results import SOURCE, HotFile, Pattern
-from monarchfs.insight.sampling import hashed, one_of
-from monarchfs.plan.survey import Sizes
 
 _MOST_STREAMS = 100_000
 _MOST_COMPARED = 20_000

@@ -16,6 +16,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from monarchfs.types import OperationError
+
 MAGIC = b"monarchfs-record"
 VERSION = 1
 
@@ -84,6 +86,7 @@ MOST_SAMPLE = 1 << 16
 """At least one of so many files is recorded."""
 
 EVENTS_A_BLOCK = 16384
+_SPREAD = 0x9E3779B97F4A7C15
 _KINDS = {kind.value: kind for kind in Kind}
 _ANSWERED_BY = {answer.value: answer for answer in AnsweredBy}
 
@@ -91,11 +94,18 @@ _ANSWERED_BY = {answer.value: answer for answer in AnsweredBy}
 def sampled(ino: int, sample: int) -> bool:
     """Whether a recording of one of ``sample`` (a power of two) inode numbers has this one; as
     core/_record.c does."""
-    return not (ino * 0x9E3779B97F4A7C15 & (1 << 64) - 1) >> 32 & (sample - 1)
+    return not (ino * _SPREAD & (1 << 64) - 1) >> 32 & (sample - 1)
 
 
-class RecordingError(Exception):
-    """The file is no recording, or one of a later version."""
+def hashed(ino: int) -> int:
+    """Of very many files, an analysis looks at those for which some bits of this are 0: the same
+    ones in each epoch."""
+    return ino * _SPREAD >> 24 & 0xFFFFFFFF
+
+
+def one_of(files: int, most: int) -> int:
+    """A power of two: of so many files one is looked at, so that at most ``most`` are."""
+    return 1 << max(0, (files - 1) // most).bit_length()
 
 
 class RecordingWriter:
@@ -180,18 +190,19 @@ class Recording:
     """False if the recorder was killed: ``seconds`` then ends with the last event."""
     path: Path
     origin_ns: int
-    """CLOCK_MONOTONIC at the start: ``columns`` has times of that clock."""
+    """CLOCK_MONOTONIC at the start."""
     _event_blocks: list[int] = field(repr=False)
 
     @property
-    def events(self) -> Iterable[Event]:
-        return _Events(self)
-
-    def columns(self) -> Iterator[dict[str, array[Any]]]:
-        """The events of one block after the other, by their fields as EVENT names them: ten times
-        as fast as ``events`` for what looks at one or two of them."""
+    def events(self) -> Iterator[Event]:
+        origin = self.origin_ns
+        make = tuple.__new__  # as Event(), in half the time
         for content in self.blocks():
-            yield _columns(content)
+            for begin, ino, offset, duration, size, pid, kind, answer in EVENT.iter_unpack(content):
+                known, by = _KINDS[kind], _ANSWERED_BY.get(answer, AnsweredBy.UNKNOWN)
+                yield make(
+                    Event, ((begin - origin) * 1e-9, duration, known, by, ino, pid, offset, size)
+                )
 
     def blocks(self) -> Iterator[bytes]:
         """The packed events (EVENT), one block after the other. Sampling may have begun in the
@@ -206,21 +217,6 @@ class Recording:
                 yield found[1] if sample == 1 else _only_sampled(found[1], sample)
 
 
-class _Events:
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-
-    def __iter__(self) -> Iterator[Event]:
-        origin = self._recording.origin_ns
-        make = tuple.__new__  # as Event(), in half the time
-        for content in self._recording.blocks():
-            for begin, ino, offset, duration, size, pid, kind, answer in EVENT.iter_unpack(content):
-                known, by = _KINDS[kind], _ANSWERED_BY.get(answer, AnsweredBy.UNKNOWN)
-                yield make(
-                    Event, ((begin - origin) * 1e-9, duration, known, by, ino, pid, offset, size)
-                )
-
-
 def _only_sampled(content: bytes, sample: int) -> bytes:
     inos = array("Q", content)[1::5]
     wanted = {ino for ino in set(inos) if sampled(ino, sample)}
@@ -232,36 +228,22 @@ def _only_sampled(content: bytes, sample: int) -> bytes:
     )
 
 
-def _columns(content: bytes) -> dict[str, array[Any]]:
-    long, short, floats = array("Q", content), array("I", content), array("f", content)
-    octets = array("B", content)
-    return {
-        "begin": long[0::5],
-        "ino": long[1::5],
-        "offset": long[2::5],
-        "duration": floats[6::10],
-        "size": short[7::10],
-        "pid": short[8::10],
-        "kind": octets[36::40],
-        "source_of": octets[37::40],
-    }
-
-
 def open_recording(path: str | os.PathLike[str]) -> Recording:
     """Reads header, file table and end; events are read when they are wanted.
 
-    Raises RecordingError for what is no recording, OSError for what cannot be read.
+    Raises OperationError for what is no recording, or one of a later release, OSError for what
+    cannot be read.
     """
     place = Path(path)
     with place.open("rb") as stream:
         if stream.read(len(MAGIC)) != MAGIC:
-            raise RecordingError(f"{place}: not a recording of monarchfs")
+            raise OperationError(f"{place}: not a recording of monarchfs")
         first = _read_block(stream)
         if first is None or first[0] != HEADER:
-            raise RecordingError(f"{place}: the recording ends before its header does")
+            raise OperationError(f"{place}: the recording ends before its header does")
         header = json.loads(first[1])
         if header["version"] > VERSION:
-            raise RecordingError(f"{place}: written by a later release of monarchfs")
+            raise OperationError(f"{place}: written by a later release of monarchfs")
         files, blocks, end = _scan(stream)
         facts = header["facts"] | (end["facts"] if end else {})
         seconds = end["seconds"] if end else _last_moment(stream, blocks, header["origin_ns"])
@@ -327,11 +309,6 @@ def _last_moment(stream: BinaryIO, blocks: list[int], origin_ns: int) -> float:
         stream.seek(position)
         found = _read_block(stream)
         if found is not None:
-            columns = _columns(found[1])
-            ends = map(
-                lambda begin, took: (begin - origin_ns) * 1e-9 + took,
-                columns["begin"],
-                columns["duration"],
-            )
-            last = max(last, *ends)
+            for begin, _ino, _offset, took, *_ in EVENT.iter_unpack(found[1]):
+                last = max(last, (begin - origin_ns) * 1e-9 + took)
     return last

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from monarchfs.insight.estimates import COPY_FILES_PER_SECOND
+from monarchfs.insight.fitting import NoReplicas, blocks
 from monarchfs.insight.results import Epoch, Outcome
 from monarchfs.insight.visits import LookUps, Visit, Visits
 from monarchfs.placement.events import (
@@ -25,8 +27,6 @@ from monarchfs.placement.events import (
     Weighed,
 )
 from monarchfs.placement.placement import Placement
-from monarchfs.plan.fitting import NoReplicas, blocks
-from monarchfs.plan.times import COPY_FILES_PER_SECOND
 from monarchfs.types import EvictionPolicy, Space
 
 _ROOMY = Space(1 << 62, 1 << 62, 1 << 40, 1 << 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 from monarchfs.insight.recording import AnsweredBy, Event, File, Kind
@@ -77,13 +78,17 @@ class Span:
     def add(self, other: Span) -> None:
         """``other`` follows."""
         self.end = other.end
-        for name in ("waiting", "reading", "all_waiting", "idle", "with_readers", "waited"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.waiting += other.waiting
+        self.reading += other.reading
+        self.all_waiting += other.all_waiting
+        self.idle += other.idle
+        self.with_readers += other.with_readers
+        self.waited += other.waited
         self.reader_seconds += other.reader_seconds
         self.requests += other.requests
-        for name in ("shared", "merged", "bytes"):
-            pairs = zip(getattr(self, name), getattr(other, name), strict=True)
-            setattr(self, name, [one + more for one, more in pairs])
+        self.shared = [*map(add, self.shared, other.shared)]
+        self.merged = [*map(add, self.merged, other.merged)]
+        self.bytes = [*map(add, self.bytes, other.bytes)]
 
 
 @dataclass(slots=True)

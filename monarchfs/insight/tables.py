@@ -1,14 +1,15 @@
-"""What an analysis found, as tables and sentences that text and page both show."""
+"""What an analysis found, as tables and sentences that text and page both show; and the text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from monarchfs.insight.facts import read_facts
-from monarchfs.insight.results import CAUSES, Analysis, Epoch
+from monarchfs.insight.results import CAUSES, Analysis, Conclusion, Epoch
 from monarchfs.insight.verdict import count, percent, words_of
-from monarchfs.system.sizes import format_bytes, format_seconds
+from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 
 _MOST_LETTERS = 100
 
@@ -20,6 +21,27 @@ class Grid(NamedTuple):
     says: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+
+def text_of(analysis: Analysis) -> str:
+    """All of it, for people."""
+    parts = (headline(analysis), analysis.verdict, grids(analysis), pattern_lines(analysis))
+    return "\n".join(map(printable, lines_of(*parts)))
+
+
+def lines_of(
+    head: str, verdict: Conclusion, tables: Iterable[Grid], pattern: Iterable[str]
+) -> Iterator[str]:
+    yield from (head, "", *verdict.lines)
+    yield from (f"Note: {one}" for one in verdict.reservations)
+    for grid in tables:
+        yield from ("", grid.title, *aligned(grid))
+    yield from ("", "How files were read", *(f"  {line}" for line in pattern))
+
+
+def aligned(grid: Grid) -> Iterator[str]:
+    """The first column to the left, the others to the right."""
+    return (f"  {line}" for line in in_columns([grid.headings, *grid.rows], 1))
 
 
 def headline(analysis: Analysis) -> str:

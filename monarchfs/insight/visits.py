@@ -6,11 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND
 from monarchfs.insight.latencies import size_class
-from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind
+from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind, hashed, one_of
 from monarchfs.insight.results import CHECKS, ELSEWHERE, moved_bytes
-from monarchfs.insight.sampling import hashed, one_of
-from monarchfs.plan.times import RELAY_BYTES_PER_SECOND
 
 _MOST_FILES = 20_000
 _ENOUGH = 20

@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from monarchfs.insight.epochs import ReaderLife
-from monarchfs.insight.histogram import LogHistogram
+from monarchfs.insight.latencies import LogHistogram
 from monarchfs.insight.recording import Event
 from monarchfs.insight.results import CAUSES, CHECKS, NAMES, SOURCE, Span
 

@@ -51,7 +51,8 @@ class Attributes:
     async def refresh_root(self) -> Entry:
         """Ask for the root's attributes, whatever is known."""
         asked_ns = time.time_ns()
-        stat = await self._source.stat(self._source.root, b"", Lane.DEMAND)
+        source = self._source
+        stat = await source.call(Lane.DEMAND, source.posix.stat, source.root, b"")
         return self._known.fresh_entry(self._index.nodes.record_root(stat, asked_ns), asked_ns)
 
     async def get(self, ino: int) -> Entry:
@@ -103,7 +104,8 @@ class Attributes:
         """Of a symbolic link."""
         if (known := self._known.target(ino)) is not None:
             return known
-        return await self._source.readlink(*self._known.place(ino), Lane.DEMAND)
+        source, place = self._source, self._known.place(ino)
+        return await source.call(Lane.DEMAND, source.posix.readlink, *place)
 
     async def statfs(self) -> os.statvfs_result:
         if self._statfs is not None and trio.current_time() - self._statfs[0] < STATFS_SECONDS:
@@ -112,7 +114,7 @@ class Attributes:
         return await self._asking.ask(("statfs",), self._fetch_statfs, fallback, even_open=True)
 
     async def _fetch_statfs(self) -> os.statvfs_result:
-        result = await self._source.statvfs(Lane.DEMAND)
+        result = await self._source.call(Lane.DEMAND, self._source.posix.statvfs)
         self._statfs = (trio.current_time(), result)
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 
 import trio
 
@@ -148,7 +149,8 @@ class Directories:
             return False
         asked_ns = time.time_ns()
         with self._recorder.estale_if_replaced(ino):
-            stat = await self._source.stat(self._known.directory(ino), b"", lane)
+            directory = self._known.directory(ino)
+            stat = await self._source.call(lane, self._source.posix.stat, directory, b"")
         if (stat.mtime_ns, stat.ctime_ns) != (listing.mtime_ns, listing.ctime_ns):
             return False
         self._known.confirm_listing(ino, listing, asked_ns)
@@ -197,8 +199,8 @@ class Directories:
         entries: Entries = []
         sequence = self.index.listings.begin_listing(ino)
         with self._recorder.estale_if_replaced(ino):
-            stat = await self._source.stat(directory, b"", lane)
-            async with self._source.list(directory, lane, batch_names) as batches:
+            stat = await self._source.call(lane, self._source.posix.stat, directory, b"")
+            async with aclosing(self._source.list(directory, lane, batch_names)) as batches:
                 async for batch in batches:
                     if (count := count + len(batch)) > most_names:
                         return None

@@ -157,7 +157,9 @@ class Names:
         asked_ns = time.time_ns()
         try:
             with self._recorder.estale_if_replaced(parent):
-                stat, target = await self._source.found(directory, name, lane)
+                stat, target = await self._source.call(
+                    lane, self._source.posix.found, directory, name
+                )
         except (FileNotFoundError, NotADirectoryError):
             self._recorder.missing(parent, [name], asked_ns)
             freshness = self._known.freshness

@@ -90,29 +90,29 @@ class NamePeers(Protocol):
 
 
 class SharedNames:
-    """Constant: its parts. Changing: ``_peers``, None in a mount that shares nothing;
-    ``_not_before_ns``, before which no answer may be; ``_under_way``, the names that the source is
-    being asked for, by directory and name; the mean durations, for a name, of peers' answers and of
-    the source's; how many questions were not worth while; ``_kept``, the listings read last, with
-    the ``fetched_ns`` that they have in the index, and how many entries they have."""
+    """Constant: its parts. Changing: ``_not_before_ns``, before which no answer may be;
+    ``_under_way``, the names that the source is being asked for, by directory and name; the mean
+    durations, for a name, of peers' answers and of the source's; how many questions were not worth
+    while; ``_kept``, the listings read last, with the ``fetched_ns`` that they have in the index,
+    and how many entries they have."""
 
-    def __init__(self, known: KnownMetadata, recorder: Recorder, metrics: Metrics) -> None:
+    def __init__(
+        self, known: KnownMetadata, recorder: Recorder, metrics: Metrics, peers: NamePeers | None
+    ) -> None:
+        """``peers``: with whom names are shared, but not with ``open``, where each open asks the
+        source; None: with nobody."""
         self._known = known
         self._index = known.index
         self._recorder = recorder
         self._metrics = metrics
-        self._peers: NamePeers | None = None
+        shares = known.freshness.mode is not FreshnessMode.OPEN
+        self._peers = peers if shares else None
         self._not_before_ns = 0
         self._under_way: dict[tuple[int, bytes], trio.Event] = {}
         self._peer_seconds = self._source_seconds = 0.0
         self._passed_over = 0
         self._kept: OrderedDict[int, tuple[int, Entries]] = OrderedDict()
         self._kept_entries = 0
-
-    def bind(self, peers: NamePeers) -> None:
-        """Share with these from now on. Not with ``open``, where each open asks the source."""
-        if self._known.freshness.mode is not FreshnessMode.OPEN:
-            self._peers = peers
 
     def refreshed(self) -> None:
         """From now on, what the source said before counts no more."""

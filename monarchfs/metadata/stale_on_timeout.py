@@ -139,8 +139,8 @@ class StaleOnTimeout:
             return targets
 
         async def fetch() -> frozenset[int]:
-            place = self._known.place(ino)
-            layout = parse(await self._source.getxattr(*place, ATTRIBUTE, Lane.DEMAND))
+            source, place = self._source, self._known.place(ino)
+            layout = parse(await source.call(Lane.DEMAND, source.posix.getxattr, *place, ATTRIBUTE))
             return frozenset() if layout is None else layout.targets
 
         key = "layout", ino

@@ -12,7 +12,7 @@ from monarchfs.metadata.freshness import FOREVER_NS, Freshness
 from monarchfs.metadata.known import Entry, KnownMetadata, Missing
 from monarchfs.metadata.names import Names
 from monarchfs.metadata.recorder import Recorder
-from monarchfs.metadata.shared_names import SharedNames
+from monarchfs.metadata.shared_names import NamePeers, SharedNames
 from monarchfs.metadata.sibling_names import NameThreads, SiblingNames
 from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
 from monarchfs.metadata.statahead import Statahead
@@ -39,16 +39,18 @@ class Tree:
         *,
         deadline: float,
         threads: NameThreads | None = None,
+        peers: NamePeers | None = None,
     ) -> None:
         """``deadline``: seconds for which a revalidation waits for a source that does not answer,
-        where something is known that can be served instead."""
+        where something is known that can be served instead. ``peers``: with whom names are
+        shared."""
         self.index = index
         self.freshness = freshness
         self.known = known = KnownMetadata(index, freshness)
         self._asking = asking = StaleOnTimeout(source, known, metrics, nursery, deadline)
         self.recorder = recorder = Recorder(known, metrics)
         self.siblings = SiblingNames(known, threads)
-        self.shared = SharedNames(known, recorder, metrics)
+        self.shared = SharedNames(known, recorder, metrics, peers)
         self.batches = BatchLookups(source, known, recorder, self.siblings, self.shared)
         statahead = Statahead(nursery, index, self.batches)
         self.directories = Directories(source, known, recorder, asking, statahead, self.shared)

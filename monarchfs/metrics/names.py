@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import NamedTuple
 
 
 class MetricType(Enum):
@@ -26,6 +27,21 @@ class Family:
     help: str
     labels: tuple[str, ...] = ()
 
+
+class Durations(NamedTuple):
+    """A histogram as it was at one moment."""
+
+    bounds_ns: tuple[int, ...]
+    counts: tuple[int, ...]
+    total_ns: int
+
+
+Value = int | float | Durations
+Sample = tuple[tuple[str, ...], Value]
+"""The values of the labels, and the metric's."""
+
+Values = dict[Family, list[Sample]]
+"""The values of metrics at one moment."""
 
 FAMILIES: list[Family] = []
 

@@ -24,8 +24,8 @@ from monarchfs.peers.messages import (
     decode_page,
     encode_wanted,
 )
-from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import MOST_SECONDS, Supply
+from monarchfs.peers.node_share import NodeShare
+from monarchfs.peers.supply import MOST_SECONDS
 from monarchfs.system.threads import run_sync
 from monarchfs.types import Node
 
@@ -41,22 +41,19 @@ Wanted = tuple[Node, WantedReplica]
 
 
 class Owners:
-    """Constant: who owns what, the other nodes, where directories lie (``nodes``), and what knows
-    which replicas this node copies instead of their owners (``supply``)."""
+    """Constant: who owns what, the other nodes, and where directories lie (``nodes``)."""
 
-    def __init__(
-        self, ownership: Ownership, following: Following, nodes: NodeTables, supply: Supply
-    ) -> None:
-        self._ownership = ownership
+    def __init__(self, share: NodeShare, following: Following, nodes: NodeTables) -> None:
+        self._share = share
+        self._ownership = share.ownership
         self._following = following
         self._nodes = nodes
-        self._supply = supply
         self._threads = trio.CapacityLimiter(THREADS)
 
     def elsewhere(self, node: Node) -> bool:
         """Whether the file, which must be a small one, is to come from another node."""
         name = node.stat.version.replica_name
-        return not self._ownership.owns(name) and not self._supply.copies(name)
+        return not self._ownership.owns(name) and not self._share.copies(name)
 
     async def ask(self, nodes: Sequence[Node]) -> list[Node]:
         """Wait until the owners of these have copied them, or who stands in where an owner fails,

@@ -28,7 +28,7 @@ from monarchfs.peers.messages import (
     decode_held,
     encode_spans,
 )
-from monarchfs.peers.ownership import Ownership
+from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.jobs import CopyJobs
@@ -55,9 +55,6 @@ FIND_SECONDS = 0.2
 BRING_SECONDS = 0.5
 STALLED_SECONDS = 5.0
 """A peer whose copies make no progress for this long is not waited for."""
-
-TAKEN_SECONDS = 60.0
-"""How long this node copies a span for peers after it was last asked for it."""
 
 LARGE_DIGEST_BYTES = 1 << 20
 """The digests of 16 GB."""
@@ -118,44 +115,19 @@ class SpanDigests:
         return digests if combine(digests) == record.checksum else b""
 
 
-class TakenSpans:
-    """Spans that peers wanted of this node, which stands in for their owners. It reads them from
-    the source, as if it owned them, so that no want goes from node to node. Changing: when each was
-    last wanted, and each file; ``count``, how often one was taken."""
-
-    def __init__(self) -> None:
-        self._spans: dict[tuple[bytes, int], float] = {}
-        self._files: dict[bytes, float] = {}
-        self.count = 0
-
-    def take(self, name: bytes, span: int) -> None:
-        self.count += not self.has(name, span)
-        self._spans[name, span] = self._files[name] = trio.current_time()
-
-    def has(self, name: bytes, span: int) -> bool:
-        return self._is_young(self._spans.get((name, span)))
-
-    def has_any(self, name: bytes) -> bool:
-        return self._is_young(self._files.get(name))
-
-    @staticmethod
-    def _is_young(wanted: float | None) -> bool:
-        return wanted is not None and trio.current_time() - wanted < TAKEN_SECONDS
-
-
 class SpanService:
-    """Answers about the spans of large files. Constant: its parts; ``taken``. Changing: ``_last``,
-    the last record of a large part from the index, with its inode number and until when it is used.
-    """
+    """Answers about the spans of large files. Constant: its parts. Changing: ``_last``, the last
+    record of a large part from the index, with its inode number and until when it is used."""
 
-    def __init__(self, supply: Supply, jobs: CopyJobs, cache: Cache, ownership: Ownership) -> None:
-        self.digests = SpanDigests(cache)
-        self.taken = TakenSpans()
+    def __init__(
+        self, supply: Supply, jobs: CopyJobs, cache: Cache, digests: SpanDigests, share: NodeShare
+    ) -> None:
+        self._digests = digests
         self._supply = supply
         self._jobs = jobs
         self._cache = cache
         self._places = {tier: place for place, tier in enumerate(cache.tiers)}
-        self._ownership = ownership
+        self._share = share
         self._last: tuple[int, float, Replica] | None = None
 
     async def answer(self, wanted: WantedSpan) -> HeldSpan:
@@ -167,11 +139,11 @@ class SpanService:
         if node is None:
             return HeldSpan(coming=False)
         held = self._held(node.ino, wanted)
-        if not held.coming or self.digests.reads(wanted.name):
+        if not held.coming or self._digests.reads(wanted.name):
             return held
-        if self._ownership.serves(wanted.name, wanted.span):
-            if not self._ownership.owns(wanted.name, wanted.span):
-                self.taken.take(wanted.name, wanted.span)
+        if self._share.ownership.serves(wanted.name, wanted.span):
+            if not self._share.ownership.owns(wanted.name, wanted.span):
+                self._share.take_span(wanted.name, wanted.span)
             self._jobs.supply(node.ino, Priority(min(wanted.priority, Priority.SCANNED)))
             if wanted.size:
                 with trio.move_on_after(BRING_SECONDS):
@@ -213,7 +185,7 @@ class SpanService:
         if record.state is ReplicaState.PARTIAL:
             first, last = _chunks(wanted.span, record.chunk_bytes)
             return self._of_part(record.tier, record.present[first:last], record.digests, wanted)
-        if (digests := self.digests.get(record)) is None:
+        if (digests := self._digests.get(record)) is None:
             return HeldSpan(coming=True)
         path = f"/tier/{self._places[record.tier]}/{replica_path(record.name, record.checksum)}"
         return HeldSpan(coming=False, path=path, digests=_of_span(digests, wanted.span))
@@ -256,16 +228,16 @@ class SpanNodes:
     when an owner has had nothing new; ``_lost``, those that were avoided when ``run`` looked."""
 
     def __init__(
-        self, jobs: CopyJobs, service: SpanService, ownership: Ownership, following: Following
+        self, jobs: CopyJobs, digests: SpanDigests, share: NodeShare, following: Following
     ) -> None:
         self._jobs = jobs
-        self._digests = service.digests
-        self._taken = service.taken
+        self._digests = digests
+        self._share = share
         self._lost: frozenset[int] = frozenset()
         self._views = 0
-        self._ownership = ownership
+        self._ownership = share.ownership
         self._following = following
-        self._own = ownership.own
+        self._own = share.ownership.own
         self._asking: set[int] = set()
         self._asked: dict[int, float] = {}
         self._quiet: dict[int, float] = {}
@@ -275,7 +247,7 @@ class SpanNodes:
 
     def owner(self, name: bytes, span: int) -> int | None:
         number = self._ownership.number(name, span)
-        if number == self._own or self._taken.has(name, span):
+        if number == self._own or self._share.has_span(name, span):
             return None
         if self._is_lost(number):
             other = self._ownership.stand_in(name, span)
@@ -293,7 +265,7 @@ class SpanNodes:
 
     @property
     def view(self) -> int:
-        return self._views + self._taken.count
+        return self._views + self._share.taken
 
     def _look(self) -> None:
         """See which nodes are avoided."""

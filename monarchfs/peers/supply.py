@@ -3,7 +3,7 @@ not read yet."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import trio
@@ -11,7 +11,7 @@ import trio
 from monarchfs.metadata.tree import Tree
 from monarchfs.peers.catalogue import Catalogue
 from monarchfs.peers.messages import WantedReplica
-from monarchfs.peers.ownership import Ownership
+from monarchfs.peers.node_share import NodeShare
 from monarchfs.prefetch.copier import Copier
 from monarchfs.types import ROOT_INO, IndexWriteError, Lane, MonarchError, Node
 
@@ -27,32 +27,29 @@ _DIRECTORIES = 4096
 class Supply:
     """Constant: what looks up names, what copies, and what knows which replicas are here or should
     be. Changing: ``_waiting``, what tasks wait for, by inode number; ``_directories``, the numbers
-    of the directories used last, by path; ``_under_way``, the replicas that peers wait for."""
+    of the directories used last, by path."""
 
-    def __init__(
-        self, tree: Tree, copier: Copier, catalogue: Catalogue, ownership: Ownership
-    ) -> None:
+    def __init__(self, tree: Tree, copier: Copier, catalogue: Catalogue, share: NodeShare) -> None:
         self._tree = tree
         self._copier = copier
         self._catalogue = catalogue
-        self._ownership = ownership
+        self._share = share
         self._waiting: dict[int, trio.Event] = {}
         self._directories: OrderedDict[bytes, int] = OrderedDict()
-        self._under_way: Counter[bytes] = Counter()
 
     async def supply(self, wanted: Sequence[WantedReplica], seconds: float | None = None) -> None:
         """Copy what can be copied in ``seconds``; None: readers wait. Raises nothing but Cancelled.
 
         Does not copy what other nodes are to serve by this node's list. What it copies is read from
-        the source (``copies``): if the nodes' lists differ, it might else ask another node, which
-        asks this one.
+        the source (``NodeShare.copies``): if the nodes' lists differ, it might else ask another
+        node, which asks this one.
         """
         by_directory: dict[bytes, list[WantedReplica]] = {}
         for one in wanted:
-            if self._ownership.serves(one.name) and not self._catalogue.row(one.name).segment:
+            if self._share.ownership.serves(one.name) and not self._catalogue.row(one.name).segment:
                 by_directory.setdefault(one.path.rpartition(b"/")[0], []).append(one)
         names = [one.name for together in by_directory.values() for one in together]
-        self._under_way.update(names)
+        self._share.begin_copies(names)
         lane = Lane.DEMAND if seconds is None else Lane.BACKGROUND
         try:
             with trio.move_on_after(ANSWER_SECONDS if seconds is None else seconds):
@@ -60,11 +57,7 @@ class Supply:
                     for path, together in by_directory.items():
                         nursery.start_soon(self._copy, path, together, lane)
         finally:
-            self._under_way -= Counter(names)
-
-    def copies(self, name: bytes) -> bool:
-        """Whether peers wait for this replica now: this node reads and keeps it as its own."""
-        return name in self._under_way
+            self._share.end_copies(names)
 
     def changed(self, inos: Sequence[int]) -> None:
         """The copier calls this when some step of copying these has ended."""

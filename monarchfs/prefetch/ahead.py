@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import trio
 
@@ -165,17 +165,13 @@ class Ahead:
     """Constant: its parts. Changing: the allowance; ``names``, how many were looked up; the
     walks."""
 
-    def __init__(
-        self, tree: Tree, cache: Cache, jobs: CopyJobs, seen: Callable[[int], bool]
-    ) -> None:
-        """``seen``: whether a local file was opened or read, even if nobody called ``opened``."""
+    def __init__(self, tree: Tree, cache: Cache, jobs: CopyJobs) -> None:
         self.allowance = Allowance()
         self.names = 0
         self._walks = Walks()
         self._tree = tree
         self._cache = cache
         self._jobs = jobs
-        self._seen = seen
         self._news = trio.lowlevel.ParkingLot()
 
     def opened(self, node: Node, local: bool) -> None:
@@ -276,7 +272,7 @@ class Ahead:
         """Find files that were opened without a call of ``opened``."""
         waiting = list(self.allowance.waiting)
         for at in range(0, len(waiting), LOOK_BATCH):
-            for ino in filter(self._seen, waiting[at : at + LOOK_BATCH]):
+            for ino in filter(self._cache.readers.seen, waiting[at : at + LOOK_BATCH]):
                 self.allowance.hit(ino)
             await trio.lowlevel.checkpoint()
 

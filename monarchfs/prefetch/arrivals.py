@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import trio
 
@@ -21,6 +20,7 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.core.misses import ARCHIVED, CHANGED, Misses, Served
 from monarchfs.metrics import NS, Metrics
+from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
@@ -46,11 +46,13 @@ MUCH_BYTES = 8 << 20
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Files that the copier wants together. ``left``: how many are neither stored nor given up;
-    ``unread``: of how many the C part has yet to report. ``took_ns``, ``sizes``: the time for all
-    files that were read, and their sizes, but for those in memory and in the window."""
+    """Files that the copier wants together: by inode number, the room that there is for each.
+    ``left``: how many are neither stored nor given up; ``unread``: of how many the C part has yet
+    to report. ``took_ns``, ``sizes``: the time for all files that were read, and their sizes, but
+    for those in memory and in the window."""
 
-    nodes: Sequence[Node]
+    places: dict[int, Reservation]
+    priority: Priority
     left: int
     unread: int
     took_ns: int = 0
@@ -64,37 +66,16 @@ class Batch:
             self.done.set()
 
 
-@dataclass(eq=False, slots=True)
-class WantedFile:
-    """A file that the copier wants, and the room that there is for it."""
-
-    place: Reservation
-    priority: Priority
-    batch: Batch
-
-
-Arrived = tuple[Node, memoryview, WantedFile | None]
-
-
-class FileOwners(Protocol):
-    """The nodes that share."""
-
-    def elsewhere(self, node: Node) -> bool:
-        """Whether another one owns the file."""
-        ...
-
-    async def ask(self, nodes: Sequence[Node]) -> Sequence[Node]:
-        """Wait until their owners have copied these, and return what they still copy."""
-        ...
+Arrived = tuple[Node, memoryview, Batch | None]
+"""A file that was read, all of its bytes, and for which batch of the copier."""
 
 
 class Arrivals:
-    """Constant: its parts; ``owners``, if nodes share. Changing: ``_wanted``, files that the copier
-    wants and that have not arrived; ``_asked``, those of them that their owners are asked for;
-    ``_batches``, how many are under way; ``_waiting``, files to be
-    stored once a batch is complete (``_complete``) or at a time (``_store_by``); ``_hurried``,
-    files on their way that somebody waits for; ``_storing``, how many tasks store; ``_over``:
-    nothing is stored any more."""
+    """Constant: its parts. Changing: ``_wanted``, files that the copier wants and that have not
+    arrived; ``_asked``, those of them that their owners are asked for; ``_batches``, how many are
+    under way; ``_waiting``, files to be stored once a batch is complete (``_complete``) or at a
+    time (``_store_by``); ``_hurried``, files on their way that somebody waits for; ``_storing``,
+    how many tasks store; ``_over``: nothing is stored any more."""
 
     def __init__(
         self,
@@ -102,23 +83,22 @@ class Arrivals:
         source: Source,
         cache: Cache,
         jobs: CopyJobs,
+        files: Fills,
         metrics: Metrics,
         nursery: trio.Nursery,
-        copy_alone: Callable[[Reservation, Priority], None],
         opened: Callable[[Node, int, bool], None],
     ) -> None:
-        """``copy_alone`` gets what cannot be read in this way; ``opened`` is told of each file that
-        was opened, and how often."""
-        self.owners: FileOwners | None = None
+        """``files`` gets what cannot be read in this way; ``opened`` is told of each file that was
+        opened, and how often."""
         self._misses = misses
         self._source = source
         self._cache = cache
         self._jobs = jobs
-        self._copy_alone = copy_alone
+        self._files = files
         self._metrics = metrics
         self._nursery = nursery
         self._opened = opened
-        self._wanted: dict[int, WantedFile] = {}
+        self._wanted: dict[int, Batch] = {}
         self._asked: dict[int, Node] = {}
         self._batches = 0
         self._waiting: deque[Arrived] = deque()
@@ -129,6 +109,7 @@ class Arrivals:
         self._sleep = self._pause = trio.CancelScope()
         self._patience = PATIENCE_SECONDS
         self._storing = 0
+        files.on_reading.add(self.leave)
 
     async def run(
         self, pause_seconds: float = PAUSE_SECONDS, patience_seconds: float = PATIENCE_SECONDS
@@ -149,26 +130,30 @@ class Arrivals:
     def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
         """Make a batch for ``copy``. Files of it that are read for a reader meanwhile also count
         for it. No checkpoint."""
-        batch = Batch([place.node for place in places], len(places), len(places))
-        self._wanted |= {place.node.ino: WantedFile(place, priority, batch) for place in places}
+        by_ino = {place.node.ino: place for place in places}
+        batch = Batch(by_ino, priority, len(places), len(places))
+        self._wanted |= dict.fromkeys(by_ino, batch)
         return batch
 
     async def copy(self, batch: Batch) -> tuple[float, list[int]]:
         """Have its files read, and store each at its place. Raises nothing. Returns how long the
         source took, and the sizes of the files."""
+        nodes, owners = [place.node for place in batch.places.values()], self._jobs.owners
         self._batches += 1
         try:
-            for directory in self._misses.unopened(batch.nodes):
+            for directory in self._misses.unopened(nodes):
                 # If it cannot be opened, its files get the error when they are copied alone.
                 with suppress(OSError, SourceChanged):
-                    await self._source.open_directory(directory, Lane.BACKGROUND)
-            theirs = [] if self.owners is None else list(filter(self.owners.elsewhere, batch.nodes))
+                    await self._source.call(
+                        Lane.BACKGROUND, self._source.posix.open_directory, directory
+                    )
+            theirs = [] if owners is None else list(filter(owners.elsewhere, nodes))
             numbers = {node.ino for node in theirs}
-            self._fetch([node for node in batch.nodes if node.ino not in numbers])
-            if self.owners is not None and theirs:
+            self._fetch([node for node in nodes if node.ino not in numbers])
+            if owners is not None and theirs:
                 self._asked |= {node.ino: node for node in theirs}
                 try:
-                    late = await self.owners.ask(theirs)
+                    late = await owners.ask(theirs)
                 finally:
                     left = [node for node in theirs if self._asked.pop(node.ino, None) is not None]
                 for node in late:
@@ -186,8 +171,8 @@ class Arrivals:
         for ino in self._misses.fetch(nodes, self._batches):
             wanted = self._no_more(ino)
             assert wanted is not None
-            self._copy_alone(wanted.place, wanted.priority)
-            wanted.batch.end_one()
+            self._files.copy_alone(wanted.places[ino], wanted.priority)
+            wanted.end_one()
         if hurried := [node.ino for node in nodes if node.ino in self._hurried]:
             self._misses.hurry(hurried)
 
@@ -207,15 +192,16 @@ class Arrivals:
     def leave(self, ino: int) -> None:
         """Do nothing more for a file that no thread has begun to read. No checkpoint."""
         if (wanted := self._no_more(ino)) is not None:
-            self._cache.writer.cancel(wanted.place)
+            self._cache.writer.cancel(wanted.places[ino])
             self._end([(ino, wanted)])
 
     def suspend(self) -> None:
         """The mount ends: nothing more is stored."""
         self._over = True
-        for wanted in (*self._wanted.values(), *(wanted for *_, wanted in self._waiting)):
+        arrived = ((node.ino, wanted) for node, _data, wanted in self._waiting)
+        for ino, wanted in (*self._wanted.items(), *arrived):
             if wanted is not None:
-                self._cache.writer.cancel(wanted.place)
+                self._cache.writer.cancel(wanted.places[ino])
         self._wanted.clear()
         self._waiting.clear()
 
@@ -230,7 +216,7 @@ class Arrivals:
             self._complete |= served.ino in self._hurried
             wanted = self._no_more(served.ino)
             if wanted is not None:
-                node: Node | None = wanted.place.node
+                node: Node | None = wanted.places[served.ino].node
             else:
                 node = nodes.get(served.ino) or self._cache.index.nodes.node(served.ino)
             if node is not None and served.opens:
@@ -248,12 +234,12 @@ class Arrivals:
             self._storing += 1
             self._nursery.start_soon(self._store_all)
 
-    def _no_more(self, ino: int) -> WantedFile | None:
-        """Remove and return the copier's entry for a file that has arrived or is given up."""
+    def _no_more(self, ino: int) -> Batch | None:
+        """A file has arrived or is given up: the batch of the copier that waited for it."""
         wanted = self._wanted.pop(ino, None)
         if wanted is not None:
-            wanted.batch.unread -= 1
-            self._complete |= not wanted.batch.unread
+            wanted.unread -= 1
+            self._complete |= not wanted.unread
         return wanted
 
     def _wait(self, arrived: Arrived) -> None:
@@ -278,18 +264,19 @@ class Arrivals:
         if served.data is None:
             if served.opens and not (ino in self._jobs.arriving or self._cache.resident(node)):
                 self._jobs.opened(ino)  # its bytes must be read again
-        elif not node.outdated and self._jobs.arrives(ino):
+        elif not node.outdated and self._jobs.begin_arrival(ino):
             self._wait((node, served.data, None))
 
-    def _take(self, wanted: WantedFile, served: Served) -> None:
+    def _take(self, wanted: Batch, served: Served) -> None:
         """Handle a file that the copier wanted."""
-        place, batch = wanted.place, wanted.batch
-        node, ino = place.node, served.ino
+        ino = served.ino
+        place = wanted.places[ino]
+        node = place.node
         if served.data is not None:
             if served.took_ns and not served.from_window:
-                batch.took_ns += served.took_ns
-                batch.sizes.append(place.size)
-            self._jobs.retries.forget_failures(ino)
+                wanted.took_ns += served.took_ns
+                wanted.sizes.append(place.size)
+            self._jobs.forget_failures(ino)
             self._wait((node, served.data, wanted))
             return
         self._cache.writer.cancel(place)
@@ -309,11 +296,11 @@ class Arrivals:
             self._jobs.want(ino, wanted.priority)
         self._end([(ino, wanted)])
 
-    def _end(self, ended: Sequence[tuple[int, WantedFile | None]]) -> None:
-        self._jobs.arrived([ino for ino, _wanted in ended])
+    def _end(self, ended: Sequence[tuple[int, Batch | None]]) -> None:
+        self._jobs.end_arrivals([ino for ino, _wanted in ended])
         for _ino, wanted in ended:
             if wanted is not None:
-                wanted.batch.end_one()
+                wanted.end_one()
 
     # -- the tiers
 
@@ -354,7 +341,10 @@ class Arrivals:
         """The files for which there is room, each with its place."""
         homeless = [node for node, _data, wanted in arrived if wanted is None]
         found = iter(self._cache.reservations.reserve_each(homeless, evicts=True))
-        places = [next(found) if wanted is None else wanted.place for *_, wanted in arrived]
+        places = [
+            next(found) if wanted is None else wanted.places[node.ino]
+            for node, _data, wanted in arrived
+        ]
         return [
             (place, data)
             for place, (_node, data, _wanted) in zip(places, arrived, strict=True)

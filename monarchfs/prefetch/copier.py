@@ -1,7 +1,8 @@
 """Copies files into the tiers: which next, how many at once, in what portions.
 
-There are ``copy_workers`` slots for background fetches (``CopySlots``). Readers never wait for one:
-what they need is fetched at once, on the source's demand lane.
+There are ``copy_workers`` slots for background fetches. A fetch that hangs in the source lends its
+slot, so that one storage target that does not answer does not stop the rest. Readers never wait for
+a slot: what they need is fetched at once, on the source's demand lane.
 """
 
 from __future__ import annotations
@@ -12,23 +13,19 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
-from monarchfs.cache.replicas import Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals, Batch
-from monarchfs.prefetch.copy_slots import STUCK_SECONDS, CopySlot, CopySlots
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
-from monarchfs.prefetch.governor import Governor
+from monarchfs.prefetch.governor import Governor, RateLimiter, TargetWindow
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.rate_limiter import AdaptiveSize, RateLimiter
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import at_normal_priority
 from monarchfs.types import Lane, Node
@@ -55,34 +52,55 @@ MOST_BEGUN = 64
 SPREAD_OVER = 16
 """Among this many files, the copier chooses by the storage targets that hold them."""
 
+STUCK_SECONDS = 1.0
+MAX_LENT = 64
+"""A fetch that takes longer lends its slot, as many of them as that at most."""
+
 Work = Callable[[], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyLimits:
-    """``workers`` fetches at once. Of files that nobody has open: ``rate`` bytes a second at most
-    (0: any); while the source is slow, ``floor`` (0 to 1) of the workers are left at least."""
+class AdaptiveSize:
+    """How much is asked for at once, so that it takes about so long. Changing: ``value``."""
 
-    workers: int
-    rate: int = 0
-    floor: float = 1.0
+    def __init__(self, value: int, least: int, most: int, short: float, long: float) -> None:
+        """What takes less than ``short`` seconds is too little, more than ``long`` too much."""
+        self.value = value
+        self._least = least
+        self._most = most
+        self._short = short
+        self._long = long
+
+    def record_latency(self, seconds: float) -> None:
+        """So long, just now."""
+        if seconds < self._short:
+            self.value = min(2 * self.value, self._most)
+        elif seconds > self._long:
+            self.value = max(self.value // 2, self._least)
 
 
-class Step(NamedTuple):
-    """What to do next, and roughly how many bytes the source must give for files that nobody has
-    open, and which of its storage targets must."""
+@dataclass(eq=False, slots=True)
+class CopySlot:
+    """A background fetch under way. ``window``: where it counts, if nobody waits for it."""
 
-    work: Work
-    paced_bytes: int = 0
-    target: int | None = None
+    started: float
+    window: TargetWindow | None
+    lent: bool = False
+
+    def leave_window(self, now: float) -> None:
+        """Another fetch may begin in its place."""
+        if self.window is not None:
+            self.window.ended(now, now - self.started)
+            self.window = None
 
 
 class Copier:
     """Runs on the event loop.
 
-    Constant: its parts: ``jobs``, what is to be done, and ``files``, those that are open or being
-    copied. Changing: ``unit_bytes``, how much of a large file is fetched at once; ``together``, how
-    many small ones are copied at once; the slots; ``_targets``, the fetches of each storage target.
+    Constant: its parts: ``jobs``, what is to be done; ``files``, those that are open or being
+    copied; ``small``, who reads small files as a whole (None: they are read as all others).
+    Changing: ``unit_bytes``, how much of a large file is fetched at once; ``together``, how many
+    small ones are copied at once; the slots that are taken, and how many of them are lent;
+    ``_targets``, the fetches of each storage target.
     """
 
     def __init__(
@@ -92,30 +110,38 @@ class Copier:
         metrics: Metrics,
         nursery: trio.Nursery,
         *,
-        limits: CopyLimits,
+        workers: int,
+        rate: int,
+        floor: float,
         keeps: bool,
-        trusts_times: bool = True,
+        trusts_times: bool,
     ) -> None:
-        """``trusts_times``: the source does not change while it is mounted."""
-        self.jobs = CopyJobs({}, cache, metrics, nursery, keeps=keeps)
+        """``workers`` fetches at once. Of files that nobody has open: ``rate`` bytes a second at
+        most (0: any); while the source is slow, ``floor`` (0 to 1) of the workers are left at
+        least. ``keeps``: see ``CopyJobs``. ``trusts_times``: the source does not change while it is
+        mounted."""
+        self.jobs = CopyJobs(cache, metrics, nursery, keeps=keeps)
         self.files = Fills(self.jobs, source, cache, metrics, nursery, trusts_times=trusts_times)
+        self.small: Arrivals | None = None
         self.unit_bytes = AdaptiveSize(
             1 << 20, MIN_UNIT_BYTES, MAX_UNIT_BYTES, LONG_SECONDS / 2, LONG_SECONDS
         )
         self.together = AdaptiveSize(1, 1, MOST_TOGETHER, SHORT_SECONDS, LONG_SECONDS)
-        self.governor = Governor(limits.workers, limits.floor, lambda: source.reads_for_readers)
-        self._rate_limiter = RateLimiter(limits.rate)
+        self.governor = Governor(workers, floor)
+        self._rate_limiter = RateLimiter(rate)
         self._trusts_times = trusts_times
         self._source = source
         self._defer_seconds = LOCAL_DEFER_SECONDS if source.on_local_disk else DEFER_SECONDS
         self._cache = cache
         self._nursery = nursery
         self._targets: Counter[int | None] = Counter()
-        self._slots = CopySlots(limits.workers)
+        self._workers = workers
+        self._slots: set[CopySlot] = set()
+        self._lent = 0
 
-    @property
-    def held_back(self) -> str | None:
-        return self.governor.reason
+    def bind(self, small: Arrivals) -> None:
+        """``small`` reads small files from now on. It needs ``jobs`` and ``files`` to be made."""
+        self.small = small
 
     async def run(self) -> None:
         """Copy for ever."""
@@ -123,7 +149,7 @@ class Copier:
         self._nursery.start_soon(self.files.checkpoints)
         while True:
             # Memory must not fill up with what a slow tier cannot take.
-            while not self._slots.free or self._cache.writer.backlogged:
+            while len(self._slots) - self._lent >= self._workers or self._cache.writer.backlogged:
                 await self.jobs.wakes.park()
             # Sleep before claiming anything: a reader must not wait for work that is put off.
             if self._source.demand_waiting and not any(
@@ -132,38 +158,76 @@ class Copier:
                 await trio.sleep(self._defer_seconds)
             now = trio.current_time()
             wait = self._rate_limiter.wait(now)
-            step = self._next_step(now, paced=wait == 0)
-            if step is None:
+            if not self._begin_next(now, paced=wait == 0):
                 with trio.move_on_after(min(wait or math.inf, self.governor.rest(now))):
                     await self.jobs.wakes.park()
-                continue
-            window = None
-            if step.paced_bytes:
-                self._rate_limiter.began(now, step.paced_bytes)
-                window = self.governor.window(step.target)
-            self._nursery.start_soon(self._in_slot, self._slots.take(now, window), step.work)
 
-    def _next_step(self, now: float, *, paced: bool) -> Step | None:
-        """What to do next. Something for files that nobody has open comes only if ``paced``, and
-        as the governor allows."""
+    async def suspend(self) -> None:
+        """Record what is partly copied, before the end. Nothing may be reading any more."""
+        if self.small is not None:
+            self.small.suspend()
+        await self.files.suspend()
+
+    # -- slots
+
+    def _start(self, now: float, work: Work, paced_bytes: int, target: int | None = None) -> None:
+        """Do it in a slot. ``paced_bytes``: roughly how much the source must give for files that
+        nobody has open; ``target``: which of its storage targets must."""
+        window = None
+        if paced_bytes:
+            self._rate_limiter.began(now, paced_bytes)
+            window = self.governor.window(target)
+            window.began()
+        slot = CopySlot(now, window)
+        self._slots.add(slot)
+        self._nursery.start_soon(self._in_slot, slot, work)
+
+    async def _in_slot(self, slot: CopySlot, work: Work) -> None:
+        try:
+            await work()
+        finally:
+            self._slots.discard(slot)
+            self._lent -= slot.lent
+            slot.leave_window(trio.current_time())
+            self.jobs.wakes.unpark_all()
+
+    async def _lend_slots(self) -> None:
+        while True:
+            await trio.sleep(STUCK_SECONDS / 2)
+            for fill in self.jobs.files.values():
+                fill.copy.threads.hide_source()
+            now, lent = trio.current_time(), self._lent
+            for slot in self._slots:
+                if slot.started < now - STUCK_SECONDS and not slot.lent and self._lent < MAX_LENT:
+                    slot.lent = True
+                    self._lent += 1
+                    slot.leave_window(now)
+            if self._lent > lent:
+                self.jobs.wakes.unpark_all()
+
+    # -- what comes next
+
+    def _begin_next(self, now: float, *, paced: bool) -> bool:
+        """Begin what comes next; False if there is nothing. Something for files that nobody has
+        open comes only if ``paced``, and as the governor allows."""
         new = paced and self.governor.wait(now, None) == 0
         for fill in self._in_turn():
-            step = self._next_file(self._goes_before(fill), paced=new)
-            if step is not None:
-                return step
+            if self._begin_file(now, self._goes_before(fill), paced=new):
+                return True
             allowed = paced and self.governor.wait(now, fill.next_target) == 0
             if not (allowed or fill.copy.handles):
                 continue
             fetch = self._claim(fill)
             if fetch is not None:
                 size = 0 if fill.copy.handles else fetch.end - fetch.start
-                return Step(partial(self._fetch, fill, fetch), size, fetch.target)
-            if self._over(fill):
-                self.jobs.retries.forget_failures(fill.copy.node.ino)
+                self._start(now, partial(self._fetch, fill, fetch), size, fetch.target)
+                return True
+            if self._is_over(fill):
+                self.jobs.forget_failures(fill.copy.node.ino)
                 self.jobs.end(fill)
         if len(self.jobs.background) >= MOST_BEGUN:
-            return None  # they wait for other nodes' copies
-        return self._next_file(Priority.NOBODY, paced=new)
+            return False  # they wait for other nodes' copies
+        return self._begin_file(now, Priority.NOBODY, paced=new)
 
     def _claim(self, fill: Fill) -> Fetch | None:
         """Claim the part of a file that is to be copied next."""
@@ -173,7 +237,7 @@ class Copier:
             self._targets[fetch.target] += 1
         return fetch
 
-    def _over(self, fill: Fill) -> bool:
+    def _is_over(self, fill: Fill) -> bool:
         """Whether there is nothing left to copy of it."""
         if fill.copy.state is not State.FILLING or fill.copy.full or fill.copy.chunks.complete:
             return True
@@ -196,25 +260,30 @@ class Copier:
         busy = fill.next_target is not None and self._targets[fill.next_target] > 0
         return fill.copy.priority + (busy and len(self.jobs.background) < SPREAD_OVER)
 
-    def _next_file(self, before: int, *, paced: bool) -> Step | None:
+    def _begin_file(self, now: float, before: int, *, paced: bool) -> bool:
         """Begin the next queued file, if its priority number is below ``before``."""
         if self._cache.reconciling:
-            return None  # there may be more room in a moment
+            return False  # there may be more room in a moment
         if not paced:
             before = min(before, Priority.HINTED)
         while self.jobs.queue.first < before and (job := self.jobs.take()) is not None:
-            if (node := self._copyable(job[0], self._cache.index.nodes.node(job[0]))) is not None:
+            ino, priority = job
+            if (node := self._copyable(ino, self._cache.index.nodes.node(ino))) is not None:
+                is_paced = priority is not Priority.OPENED
                 if self._is_small(node):
-                    return self._begin_small(self._with_others(node, job[1]), job[1])
+                    batch = self._begin_small(self._with_others(node, priority), priority)
+                    if batch is None:
+                        self._start(now, trio.lowlevel.checkpoint, 0)
+                    else:
+                        size = sum(place.size for place in batch.places.values())
+                        self._start(now, partial(self._copy_small, batch), is_paced * size)
+                    return True
                 if not self._cache.resident(node):
-                    size = (
-                        0
-                        if job[1] is Priority.OPENED
-                        else min(node.stat.size, self.unit_bytes.value)
-                    )
-                    return Step(self._begin(node, job[1]), size)
-            self.jobs.notify([job[0]])
-        return None
+                    size = min(node.stat.size, self.unit_bytes.value)
+                    self._start(now, self._begin_large(node, priority), is_paced * size)
+                    return True
+            self.jobs.on_step([ino])
+        return False
 
     def _copyable(self, ino: int, node: Node | None) -> Node | None:
         """The node, as the index has it, if it may be copied. A resident one passes, but finds no
@@ -228,14 +297,7 @@ class Copier:
             return None
         return node
 
-    async def _in_slot(self, slot: CopySlot, work: Work) -> None:
-        try:
-            await work()
-        finally:
-            self._slots.release(trio.current_time(), slot)
-            self.jobs.wakes.unpark_all()
-
-    def _begin(self, node: Node, priority: Priority) -> Work:
+    def _begin_large(self, node: Node, priority: Priority) -> Work:
         """Ask for room; the returned work fetches the first portion. The slot's task must not ask:
         tasks that start together run in any order, and room is given in the queue's order."""
         fill = self.files.to_copy(node)
@@ -251,14 +313,14 @@ class Copier:
             self._cache.reasons.put(
                 node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"
             )
-            self.jobs.retries.later(node.ino, priority, YOUNG_SECONDS)
+            self.jobs.retry(node.ino, priority, YOUNG_SECONDS)
         fill.copy.settle()
-        self.jobs.notify([node.ino])
+        self.jobs.on_step([node.ino])
         return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
 
     def _is_small(self, node: Node) -> bool:
         """Whether it is copied as a whole: nobody has it open, and it is not too young for that."""
-        if self.files.small is None or self.files.get(node.ino) is not None:
+        if self.small is None or self.files.get(node.ino) is not None:
             return False
         if not 0 < node.stat.size <= WHOLE_BYTES:
             return False
@@ -290,11 +352,12 @@ class Copier:
                 nodes.append(other)
             taken += 1
         self.jobs.take_each(next_ones[:taken])
-        self.jobs.notify(uncopied)
+        self.jobs.on_step(uncopied)
         return nodes
 
-    def _begin_small(self, nodes: list[Node], priority: Priority) -> Step:
-        """``_begin`` of each."""
+    def _begin_small(self, nodes: list[Node], priority: Priority) -> Batch | None:
+        """Ask for room for each, and make a batch of those that have some; None: none has."""
+        assert self.small is not None
         begun = []
         for place, node in zip(
             self._cache.reservations.reserve_each(nodes, evicts=priority <= Priority.HINTED),
@@ -302,25 +365,26 @@ class Copier:
             strict=True,
         ):
             if place is None:
-                self.jobs.notify([node.ino])
+                self.jobs.on_step([node.ino])
             elif place.resumed is not None:
-                self.copy_alone(place, priority)
+                self.files.copy_alone(place, priority)
             else:
                 self.jobs.arriving.add(node.ino)
                 begun.append(place)
-        if not begun:
-            return Step(trio.lowlevel.checkpoint)
-        size = 0 if priority is Priority.OPENED else sum(place.size for place in begun)
-        small = self.files.small
-        assert small is not None
-        return Step(partial(self._copy_small, small, small.want(begun, priority)), size)
+        return self.small.want(begun, priority) if begun else None
 
-    async def _copy_small(self, small: Arrivals, batch: Batch) -> None:
-        seconds, sizes = await small.copy(batch)
+    async def _copy_small(self, batch: Batch) -> None:
+        assert self.small is not None
+        seconds, sizes = await self.small.copy(batch)
         if sizes:
             count = len(sizes)
             self.governor.record(
-                trio.current_time(), None, seconds / count, sum(sizes) // count, count
+                trio.current_time(),
+                None,
+                seconds / count,
+                sum(sizes) // count,
+                count,
+                self._source.reads_for_readers,
             )
             # For a single file, what two would have taken.
             self.together.record_latency(seconds if len(sizes) > 1 else 2 * seconds)
@@ -328,7 +392,7 @@ class Copier:
     def hurry(self, inos: Sequence[int]) -> None:
         """Copy at once files that somebody waits for: beside the copies under way, and even while
         readers wait for the source. No checkpoint."""
-        small = self.files.small
+        small = self.small
         if small is None or not self.jobs.keeps or self._cache.reconciling:
             return
         small.take_events()
@@ -337,19 +401,10 @@ class Copier:
         others = [node for node in nodes if not self._is_small(node)]
         for node in others:
             self.jobs.opened(node.ino)
-        if begun := [node for node in nodes if node not in others]:
-            self._nursery.start_soon(self._begin_small(begun, Priority.OPENED).work)
+        begun = [node for node in nodes if node not in others]
+        if begun and (batch := self._begin_small(begun, Priority.OPENED)) is not None:
+            self._nursery.start_soon(self._copy_small, batch)
         small.hurry(inos)
-
-    def copy_alone(self, place: Reservation, priority: Priority) -> None:
-        """Copy a file by itself; it has its room. No checkpoint."""
-        node = place.node
-        fill = self.files.to_copy(node)
-        if fill is None:
-            self._cache.writer.cancel(place)
-        elif fill.copy.begin_filling(place):
-            self.jobs.begin(fill, priority)
-        self.jobs.arrived([node.ino])
 
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         paced = not fill.copy.handles
@@ -359,18 +414,17 @@ class Copier:
         self._targets[fetch.target] -= 1
         if paced and fetch.seconds:
             size = fetch.end - fetch.start
-            self.governor.record(trio.current_time(), fetch.target, fetch.seconds, size)
+            self.governor.record(
+                trio.current_time(),
+                fetch.target,
+                fetch.seconds,
+                size,
+                1,
+                self._source.reads_for_readers,
+            )
         if fetch.error is not None and fill.copy.in_background:
             # The first failed fetch is reported for all fetches of the file that are under way.
             self.jobs.failed(fill.copy.node.ino, fill.copy.priority, fetch.error)
             self.jobs.end(fill)
         elif fetch.seconds is not None and fetch.end - fetch.start >= self.unit_bytes.value:
             self.unit_bytes.record_latency(fetch.seconds)
-
-    async def _lend_slots(self) -> None:
-        while True:
-            await trio.sleep(STUCK_SECONDS / 2)
-            for fill in self.jobs.files.values():
-                fill.copy.threads.hide_source()
-            if self._slots.lend(trio.current_time()):
-                self.jobs.wakes.unpark_all()

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import trio
 
+from monarchfs.cache import writer
 from monarchfs.cache.cache import Cache
-from monarchfs.cache.readers import NonresidentReads
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica, Reservation
+from monarchfs.core.nonresident import NonresidentReads
 from monarchfs.core.units import Unit
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import ChunkMap
@@ -141,21 +142,46 @@ class Copy:
             chunks = self.chunks
             self._cache.writer.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
 
+    def make_unit(
+        self,
+        start: int,
+        end: int,
+        lane: Lane = Lane.DEMAND,
+        *,
+        in_requests: bool = True,
+        sparse: bool = False,
+    ) -> Unit:
+        """The bytes [start, end), to be fetched. See ``Unit``."""
+        # A slow tier must not slow the readers: what they wait for is fetched again some time.
+        most = writer.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
+        return Unit(
+            self.node.ino,
+            start,
+            end,
+            chunk_bytes=self.chunks.chunk_bytes,
+            version=self.remote.version,
+            device=self.remote.device,
+            readers=self._cache.readers.nonresident.units,
+            most_bytes=most,
+            in_requests=in_requests,
+            sparse=sparse,
+        )
+
     # -- the end of it
 
-    def saw(self, version: SourceVersion) -> None:
+    def see_version(self, version: SourceVersion) -> None:
         """The source was read, and had this version then: once for each, what is known is wrong."""
         if version != self._seen:
             self._seen = version
-            self.changed()
+            self.source_changed()
 
     def outdated(self) -> None:
         """The source holds another version: unless all of this one is local, nothing that is may
         be served any more, and reads show the source as it is. No checkpoint."""
         if self.state is not State.RESIDENT:
-            self.changed()
+            self.source_changed()
 
-    def changed(self) -> None:
+    def source_changed(self) -> None:
         """The source has another version now: what was read of this one is not mixed with it."""
         self.changes += 1
         self.threads.hide()
@@ -229,7 +255,7 @@ class Copy:
         try:
             await self.remote.open(Lane.BACKGROUND)
         except SourceChanged:
-            self.changed()
+            self.source_changed()
         except OSError as exc:
             self._metrics.copy_failed(exc.errno)
             self.give_up(Cause.FAILED, f"copying failed: {exc.strerror}")

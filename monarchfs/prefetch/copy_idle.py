@@ -23,7 +23,7 @@ class CopyIdle:
         self._mount_ns = mount_ns
         self.since: float | None = None
         self._copied = False
-        jobs.observers.append(self._copy_ended)
+        jobs.on_step.add(self._copy_ended)
         scan.on_end.add(self._check)
 
     @property

@@ -56,7 +56,7 @@ class Fetch:
     ended: bool = False
     waiting: int = 0
 
-    def is_over(self) -> None:
+    def finish(self) -> None:
         """It is over, whatever came of it."""
         self.done.set()
         self.ended = True

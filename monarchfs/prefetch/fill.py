@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import trio
 
-from monarchfs.cache import writer
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica, Reservation
 from monarchfs.core.units import Unit
@@ -154,12 +153,7 @@ class Fill:
         if spans is None or not spans.shared:
             return None
         if self._passing is None:
-            self._passing = PassingReads(
-                spans,
-                self.copy.size,
-                lambda start, end: self._unit(start, end, Lane.DEMAND),
-                self._nursery,
-            )
+            self._passing = PassingReads(self.copy, spans, self._nursery)
         return await self._passing.read(offset, end)
 
     async def _fetched(self, fetch: Fetch, offset: int, end: int) -> Data:
@@ -205,7 +199,7 @@ class Fill:
         except SourceChanged:
             self._cache.accounts.outdated(self.copy.node)
             raise
-        self.copy.saw(version)
+        self.copy.see_version(version)
         self.copy.allow_direct_reads()
         return data
 
@@ -214,7 +208,7 @@ class Fill:
         self.copy.busy += 1
         try:
             stat = await self.copy.remote.current(Lane.DEMAND)
-            self.copy.saw(stat.version)
+            self.copy.see_version(stat.version)
             return stat
         finally:
             self.copy.leave()
@@ -225,7 +219,7 @@ class Fill:
         if self.copy.replica is None:
             version = await self.copy.remote.open_as_is(Lane.DEMAND)
             if version != self.copy.node.stat.version:
-                self.copy.saw(version)
+                self.copy.see_version(version)
 
     @property
     def fetching(self) -> bool:
@@ -259,17 +253,10 @@ class Fill:
         return fetch
 
     def _unit(self, start: int, end: int, lane: Lane) -> Unit:
-        # A slow tier must not slow the readers: what they wait for is fetched again some time.
-        most = writer.MOST_UNWRITTEN_BYTES if lane is Lane.DEMAND else 0
-        return Unit(
-            self.copy.node.ino,
+        return self.copy.make_unit(
             start,
             end,
-            chunk_bytes=self.copy.chunks.chunk_bytes,
-            version=self.copy.remote.version,
-            device=self.copy.remote.device,
-            readers=self._cache.readers.nonresident.units,
-            most_bytes=most,
+            lane,
             # Whoever reads at random may want any block of it next.
             in_requests=not (self.copy.handles and self._at_random),
             sparse=lane is Lane.BACKGROUND
@@ -324,7 +311,7 @@ class Fill:
                 await self._fetch_unit(fetch, fetch.unit, lane)
             else:
                 data = await self._fetch_source(fetch, lane)
-                if data is not None and self._fills(fetch):
+                if data is not None and self._is_current(fetch):
                     await self._keep_whole(fetch, data, lane)
         finally:
             self.end(fetch)
@@ -337,7 +324,7 @@ class Fill:
             self._settle_unit(fetch, fetch.unit)
         elif fetch.chunks.state(fetch.first) == CLAIMED:
             fetch.chunks.release(fetch.first, fetch.last)
-        fetch.is_over()
+        fetch.finish()
         self.copy.leave()
         self.copy.wake_copier(self.copy)
 
@@ -345,7 +332,7 @@ class Fill:
         """Source and tier at the same time, once there is a part file: if the source does not let
         us read it, there is to be none."""
         reservation = self.copy.reservation
-        if reservation is None or not self._fills(fetch):
+        if reservation is None or not self._is_current(fetch):
             unit.stop()
             await self._read_unit(fetch, unit, lane)
         elif reservation.fd < 0:
@@ -357,7 +344,7 @@ class Fill:
                 nursery.start_soon(self._keep_unit, reservation, fetch, unit)
                 await self._read_unit(fetch, unit, lane)
 
-    def _fills(self, fetch: Fetch) -> bool:
+    def _is_current(self, fetch: Fetch) -> bool:
         return self.copy.state is State.FILLING and fetch.chunks is self.copy.chunks
 
     async def _read_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
@@ -367,7 +354,7 @@ class Fill:
         except OSError as exc:
             fetch.error = exc.with_traceback(None)
         except SourceChanged:
-            self.copy.changed()
+            self.copy.source_changed()
         except BaseException:
             unit.stop()  # its thread goes on
             raise
@@ -379,7 +366,7 @@ class Fill:
         fetch.done.set()
 
     async def _keep_unit(self, reservation: Reservation, fetch: Fetch, unit: Unit) -> None:
-        if not self._fills(fetch):
+        if not self._is_current(fetch):
             return
         try:
             if not await self._cache.writer.write(reservation, unit, fetch.done):
@@ -390,7 +377,7 @@ class Fill:
     def _settle_unit(self, fetch: Fetch, unit: Unit) -> None:
         """What was written is present, the rest is missing again."""
         unit.stop()
-        chunks, at, fills = fetch.chunks, fetch.first, self._fills(fetch)
+        chunks, at, fills = fetch.chunks, fetch.first, self._is_current(fetch)
         for start, end in unit.stored():
             first, last = chunks.chunk_of(start), chunks.chunk_of(end - 1) + 1
             self._miss(fetch, at, first)
@@ -421,7 +408,7 @@ class Fill:
         except OSError as exc:
             fetch.error = exc
         except SourceChanged:
-            self.copy.changed()
+            self.copy.source_changed()
         else:
             fetch.seconds = trio.current_time() - started
             fetch.done.set()

@@ -13,13 +13,15 @@ for longer than two reads take: more reads at once than that bring nothing.
 The best is forgotten after a while, as a source can become another. Reads that are made while many
 of our own are under way would then show our own queue as the best. So now and then one read is made
 at a time.
+
+A thousand nodes begin a job in the same second, and each of them would copy as fast as it can. So
+these reads also keep to a rate, if one is set.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
@@ -46,6 +48,10 @@ MOST_REST_SECONDS = 1.0
 
 LARGE_BYTES = 256 << 10
 """Larger reads are compared by their bandwidth, others with those of about their size."""
+
+
+BURST_SECONDS = 0.5
+"""What was left over of the rate in this time may be taken at once."""
 
 
 class Lowest:
@@ -215,13 +221,11 @@ class Governor:
     """Constant: the limits. Changing: the window of each storage target (None: not known, or there
     are none)."""
 
-    def __init__(self, most: int, floor: float, readers: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, most: int, floor: float) -> None:
         """``most`` reads at once of each target, ``floor`` of that at least (0 to 1; with 1 nothing
-        is ever held back). ``readers`` tells how many reads were made for readers, and their
-        bytes."""
+        is ever held back)."""
         self._most = most
         self._floor = floor * most
-        self._readers = readers
         self._windows: dict[int | None, TargetWindow] = {None: TargetWindow(self._floor, most)}
 
     def window(self, target: int | None) -> TargetWindow:
@@ -240,11 +244,17 @@ class Governor:
         return min((wait for wait in waits if wait), default=math.inf)
 
     def record(
-        self, now: float, target: int | None, seconds: float, size: int, count: int = 1
+        self,
+        now: float,
+        target: int | None,
+        seconds: float,
+        size: int,
+        count: int,
+        readers: tuple[int, int],
     ) -> None:
-        """The source has just taken so long for each of ``count`` reads of ``size`` bytes."""
-        # Which targets readers' reads went to is not known.
-        readers = self._readers() if target is None else (0, 0)
+        """As ``TargetWindow.record``."""
+        if target is not None:
+            readers = 0, 0  # which targets readers' reads went to is not known
         self.window(target).record(now, seconds, size, count, readers)
 
     @property
@@ -266,3 +276,29 @@ class Governor:
         times, target = max(held, key=lambda one: one[0])
         what = "the source" if target is None else f"storage target {target}"
         return f"{what} was {times:.1f} times slower than usual"
+
+
+class RateLimiter:
+    """Constant: the rate. Changing: the debt in bytes, and as of when."""
+
+    def __init__(self, rate: int) -> None:
+        """``rate`` in bytes a second, 0 for any."""
+        self._rate = rate
+        self._debt = 0.0
+        self._debt_at = 0.0
+
+    def wait(self, now: float) -> float:
+        """Seconds until another read may begin."""
+        return max(0.0, self._owed(now) / self._rate - BURST_SECONDS) if self._rate else 0.0
+
+    def room(self, now: float) -> float:
+        """How many bytes may be under way before the next read has to wait for the rate."""
+        return BURST_SECONDS * self._rate - self._owed(now) if self._rate else math.inf
+
+    def began(self, now: float, size: int) -> None:
+        """A read of ``size`` bytes, or a little less, was begun."""
+        self._debt = self._owed(now) + size
+        self._debt_at = now
+
+    def _owed(self, now: float) -> float:
+        return max(0.0, self._debt - (now - self._debt_at) * self._rate)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
-from monarchfs.metadata.names import Names
+from monarchfs.metadata.find import Finder
+from monarchfs.metadata.tree import Tree
 from monarchfs.types import IndexWriteError, Lane, Node, OperationError
 
 MOST_DIRECTORIES = 10_000
@@ -15,16 +16,9 @@ MOST_DIRECTORIES = 10_000
 class NamedFiles:
     """Constant: its parts. Changing: the inode numbers of directories that were used."""
 
-    def __init__(
-        self,
-        names: Names,
-        node: Callable[[int], Node | None],
-        find: Callable[[str], Awaitable[Node]],
-    ) -> None:
-        """``node`` gives what an inode number stands for, ``find`` a directory by its path."""
-        self._names = names
-        self._node = node
-        self._find = find
+    def __init__(self, tree: Tree, finder: Finder) -> None:
+        self._tree = tree
+        self._finder = finder
         self._directories: dict[bytes, int] = {}
 
     async def nodes(self, names: Sequence[bytes]) -> list[Node | None]:
@@ -35,12 +29,12 @@ class NamedFiles:
         for name in names:
             above, _, base = name.rpartition(b"/")
             if name.startswith(b"/"):
-                found[name] = self._node(int(base)) if _is_number(base) else None
+                found[name] = self._tree.index.nodes.node(int(base)) if _is_number(base) else None
             elif 0 < len(base) < 256 and base not in (b".", b".."):
                 directories.setdefault(above, []).append(base)
         for above, bases in directories.items():
             with suppress(OSError, OperationError, IndexWriteError):
-                each = await self._names.find_each(
+                each = await self._tree.names.find_each(
                     await self._directory(above), bases, Lane.BACKGROUND, publish=True
                 )
                 prefix = above + b"/" if above else b""
@@ -52,7 +46,7 @@ class NamedFiles:
         if known is None:
             if len(self._directories) >= MOST_DIRECTORIES:
                 self._directories.clear()
-            known = self._directories[path] = (await self._find(os.fsdecode(path))).ino
+            known = self._directories[path] = (await self._finder.find(os.fsdecode(path))).ino
         return known
 
 

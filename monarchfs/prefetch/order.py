@@ -1,4 +1,4 @@
-"""An announced order of files, and how far its readers have come. Pure.
+"""An announced order of files, and how far its readers have come.
 
 An open agrees with the order if one of the eight files before it, of those that are not local,
 was opened, too. If less than half of the last 32 agree, the file is looked for in the list, and
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from monarchfs.system.process_stat import start_ticks
 from monarchfs.types import Node
 
 LAG = 4096
@@ -57,13 +58,14 @@ class Order:
     """
 
     def __init__(
-        self, names: bytes, exited: Callable[[], bool] = lambda: False, *, begun: bool = False
+        self, names: bytes, pid: int = 0, pid_began: int | None = None, *, begun: bool = False
     ) -> None:
-        """``exited`` tells whether the process has that announced it, as far as that is known.
-        ``begun``: readers may be anywhere in it, so nothing is fetched before an open, and the
-        first one that does not agree with its beginning shows where they are."""
+        """``pid`` is the process that announced it, which began at ``pid_began`` (``start_ticks``;
+        None where it is not known, as one of another pid namespace). ``begun``: readers may be
+        anywhere in it, so nothing is fetched before an open, and the first one that does not agree
+        with its beginning shows where they are."""
         self._names = b"\0%s\0" % names.strip(b"\0")
-        self._exited = exited
+        self._pid, self._pid_began = pid, pid_began
         self._at = 1
         self.fetched: dict[int, Node] = {}
         self.fetched_bytes = 0
@@ -85,7 +87,7 @@ class Order:
     @property
     def exited(self) -> bool:
         """Whether the process that announced it has exited, as far as that is known."""
-        return self._exited()
+        return self._pid_began is not None and start_ticks(self._pid) != self._pid_began
 
     def __len__(self) -> int:
         """How much memory its names take."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import trio
 
+from monarchfs.cache.cache import Cache
 from monarchfs.core.units import Unit
-from monarchfs.prefetch.spans import FileSpans
+from monarchfs.prefetch.fetch import WHOLE_BYTES
+from monarchfs.prefetch.spans import FileSpans, Nodes
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
-from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
+from monarchfs.types import DirRef, Lane, Node, SourceChanged, SourceStat, SourceVersion
 
 _NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 """What PosixSource answers where nothing lies, or something else than a regular file."""
@@ -42,26 +44,43 @@ class RemoteFile:
 
     def __init__(
         self,
-        version: SourceVersion,
-        where: Callable[[], tuple[DirRef, bytes]],
+        node: Node,
         source: Source,
-        spans: FileSpans | None = None,
+        cache: Cache,
+        nodes: Nodes | None,
         *,
-        trusts_times: bool = True,
+        trusts_times: bool,
     ) -> None:
-        """``where`` tells its place; it raises OSError where that is not known any more.
-        ``trusts_times``: the source does not change, and need not be asked for the version of what
-        another node has."""
-        self.version = version
-        self.spans = spans
-        self._trusts_times = trusts_times
+        """``nodes`` share it if it is large. ``trusts_times``: the source does not change, and need
+        not be asked for the version of what another node has."""
+        self.version = node.stat.version
         self.layout: Layout | None = None
-        self._where = where
-        self._source = source
         self.fd = -1
+        self._node = node
+        self._source = source
+        self._cache = cache
+        self._trusts_times = trusts_times
         self._direct = DirectDescriptor()
         self._as_is = False
         self._lock: trio.Lock | None = None
+        is_large = node.stat.size > WHOLE_BYTES
+        self.spans = self._spans(nodes) if nodes is not None and is_large else None
+
+    def _place(self) -> tuple[DirRef, bytes]:
+        """Its directory, and its name there. Raises OSError where that is not known any more."""
+        current = self._cache.index.nodes.node(self._node.ino) or self._node
+        directory = self._cache.index.nodes.dirref(current.parent)
+        if directory is None:
+            raise OSError(errno.ESTALE, "its directory is not known any more")
+        return directory, current.name
+
+    def _spans(self, nodes: Nodes) -> FileSpans | None:
+        try:
+            directory, name = self._place()
+        except OSError:  # who reads it will see
+            return None
+        path = directory.path + b"/" + name if directory.path else name
+        return FileSpans(self.version.replica_name, path, self.version.size, nodes)
 
     @property
     def _opening(self) -> trio.Lock:
@@ -76,7 +95,7 @@ class RemoteFile:
             async with self._opening:
                 if self.fd < 0:
                     with _what_lies_there():
-                        fd, stat = await self._source.open(*self._where(), lane)
+                        fd, stat = await self._source.open(*self._place(), lane)
                     if stat.version != self.version:
                         self._source.close_soon(fd)
                         raise SourceChanged("another version is at its place")
@@ -91,7 +110,7 @@ class RemoteFile:
         the directory lies elsewhere."""
         async with self._opening:
             if self.fd < 0:
-                fd, stat = await self._source.open(*self._where(), lane)
+                fd, stat = await self._source.open(*self._place(), lane)
                 self.fd, self._as_is = fd, stat.version != self.version
                 return stat.version
         return (await self.current(lane)).version
@@ -107,14 +126,15 @@ class RemoteFile:
 
     async def current(self, lane: Lane) -> SourceStat:
         """What the file behind the descriptor is now. Raises as ``open``."""
-        return await self._source.fstat(await self._descriptor(lane), lane)
+        fd = await self._descriptor(lane)
+        return await self._source.call(lane, self._source.posix.fstat, fd)
 
     async def fetch_whole(self, lane: Lane) -> bytes:
         """All bytes of this version. Raises the source's OSError, SourceChanged, and, where nobody
         waits for it, Archived."""
         size = self.version.size
         fd = await self._to_fetch(lane)
-        data, version = await self._source.read_once(fd, 0, size, lane)
+        data, version = await self._source.read(fd, 0, size, lane, once=True)
         if version != self.version or len(data) != size:
             raise SourceChanged("it changed while it was read")
         return data
@@ -124,7 +144,8 @@ class RemoteFile:
         # What is mounted below the source may be a Lustre where the source is none.
         may_have = self._source.has_layouts or self.version.device
         if lane is Lane.BACKGROUND and self.layout is None and may_have:
-            self.layout = await self._source.layout(await self.open(lane), lane)
+            fd = await self.open(lane)
+            self.layout = await self._source.call(lane, self._source.posix.layout, fd)
         return await self.open(lane)
 
     async def read_unit(self, unit: Unit, lane: Lane, *, ahead: bool = False) -> bool:

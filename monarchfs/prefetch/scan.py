@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import trio
@@ -75,8 +75,6 @@ class Scan:
         self.running = False
         self.on_end: Listeners[[]] = Listeners()
         """Called when a walk has ended."""
-        self.elsewhere: Callable[[int], bool] = lambda ino: False
-        """Whether another node asks the source about the names of this directory."""
         self.failed = 0
 
     async def everything(self) -> None:
@@ -97,7 +95,7 @@ class Scan:
                 self._skip(f"directory inode {ino}", exc)
                 continue
             for found in await self._scan_directory(ino):
-                (others if self.elsewhere(found) else own).append(found)
+                (own if self._tree.shared.serves(found) else others).append(found)
         self.running = False
         self.on_end()
 

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.metadata.known import KnownMetadata
 from monarchfs.metrics import Metrics
 from monarchfs.source.source import Source
-from monarchfs.types import DirRef, Lane, MonarchError, ReplicaState
+from monarchfs.types import Lane, MonarchError, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +41,17 @@ class Touch:
         source: Source,
         cache: Cache,
         metrics: Metrics,
-        place: Callable[[int], tuple[DirRef, bytes]],
+        known: KnownMetadata,
         open_now: Callable[[], Iterable[int]],
         interval_seconds: float,
     ) -> None:
-        """``place`` tells where a file lies (raises OSError), ``open_now`` what is open."""
+        """``open_now`` tells what is open."""
         self.used: set[int] = set()
         self.overflowed = False
         self._source = source
         self._cache = cache
         self._metrics = metrics
-        self._place = place
+        self._known = known
         self._open_now = open_now
         self._interval = interval_seconds
 
@@ -101,7 +102,8 @@ class Touch:
         """False where the source did not answer."""
         try:
             with trio.move_on_after(PATIENCE_SECONDS) as patience:
-                await self._source.touch(*self._place(ino), Lane.BACKGROUND)
+                source, place = self._source, self._known.place(ino)
+                await source.call(Lane.BACKGROUND, source.posix.touch, *place)
         except (OSError, MonarchError) as exc:
             # Gone, or replaced: nothing that is used here is at stake.
             self._metrics.touches_failed += 1

@@ -139,7 +139,6 @@ class Warm:
 
     async def run(self, roots: Sequence[Node]) -> None:
         """Do it for these nodes, to the end. Raises nothing."""
-        self._jobs.observers.append(self._ended)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -161,7 +160,6 @@ class Warm:
                     left = sum(max(0, room) for room in rooms)
                     self.counts.short_bytes = max(0, self._refused_need - left)
         finally:
-            self._jobs.observers.remove(self._ended)
             self._nursery = None
             self.done.set()
 
@@ -251,7 +249,7 @@ class Warm:
                 else:
                     counts.remote += 1
         # Where nothing has to be done for it. Each once: there are hard links.
-        self._ended(list({node.ino for node in nodes}))
+        self.copies_ended(list({node.ino for node in nodes}))
 
     def _resident(self, size: int, names: int = 1) -> None:
         self.counts.resident += names
@@ -263,7 +261,7 @@ class Warm:
         fits = self.counts.bytes <= self._capacity_bytes
         self._jobs.want(ino, Priority.HINTED if fits else Priority.LISTED)
 
-    def _ended(self, inos: Sequence[int]) -> None:
+    def copies_ended(self, inos: Sequence[int]) -> None:
         """The copier has done something for files; perhaps all it will."""
         ended = [ino for ino in inos if ino in self.outstanding and not self._jobs.pending(ino)]
         if ended:
@@ -322,7 +320,7 @@ class Warm:
                     self._resident(found.stat.size, names)
                 else:
                     self._want(found.ino, versions, names)
-                    self._ended([found.ino])
+                    self.copies_ended([found.ino])
         finally:
             self._changing -= 1
             self._news.unpark_all()
@@ -359,6 +357,12 @@ class Warming:
         self._jobs = jobs
         self._nursery = nursery
         self._under_way: dict[Warm, list[int]] = {}
+        jobs.on_step.add(self._copies_ended)
+
+    def _copies_ended(self, inos: Sequence[int]) -> None:
+        for warm in self._under_way:
+            if not warm.done.is_set():
+                warm.copies_ended(inos)
 
     def forget(self) -> None:
         """What an earlier mount was asked for does not count."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import trio
@@ -78,12 +78,10 @@ class Window:
         jobs: CopyJobs,
         misses: Misses,
         size: WindowSize,
-        seen: Callable[[int], bool],
         *,
         evicts: bool,
     ) -> None:
-        """``misses`` reads files into the window; ``seen``: whether a local file was opened or
-        read, even if nobody called ``opened``; ``evicts``: files may have to go for others."""
+        """``misses`` reads files into the window; ``evicts``: files may have to go for others."""
         self.size = size
         self.orders: dict[str, Order] = {}
         self.on_dropped: Listeners[[str]] = Listeners()
@@ -95,7 +93,6 @@ class Window:
         self._cache = cache
         self._jobs = jobs
         self._misses = misses
-        self._seen = seen
         self._evicts = evicts
         self._to_tier: set[int] = set()
         self._refused: set[int] = set()
@@ -103,10 +100,10 @@ class Window:
         self._lost: dict[Order, Node] = {}
         self._opened: list[int] = []
         self._news = trio.lowlevel.ParkingLot()
-        jobs.observers.append(self._stepped)
+        jobs.on_step.add(self._stepped)
 
     def announce(
-        self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool = False
+        self, name: str, names: bytes, pid: int, pid_began: int | None, *, begun: bool = False
     ) -> None:
         """Files will be read in this order (see ``Order``). It takes the place of what was
         announced under the same ``name``, and of what was learned. If memory is short, orders of
@@ -123,7 +120,7 @@ class Window:
             self._drop(oldest)
         while len(self.orders) >= MOST_ORDERS:
             self._drop(next(iter(self.orders)))
-        self._follow(name, Order(names, exited, begun=begun))
+        self._follow(name, Order(names, pid, pid_began, begun=begun))
 
     def _follow(self, name: str, order: Order) -> None:
         order.opened_at = trio.current_time()
@@ -206,7 +203,7 @@ class Window:
             if now - looked >= LOOK_SECONDS:
                 looked = now
                 self._look(now)
-                self.size.tell_governor(now)
+                self.size.tell_governor(now, self._source.reads_for_readers)
                 self.size.adapt()
             moved = False
             for order in list(self.orders.values()):
@@ -228,7 +225,7 @@ class Window:
         for order, node in self._lost.items():
             self._search(order, node)
         self._lost.clear()
-        for ino in list(filter(self._seen, self._to_tier)):
+        for ino in list(filter(self._cache.readers.seen, self._to_tier)):
             if (opened := self._cache.index.nodes.node(ino)) is not None:
                 self.opened(opened, local=True)
             self._to_tier.discard(ino)
@@ -335,7 +332,9 @@ class Window:
         for directory in misses.unopened(nodes):
             # If it cannot be opened, its files are read when they are opened.
             with suppress(OSError, SourceChanged):
-                await self._source.open_directory(directory, Lane.BACKGROUND)
+                await self._source.call(
+                    Lane.BACKGROUND, self._source.posix.open_directory, directory
+                )
         files = self._jobs.files
         if order not in self.orders.values():
             return  # it was dropped meanwhile: nobody would give these up

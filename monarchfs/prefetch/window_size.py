@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from monarchfs.core.misses import Misses, WindowState
 from monarchfs.metrics import NS, Metrics
-from monarchfs.prefetch.fetch_threads import FetchThreads
 from monarchfs.prefetch.governor import Governor
 from monarchfs.system.memory import MemoryProbe
 
@@ -24,8 +23,9 @@ ADAPT_FILES = 32
 class WindowSize:
     """Constant: the window in the C part, what it may take at most; who hears of all reads, and
     says how much is allowed. Changing: ``limit_bytes``, what the window may take now; ``agreed``,
-    opens that agreed with an order since the last ``adapt``; the distance in bytes; the threads;
-    the states of the window when it was looked at last, for each purpose."""
+    opens that agreed with an order since the last ``adapt``; the distance in bytes; ``threads``,
+    how many files are fetched at once, and the best time for each; the states of the window when it
+    was looked at last, for each purpose."""
 
     def __init__(self, misses: Misses, most_bytes: int, threads: int, governor: Governor) -> None:
         self.limit_bytes = 0
@@ -34,7 +34,9 @@ class WindowSize:
         self._misses = misses
         self._most_bytes = most_bytes
         self._governor = governor
-        self._threads = FetchThreads(threads)
+        self.threads = min(8, threads)
+        self._most_threads = threads
+        self._best_seconds = 0.0
         self._memory = MemoryProbe()
         self._counted = self._adapted = self._told = WindowState()
 
@@ -42,10 +44,6 @@ class WindowSize:
     def used_bytes(self) -> int:
         """When ``count`` was called last."""
         return self._counted.bytes
-
-    @property
-    def threads(self) -> int:
-        return self._threads.count
 
     @property
     def most_of_file(self) -> int:
@@ -70,13 +68,14 @@ class WindowSize:
             self.limit_bytes = size
             self._misses.window_limit(size)
 
-    def tell_governor(self, now: float) -> None:
+    def tell_governor(self, now: float, readers: tuple[int, int]) -> None:
+        """``readers``: as of ``Governor.record``."""
         state, before = self._misses.window_state(), self._told
         self._told = state
         if files := state.read - before.read:
             seconds = (state.took_ns - before.took_ns) / files / NS
             size = (state.read_bytes - before.read_bytes) // files
-            self._governor.record(now, None, seconds, size, files)
+            self._governor.record(now, None, seconds, size, files, readers)
 
     def adapt(self) -> None:
         """Change distance and threads by whether readers had to wait."""
@@ -90,7 +89,17 @@ class WindowSize:
         if is_late:
             self.distance = min(2 * self.distance, max(self.limit_bytes, FIRST_DISTANCE))
         if files:
-            self._threads.adapt((now.took_ns - before.took_ns) / files / NS, late=is_late)
+            self._adapt_threads((now.took_ns - before.took_ns) / files / NS, late=is_late)
+
+    def _adapt_threads(self, seconds: float, *, late: bool) -> None:
+        """More while readers have to wait, until the source takes longer for each file."""
+        best = self._best_seconds
+        # What was best a while ago may not come back.
+        self._best_seconds = min(seconds, best * 1.02) if best else seconds
+        if seconds > 3 * self._best_seconds + 0.002:
+            self.threads = max(2, self.threads * 3 // 4)
+        elif late:
+            self.threads = min(self._most_threads, self.threads * 2)
 
     def count(self, metrics: Metrics) -> None:
         """Bring the metrics up to date."""

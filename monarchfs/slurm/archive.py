@@ -15,7 +15,7 @@ from typing import Any
 
 from monarchfs.slurm.records import make_directory, names_in, read_record, write_text
 from monarchfs.slurm.report import page
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import bounded_value
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20
@@ -27,7 +27,7 @@ def keep_report(directory: str, report: Mapping[str, Any], uid: int, timeout: fl
     a network file system: raises OperationError after ``timeout`` seconds, or on failure."""
     stem = os.path.join(directory, f"{report['job']}.{report['node']}")
 
-    def call() -> Answer:
+    def call() -> None:
         make_directory(directory, 0o755)
         try:
             text = json.dumps(report, indent=1) + "\n"
@@ -35,9 +35,8 @@ def keep_report(directory: str, report: Mapping[str, Any], uid: int, timeout: fl
             write_text(stem + ".txt", page(report), mode=0o400, owner=uid)
         except OSError as error:
             raise OperationError(f"cannot write {stem}.json: {error.strerror}") from None
-        return None, ()
 
-    bounded_call(
+    bounded_value(
         call, timeout=timeout, overdue=f"{directory} did not answer within {timeout:.0f} s"
     )
 
@@ -45,7 +44,7 @@ def keep_report(directory: str, report: Mapping[str, Any], uid: int, timeout: fl
 def keep_file(path: str, to: str, uid: int, most_bytes: int, timeout: float) -> None:
     """Copies a file of a user's, for that user. Raises as `keep_report`."""
 
-    def call() -> Answer:
+    def call() -> None:
         make_directory(os.path.dirname(to), 0o755)
         try:
             with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -60,9 +59,8 @@ def keep_file(path: str, to: str, uid: int, most_bytes: int, timeout: float) -> 
             os.rename(to + ".new", to)
         except OSError as error:
             raise OperationError(f"cannot write {to}: {error.strerror}") from None
-        return None, ()
 
-    bounded_call(call, timeout=timeout, overdue=f"{to} was not written in {timeout:.0f} s")
+    bounded_value(call, timeout=timeout, overdue=f"{to} was not written in {timeout:.0f} s")
 
 
 def add_verdict(
@@ -71,18 +69,18 @@ def add_verdict(
     """Adds it to what a report says of a dataset; false if there is no such report. Raises as
     `keep_report`."""
 
-    def call() -> Answer:
+    def call() -> bool:
         report = read_record(path)
         if report is None:
-            return False, ()
+            return False
         for dataset in report["datasets"]:
             if dataset["source"] == source:
                 dataset["verdict"] = verdict
         keep_report(os.path.dirname(path), report, uid, timeout)
-        return True, ()
+        return True
 
     overdue = f"{path} did not answer within {timeout:.0f} s"
-    return bool(bounded_call(call, timeout=timeout, overdue=overdue)[0])
+    return bool(bounded_value(call, timeout=timeout, overdue=overdue))
 
 
 def find_reports(directory: str, job: int) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from monarchfs.slurm.records import (
     write_record,
 )
 from monarchfs.slurm.shares import Share, record_of, share_key
-from monarchfs.slurm.site import Site, SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.slurm.trees import in_use, tree_size
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
@@ -60,9 +60,9 @@ class CacheShare:
         return tree_size(path).bytes if self.used is None else self.used[tier]
 
 
-def read_cache(layout: SitePaths, key: str) -> CacheShare | None:
+def read_cache(site: Site, key: str) -> CacheShare | None:
     """What is recorded of a cache; None if that makes no sense."""
-    record = read_record(os.path.join(layout.cache(key), "cache.json"))
+    record = read_record(os.path.join(site.cache(key), "cache.json"))
     try:
         if record is None or share_key_of(record) != key:
             return None
@@ -91,8 +91,8 @@ def share_key_of(record: Mapping[str, Any]) -> str:
     return share_key(str(record["source"]), user)
 
 
-def all_caches(layout: SitePaths) -> list[CacheShare]:
-    found = (read_cache(layout, key) for key in names_in(layout.caches))
+def all_caches(site: Site) -> list[CacheShare]:
+    found = (read_cache(site, key) for key in names_in(site.caches))
     return [cache for cache in found if cache is not None]
 
 
@@ -120,9 +120,9 @@ def open_cache(site: Site, share: Share, source: str, user: User) -> list[str]:
     ]
 
 
-def close_cache(layout: SitePaths, key: str, status: Mapping[str, Any] | None) -> None:
+def close_cache(site: Site, key: str, status: Mapping[str, Any] | None) -> None:
     """Records what an unmounted share's cache holds, by its last status."""
-    path = os.path.join(layout.cache(key), "cache.json")
+    path = os.path.join(site.cache(key), "cache.json")
     record = read_record(path)
     if record is None:
         return
@@ -137,10 +137,10 @@ def close_cache(layout: SitePaths, key: str, status: Mapping[str, Any] | None) -
     write_record(path, {**record, "used": used, "last_used_unix_seconds": time.time()})
 
 
-def throw_away(layout: SitePaths, cache: CacheShare) -> None:
+def throw_away(site: Site, cache: CacheShare) -> None:
     """Takes a cache out of use at once; it is removed later (`trash_in`). To be called with the
     share's lock held, and nothing mounted."""
-    for directory in [*cache.granted, layout.caches]:
+    for directory in [*cache.granted, site.caches]:
         target = os.path.join(directory, f"{_TRASH}{cache.key}-{secrets.token_hex(4)}")
         try:
             os.rename(os.path.join(directory, cache.key), target)
@@ -173,16 +173,14 @@ def size_in_bytes(path: str, size: TierSize) -> int:
     return size.resolve(st.f_blocks * st.f_frsize)
 
 
-def usage_of(
-    layout: SitePaths, tier: str, *, but: str = ""
-) -> tuple[int, dict[str, tuple[float, int]]]:
+def usage_of(site: Site, tier: str, *, but: str = "") -> tuple[int, dict[str, tuple[float, int]]]:
     """The bytes of a tier that mounted caches were granted; and, of each unmounted one, when it was
     last used and its bytes there. ``but``: a cache that does not count."""
     held, resting = 0, {}
-    for cache in all_caches(layout):
+    for cache in all_caches(site):
         if cache.key == but or tier not in cache.granted:
             continue
-        if Share(layout, cache.key).record():
+        if Share(site, cache.key).record():
             held += cache.granted[tier]
         else:
             resting[cache.key] = (cache.last_used, cache.bytes_in(tier))
@@ -224,17 +222,17 @@ def _grant(site: Site, key: str, tier: TierSpec) -> int:
     return granted
 
 
-def discard(layout: SitePaths, key: str, why: str) -> bool:
+def discard(site: Site, key: str, why: str) -> bool:
     """Throws away a cache that no share uses; whether it could be."""
-    share = Share(layout, key)
+    share = Share(site, key)
     try:
         with locked(share.lock, 0.0):
-            cache = read_cache(layout, key)
-            state = os.path.join(layout.cache(key), "state")
+            cache = read_cache(site, key)
+            state = os.path.join(site.cache(key), "state")
             if cache is None or share.record() or share.jobs() or in_use(state):
                 return False
             log.info("removing the cache of %s of %s (%s)", cache.source, cache.user, why)
-            throw_away(layout, cache)
+            throw_away(site, cache)
             return True
     except Busy:
         return False
@@ -244,12 +242,12 @@ def _size(size: TierSize) -> str:
     return f"{size.percent:g}%" if size.percent is not None else str(size.bytes)
 
 
-def remove_empty_cache(layout: SitePaths, key: str) -> None:
+def remove_empty_cache(site: Site, key: str) -> None:
     """Takes back what `open_cache` made for a mount that failed, if it holds nothing."""
-    cache = read_cache(layout, key)
-    if cache is None or os.path.lexists(os.path.join(layout.cache(key), "state")):
+    cache = read_cache(site, key)
+    if cache is None or os.path.lexists(os.path.join(site.cache(key), "state")):
         return
     for tier in cache.granted:
         remove_directory(os.path.join(tier, key))
-    unlink(os.path.join(layout.cache(key), "cache.json"))
-    remove_directory(layout.cache(key))
+    unlink(os.path.join(site.cache(key), "cache.json"))
+    remove_directory(site.cache(key))

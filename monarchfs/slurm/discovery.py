@@ -28,7 +28,7 @@ from monarchfs.slurm.inspection import (
 from monarchfs.slurm.trees import Size
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, claims
-from monarchfs.system.bounded import Answer, answer_within, bounded_call, is_missing
+from monarchfs.system.bounded import answer_within, bounded_value, is_missing
 from monarchfs.types import OperationError, UsageError
 
 OTHER_TIER = "its last mount did not name this tier"
@@ -214,18 +214,18 @@ class Inventory:
         """What ``look`` returns in a child with the user's rights. None if it finds nothing, has no
         permission, or does not answer in time."""
 
-        def call() -> Answer:
+        def call() -> Any:
             become(user)
             try:
-                return look(), ()
+                return look()
             except FileNotFoundError:
-                return None, ()
+                return None
             except OSError as error:
                 raise OperationError(f"{path} was not looked at: {error.strerror}") from None
 
         limit = _LOOK_SECONDS + MEASURE_SECONDS
         try:
-            return bounded_call(call, timeout=limit, overdue=f"{path} does not answer")[0]
+            return bounded_value(call, timeout=limit, overdue=f"{path} does not answer")
         except OperationError as error:
             self.notes.append(str(error))
             return None

@@ -136,7 +136,7 @@ def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
     source = str(entry.get("source", record.get("source", "")))
     found = daemon.find(share.mountpoint(source)) if source else None
     after = daemon.status_of(found) if found is not None else None
-    recordings.end(share.layout, job, share.key)
+    recordings.end(share.site, job, share.key)
     share.leave(job)
     if not share.jobs():
         share.mark_idle()
@@ -181,9 +181,9 @@ def end_share(site: Site, share: Share, deadline: float, status: Status | None) 
     known = bool(share.record())
     share.clear()
     if known or mounts:
-        caches.close_cache(share.layout, share.key, status)
-    if site.wipe and (cache := caches.read_cache(share.layout, share.key)) is not None:
-        caches.throw_away(share.layout, cache)
+        caches.close_cache(share.site, share.key, status)
+    if site.wipe and (cache := caches.read_cache(share.site, share.key)) is not None:
+        caches.throw_away(share.site, cache)
     return True
 
 

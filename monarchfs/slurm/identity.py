@@ -11,7 +11,7 @@ from monarchfs.config.model import User
 from monarchfs.slurm.site import is_below
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import path_of
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import Answer, bounded_call, bounded_value
 from monarchfs.types import OperationError
 
 
@@ -19,17 +19,16 @@ def user_of(uid: int, timeout: float) -> User:
     """The user and all groups. Raises OperationError if there is none, or if the directory service
     does not answer within ``timeout`` seconds."""
 
-    def call() -> Answer:
+    def call() -> tuple[str, int, list[int]]:
         try:
             entry = pwd.getpwuid(uid)
         except KeyError:
             raise OperationError(
                 f"this node knows no user {uid}: see getent passwd {uid}"
             ) from None
-        groups = os.getgrouplist(entry.pw_name, entry.pw_gid)
-        return [entry.pw_name, entry.pw_gid, groups], ()
+        return entry.pw_name, entry.pw_gid, os.getgrouplist(entry.pw_name, entry.pw_gid)
 
-    (name, gid, groups), _ = bounded_call(
+    name, gid, groups = bounded_value(
         call,
         timeout=timeout,
         overdue=f"who user {uid} is was not known within {timeout:.0f} s: check getent passwd",

@@ -28,7 +28,7 @@ from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
 from monarchfs.slurm.records import Busy, locked, names_in, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
-from monarchfs.slurm.site import Site, SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.slurm.trees import in_use, remove_tree
 from monarchfs.supervisor.recover import (
     FoundMount,
@@ -253,9 +253,9 @@ def _unmount(found: FoundMount) -> bool:
 
 
 @contextmanager
-def _holding(layout: SitePaths, key: str) -> Iterator[bool]:
+def _holding(site: Site, key: str) -> Iterator[bool]:
     try:
-        with locked(layout.lock(key), 0.0):
+        with locked(site.lock(key), 0.0):
             yield True
     except Busy:
         yield False
@@ -267,7 +267,7 @@ def _leave(share: Share, job: int) -> bool:
 
 
 def _end(site: Site, share: Share) -> bool:
-    with _holding(share.layout, share.key) as mine:
+    with _holding(share.site, share.key) as mine:
         if not mine or share.jobs():
             return False
         if not end_share(site, share, time.monotonic() + _UMOUNT_SECONDS, last_status(share)):
@@ -275,10 +275,10 @@ def _end(site: Site, share: Share) -> bool:
         return True
 
 
-def _remove_uncounted(layout: SitePaths, key: str, path: str) -> bool:
-    with _holding(layout, key) as mine:
-        share = Share(layout, key)
-        if not mine or share.record() or share.jobs() or os.path.exists(layout.cache(key)):
+def _remove_uncounted(site: Site, key: str, path: str) -> bool:
+    with _holding(site, key) as mine:
+        share = Share(site, key)
+        if not mine or share.record() or share.jobs() or os.path.exists(site.cache(key)):
             return False
         remove_tree(path)
         return True

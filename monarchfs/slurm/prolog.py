@@ -241,7 +241,7 @@ def _mount(
             mountpoint,
             user,
             tiers=tiers,
-            state_dir=os.path.join(share.layout.cache(share.key), "state"),
+            state_dir=os.path.join(share.site.cache(share.key), "state"),
             options=options,
             log_file=site.log_file,
             unit=f"monarchfs-{share.key}-{os.getpid()}",
@@ -251,7 +251,7 @@ def _mount(
         found = daemon.find(mountpoint)
         if found is None or unmount_found(found, time.monotonic() + _UMOUNT_SECONDS).gone:
             os.unlink(os.path.join(share.directory, "share.json"))
-            caches.remove_empty_cache(share.layout, share.key)
+            caches.remove_empty_cache(share.site, share.key)
         raise
 
 

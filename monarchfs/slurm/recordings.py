@@ -33,7 +33,7 @@ from monarchfs.slurm.records import (
     write_text,
 )
 from monarchfs.slurm.shares import Share
-from monarchfs.slurm.site import Site, SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.types import MonarchError, OperationError
 
 _POLL_SECONDS = 0.1
@@ -53,10 +53,10 @@ log = logging.getLogger(__name__)
 class JobRecording:
     """Where a recording lies while it is made: a directory of the user's, and files beside it."""
 
-    def __init__(self, layout: SitePaths, name: str) -> None:
+    def __init__(self, site: Site, name: str) -> None:
         """``name``: the job's number and the share's key."""
         self.name = name
-        self._stem = os.path.join(layout.recordings, name)
+        self._stem = os.path.join(site.recordings, name)
         self.directory = self._stem
         self.file = os.path.join(self.directory, "rec")
         self.page = os.path.join(self.directory, "html")
@@ -92,9 +92,9 @@ def begin(site: Site, job: Job, user: User, share: Share, facts: Mapping[str, st
     daemon.leave_running(["job", "record", *config, "--recording", recording.name])
 
 
-def end(layout: SitePaths, job: int, key: str) -> None:
+def end(site: Site, job: int, key: str) -> None:
     """The job leaves the mount: its recording ends, within a second."""
-    recording = JobRecording(layout, f"{job}.{key}")
+    recording = JobRecording(site, f"{job}.{key}")
     if not os.path.exists(recording.facts):
         return
     try:
@@ -194,10 +194,10 @@ def _as_user(
     )
 
 
-def _remove_old(layout: SitePaths) -> None:
+def _remove_old(site: Site) -> None:
     """What a node that crashed has left."""
-    for name in names_in(layout.recordings):
-        recording = JobRecording(layout, name.removesuffix(".json"))
+    for name in names_in(site.recordings):
+        recording = JobRecording(site, name.removesuffix(".json"))
         with suppress(Busy, OSError):
             old = time.time() - os.stat(recording.facts).st_mtime > _OLD_SECONDS
             if name.endswith(".json") and old:

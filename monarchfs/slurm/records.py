@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from monarchfs.slurm.site import SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.system.trusted import Untrusted, make_directories
 from monarchfs.types import OperationError
 
@@ -38,15 +38,15 @@ _MOST_BYTES = 1 << 20
 _POLL_SECONDS = 0.03
 
 
-def prepare(layout: SitePaths) -> None:
+def prepare(site: Site) -> None:
     """Makes the missing directories, and raises OperationError if somebody else could change them.
     Others may pass through some of them, but list none."""
-    for path in (layout.run_dir, layout.shares, layout.environments):
+    for path in (site.run_dir, site.shares, site.environments):
         make_directory(path, 0o711)
-    for path in (layout.lock(""), layout.facts(0)):
+    for path in (site.lock(""), site.facts(0)):
         make_directory(os.path.dirname(path), 0o700)
-    make_directory(layout.cache_dir, 0o755)
-    make_directory(layout.caches, 0o711)
+    make_directory(site.cache_dir, 0o755)
+    make_directory(site.caches, 0o711)
 
 
 def make_directory(path: str, mode: int) -> None:

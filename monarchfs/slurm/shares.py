@@ -24,7 +24,7 @@ from monarchfs.slurm.records import (
     write_record,
     write_text,
 )
-from monarchfs.slurm.site import SitePaths
+from monarchfs.slurm.site import Site
 
 KEY = re.compile(r"[0-9a-f]{20}")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
@@ -48,16 +48,16 @@ def record_of(source: str, user: User) -> dict[str, Any]:
 class Share:
     """One share's files. ``record`` is what share.json says, empty before anything is mounted."""
 
-    layout: SitePaths
+    site: Site
     key: str
 
     @property
     def directory(self) -> str:
-        return self.layout.share(self.key)
+        return self.site.share(self.key)
 
     @property
     def lock(self) -> str:
-        return self.layout.lock(self.key)
+        return self.site.lock(self.key)
 
     @property
     def _jobs(self) -> str:
@@ -134,10 +134,10 @@ class Share:
         write_record(os.path.join(self._jobs, str(job)), entry)
 
 
-def every_share(layout: SitePaths) -> list[Share]:
-    return [Share(layout, name) for name in names_in(layout.shares) if KEY.fullmatch(name)]
+def every_share(site: Site) -> list[Share]:
+    return [Share(site, name) for name in names_in(site.shares) if KEY.fullmatch(name)]
 
 
-def shares_of(layout: SitePaths, job: int) -> list[Share]:
+def shares_of(site: Site, job: int) -> list[Share]:
     """The shares whose sets a job is in."""
-    return [share for share in every_share(layout) if job in share.jobs()]
+    return [share for share in every_share(site) if job in share.jobs()]

@@ -70,11 +70,46 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class SitePaths:
-    """Where prologs and epilogs keep their files: see ``slurm/records.py``."""
+class Site:
+    """The site's configuration. ``tiers`` as for mount: what one dataset of one user may take;
+    ``budget``: what all together may, by the tier's path. ``options`` are those of ``mount -o``.
+    ``path`` is the file, None for the usual one. Times are in seconds. ``peer_key`` is a file, on
+    each node, with the key by which the mounts of a job's nodes share, on one of ``peer_ports``
+    (the first and the last); None: they do not. With ``record_bytes`` the mounts of each job are
+    recorded, in files of at most so many bytes. Files of prologs and epilogs lie in ``run_dir`` and
+    ``cache_dir``: see ``slurm/records.py``."""
 
     run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
     cache_dir: str = ROOT_CACHE_DIR
+    path: str | None = None
+    tiers: tuple[TierSpec, ...] = (TierSpec(ROOT_CACHE_DIR, DEFAULT_TIER_SIZE),)
+    budget: Mapping[str, TierSpec] = field(default_factory=dict)
+    options: tuple[str, ...] = ("freshness=immutable",)
+    allow: tuple[Allow, ...] = ()
+    given: tuple[Given, ...] = ()
+    deadline_seconds: float = 20.0
+    linger_seconds: float = 0.0
+    wipe: bool = False
+    nice: int = 5
+    peer_key: str | None = None
+    peer_ports: tuple[int, int] = (21000, 23999)
+    peer_tls: bool = False
+    record_bytes: int = 0
+    report_dir: str = "/var/log/monarchfs/jobs"
+    log_file: str | None = "/var/log/monarchfs/slurm.log"
+
+    def roots_for(self, job: Job) -> list[str]:
+        """Below which directories a job may ask for datasets."""
+        return [root for one in self.allow if one.who.matches(job) for root in one.roots]
+
+    def index_of(self, path: str) -> str | None:
+        """The file with the names and attributes of a dataset, if the site has one."""
+        return next((one.index for one in self.given if one.request.path == path), None)
+
+    def given_to(self, job: Job) -> list[Request]:
+        return [one.request for one in self.given if one.who.matches(job)]
+
+    # Where files are
 
     def lock(self, key: str) -> str:
         return os.path.join(self.run_dir, "locks", key)
@@ -106,44 +141,6 @@ class SitePaths:
     @property
     def recordings(self) -> str:
         return os.path.join(self.cache_dir, "recordings")
-
-
-@dataclass(frozen=True, slots=True)
-class Site(SitePaths):
-    """The site's configuration. ``tiers`` as for mount: what one dataset of one user may take;
-    ``budget``: what all together may, by the tier's path. ``options`` are those of ``mount -o``.
-    ``path`` is the file, None for the usual one. Times are in seconds. ``peer_key`` is a file, on
-    each node, with the key by which the mounts of a job's nodes share, on one of ``peer_ports``
-    (the first and the last); None: they do not. With ``record_bytes`` the mounts of each job are
-    recorded, in files of at most so many bytes."""
-
-    path: str | None = None
-    tiers: tuple[TierSpec, ...] = (TierSpec(ROOT_CACHE_DIR, DEFAULT_TIER_SIZE),)
-    budget: Mapping[str, TierSpec] = field(default_factory=dict)
-    options: tuple[str, ...] = ("freshness=immutable",)
-    allow: tuple[Allow, ...] = ()
-    given: tuple[Given, ...] = ()
-    deadline_seconds: float = 20.0
-    linger_seconds: float = 0.0
-    wipe: bool = False
-    nice: int = 5
-    peer_key: str | None = None
-    peer_ports: tuple[int, int] = (21000, 23999)
-    peer_tls: bool = False
-    record_bytes: int = 0
-    report_dir: str = "/var/log/monarchfs/jobs"
-    log_file: str | None = "/var/log/monarchfs/slurm.log"
-
-    def roots_for(self, job: Job) -> list[str]:
-        """Below which directories a job may ask for datasets."""
-        return [root for one in self.allow if one.who.matches(job) for root in one.roots]
-
-    def index_of(self, path: str) -> str | None:
-        """The file with the names and attributes of a dataset, if the site has one."""
-        return next((one.index for one in self.given if one.request.path == path), None)
-
-    def given_to(self, job: Job) -> list[Request]:
-        return [one.request for one in self.given if one.who.matches(job)]
 
 
 def read_site(path: str | None = None) -> Site:

@@ -14,14 +14,17 @@ import os
 import stat as stat_module
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from monarchfs.core.units import Unit
 from monarchfs.source._stats import stat_each
+from monarchfs.source.direct import DirectDescriptor, DirectReads
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
-from monarchfs.source.open_files import OpenFiles, knows_layouts
+from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.system.file_system_type import IN_MEMORY, LUSTRE, file_system_type
-from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat
+from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
 
 # Not O_NOATIME: sites purge their scratch file systems by access time.
 # O_NONBLOCK: should the file have become a FIFO meanwhile, opening it must not wait for a writer.
@@ -69,12 +72,12 @@ Batch = list[SourceEntry]
 Batches = Generator[Batch, None, None]
 
 
-class PosixSource(OpenFiles):
+class PosixSource:
     """The source below ``root_fd``, which stays the caller's. Thread-safe.
 
     All fields are constant (the cache of directories has its own lock) but ``_kinds``, f_type of
-    statfs(2) by device. ``root`` is the DirRef of
-    the root; ``has_layouts`` says that files may have a Lustre layout.
+    statfs(2) by device, and how direct reads went so far. ``root`` is the DirRef of the root,
+    ``device`` its st_dev; ``has_layouts`` says that files may have a Lustre layout.
     """
 
     def __init__(
@@ -90,13 +93,13 @@ class PosixSource(OpenFiles):
         if root is None:
             st = os.fstat(root_fd)
             root = st.st_dev, st.st_ino
-        device, ino = root
-        super().__init__(device)
+        self.device, ino = root
         self.root = DirRef(b"", ino)
         self._root_fd = root_fd
         self._kinds: dict[int, int] = {}
-        self._dirs = DirHandles(root_fd, ino, device, max_directories)
-        self.has_layouts = knows_layouts(root_fd) if has_layouts is None else has_layouts
+        self._dirs = DirHandles(root_fd, ino, self.device, max_directories)
+        self._direct = DirectReads()
+        self.has_layouts = _knows_layouts(root_fd) if has_layouts is None else has_layouts
 
     def opened_directory(self, directory: DirRef) -> DirHandle | None:
         """A descriptor (O_PATH) of a directory, for ``with``, if it is open already: the source is
@@ -310,6 +313,71 @@ class PosixSource(OpenFiles):
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._root_fd)
 
+    # -- open files: descriptors from ``open``
+
+    def fstat(self, fd: int) -> SourceStat:
+        """The attributes that the file behind a descriptor from ``open`` has now."""
+        return SourceStat.of(os.fstat(fd), self.device)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor from ``open``; a network file system may tell its server."""
+        os.close(fd)
+
+    def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        """``size`` bytes (fewer only at the end of the file), and the version seen *after* them.
+
+        Bytes that were read while the version was V before and is V now are V's.
+        """
+        data = os.pread(fd, size, offset)
+        st = os.fstat(fd)
+        if len(data) < size and offset + len(data) < st.st_size:
+            data, st = _read_on(fd, offset, size, data)
+        # The mount's own pages or a tier have the bytes: they shall not be in memory twice.
+        if data:
+            _advise(fd, offset, len(data), os.POSIX_FADV_DONTNEED)
+        return data, SourceVersion(
+            self._device(st), st.st_ino, st.st_size, st.st_mtime_ns, st.st_ctime_ns
+        )
+
+    def read_for_reader(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        """``read`` of what is not kept: the kernel may read ahead of a sequential reader."""
+        _advise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+        return self.read(fd, offset, size)
+
+    def read_once(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
+        """``read`` of what is kept, without the kernel's readahead. Another call may be fetching
+        what follows; and where memory is short, readahead pages are dropped and read twice. Calls
+        for one file run side by side, so this holds until ``read_for_reader``."""
+        _advise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return self.read(fd, offset, size)
+
+    def read_unit(self, fd: int, direct: DirectDescriptor, unit: Unit) -> int:
+        """``read_once`` of a unit; returns its bytes. ``direct`` is of the same file. Raises
+        SourceChanged if the file has another version now; blocks that came before are good."""
+        if not self._direct.read(unit, fd, direct):
+            raise SourceChanged("it changed while it was read")
+        return unit.read_bytes
+
+    def layout(self, fd: int) -> Layout | None:
+        return read_layout(fd)
+
+    def _device(self, st: os.stat_result) -> int:
+        return 0 if st.st_dev == self.device else st.st_dev
+
+
+def read_layout(fd: int) -> Layout | None:
+    """Where an open file's bytes are, as far as that is known: Lustre answers from what the client
+    has in memory of it. Raises Archived, OSError."""
+    try:
+        layout = parse(os.getxattr(fd, ATTRIBUTE))
+    except OSError as error:
+        if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+            raise
+        return None
+    if layout is not None and layout.released:
+        raise Archived(errno.ENODATA, "its bytes are in the archive (HSM)")
+    return layout
+
 
 def _has_acl(path: bytes, follow: bool) -> bool:
     """Raises OSError where the source does not say."""
@@ -369,3 +437,40 @@ def _type_of(entry: os.DirEntry[str]) -> FileType | None:
     except PermissionError:
         # A directory that may be read but not searched: its names are all there is to know.
         return FileType.UNKNOWN
+
+
+def _knows_layouts(root_fd: int) -> bool:
+    """Whether files below the directory may have a layout."""
+    try:
+        os.getxattr(b"/proc/self/fd/%d" % root_fd, ATTRIBUTE)
+    except OSError as error:
+        # Lustre alone has attributes whose names begin like this one. It may fail, or be down.
+        return error.errno == errno.ENODATA or _is_lustre(root_fd)
+    return True
+
+
+def _is_lustre(fd: int) -> bool:
+    """True also where that is not known."""
+    try:
+        return file_system_type(fd) == LUSTRE
+    except OSError:
+        return True
+
+
+def _advise(fd: int, offset: int, size: int, advice: int) -> None:
+    """posix_fadvise(2), which is advice: no read fails because it was not taken."""
+    with suppress(OSError):
+        os.posix_fadvise(fd, offset, size, advice)
+
+
+def _read_on(fd: int, offset: int, size: int, data: bytes) -> tuple[bytes, os.stat_result]:
+    """Go on after a short read that was not the end of the file."""
+    parts = [data]
+    have = len(data)
+    while have < size:
+        data = os.pread(fd, size - have, offset + have)
+        if not data:
+            break
+        parts.append(data)
+        have += len(data)
+    return b"".join(parts), os.fstat(fd)

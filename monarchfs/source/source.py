@@ -1,45 +1,180 @@
-"""The asynchronous facade: each blocking function of the source, in a thread of its lane."""
+"""The source, asynchronous: each blocking function of ``PosixSource`` is called in a thread of its
+lane, counted and timed."""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import trio
 
 from monarchfs.core.units import Unit
-from monarchfs.source.calls import SourceCalls
+from monarchfs.metrics import DURATION_BOUNDS_NS, NS
 from monarchfs.source.direct import DirectDescriptor
-from monarchfs.source.layout import Layout
+from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, lend
 from monarchfs.source.posix import (
     AttributeNames,
     AttributeNamesEach,
     Batch,
-    Batches,
-    Found,
     FoundEach,
+    PosixSource,
 )
-from monarchfs.source.releases import Release
+from monarchfs.source.releases import Releases
+from monarchfs.system.threads import RunSync, run_sync
 from monarchfs.types import DirRef, Lane, SourceStat, SourceVersion
 
-ReadResult = tuple[bytes, SourceVersion]
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    Ts = TypeVarTuple("Ts")
+
+T = TypeVar("T")
+
+# Errors that answer the question asked. Others (EIO, ESTALE, ETIMEDOUT, ...) mean trouble.
+_ANSWERS = frozenset(
+    {
+        errno.EACCES,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENODATA,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENXIO,
+        errno.EOPNOTSUPP,
+        errno.EPERM,
+        errno.ERANGE,
+    }
+)
 
 
-class Source(SourceCalls):
-    """The source, for one trio run. It has a method for each function of PosixSource, hence more
-    than twenty; their contracts are described there."""
+class Source:
+    """The lanes of one trio run, and what was asked of the source: ``call`` of a function of
+    ``posix``, or the method here of what takes more than that.
 
-    async def stat(self, directory: DirRef, name: bytes, lane: Lane) -> SourceStat:
-        return await self._call(lane, self._posix.stat, (directory, name))
+    A cancelled caller leaves at once; its call goes on in its thread, keeps its slot, and what it
+    opens is closed. ``DEMAND`` and ``BACKGROUND`` calls never wait for each other's slots.
+    ``watch`` must run for stuck calls to lend theirs: at most ``max_stuck`` slots in all, demand
+    first.
 
-    async def readlink(self, directory: DirRef, name: bytes, lane: Lane) -> bytes:
-        return await self._call(lane, self._posix.readlink, (directory, name))
+    Constant: all but ``counters``. ``demand`` and ``background`` are the lanes, to be looked at.
+    """
 
-    async def found(self, directory: DirRef, name: bytes, lane: Lane) -> Found:
-        return await self._call(lane, self._posix.found, (directory, name))
+    def __init__(
+        self,
+        posix: PosixSource,
+        *,
+        demand_threads: int = 64,
+        background_threads: int = 8,
+        stuck_seconds: float = 1.0,
+        max_stuck: int = 512,
+        deadline: float = 5.0,
+        behind: RunSync = run_sync,
+        reads_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``deadline`` (seconds) is that of ``responding``; ``behind`` runs BACKGROUND calls;
+        ``reads_elsewhere`` says whether a reader waits for a read that does not go through here
+        (``count_elsewhere``). To be called inside the trio run."""
+        self.posix = posix
+        self.counters = SourceCounters()
+        self.root = posix.root
+        self.device = posix.device
+        self.releases = Releases(stuck_seconds=stuck_seconds)
+        self.demand = LaneThreads(Lane.DEMAND, demand_threads, self.releases)
+        self.background = LaneThreads(Lane.BACKGROUND, background_threads, self.releases)
+        self._stuck_seconds = stuck_seconds
+        self._max_stuck = max_stuck
+        self._deadline = deadline
+        self._behind = behind
+        self._reads_elsewhere = reads_elsewhere
+        self._token = trio.lowlevel.current_trio_token()
+
+    async def watch(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Lend the slots of stuck calls and take them back, and start threads for releases that
+        wait, until cancelled."""
+        task_status.started()
+        while True:
+            self.counters.stuck = lend(
+                (self.demand, self.background), self._stuck_seconds, self._max_stuck
+            )
+            self.releases.go_on()
+            await trio.sleep(self._stuck_seconds / 4)
+
+    @property
+    def responding(self) -> bool:
+        """False while the source seems to hang, so that not every request waits for it anew.
+
+        True unless a DEMAND call has been out for longer than the deadline and none came back
+        within that time. Only further calls show that the source responds again: go on asking,
+        without waiting for the answer.
+        """
+        return not self.demand.hangs(self._deadline)
+
+    @property
+    def demand_waiting(self) -> bool:
+        """Whether a DEMAND call that does not hang is in the source now."""
+        return self._reads_elsewhere() or self.demand.moving(self._stuck_seconds)
+
+    @property
+    def reads_for_readers(self) -> tuple[int, int]:
+        """How many reads were made for readers, and their bytes."""
+        reads = self.counters.of(Lane.DEMAND, "read").operations
+        return reads, self.counters.demand_read_bytes
+
+    def count_elsewhere(
+        self, lane: Lane, size: int, duration_ns: int, counts: Sequence[int]
+    ) -> None:
+        """Reads that did not go through here: their bytes, the time that they took together, and
+        how many took at most as long as each of DURATION_BOUNDS_NS."""
+        operations = sum(counts)
+        kind = self.counters.of(lane, "read")
+        self.counters.operations += operations
+        self.counters.seconds += duration_ns / NS
+        self._count_bytes(lane, size)
+        kind.operations += operations
+        kind.durations.total_ns += duration_ns
+        # There are fewer bounds here: the shortest are missing.
+        missing = len(DURATION_BOUNDS_NS) - len(kind.durations.bounds_ns)
+        for bucket, count in enumerate(counts):
+            kind.durations.counts[max(0, bucket - missing)] += count
+
+    async def call(
+        self,
+        lane: Lane,
+        fn: Callable[[Unpack[Ts]], T],
+        *args: Unpack[Ts],
+        dispose: Callable[[T], object] | None = None,
+        skipped: Callable[[], object] | None = None,
+    ) -> T:
+        """What a function of ``posix`` returns or raises. ``dispose`` and ``skipped`` as of
+        ``Call``."""
+        demand = lane is Lane.DEMAND
+        threads, in_thread = (self.demand, run_sync) if demand else (self.background, self._behind)
+        counters = self.counters
+        counters.operations += 1
+        kind = counters.of(lane, fn.__name__)
+        kind.operations += 1
+        call = Call(threads, fn, args, dispose, skipped)
+        try:
+            result = await in_thread(call, abandon_on_cancel=True, limiter=threads.limiter)
+        except trio.Cancelled:
+            call.abandon()
+            raise
+        except OSError as error:
+            if error.errno not in _ANSWERS:
+                counters.errors += 1
+                counters.errors_by.count(error.errno)
+            raise
+        finally:
+            if call.seconds:
+                counters.seconds += call.seconds
+                kind.durations.observe(int(call.seconds * NS))
+        return cast(T, result)
 
     async def found_each(
         self,
@@ -49,73 +184,80 @@ class Source(SourceCalls):
         seconds: float = math.inf,
     ) -> FoundEach:
         """Counts as one operation per name. Some dozens of names at a time: it holds one slot."""
-        found = await self._call(lane, self._posix.found_each, (directory, names, seconds))
-        self.count_others(lane, "found_each", len(found))
+        found = await self.call(lane, self.posix.found_each, directory, names, seconds)
+        self._count_others(lane, "found_each", len(found))
         return found
 
-    async def open_directory(self, directory: DirRef, lane: Lane) -> None:
-        await self._call(lane, self._posix.open_directory, (directory,))
-
     async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:
-        return await self._call(lane, self._posix.open, (directory, name), _close_opened)
-
-    async def fstat(self, fd: int, lane: Lane) -> SourceStat:
-        return await self._call(lane, self._posix.fstat, (fd,))
-
-    async def close(self, fd: int, lane: Lane) -> None:
-        """Close ``fd``; if cancelled, it is closed all the same."""
-        await self._call(lane, self._posix.close, (fd,), None, partial(self._posix.close, fd))
+        return await self.call(lane, self.posix.open, directory, name, dispose=_close_opened)
 
     def close_soon(self, fd: int) -> None:
-        """Close ``fd`` without waiting, for clean-up: no slot. Does not block; raises nothing."""
-        self.releases.soon(partial(self._posix.close, fd))
+        """Close ``fd`` without waiting: no slot. Does not block; raises nothing."""
+        self.releases.soon(partial(self.posix.close, fd))
 
-    def list(self, directory: DirRef, lane: Lane, batch: int = 1000) -> SourceListing:
-        """``async with source.list(...) as batches: async for entries in batches: ...``"""
-        batches = self._posix.list(directory, batch)
-        return SourceListing(partial(self._next_batch, lane), batches, batch, self.releases.soon)
+    async def list(
+        self, directory: DirRef, lane: Lane, batch: int = 1000
+    ) -> AsyncGenerator[Batch, None]:
+        """``async with aclosing(source.list(...)) as batches: async for entries in batches: ...``
+
+        Closing a directory may tell a server: whoever stops early does not wait for that."""
+        batches = self.posix.list(directory, batch)
+
+        def close(_: object = None) -> None:
+            batches.close()
+
+        entries: Batch
+        while entries := await self.call(lane, next, batches, [], dispose=close, skipped=close):
+            may_follow = len(entries) == batch  # else nothing is open any more
+            try:
+                yield entries
+            except GeneratorExit:
+                if may_follow:
+                    self.releases.soon(close)
+                raise
+            if not may_follow:
+                return
 
     async def lists_all(self, directory: DirRef, name: bytes, lane: Lane) -> bool:
-        if (known := self._posix.known_to_list_all(directory)) is not None:
+        if (known := self.posix.known_to_list_all(directory)) is not None:
             return known
-        return await self._call(lane, self._posix.lists_all, (directory, name))
+        return await self.call(lane, self.posix.lists_all, directory, name)
 
-    async def read(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
-        """As PosixSource.read_for_reader. After a cancelled read ``fd`` may be closed at once: the
-        thread may then read something else under that number, but nobody sees it.
-        """
-        return await self._counted_read(lane, self._posix.read_for_reader, (fd, offset, size))
+    async def read(
+        self, fd: int, offset: int, size: int, lane: Lane, *, once: bool = False
+    ) -> tuple[bytes, SourceVersion]:
+        """As PosixSource.read_for_reader, or ``read_once``. After a cancelled read ``fd`` may be
+        closed at once: the thread may then read something else under that number, but nobody sees
+        it."""
 
-    async def read_once(self, fd: int, offset: int, size: int, lane: Lane) -> ReadResult:
-        """As PosixSource.read_once, and as ``read`` when it is cancelled."""
-        return await self._counted_read(lane, self._posix.read_once, (fd, offset, size))
+        def count_late(result: tuple[bytes, SourceVersion]) -> None:
+            self._count_late_bytes(lane, len(result[0]))
+
+        read = self.posix.read_once if once else self.posix.read_for_reader
+        result = await self.call(lane, read, fd, offset, size, dispose=count_late)
+        self._count_bytes(lane, len(result[0]))
+        return result
 
     async def read_unit(self, fd: int, direct: DirectDescriptor, unit: Unit, lane: Lane) -> None:
         """As PosixSource.read_unit. Both descriptors may be closed after a cancelled one, too, if
         the unit was stopped."""
-        dispose = partial(self.count_late_bytes, lane)
+        dispose = partial(self._count_late_bytes, lane)
         try:
-            await self._call(lane, self._posix.read_unit, (fd, direct, unit), dispose)
+            await self.call(lane, self.posix.read_unit, fd, direct, unit, dispose=dispose)
         except trio.Cancelled:
             raise
         except BaseException:
-            self.count_bytes(lane, unit.read_bytes)
+            self._count_bytes(lane, unit.read_bytes)
             raise
         finally:
             opens = direct.take_opens()
             self.counters.operations += opens
             self.counters.of(lane, "open").operations += opens
-        self.count_bytes(lane, unit.read_bytes)
-
-    async def touch(self, directory: DirRef, name: bytes, lane: Lane) -> None:
-        await self._call(lane, self._posix.touch, (directory, name))
-
-    async def getxattr(self, directory: DirRef, name: bytes, attribute: bytes, lane: Lane) -> bytes:
-        return await self._call(lane, self._posix.getxattr, (directory, name, attribute))
+        self._count_bytes(lane, unit.read_bytes)
 
     async def listxattr(self, directory: DirRef, name: bytes, lane: Lane) -> AttributeNames:
-        self.count_others(lane, "listxattr", 2)
-        return await self._call(lane, self._posix.listxattr, (directory, name))
+        self._count_others(lane, "listxattr", 2)
+        return await self.call(lane, self.posix.listxattr, directory, name)
 
     async def listxattr_each(
         self,
@@ -125,91 +267,39 @@ class Source(SourceCalls):
         seconds: float = math.inf,
     ) -> AttributeNamesEach:
         """As ``found_each``, but two operations a name: the list, and whether there is an ACL."""
-        found = await self._call(lane, self._posix.listxattr_each, (directory, names, seconds))
-        self.count_others(lane, "listxattr_each", 2 * len(found))
+        found = await self.call(lane, self.posix.listxattr_each, directory, names, seconds)
+        self._count_others(lane, "listxattr_each", 2 * len(found))
         return found
-
-    async def access(self, directory: DirRef, name: bytes, mask: int, lane: Lane) -> bool:
-        return await self._call(lane, self._posix.access, (directory, name, mask))
 
     @property
     def on_local_disk(self) -> bool:
         """Whether it lies on a block device of this node. Network file systems have none."""
-        return os.major(self._posix.device) != 0
+        return os.major(self.device) != 0
 
     @property
     def has_layouts(self) -> bool:
-        """Whether it is worth to ask for the ``layout`` of a file."""
-        return self._posix.has_layouts
+        """Whether it is worth to ask for the layout of a file."""
+        return self.posix.has_layouts
 
-    async def layout(self, fd: int, lane: Lane) -> Layout | None:
-        return await self._call(lane, self._posix.layout, (fd,))
+    def _count_others(self, lane: Lane, function: str, count: int) -> None:
+        """A call that was counted as one operation was made for ``count`` names."""
+        self.counters.operations += max(0, count - 1)
+        self.counters.of(lane, function).operations += max(0, count - 1)
 
-    async def statvfs(self, lane: Lane) -> os.statvfs_result:
-        return await self._call(lane, self._posix.statvfs, ())
+    def _count_bytes(self, lane: Lane, size: int) -> None:
+        self.counters.read_bytes += size
+        if lane is Lane.DEMAND:
+            self.counters.demand_read_bytes += size
+        else:
+            self.counters.prefetch_read_bytes += size
 
-    async def _next_batch(self, lane: Lane, batches: Batches) -> Batch:
-        """The next batch, empty at the end; closes ``batches`` if cancelled."""
-
-        def close(_: object = None) -> None:
-            batches.close()
-
-        return await self._call(lane, next, (batches, []), close, close)
-
-    async def _counted_read(
-        self, lane: Lane, fn: Callable[..., ReadResult], args: tuple[Any, ...]
-    ) -> ReadResult:
-        def count_late(result: ReadResult) -> None:
-            self.count_late_bytes(lane, len(result[0]))
-
-        result = await self._call(lane, fn, args, count_late)
-        self.count_bytes(lane, len(result[0]))
-        return result
-
-
-class SourceListing:
-    """A directory being listed: ``async with`` closes it, ``async for`` gives its batches.
-
-    ``_batches`` is the iterator while this object has to close it; None once it is exhausted or a
-    thread that may still be using it will.
-    """
-
-    def __init__(
-        self,
-        fetch: Callable[[Batches], Awaitable[Batch]],
-        batches: Batches,
-        size: int,
-        release: Callable[[Release], None],
-    ) -> None:
-        self._fetch = fetch
-        self._size = size
-        self._release = release
-        self._batches: Batches | None = batches
-
-    async def __aenter__(self) -> SourceListing:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        # Closing a directory may tell a server, and there may be no time to wait for that.
-        if self._batches is not None:
-            self._release(self._batches.close)
-            self._batches = None
-
-    def __aiter__(self) -> SourceListing:
-        return self
-
-    async def __anext__(self) -> Batch:
-        batches = self._batches
-        if batches is None:
-            raise StopAsyncIteration
-        # Until the batch is here, the iterator is the thread's.
-        self._batches = None
-        batch = await self._fetch(batches)
-        if not batch:
-            raise StopAsyncIteration
-        if len(batch) == self._size:
-            self._batches = batches
-        return batch
+    def _count_late_bytes(self, lane: Lane, size: int) -> None:
+        """``_count_bytes`` for threads: of a read that nobody waited for to the end. The source
+        served it all the same."""
+        try:
+            self._token.run_sync_soon(self._count_bytes, lane, size)
+        except trio.RunFinishedError:
+            return  # and with it whoever could have asked
 
 
 def _close_opened(opened: tuple[int, SourceStat]) -> None:

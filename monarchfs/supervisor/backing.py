@@ -11,6 +11,7 @@ a tier: nobody gets more than its owner could give away.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -25,7 +26,6 @@ from monarchfs.config import Config, DataPath
 from monarchfs.fuse.handle_table import backing_ids
 from monarchfs.fuse.mountinfo import mount_of
 from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
-from monarchfs.supervisor.beneath import find_beneath
 from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.messages import Back, Offer, Unback
 from monarchfs.types import OperationError, UsageError
@@ -48,6 +48,18 @@ _MAP = struct.Struct("=iIQ")
 _ID = struct.Struct("=I")
 _STACKED = frozenset(("overlay", "ecryptfs"))
 """File systems whose files lie on another one (super_block.s_stack_depth)."""
+
+_OPENAT2 = 437
+_NO_XDEV, _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 1, 2, 4, 8
+_RESOLVE = _NO_XDEV | _NO_MAGICLINKS | _NO_SYMLINKS | _BENEATH
+_HOW = struct.pack("=QQQ", os.O_PATH | os.O_CLOEXEC, 0, _RESOLVE)
+"""open_how: flags, mode, resolve."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.syscall.argtypes = (
+    *(ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t),
+)
 
 
 class BackingRefused(Exception):
@@ -271,3 +283,14 @@ def probe(fuse: int, tier: int) -> tuple[int, int]:
         return os.fstat(descriptor).st_dev, number
     finally:
         os.close(descriptor)
+
+
+def find_beneath(directory: int, path: str) -> int:
+    """An O_PATH descriptor of what lies there. Nothing is opened, and no symbolic link or other
+    file system is entered on the way, so only the directory's file system is asked, also on close.
+    Raises OSError; ENOSYS before Linux 5.6, EPERM where a container's filter forbids it."""
+    found: int = _libc.syscall(_OPENAT2, directory, os.fsencode(path), _HOW, len(_HOW))
+    if found < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return found

@@ -1,22 +1,44 @@
 """Which worker serves a mount, and which follows when that dies, hangs, or is to be replaced.
 
 The supervisor keeps all that a worker needs to take over: the kernel's FUSE_INIT request, the
-mounted descriptor, the table of open files. The next worker's libfuse answers FUSE_INIT again, and
-that answer is dropped. When the worker serves, the kernel repeats the requests that the dead one
-left without an answer (``protocol.RESEND``). Nothing here waits: a start goes on in steps.
+mounted descriptor, the table of open files. Nothing here waits: what is due goes on in ``tick``.
+
+======== ======================================= ================================================
+phase    the worker                              what follows
+======== ======================================= ================================================
+SERVING  answers requests                        HUNG; LEAVING, where another one is to serve
+HUNG     does not, and logs its stacks           ENDING, soon
+LEAVING  was told to, for another one            ENDING, if it takes too long; STARTING the other
+ENDING   was killed                              STARTING the other, if there is one; else a death
+PAUSING  is dead                                 STARTING the next one
+STARTING answers FUSE_INIT again: the kernel has QUIETING, when it did; ENDING, if it takes too
+         an answer, so this one is dropped       long
+QUIETING waits until those before it run no      JOINING, soon in any case: the kernel is asked to
+         more: nobody would answer what they     repeat what they took and did not answer
+         take now                                (``protocol.RESEND``)
+JOINING  was told to serve                       SERVING, when it says so; ENDING, if it takes too
+                                                 long
+ENDED    is dead, and there will be no other
+======== ======================================= ================================================
+
+A worker that dies by itself while it serves, or begins to, is followed as `RestartPolicy` says: by
+PAUSING or ENDED.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
+import selectors
 import signal
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
-from typing import NamedTuple
+from typing import Any
 
-from monarchfs.supervisor.launch import WorkerLauncher, WorkerProcess
+from monarchfs.fuse.protocol import ProtocolError, parse_init_reply
+from monarchfs.supervisor.launch import WorkerProcess, describe_threads
 from monarchfs.supervisor.messages import (
     Back,
     Failed,
@@ -24,13 +46,13 @@ from monarchfs.supervisor.messages import (
     Ready,
     StatusReport,
     Unback,
+    WorkerLoaded,
 )
+from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.reaper import DeadWorker, Reaper
-from monarchfs.supervisor.restart_policy import Follows, RestartPolicy, WorkerLife
-from monarchfs.supervisor.stacks import describe_threads
-from monarchfs.supervisor.standby import Candidate, Replacement, Standby
-from monarchfs.supervisor.startup import SOON_SECONDS, Mounted, Startup, WorkerOwner
-from monarchfs.supervisor.watchdog import LOOK_SECONDS, Watchdog
+from monarchfs.supervisor.reports import Reports
+from monarchfs.supervisor.restart_policy import RestartPolicy
+from monarchfs.supervisor.vital_signs import VitalSigns
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -46,12 +68,21 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 _STACKS_SECONDS = 0.3
 _KILLED_SECONDS = 2.0
+_QUIET_SECONDS = 1.0
+"""So long those before it may take to stop running."""
+
+_LOAD_SECONDS, _LOAD_SOON_SECONDS = 1.0, 0.1
+"""When the next worker is loaded, after one has begun to serve. Soon, if the one before it has died
+as well: that may go on."""
+
+_LOAD_AGAIN_SECONDS = 60.0
+_LOOK_SECONDS, _SILENT_LOOK_SECONDS = 0.5, 0.25
+_SOON_SECONDS = 0.01
+_LARGEST_INIT = 1 << 18
 
 
 class Phase(Enum):
-    """``SERVING``: a worker answers. ``HUNG``: it does not, and logs its stacks. ``LEAVING``: it
-    was told to, for another one. ``ENDING``: it was killed. ``PAUSING``: there is none.
-    ``STARTING``: one does not serve yet. ``ENDED``: there will be no other."""
+    """As the table above says."""
 
     SERVING = 1
     HUNG = 2
@@ -59,58 +90,64 @@ class Phase(Enum):
     ENDING = 4
     PAUSING = 5
     STARTING = 6
-    ENDED = 7
+    QUIETING = 7
+    JOINING = 8
+    ENDED = 9
 
 
-_LIVING = frozenset({Phase.SERVING, Phase.STARTING})
-
-
-class Death(NamedTuple):
-    """``when`` is a time.time()."""
-
-    why: str
-    when: float
+_BEGINNING = frozenset({Phase.STARTING, Phase.QUIETING, Phase.JOINING})
+_LIVING = _BEGINNING | {Phase.SERVING}
+_IMPATIENT = frozenset({Phase.LEAVING, Phase.ENDING, Phase.QUIETING})
+_TIMED = frozenset({Phase.HUNG, Phase.PAUSING, Phase.STARTING, Phase.JOINING})
 
 
 class Failover:
-    """Constant: the mount, how a worker is started. Changing: ``worker``, the one that serves or
-    the last that did or tried; ``phase``; ``why_replaced``, for the log; earlier workers, and how
-    they died (``reaper`` has those that are left)."""
+    """Constant: the mount, the loop's selector, what workers report. Changing: ``worker``, the one
+    that serves or the last that did or tried, and its vital signs; ``phase``, and until when that
+    lasts; ``last_death``, why and when (time.time()); ``why_replaced``, for the log; earlier
+    workers (``reaper`` has those that are left).
+
+    The standby is the next worker, loaded ahead, because loading takes most of a start. The
+    replacement is one that was asked to take the place of the one that serves; ``_then`` is told
+    the outcome; on trial, it is to end safe mode."""
 
     def __init__(
         self,
         worker: WorkerProcess,
-        launcher: WorkerLauncher,
         mounted: Mounted,
         restarts: int,
-        owner: WorkerOwner,
+        selector: selectors.BaseSelector,
+        reports: Reports,
         orphans: Sequence[DeadWorker] | None = None,
     ) -> None:
         """``worker`` serves, after ``restarts`` others; or, with ``orphans``, it was just started:
-        these workers of an earlier supervisor served until then. The owner's loop has to call
-        ``tick``, at ``next_tick`` at the latest."""
+        these workers of an earlier supervisor served until then. The loop calls what is registered
+        with ``selector``, and has to call ``tick``, at ``next_tick`` at the latest."""
         self.worker = worker
         self.phase = Phase.SERVING
         self.restarts = restarts
-        self.last_death: Death | None = None
+        self.last_death: tuple[str, float] | None = None
         self.why_replaced = ""
-        self.log = launcher.worker_log
-        self._launcher = launcher
-        self._mount = mounted
-        self._owner = owner
-        self._restart_policy = RestartPolicy()
-        self._startup: Startup | None = None
         self.reaper = Reaper(mounted)
-        # One that waits is told later how many were before it.
-        self._start_ahead = partial(launcher.start, restarts=1, waits=True)
-        self._standby = Standby(self._start_ahead, self.reaper.add)
-        self._replacement = Replacement(self.reaper.add)
-        self._retry_at = 0.0
+        self._mount = mounted
+        self._log = mounted.worker_log
+        self._selector = selector
+        self._reports = reports
+        self._restart_policy = RestartPolicy()
         self._until = 0.0
-        self._watchdog: Watchdog | None = None
+        self._ready_by = 0.0
+        self._hurried = False
+        self._retry_at = 0.0
+        self._vital_signs: VitalSigns | None = None
+        self._answered_before = 0
+        self._standby: Candidate | None = None
+        self._load_at = 0.0
+        self._replacement: Candidate | None = None
+        self._then: Callable[[str | None], None] | None = None
+        self._on_trial = False
         if orphans is None:
             self._begin_life(time.monotonic())
-            owner.watch(worker.channel, self._on_message)
+            selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
         else:
             for orphan in orphans:
                 self.reaper.add(orphan)
@@ -127,60 +164,46 @@ class Failover:
         return max(0.0, self._retry_at - time.monotonic()) if safe else None
 
     @property
+    def trouble(self) -> str:
+        """Why no worker serves now."""
+        if self.phase is Phase.HUNG:
+            return self.why_replaced
+        if self.phase is Phase.LEAVING or self.last_death is None:
+            return "the worker is being replaced"
+        return self.last_death[0]
+
+    @property
     def next_tick(self) -> float:
         """A time.monotonic()."""
         now = time.monotonic()
-        goes = self.phase in (Phase.LEAVING, Phase.ENDING)
         ends = self.phase in _LIVING and self.worker.channel.closed_at is not None
-        if goes or ends or self.reaper.waits:
-            return now + SOON_SECONDS
-        pause = LOOK_SECONDS if self._watchdog is None else self._watchdog.pause_seconds
-        times = [now + pause]
+        if self.phase in _IMPATIENT or ends or self.reaper.waits:
+            return now + _SOON_SECONDS
+        silent = self._vital_signs is not None and self._vital_signs.silent_seconds
+        times = [now + (_SILENT_LOOK_SECONDS if silent else _LOOK_SECONDS)]
         if self._loads_ahead:
-            times.append(self._standby.at)
-        if self.phase in (Phase.HUNG, Phase.PAUSING):
+            times.append(self._load_at if self._standby is None else math.inf)
+        if self.phase in _TIMED:
             times.append(self._until)
-        if self._startup is not None:
-            times.append(self._startup.next_tick)
         return min(times)
-
-    # -- what the owner asks for
-
-    def replace(
-        self, then: Callable[[str | None], None], seconds: float, *, trial: bool = False
-    ) -> None:
-        """Have another worker take this one's place. ``then`` is called once, with None when it
-        serves, or with the reason why not: then the old one goes on. A ``trial`` is to end safe
-        mode."""
-        if self._replacement.under_way or not self.serves:
-            then("the worker is being replaced already: see monarchfs status")
-            return
-        try:
-            worker = self._start_ahead()
-        except OperationError as error:
-            then(f"the installed program cannot take over: {error}")
-            return
-        self._standby.drop()  # of the release that was installed before, perhaps
-        self._replacement.begin(Candidate(worker, self._owner, seconds), then, trial)
 
     def tick(self) -> None:
         """Go on with what is due."""
         now = time.monotonic()
-        self.log.tick()
+        self._log.tick()
         self.reaper.tick(self.worker if self.serves else None)
-        if self.serves and self._replacement.tick(now):
+        if self.serves and self._is_to_leave(now):
             log.info("another worker takes the place of worker %d", self.worker.pid)
-            self._until, self.phase = now + LEAVE_SECONDS, Phase.LEAVING
-            self._owner.silenced()
+            self._enter(Phase.LEAVING, now + LEAVE_SECONDS)
+            self._reports.give_up()
             self.worker.channel.send({"do": "leave"})
         if self.phase in _LIVING and self.worker.has_ended(now):
             self._died(f"the worker {self.worker.describe_end()}", now)
             return
         match self.phase:
             case Phase.SERVING:
-                if self._loads_ahead:
-                    self._standby.tick(self._owner, now)
-                if self.retry_seconds == 0 and not self._replacement.under_way:
+                self._load_ahead(now)
+                if self.retry_seconds == 0 and self._then is None:
                     self._try_whole_worker(now)
                 self._check_worker(now)
             case Phase.HUNG if now >= self._until:
@@ -193,71 +216,180 @@ class Failover:
                 log.warning("the worker took longer than %g s to leave", LEAVE_SECONDS)
                 self._kill(now)
             case Phase.ENDING if self.worker.is_gone() or now >= self._until:
-                if self._replacement.loaded:
+                if self._replacement is not None and self._replacement.loaded:
                     self._succeed()
                 else:
                     self._died(self.why_replaced, now)
             case Phase.PAUSING if now >= self._until:
                 self._start(now)
-            case Phase.STARTING:
-                self._go_on_starting(now)
+            case Phase.QUIETING:
+                self._join(now)
+            case Phase.STARTING | Phase.JOINING if now >= self._until:
+                self._refuse("did not become ready in time", now)
 
-    def close(self, patience: float = 1.0) -> None:
+    def close(self, patience: float) -> None:
         """End the worker (see ``WorkerProcess.end``), and what was to follow it."""
-        self._replacement.drop()
-        if (standby := self._standby.drop()) is not None:
+        self._drop_replacement()
+        if (standby := self._drop_standby()) is not None:
             standby.wait_gone(1.0)  # it has the mount's descriptor
-        self._replacement.answer("the mount has ended")
+        self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
             self.worker.end(patience)
 
-    # -- a worker's life
+    def _enter(self, phase: Phase, until: float = math.inf) -> None:
+        self.phase, self._until = phase, until
+
+    # -- a worker's beginning
+
+    def _start(self, now: float) -> None:
+        safe = self._restart_policy.safe
+        standby = None if safe else self._take_standby()
+        if standby is not None:
+            self._begin(standby, waits=True)
+            return
+        self._drop_standby()
+        try:
+            worker = self._mount.start_worker(restarts=self.restarts, safe=safe)
+        except OperationError as error:
+            self._not_started(str(error), now)
+            return
+        self._begin(worker, waits=False)
+
+    def _not_started(self, why: str, now: float) -> None:
+        pause = self._restart_policy.died(None, answered=False, waited=True)
+        self.last_death = (why, time.time())
+        log.error("%s", why)
+        if pause is None:
+            self._enter(Phase.ENDED)
+        else:
+            self._enter(Phase.PAUSING, now + max(pause, 0.5))
+
+    def _begin(self, worker: WorkerProcess, *, waits: bool) -> None:
+        """``waits``: it is loaded, or will be soon, and begins when it is told to."""
+        if waits:
+            worker.channel.send({"do": "begin", "restarts": self.restarts})
+        self.worker = worker
+        self._hurried = False
+        self._ready_by = time.monotonic() + self._mount.config.start_timeout_seconds
+        self._enter(Phase.STARTING, self._ready_by)
+        self._selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
+        self._selector.register(worker.init, selectors.EVENT_READ, self._on_init)
+        worker.init.setblocking(False)
+        try:
+            worker.init.send(self._mount.handover.init_request)
+        except OSError as error:
+            log.debug("the new worker takes no FUSE_INIT: %s", error)  # it is dead, as will be seen
+
+    def _on_init(self) -> None:
+        try:
+            reply = self.worker.init.recv(_LARGEST_INIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            reply = b""
+        unwatch(self._selector, self.worker.init)
+        if not reply or self.phase is not Phase.STARTING:
+            return  # it is going to be gone
+        now = time.monotonic()
+        try:
+            parse_init_reply(reply)
+        except ProtocolError as error:
+            self._refuse(f"answers FUSE_INIT wrongly: {error}", now)
+            return
+        self._enter(Phase.QUIETING, now + _QUIET_SECONDS)
+        self._join(now)
+
+    def _join(self, now: float) -> None:
+        quiet = self.reaper.all_quiet()
+        if not quiet and now < self._until:
+            return
+        self._hurried = not quiet
+        self._enter(Phase.JOINING, self._ready_by)
+        self._mount.resend()
+        self._mount.backing.close_unused()
+        self.worker.channel.send({"do": "serve", "backing_ids": self._mount.backing.most})
+
+    def _refuse(self, why: str, now: float) -> None:
+        self.why_replaced = f"the new worker {why}"
+        self._kill(now)
 
     def _begin_life(self, now: float) -> None:
-        self._watchdog = Watchdog(self.worker, self._mount, now)
-        self._standby.wanted_from(now, soon=self.restarts > 0)
+        self._vital_signs = VitalSigns(now)
+        _beats, self._answered_before, _stuck_since = self._mount.vitals()
+        self._load_at = now + (_LOAD_SOON_SECONDS if self.restarts else _LOAD_SECONDS)
 
-    @property
-    def _loads_ahead(self) -> bool:
-        if not self._launcher.config.standby:
-            return False
-        safe = self._restart_policy.safe
-        return self.serves and not safe and not self._replacement.under_way
+    def _on_message(self) -> None:
+        try:
+            message = self.worker.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except MalformedMessage:
+            self._reports.give_up()  # it may have been the answer that somebody waits for
+            return
+        except OSError as broken:
+            self._log.drop(str(broken.strerror))
+            return
+        now = time.monotonic()
+        match message:
+            case None:
+                # Whether it is dead the ticks will see; the channel has nothing more to say.
+                unwatch(self._selector, self.worker.channel)
+            case Ready() if self.phase in _BEGINNING:
+                self.reaper.overtaken(hurried=self._hurried)
+                self._enter(Phase.SERVING)
+                self._begin_life(now)
+                self._log.say(logging.INFO, f"worker {self.worker.pid} serves")
+                self._answer(None)
+            case StatusReport(number, report, dropped):
+                if dropped:
+                    self._log.drop("a part of its status", dropped)
+                if self.serves:
+                    self._reports.arrived(number, report, now)
+            case Failed(error):
+                self._log.say(logging.ERROR, f"worker: {error}")
+                self.worker.error = error
+            case Back() | Unback():
+                reply = self._mount.backing.answer(message)
+                if not self.worker.channel.send(reply):
+                    self._mount.backing.close(reply["ids"])
+
+    # -- its end
 
     def _check_worker(self, now: float) -> None:
-        assert self._watchdog is not None
-        why = self._watchdog.check(now)
+        signs = self._vital_signs
+        assert signs is not None
+        beats, _answered, stuck_since = self._mount.vitals()
+        waiting = self._mount.waiting()
+        # Only where it is silent, because it takes a file of /proc for each thread.
+        activity = self.worker.activity() if beats == signs.beats else None
+        why = signs.check(now, beats, waiting, stuck_since, activity)
         if why is None:
             return
         log.error("the worker hangs: %s; it is replaced", why)
         self.why_replaced = f"the worker hung: {why}"
-        self._until, self.phase = now + _STACKS_SECONDS, Phase.HUNG
-        self._owner.silenced()
+        self._enter(Phase.HUNG, now + _STACKS_SECONDS)
+        self._reports.give_up()
         # faulthandler writes its stacks into its log.
         self.worker.process.send_signal(STACKS_SIGNAL)
 
     def _kill(self, now: float) -> None:
         self.worker.kill()
-        self._until, self.phase = now + _KILLED_SECONDS, Phase.ENDING
+        self._enter(Phase.ENDING, now + _KILLED_SECONDS)
 
     def _died(self, why: str, now: float) -> None:
         self._mount.resend()  # for the kernel to show whether there is anything
-        watchdog, self._watchdog = self._watchdog, None
-        never = WorkerLife(None, False, True, self.worker.was_killed)
-        life = never if watchdog is None else watchdog.life(now)
-        self.last_death = Death(why, time.time())
+        killed = self.worker.was_killed
+        self.last_death = (why, time.time())
         if self.worker.crashed:
             self._mount.mark_suspect()
         policy = self._restart_policy
-        was_safe = policy.safe
-        verdict = policy.died(life)
+        was_safe, pause = policy.safe, self._judged(killed, now)
         self._leave_behind()
-        self._replacement.drop()
-        self._replacement.answer(f"{why}; another one takes its place: see monarchfs status")
-        if verdict.follows is Follows.END:
-            self.phase = Phase.ENDED
-            self._owner.silenced()
-            self._owner.deserted(why)
+        self._drop_replacement()
+        self._answer(f"{why}; another one takes its place: see monarchfs status")
+        if pause is None:
+            self._enter(Phase.ENDED)
+            self._reports.give_up()
             return
         if policy.safe and not was_safe:
             # One of the dead may have left it damaged, whatever it died of.
@@ -269,105 +401,104 @@ class Failover:
                 why,
                 policy.retry_seconds,
             )
-        elif life.killed:
+        elif killed:
             # By the user, perhaps, again and again.
-            self.log.say(logging.ERROR, f"{why}: starting another one")
+            self._log.say(logging.ERROR, f"{why}: starting another one")
         else:
             log.error("%s: starting another one", why)
         self.restarts += 1
-        self._until, self.phase = now + verdict.pause_seconds, Phase.PAUSING
-        self._owner.silenced()  # only now: who waits is answered at once, with what stands here
-        if not verdict.pause_seconds:
+        self._enter(Phase.PAUSING, now + pause)
+        self._reports.give_up()  # only now: who waits is answered at once, with what stands here
+        if not pause:
             self._start(now)
 
+    def _judged(self, killed: bool, now: float) -> float | None:
+        """What the restart policy says of the worker's life, now that it has ended."""
+        signs, self._vital_signs = self._vital_signs, None
+        if signs is None:
+            return self._restart_policy.died(None, answered=False, waited=True, killed=killed)
+        return self._restart_policy.died(
+            signs.lived_seconds(now),
+            answered=self._mount.vitals()[1] != self._answered_before,
+            waited=bool(self._mount.waiting()),
+            killed=killed,
+        )
+
     def _leave_behind(self) -> None:
-        self._owner.unwatch(self.worker.channel)
-        self._owner.unwatch(self.worker.init)
+        unwatch(self._selector, self.worker.channel)
+        unwatch(self._selector, self.worker.init)
         self.worker.channel.close()
         self.worker.init.close()
         self.reaper.add(self.worker)
-        self._startup = None
 
-    def _start(self, now: float) -> None:
-        safe = self._restart_policy.safe
-        standby = None if safe else self._standby.take()
-        if standby is not None:
-            self._begin(standby, waits=True)
-            return
-        self._standby.drop()
-        try:
-            worker = self._launcher.start(restarts=self.restarts, safe=safe)
-        except OperationError as error:
-            self._not_started(str(error), now)
-            return
-        self._begin(worker, waits=False)
+    # -- the standby
 
-    def _not_started(self, why: str, now: float) -> None:
-        verdict = self._restart_policy.died(WorkerLife(None, False, True))
-        self.last_death = Death(why, time.time())
-        log.error("%s", why)
-        if verdict.follows is Follows.END:
-            self.phase = Phase.ENDED
-            self._owner.deserted(why)
-        else:
-            self._until, self.phase = now + max(verdict.pause_seconds, 0.5), Phase.PAUSING
+    @property
+    def _loads_ahead(self) -> bool:
+        wanted = self._mount.config.standby and not self._restart_policy.safe
+        return wanted and self.serves and self._then is None
 
-    def _begin(self, worker: WorkerProcess, *, waits: bool) -> None:
-        """``waits``: it is loaded, or will be soon, and begins when it is told to."""
-        if waits:
-            worker.channel.send({"do": "begin", "restarts": self.restarts})
-        self.worker = worker
-        self.phase = Phase.STARTING
-        self._owner.watch(worker.channel, self._on_message)
-        self._startup = Startup(worker, self._mount, self._owner, self.reaper.all_quiet)
+    def _load(self) -> WorkerProcess:
+        # One that waits is told later how many were before it.
+        return self._mount.start_worker(restarts=1, waits=True)
 
-    def _go_on_starting(self, now: float) -> None:
-        assert self._startup is not None
-        self._startup.tick(now)
-        if self._startup.failed is not None:
-            self.why_replaced = f"the new worker {self._startup.failed}"
-            self._startup = None
-            self._kill(now)
-        elif self._startup.serves:
-            self.reaper.overtaken(hurried=self._startup.was_hurried)
-            self._startup = None
-            self.phase = Phase.SERVING
-            self._begin_life(now)
-            self.log.say(logging.INFO, f"worker {self.worker.pid} serves")
-            self._replacement.answer(None)
+    def _load_ahead(self, now: float) -> None:
+        """Load the standby, if it is time."""
+        if not self._loads_ahead:
+            return
+        if self._standby is not None:
+            self._standby.tick(now)
+            if self._standby.refused is None:
+                return
+            log.warning("no worker could be loaded ahead: %s", self._standby.refused)
+            if self._standby.worker.was_killed:
+                self._load_at = now + _LOAD_SECONDS
+            self._drop_standby()
+        if now >= self._load_at:
+            self._load_at = now + _LOAD_AGAIN_SECONDS
+            try:
+                self._standby = Candidate(self._load(), self._selector, _LOAD_AGAIN_SECONDS)
+            except OperationError as error:
+                log.warning("no worker could be loaded ahead: %s", error)
 
-    def _on_message(self) -> None:
-        try:
-            message = self.worker.channel.receive(0)
-        except (TimeoutError, BlockingIOError):
-            return
-        except MalformedMessage:
-            self._owner.silenced()  # it may have been the answer that somebody waits for
-            return
-        except OSError as broken:
-            self.log.drop(str(broken.strerror))
-            return
-        match message:
-            case None:
-                # Whether it is dead the ticks will see; the channel has nothing more to say.
-                self._owner.unwatch(self.worker.channel)
-            case Ready() if self._startup is not None:
-                self._startup.serves = True
-                self._go_on_starting(time.monotonic())
-            case StatusReport(number, report, dropped):
-                if dropped:
-                    self.log.drop("a part of its status", dropped)
-                if self.serves:
-                    self._owner.reported(number, report)
-            case Failed(error):
-                self.log.say(logging.ERROR, f"worker: {error}")
-                self.worker.error = error
-            case Back() | Unback():
-                reply = self._mount.backing.answer(message)
-                if not self.worker.channel.send(reply):
-                    self._mount.backing.close(reply["ids"])
+    def _take_standby(self) -> WorkerProcess | None:
+        """The standby, if there is one, even if it is still being loaded: a new one would take
+        longer."""
+        standby = self._standby
+        if standby is None or standby.refused is not None or standby.worker.is_gone():
+            return None
+        self._standby = None
+        standby.unwatch()
+        return standby.worker
+
+    def _drop_standby(self) -> WorkerProcess | None:
+        """Kill it, if there is one; which that was."""
+        standby, self._standby = self._standby, None
+        if standby is None:
+            return None
+        standby.drop()
+        self.reaper.add(standby.worker)
+        return standby.worker
 
     # -- a worker that is replaced on purpose
+
+    def replace(
+        self, then: Callable[[str | None], None], seconds: float, *, trial: bool = False
+    ) -> None:
+        """Have another worker take this one's place. ``then`` is called once, with None when it
+        serves, or with the reason why not: then the old one goes on. A ``trial`` is to end safe
+        mode."""
+        if self._then is not None or not self.serves:
+            then("the worker is being replaced already: see monarchfs status")
+            return
+        try:
+            worker = self._load()
+        except OperationError as error:
+            then(f"the installed program cannot take over: {error}")
+            return
+        self._drop_standby()  # of the release that was installed before, perhaps
+        self._replacement = Candidate(worker, self._selector, seconds)
+        self._then, self._on_trial = then, trial
 
     def _try_whole_worker(self, now: float) -> None:
         log.info("safe mode: trying a whole worker")
@@ -380,16 +511,105 @@ class Failover:
 
         self.replace(tried, TRY_SECONDS, trial=True)
 
+    def _is_to_leave(self, now: float) -> bool:
+        """Whether another worker can take over now; one that cannot is dropped, and the old one
+        goes on."""
+        if self._replacement is None:
+            return False
+        self._replacement.tick(now)
+        refused = self._replacement.refused
+        if refused is None:
+            return self._replacement.loaded
+        log.error("the installed program cannot take over: %s", refused)
+        self._drop_replacement()
+        why = f"cannot take over, and the old one goes on: {refused}"
+        self._answer(f"the installed program {why}")
+        return False
+
     def _succeed(self) -> None:
         """The old one has left."""
-        worker = self._replacement.take()
+        replacement, self._replacement = self._replacement, None
+        assert replacement is not None
+        replacement.unwatch()
         if self.worker.crashed:
             self._mount.mark_suspect()
         self._leave_behind()
-        if self._replacement.trial:
+        if self._on_trial:
             self._restart_policy.tried()
         else:
             self._restart_policy.replaced()
         self.restarts += 1
-        self._watchdog = None
-        self._begin(worker, waits=True)
+        self._vital_signs = None
+        self._begin(replacement.worker, waits=True)
+
+    def _drop_replacement(self) -> None:
+        replacement, self._replacement, self._on_trial = self._replacement, None, False
+        if replacement is not None:
+            replacement.drop()
+            self.reaper.add(replacement.worker)
+
+    def _answer(self, error: str | None) -> None:
+        """Tell the outcome to who asked, once."""
+        then, self._then = self._then, None
+        if then is not None:
+            then(error)
+
+
+class Candidate:
+    """A worker that is loaded, and waits to take over. While another one serves, it shows whether
+    the installed program can be loaded and understands this one; it has touched nothing yet.
+    Changing: ``loaded``; ``refused``, why it cannot take over."""
+
+    def __init__(
+        self, worker: WorkerProcess, selector: selectors.BaseSelector, seconds: float
+    ) -> None:
+        """It may take ``seconds`` to load."""
+        self.worker = worker
+        self.loaded = False
+        self.refused: str | None = None
+        self._selector = selector
+        self._until = time.monotonic() + seconds
+        selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
+
+    def tick(self, now: float) -> None:
+        """See whether it ended, or says nothing in time."""
+        if self.loaded or self.refused is not None:
+            return
+        if self.worker.is_gone():
+            self.refused = f"it {self.worker.describe_end()}"
+        elif now >= self._until:
+            self.refused = "it said nothing in time"
+
+    def unwatch(self) -> None:
+        """Its messages are somebody else's from now on."""
+        unwatch(self._selector, self.worker.channel)
+
+    def drop(self) -> None:
+        """End it."""
+        self.unwatch()
+        self.worker.kill()
+        self.worker.channel.close()
+        self.worker.init.close()
+
+    def _on_message(self) -> None:
+        try:
+            message = self.worker.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except (OSError, MalformedMessage) as nonsense:
+            self.refused = f"it speaks nonsense: {nonsense}"
+            return
+        match message:
+            case WorkerLoaded():
+                self.unwatch()
+                self.loaded = True
+            case Failed(error):
+                self.refused = error
+            case None:
+                self.unwatch()  # the tick sees how it ended
+
+
+def unwatch(selector: selectors.BaseSelector, what: Any) -> None:
+    """The selector no longer has it; nothing where it has not, or where that is closed."""
+    with contextlib.suppress(KeyError, ValueError):
+        selector.unregister(what)

@@ -3,70 +3,60 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import time
 from contextlib import ExitStack
 
-from monarchfs.config import Config
 from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
-from monarchfs.supervisor.backing import BackingFiles
-from monarchfs.supervisor.launch import WorkerLauncher, WorkerProcess
+from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.messages import Failed, MalformedMessage, Ready, printable
-from monarchfs.supervisor.storage import WORKER_LOG, last_log_line, mark_suspect
+from monarchfs.supervisor.mounted import Mounted
+from monarchfs.supervisor.storage import WORKER_LOG, last_log_line
 from monarchfs.types import OperationError
+
+log = logging.getLogger(__name__)
 
 _LARGEST_INIT = 1 << 18
 """What is read from /dev/fuse at once: the kernel wants room for a full request."""
 
 
-class Crashed(OperationError):
-    """A worker died of a signal that a damaged index causes, before it was ready."""
-
-    def __init__(self, message: str, *, init_answered: bool) -> None:
-        super().__init__(message)
-        self.init_answered = init_answered
-
-
 def serving_worker(
-    launcher: WorkerLauncher,
-    request: bytes,
-    backing: BackingFiles,
+    mounted: Mounted,
     deadline: float,
     undo: ExitStack,
     *,
-    init_answered: bool = False,
     restarts: int = 0,
-) -> WorkerProcess:
-    """A worker that serves; ``undo`` ends it. Raises Crashed or another OperationError. With
-    ``init_answered`` an earlier worker of the same program has answered FUSE_INIT."""
-    config, descriptors = launcher.config, launcher.descriptors
-    worker = launcher.start(restarts=restarts)
+    init_answered: bool = False,
+) -> tuple[WorkerProcess, int]:
+    """A worker that serves, and how many were before it; ``undo`` ends it. Raises OperationError.
+
+    If the first one dies of a signal that a damaged index causes, there is a second one, which
+    checks the index, and can do without. ``init_answered``: the first one has answered FUSE_INIT.
+    """
+    worker = mounted.start_worker(restarts=restarts)
     undo.callback(worker.end)
     try:
-        reply = _negotiate(
-            worker,
-            request,
-            posix_acl=config.allow_other,
-            stack_depth=backing.stack_depth,
-            deadline=deadline,
-        )
+        reply = _negotiate(worker, mounted, deadline)
         if not init_answered:
-            os.write(descriptors.fuse, reply)
+            os.write(mounted.fuse, reply)
             init_answered = True
-            backing.begin()
-        worker.channel.send({"do": "serve", "backing_ids": backing.most})
+            mounted.backing.begin()
+        worker.channel.send({"do": "serve", "backing_ids": mounted.backing.most})
         while not _expect_alive(worker, deadline):
             continue
+        return worker, restarts
     except (OperationError, OSError) as error:
         # An OSError is the kernel's refusal of the reply.
-        message = _with_last_words(str(error), config, descriptors.state)
-        if worker.crashed:
-            mark_suspect(descriptors.state, config.user)
-            worker.end()
-            raise Crashed(message, init_answered=init_answered) from None
-        raise OperationError(message) from None
-    return worker
+        message = _with_last_words(str(error), mounted)
+    if worker.crashed:
+        mounted.mark_suspect()
+        worker.end()
+    if restarts or not worker.crashed:
+        raise OperationError(message)
+    log.warning("%s: starting another one", message)
+    return serving_worker(mounted, deadline, undo, restarts=1, init_answered=init_answered)
 
 
 def read_init_request(fuse: int, deadline: float) -> bytes:
@@ -81,11 +71,10 @@ def read_init_request(fuse: int, deadline: float) -> bytes:
         raise OperationError(f"cannot read from /dev/fuse: {error.strerror}") from None
 
 
-def _negotiate(
-    worker: WorkerProcess, request: bytes, *, posix_acl: bool, stack_depth: int, deadline: float
-) -> bytes:
+def _negotiate(worker: WorkerProcess, mounted: Mounted, deadline: float) -> bytes:
     """Gives FUSE_INIT to the worker's libfuse; its reply, amended, for the kernel. Raises
     OperationError if the worker fails or says nothing sensible before ``deadline``."""
+    request, acl = mounted.handover.init_request, mounted.config.allow_other
     poll = select.poll()
     poll.register(worker.init, select.POLLIN)
     poll.register(worker.channel, select.POLLIN)
@@ -105,7 +94,8 @@ def _negotiate(
         if not reply:
             poll.unregister(worker.init)
     try:
-        return amend_init_reply(request, reply, posix_acl=posix_acl, stack_depth=stack_depth)
+        depth = mounted.handover.stack_depth
+        return amend_init_reply(request, reply, posix_acl=acl, stack_depth=depth)
     except ProtocolError as error:
         raise OperationError(f"FUSE_INIT failed: {error}") from None
 
@@ -126,9 +116,11 @@ def _expect_alive(worker: WorkerProcess, deadline: float) -> bool:
     return isinstance(message, Ready)
 
 
-def _with_last_words(error: str, config: Config, state_dir: int) -> str:
-    words = "" if config.foreground else last_log_line(state_dir, WORKER_LOG, config.user)
-    words = printable(words)
+def _with_last_words(error: str, mounted: Mounted) -> str:
+    config, words = mounted.config, ""
+    if not config.foreground:
+        state = mounted.handover.descriptors.state
+        words = printable(last_log_line(state, WORKER_LOG, config.user))
     said = f" (its last words: {words})" if words else ""
     return f"cannot serve {config.source}: {error}{said}"
 

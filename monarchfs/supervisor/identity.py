@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +44,24 @@ def acting_as(user: User) -> Iterator[None]:
         os.seteuid(uid)
         os.setegid(gid)
         os.setgroups(groups)
+
+
+def open_file_as(
+    user: User, name: str, flags: int, mode: int = 0o600, *, directory: int | None = None
+) -> int:
+    """A file, opened as ``user``: its name, in the open ``directory`` where that is given, may be a
+    link's, or a FIFO's, for which a plain open(2) would wait. Raises OSError."""
+    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with acting_as(user):
+        return regular(os.open(name, safe, mode, dir_fd=directory))
+
+
+def regular(descriptor: int) -> int:
+    """The same; raises OSError, and closes it, if it is not that of a file."""
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "it is not a file")
 
 
 def become(user: User) -> None:

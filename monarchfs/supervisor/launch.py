@@ -1,12 +1,7 @@
-"""Starting a worker, and what is known of its process.
-
-The worker is told everything by a JSON document in a memory file and by inherited descriptors; it
-gets a clean environment and, where this process is root, the identity of the mount's user.
-"""
+"""A worker's process, and what is known of it; how programs of ours are run."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import site
@@ -14,20 +9,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import monarchfs
-from monarchfs.config import Config, User
-from monarchfs.config.model import PROTOCOL_VERSION
+from monarchfs.config import User
 from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
+from monarchfs.supervisor.channel import WorkerChannel
 from monarchfs.supervisor.identity import popen_as
-from monarchfs.supervisor.peer_server import PeerServer
-from monarchfs.supervisor.storage import WORKER_LOG, open_log
 from monarchfs.supervisor.vital_signs import Activity
-from monarchfs.supervisor.worker_logging import WorkerLogging
 from monarchfs.system.limits import explained
 from monarchfs.system.process_stat import stat_fields
 from monarchfs.types import OperationError
@@ -36,6 +26,8 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT})
 
 _CLOSED_SECONDS = 1.0
+_MOST_THREADS = 64
+_MOST_FRAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,74 +190,6 @@ class WorkerProcess:
         return f"{how} ({self.error})" if self.error else how
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLauncher:
-    """Starts the workers of one mount. ``output`` is where they write standard error, None for the
-    log in the state directory. ``source_root``: inode and device number of the source, which may
-    hang now. ``passes``: the kernel may read replicas itself. ``peer_server`` knows whom the mount
-    shares with."""
-
-    config: Config
-    command: Sequence[str]
-    descriptors: Descriptors
-    mount_ns: int
-    worker_log: WorkerLogging
-    output: int | None
-    source_root: tuple[int, int]
-    passes: bool
-    peer_server: PeerServer | None = None
-
-    def start(self, *, restarts: int, safe: bool = False, waits: bool = False) -> WorkerProcess:
-        """Starts a worker, after ``restarts`` others; raises OperationError if its program cannot
-        be run. A ``safe`` one has nothing but the source. One that ``waits`` says when it is
-        loaded, and touches nothing before it is told to begin."""
-        how = {"restarts": restarts, "safe": safe, "waits": waits}
-        if self.output is not None:
-            return self._start(how, self.output)
-        # What the dead said is kept.
-        user = self.config.user
-        stderr = open_log(self.descriptors.state, WORKER_LOG, user, truncate=not restarts)
-        try:
-            return self._start(how, stderr)
-        finally:
-            os.close(stderr)
-
-    def _start(self, how: Mapping[str, Any], stderr: int) -> WorkerProcess:
-        our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        our_channel, their_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        refuse_descriptors(our_init)
-        fds = asdict(self.descriptors)
-        fds |= {"init": their_init.fileno(), "channel": their_channel.fileno()}
-        bootstrap = {
-            "speaks": PROTOCOL_VERSION,
-            "config": self.config.to_json(),
-            "fds": fds,
-            "mount_ns": self.mount_ns,
-            "source_root": self.source_root,
-            "passes": self.passes,
-            "peers": self.peer_server and self.peer_server.peers.to_message(),
-            **how,
-        }
-        memory = os.memfd_create("monarchfs-bootstrap")
-        single = (fd for name, fd in fds.items() if name != "tiers" and fd is not None)
-        inherited = [memory, *self.descriptors.tiers, *single]
-        try:
-            os.write(memory, json.dumps(bootstrap).encode())
-            os.lseek(memory, 0, os.SEEK_SET)
-            # The mount point is for people who look at processes (ps(1)).
-            words = [*self.command, "--bootstrap-fd", str(memory), self.config.mountpoint]
-            process = spawn_as(self.config.user, words, inherited, stdout=stderr, stderr=stderr)
-        except BaseException:
-            our_init.close()
-            our_channel.close()
-            raise
-        finally:
-            os.close(memory)
-            their_init.close()
-            their_channel.close()
-        return WorkerProcess(process, WorkerChannel(our_channel, self.worker_log), our_init)
-
-
 def spawn_as(
     user: User, command: list[str], inherited: Sequence[int], *, stdout: int, stderr: int | None
 ) -> subprocess.Popen[bytes]:
@@ -289,3 +213,40 @@ def spawn_as(
         ) from None
     except OSError as error:
         raise OperationError(f"cannot run {command[0]}: {explained(error)}") from None
+
+
+def describe_threads(pid: int) -> list[str]:
+    """A line for each thread: name, state, system call, and for root the kernel's stack
+    (proc_pid_stack(5)). Empty for a process that is gone. Blocks for nothing."""
+    try:
+        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except FileNotFoundError:
+        return []
+    lines = [_describe_thread(pid, thread) for thread in threads[:_MOST_THREADS]]
+    if len(threads) > _MOST_THREADS:
+        lines.append(f"and {len(threads) - _MOST_THREADS} more threads")
+    return lines
+
+
+def _describe_thread(pid: int, thread: int) -> str:
+    name, state = (
+        _read_about(pid, thread, "comm"),
+        _read_about(pid, thread, "stat").rpartition(") ")[2][:1],
+    )
+    where = [f"in {wait}"] if (wait := _read_about(pid, thread, "wchan")) not in ("", "0") else []
+    if call := _read_about(pid, thread, "syscall"):
+        where.append(f"call {call.split(' ')[0]}")
+    frames = _read_about(pid, thread, "stack").splitlines()[:_MOST_FRAMES]
+    if frames:
+        where.append("kernel: " + " < ".join(frame.rpartition("] ")[2] for frame in frames))
+    return f"thread {thread} ({name}) {state or 'gone'}: {', '.join(where) or 'running'}"
+
+
+def _read_about(pid: int, thread: int, file: str) -> str:
+    try:
+        with open(
+            f"/proc/{pid}/task/{thread}/{file}", encoding="ascii", errors="replace"
+        ) as opened:
+            return opened.read().strip()
+    except OSError:
+        return ""

@@ -1,20 +1,29 @@
-"""Holding the private mount of a source: a connection to a namespace daemon."""
+"""Holding the private mount of a source: a connection to a namespace daemon.
+
+The jobs of a user on a node share one mount of a source, and the tasks of a job one namespace
+daemon (``supervisor.namespace_daemon``). Who shares is told by the names of their files.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import selectors
 import socket
+import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from monarchfs.config.places import Search
 from monarchfs.control.peers import peer_uid, short_socket_path
-from monarchfs.supervisor.lock import NamedLock
+from monarchfs.supervisor.lock import release_named_lock, take_named_lock
 from monarchfs.supervisor.namespace import Spaces
+from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -26,10 +35,28 @@ locks that looks for the daemon, or starts it."""
 MOST_END_SECONDS = 8.0
 """How long the end of a private mount takes at most, after the last lease is gone."""
 
+_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID")
 _BACKLOG = 128
 _WELCOME_BYTES = 1 << 16
 _WELCOME_SECONDS = 5.0
 _MOST_SPACES = 3
+
+
+def job_stem(spec: MountSpec, environ: Mapping[str, str]) -> str:
+    """The path, without suffixes, of the files of the daemon that a job of the user's has for a
+    private mount."""
+    return _stem(spec, [environ.get(name, "") for name in _JOB])
+
+
+def mount_stem(spec: MountSpec) -> str:
+    """The same of the daemon that owns the mount, for all of the user's jobs."""
+    return _stem(spec, [])
+
+
+def _stem(spec: MountSpec, job: list[str]) -> str:
+    words = "\0".join([spec.source, str(spec.user.uid), *job])
+    name = hashlib.sha256(os.fsencode(words)).hexdigest()[:24]
+    return os.path.join(spec.places.runtime_dir, name)
 
 
 @dataclass(slots=True)
@@ -45,8 +72,18 @@ class MountLease:
     _connection: socket.socket
 
     @classmethod
-    def take(cls, stem: str) -> MountLease | None:
-        """From the daemon with the files ``stem``; None if there is none, or it is about to end."""
+    def take(cls, stem: str, search: Search) -> MountLease | None:
+        """From the daemon with the files ``stem``; None if there is none, or it is about to end.
+        The directory used here comes first; other processes may use another one: without a
+        session, or since somebody else took the name in /tmp."""
+        name = os.path.basename(stem)
+        own = [place for place in search(set()) if _is_own(place)]
+        stems = dict.fromkeys([stem, *(os.path.join(place, name) for place in own)])
+        return next((lease for one in stems if (lease := cls._connected(one)) is not None), None)
+
+    @classmethod
+    def _connected(cls, stem: str) -> MountLease | None:
+        """With these files alone."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_WELCOME_SECONDS)
         descriptors: list[int] = []
@@ -176,10 +213,18 @@ def sweep(runtime_dir: str) -> None:
         if suffix not in (KEPT, STARTING):
             continue
         try:
-            lock = NamedLock.take(stem + suffix, 0.0, "")
+            lock = take_named_lock(stem + suffix, 0.0, "")
         except OperationError:
             continue  # somebody lives
         if suffix == KEPT:
             with suppress(FileNotFoundError):
                 os.unlink(stem + SOCKET)
-        lock.release()
+        release_named_lock(stem + suffix, lock)
+
+
+def _is_own(directory: str) -> bool:
+    try:
+        st = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(st.st_mode) and st.st_uid == os.geteuid() and not st.st_mode & 0o022

@@ -7,16 +7,14 @@ index.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
-import stat
 import time
 from dataclasses import asdict, dataclass
 
 from monarchfs.config import User
-from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.identity import open_file_as
 from monarchfs.types import MonarchError, OperationError
 
 LOCK = "lock"
@@ -54,13 +52,9 @@ def take_lock(state_dir: int, user: User) -> int:
     """The descriptor of the lock file in an open state directory, locked until it is closed. Opened
     as ``user``, who owns the directory and may have put a symbolic link there. Raises InUse, or
     OSError."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     while True:
-        with acting_as(user):
-            lock = os.open(LOCK, flags, 0o600, dir_fd=state_dir)
+        lock = open_file_as(user, LOCK, os.O_RDWR | os.O_CREAT, directory=state_dir)
         try:
-            if not stat.S_ISREG(os.fstat(lock).st_mode):
-                raise OSError(errno.EINVAL, "it is not a file")
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A supervisor that gives up removes the file: a new one is locked by somebody else.
             if _still_named(lock, state_dir):
@@ -100,42 +94,35 @@ def write_holder(lock: int, holder: Holder) -> None:
     os.pwrite(lock, json.dumps(asdict(holder)).encode() + b"\n", 0)
 
 
-class NamedLock:
-    """A locked file in a directory that only we can change. It exists while somebody has it, or was
-    killed with it."""
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self._path = path
-        self._descriptor = descriptor
-
-    @classmethod
-    def take(cls, path: str, deadline: float, overdue: str) -> NamedLock:
-        """Waits for it; raises OperationError(``overdue``) at ``deadline`` (time.monotonic()), and
-        where the file cannot be made."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        while True:
-            try:
-                descriptor = os.open(path, flags, 0o600)
-            except OSError as error:
-                raise OperationError(f"cannot make {path}: {error.strerror}") from None
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _still_named(descriptor, None, path):
-                    return cls(path, descriptor)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    os.close(descriptor)
-                    raise OperationError(overdue) from None
-                time.sleep(_POLL_SECONDS)
-            except BaseException:
+def take_named_lock(path: str, deadline: float, overdue: str) -> int:
+    """A locked file in a directory that only we can change: its descriptor. It exists while
+    somebody has it, or was killed with it. Waits for it; raises OperationError(``overdue``) at
+    ``deadline`` (time.monotonic()), and where the file cannot be made."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    while True:
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise OperationError(f"cannot make {path}: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _still_named(descriptor, None, path):
+                return descriptor
+        except BlockingIOError:
+            if time.monotonic() > deadline:
                 os.close(descriptor)
-                raise
+                raise OperationError(overdue) from None
+            time.sleep(_POLL_SECONDS)
+        except BaseException:
             os.close(descriptor)
+            raise
+        os.close(descriptor)
 
-    def release(self) -> None:
-        """Removes the file, then lets the next one in."""
-        os.unlink(self._path)
-        os.close(self._descriptor)
+
+def release_named_lock(path: str, descriptor: int) -> None:
+    """Removes the file, then lets the next one in."""
+    os.unlink(path)
+    os.close(descriptor)
 
 
 def _still_named(lock: int, state_dir: int | None, name: str = LOCK) -> bool:

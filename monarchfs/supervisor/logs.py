@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 import sys
 from contextlib import suppress
 from functools import partial
 from typing import TextIO
 
 from monarchfs.config import Config, User
-from monarchfs.supervisor.identity import acting_as
+from monarchfs.supervisor.identity import acting_as, open_file_as, regular
 from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log
 from monarchfs.system.effective_access import may_access
 from monarchfs.system.escaping import OneLine
@@ -135,22 +134,13 @@ def _open_log_file(path: str, user: User, *, make: bool) -> int:
                 descriptor = place.open(flags)
                 st = os.fstat(descriptor)
                 if not place.shared or (st.st_uid == 0 and st.st_nlink == 1):
-                    return _regular(descriptor)
+                    return regular(descriptor)
                 os.close(descriptor)
                 raise Untrusted(path)
         except Untrusted:
             if user.uid == 0:
                 raise
-    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with acting_as(user):
-        return _regular(os.open(path, safe, 0o666))
-
-
-def _regular(descriptor: int) -> int:
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is not a file")
+    return open_file_as(user, path, flags, 0o666)
 
 
 def _may_make(path: str, user: User) -> bool:

@@ -13,7 +13,7 @@ mount. The others have a lease there, and are *standbys* of its supervisor
 the standbys owns the mount.
 
 If several start at once, one makes the mount and the others join it: locks in the runtime directory
-and on the state directory see to that (``supervisor.shared`` has the other side).
+and on the state directory see to that.
 """
 
 from __future__ import annotations
@@ -24,21 +24,28 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from monarchfs.config import User
-from monarchfs.config.places import DefaultPlaces, default_state_dir
+from monarchfs.config.places import Search, default_state_dir
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.connection import is_dead
 from monarchfs.supervisor.daemon import Report, run_in_background
-from monarchfs.supervisor.lease import KEPT, MOST_END_SECONDS, LeaseServer, MountLease, sweep
-from monarchfs.supervisor.lock import NamedLock
+from monarchfs.supervisor.lease import (
+    KEPT,
+    MOST_END_SECONDS,
+    STARTING,
+    LeaseServer,
+    MountLease,
+    mount_stem,
+    sweep,
+)
+from monarchfs.supervisor.lock import release_named_lock, take_named_lock
 from monarchfs.supervisor.namespace import Spaces, join, leave_for_own
 from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
+from monarchfs.supervisor.registration import open_runtime_dir
 from monarchfs.supervisor.start import mount_and_supervise, take_over
 from monarchfs.supervisor.supervise import ORPHANED
 from monarchfs.supervisor.takeover import OtherRelease, StandbyConnection, own
@@ -53,7 +60,11 @@ _END_SECONDS = 3.0
 _FORCE_SECONDS = 1.0
 assert MOST_END_SECONDS >= _POLITE_SECONDS + _END_SECONDS + _FORCE_SECONDS + 2.0
 
-_PARENT_GRACE_SECONDS = 2.0
+_ATTEMPTS = 3
+_IN_USE_POLL_SECONDS = 0.05
+_DAEMON_GRACE_SECONDS, _SUPERVISOR_GRACE_SECONDS = 5.0, 2.0
+"""How much longer than these may take is waited for them."""
+
 _TICK_SECONDS = 1.0
 _POLL_SECONDS = 0.01
 
@@ -63,39 +74,47 @@ _MOST_TAKEOVERS, _TAKEOVER_SECONDS = 5, 60.0
 """Of a mount whose supervisors die more often than this, a daemon lets go."""
 
 
-@dataclass(frozen=True, slots=True)
-class MountRequest:
-    """What is to be mounted on ``source`` itself (absolute, resolved), for whom. ``stem`` is the
-    path of the daemon's files without suffixes: those with the same stem share the daemon.
-    ``mount_stem``: the same for all that share the mount."""
+def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> MountLease:
+    """Joins the private mount that is wanted, or has it made first, by a daemon with the files
+    ``stem``; blocks until ``deadline`` (time.monotonic()) and a few seconds at most. ``search``
+    names the runtime directories in which the user may have it already. Raises UsageError or
+    OperationError."""
+    with ExitStack() as made:
+        open_runtime_dir(spec.places.runtime_dir, made)
+        made.pop_all()
+    sweep(spec.places.runtime_dir)
+    overdue = f"the mount of {spec.source} that another process makes does not come about"
+    lock = take_named_lock(stem + STARTING, deadline, overdue)
+    give_up = min(deadline, time.monotonic() + MOST_END_SECONDS)
+    attempts = 0
+    try:
+        while attempts < _ATTEMPTS:
+            lease = MountLease.take(stem, search)
+            if lease is not None:
+                return lease
+            timeout = deadline - time.monotonic() + MOST_END_SECONDS + _DAEMON_GRACE_SECONDS
+            overdue = f"the mount of {spec.source} did not come about within {timeout:.0f} s"
+            run = partial(_run_daemon, spec, stem, deadline, os.getpid(), search)
+            try:
+                run_in_background(run, timeout=timeout, overdue=overdue)
+                attempts += 1
+            except OperationError as error:
+                # The mount of another job that begins or ends, perhaps, or that is taken over.
+                in_use = f"state directory {_state_dir(spec)} is in use" in str(error)
+                if not in_use or time.monotonic() > give_up:
+                    raise
+                time.sleep(_IN_USE_POLL_SECONDS)
+    finally:
+        release_named_lock(stem + STARTING, lock)
+    raise OperationError(f"the mount of {spec.source} ends as soon as it is made: see its log")
 
-    settings: Settings
-    source: str
-    user: User
-    places: DefaultPlaces
-    stem: str
-    mount_stem: str
 
-    @property
-    def state_dir(self) -> str:
-        """Where the mount's index is."""
-        return self.settings.state_dir or default_state_dir(self.places, self.source, self.user.uid)
-
-
-def run_namespace_daemon(
-    wanted: MountRequest,
-    deadline: float,
-    starter: int,
-    join_mount: Callable[[], MountLease | None],
-    report: Report,
+def _run_daemon(
+    spec: MountSpec, stem: str, deadline: float, starter: int, search: Search, report: Report
 ) -> int:
-    """The daemon's life: joins the mount of another job (``join_mount``), or mounts; calls
-    ``report``, and returns 0 when it has let go of the mount; at once if its parent ``starter`` has
-    ended meanwhile.
-
-    Raises UsageError or OperationError if it does not come about by ``deadline``
-    (time.monotonic()); nothing is left then.
-    """
+    """The daemon's life; returns 0 when it has let go of the mount, at once if its parent
+    ``starter`` has ended meanwhile. Raises UsageError or OperationError if the mount does not come
+    about by ``deadline``; nothing is left then."""
     # Who reads the command's output is not to wait for our end.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for standard in (0, 1, 2):
@@ -103,11 +122,10 @@ def run_namespace_daemon(
     os.close(null)
     with ExitStack() as undo:
         # An earlier daemon of the same job may still be letting go.
-        lock = NamedLock.take(
-            wanted.stem + KEPT, deadline, f"an earlier mount of {wanted.source} does not end"
-        )
-        undo.callback(lock.release)
-        daemon = NamespaceDaemon(wanted, join_mount)
+        overdue = f"an earlier mount of {spec.source} does not end"
+        lock = take_named_lock(stem + KEPT, deadline, overdue)
+        undo.callback(release_named_lock, stem + KEPT, lock)
+        daemon = NamespaceDaemon(spec, stem, search)
         undo.callback(daemon.end)
         daemon.begin(deadline)
         if os.getppid() == starter:
@@ -126,14 +144,16 @@ class NamespaceDaemon:
     over.
     """
 
-    def __init__(self, wanted: MountRequest, join_mount: Callable[[], MountLease | None]) -> None:
-        self._wanted = wanted
-        self._join_mount = join_mount
+    def __init__(self, spec: MountSpec, stem: str, search: Search) -> None:
+        self._spec = spec
+        self._stem = stem
+        self._mount_stem = mount_stem(spec)
+        self._search = search
         self._supervisor: int | None = None
         self._standby: StandbyConnection | None = None
         self._lease: MountLease | None = None
         self._ownership: int | None = None
-        self._mount_lock: NamedLock | None = None
+        self._mount_lock: int | None = None
         self._takeovers: deque[float] = deque(maxlen=_MOST_TAKEOVERS)
         self._selector = selectors.DefaultSelector()
         self._leases = LeaseServer(self._selector)
@@ -143,8 +163,8 @@ class NamespaceDaemon:
         lease = self._joined(deadline)
         if lease is None:
             with_users = leave_for_own()
-            self._supervisor = _start_supervisor(self._wanted, deadline)
-            self._leases.welcome["settings"] = settings_digest(self._wanted.settings)
+            self._supervisor = _start_supervisor(self._spec, deadline)
+            self._leases.welcome["settings"] = settings_digest(self._spec.settings)
             self._connect()
             self._own()
         else:
@@ -152,12 +172,12 @@ class NamespaceDaemon:
             self._leases.welcome["settings"] = lease.settings
             join(lease.spaces)
         self._leases.spaces = Spaces.own(with_users=with_users)
-        self._leases.listen(self._wanted.stem)
+        self._leases.listen(self._stem)
 
     def _joined(self, deadline: float) -> MountLease | None:
         """Stand by the mount of another job. None if there is none. Raises OperationError if its
         supervisor does not answer by ``deadline``, or is of another release."""
-        while (lease := self._join_mount()) is not None:
+        while (lease := MountLease.take(self._mount_stem, self._search)) is not None:
             try:
                 self._stands_by(lease, StandbyConnection(lease.control))
                 return lease
@@ -173,7 +193,7 @@ class NamespaceDaemon:
         """The supervisor is a child of this process, and serves or will soon."""
         found = self._find()
         if found is None or found.registered is None:
-            raise OperationError(f"{self._wanted.source} was unmounted by somebody else: try again")
+            raise OperationError(f"{self._spec.source} was unmounted by somebody else: try again")
         registered = found.registered
         self._stands_by(None, StandbyConnection(registered.socket_path))
         self._leases.welcome |= {"control": registered.socket_path, "owner": registered.owner_uid}
@@ -184,13 +204,13 @@ class NamespaceDaemon:
         if self._ownership is None:
             self._ownership = own(self._standby.handover)
         if self._ownership is None:
-            raise OperationError(f"another process owns the mount of {self._wanted.source}")
-        self._mount_lock = NamedLock.take(
-            self._wanted.mount_stem + KEPT,
+            raise OperationError(f"another process owns the mount of {self._spec.source}")
+        self._mount_lock = take_named_lock(
+            self._mount_stem + KEPT,
             time.monotonic() + MOST_END_SECONDS,
-            f"another mount of {self._wanted.source} does not come about, and does not end",
+            f"another mount of {self._spec.source} does not come about, and does not end",
         )
-        self._leases.listen(self._wanted.mount_stem)
+        self._leases.listen(self._mount_stem)
 
     def _stands_by(self, lease: MountLease | None, standby: StandbyConnection) -> None:
         """``lease``: at the daemon that owns the mount, if that is another one."""
@@ -216,10 +236,10 @@ class NamespaceDaemon:
             for key, _ in self._selector.select(_TICK_SECONDS):
                 key.data()
             if self._leases.unused and time.monotonic() > first_by:
-                log.info("nobody wants %s any more", self._wanted.source)
+                log.info("nobody wants %s any more", self._spec.source)
                 return
             if self._standby is None:
-                log.warning("the mount of %s has ended", self._wanted.source)
+                log.warning("the mount of %s has ended", self._spec.source)
                 return
 
     def end(self) -> None:
@@ -229,15 +249,15 @@ class NamespaceDaemon:
         self._drop_standby()
         if self._supervisor is not None:
             if not self._told_to_end(_POLITE_SECONDS) and not self._told_to_end(_END_SECONDS):
-                log.warning("the supervisor of %s does not end", self._wanted.source)
+                log.warning("the supervisor of %s does not end", self._spec.source)
             found = self._find()
             if found is not None:
                 remove_by_force(found, time.monotonic() + _FORCE_SECONDS)
         if self._mount_lock is not None:
-            self._mount_lock.release()
+            release_named_lock(self._mount_stem + KEPT, self._mount_lock)
         if self._lease is not None:
             self._lease.close()
-        sweep(self._wanted.places.runtime_dir)  # what daemons of killed jobs left
+        sweep(self._spec.places.runtime_dir)  # what daemons of killed jobs left
 
     # -- the supervisor
 
@@ -248,11 +268,11 @@ class NamespaceDaemon:
         if self._standby.ended:
             self._drop_standby()
             return
-        log.warning("the supervisor of %s died", self._wanted.source)
+        log.warning("the supervisor of %s died", self._spec.source)
         try:
             self._go_on(time.monotonic() + _GO_ON_SECONDS)
         except MonarchError as error:
-            log.error("nobody goes on with the mount of %s: %s", self._wanted.source, error)
+            log.error("nobody goes on with the mount of %s: %s", self._spec.source, error)
             self._drop_standby()
 
     def _go_on(self, deadline: float) -> None:
@@ -266,7 +286,7 @@ class NamespaceDaemon:
             if self._ownership is not None:
                 self._take_over(standby)
                 return
-            lease = self._join_mount()
+            lease = MountLease.take(self._mount_stem, self._search)
             if lease is not None:
                 with suppress(OperationError):
                     self._stands_by(lease, StandbyConnection(lease.control))
@@ -285,7 +305,7 @@ class NamespaceDaemon:
         if self._supervisor is not None and not self._told_to_end(_END_SECONDS, signal.SIGKILL):
             raise OperationError("its supervisor cannot die")
         workers = standby.workers
-        runtime_dir = self._wanted.places.runtime_dir
+        runtime_dir = self._spec.places.runtime_dir
         config = replace(standby.handover.config, runtime_dir=runtime_dir)
         handover = replace(standby.handover, config=config)
         parent = os.getpid()
@@ -323,26 +343,32 @@ class NamespaceDaemon:
         return self._supervisor is None
 
     def _find(self) -> FoundMount | None:
-        return find_one(self._wanted.source, lambda _: [self._wanted.places.runtime_dir])
+        return find_one(self._spec.source, lambda _: [self._spec.places.runtime_dir])
 
 
-def _start_supervisor(wanted: MountRequest, deadline: float) -> int:
+def _start_supervisor(spec: MountSpec, deadline: float) -> int:
     """The process number of the mount's supervisor, once the mount answers."""
     parent = os.getpid()
 
     def run(report: Report) -> int:
         # Without its daemon nobody would ever end it.
         die_with_parent(parent, signal.SIGTERM)
-        settings = replace(wanted.settings, state_dir=wanted.state_dir)
-        spec = MountSpec(settings, wanted.source, wanted.source, wanted.user, wanted.places)
-        return mount_and_supervise(spec, report=partial(_report, parent, report))
+        settings = replace(spec.settings, state_dir=_state_dir(spec))
+        named = replace(spec, settings=settings)
+        return mount_and_supervise(named, report=partial(_report, parent, report))
 
     left = max(0.1, deadline - time.monotonic())
     return run_in_background(
         run,
-        timeout=left + _PARENT_GRACE_SECONDS,
+        timeout=left + _SUPERVISOR_GRACE_SECONDS,
         overdue=f"the mount did not come about within {left:.0f} s",
     )
+
+
+def _state_dir(spec: MountSpec) -> str:
+    """Where the mount's index is."""
+    settings = spec.settings
+    return settings.state_dir or default_state_dir(spec.places, spec.source, spec.user.uid)
 
 
 def _report(parent: int, report: Report) -> None:

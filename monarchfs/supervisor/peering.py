@@ -1,25 +1,39 @@
-"""Whom a mount shares its copies with, as its supervisor arranges it."""
+"""Whom a mount shares its copies with, and its web server for them: started with the mount,
+restarted if it dies, ended with it."""
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import socket
 import stat
+import subprocess
+from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from monarchfs.config import Config
-from monarchfs.peers import credentials
+from monarchfs.peers import credentials, web_server
 from monarchfs.peers.certificates import key_and_certificate, public_key_pin
 from monarchfs.peers.nodes import PeerNode, Peers, parse_nodes
 from monarchfs.peers.web_server import WebServerOptions, configuration, find_nginx
 from monarchfs.supervisor.identity import acting_as, popen_as
-from monarchfs.supervisor.peer_server import PeerServer
 from monarchfs.system.bounded import answer_within
+from monarchfs.system.parent_death import die_with_parent
 from monarchfs.types import OperationError, UsageError
+
+log = logging.getLogger(__name__)
 
 _BACKLOG = 1024
 RESOLVE_SECONDS = 5.0
+_FIRST_PAUSE_SECONDS = 1.0
+_MAX_PAUSE_SECONDS = 60.0
+_STEADY_SECONDS = 60.0
+"""A server that lived for so long is started again at once."""
+_END_SECONDS = 1.0
 
 
 def find_peers(config: Config) -> Peers | None:
@@ -55,15 +69,15 @@ def find_peers(config: Config) -> Peers | None:
 
 
 def open_peer_server(
-    config: Config, peers: Peers, address: str, directory: str, tiers: list[str], undo: ExitStack
-) -> PeerServer:
-    """The web server, not started yet, with the socket on which the worker answers it.
-
-    ``address``: where it listens. ``directory`` is the server's own, below the state directory; it
-    is made here. ``tiers``: the dataset's directories. Raises OperationError.
-    """
+    config: Config, peers: Peers | None, address: str | None, undo: ExitStack
+) -> PeerServer | None:
+    """The web server, not started yet, with the socket on which the worker answers it; None where
+    the mount shares with nobody. ``address``: where it listens. Its directory, below the state
+    directory, is made here. Raises OperationError."""
+    if peers is None or address is None:
+        return None
     user = config.user
-    path = Path(directory)
+    path = Path(config.state_dir, "peers")
     own = peers.nodes[peers.own]
     certificate = key_and_certificate(peers.secret) if peers.pin else ""
     try:
@@ -75,7 +89,7 @@ def open_peer_server(
                 path,
                 address,
                 own.port,
-                [Path(tier) for tier in tiers],
+                [Path(tier.path, tier.directory) for tier in config.tiers],
                 path / "worker.sock",
                 peers.secret,
                 certificate=certificate,
@@ -107,3 +121,85 @@ def address_of(node: PeerNode, seconds: float = RESOLVE_SECONDS) -> str:
             f" {node.address}"
         )
     return address
+
+
+class PeerServer:
+    """One nginx.
+
+    Constant: its program and options, whose process it is, and the socket of the workers. Changing:
+    ``peers``, whom it serves; the process, when it was started, when the next one may be, and the
+    pause before that one.
+    """
+
+    def __init__(
+        self,
+        program: str,
+        options: WebServerOptions,
+        identity: Mapping[str, Any],
+        listener: socket.socket,
+        peers: Peers,
+    ) -> None:
+        """``identity``: arguments of ``subprocess.Popen``; ``listener``: where workers answer the
+        server, closed in the end."""
+        self.listener = listener
+        self.peers = peers
+        self._program = program
+        self._options = options
+        self._identity = identity
+        self._process: subprocess.Popen[bytes] | None = None
+        self._started = 0.0
+        self._next = 0.0
+        self._pause = _FIRST_PAUSE_SECONDS
+
+    def tick(self, now: float) -> None:
+        """Start it if it does not run."""
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return
+            self._process = None
+            if now - self._started >= _STEADY_SECONDS:
+                self._pause = _FIRST_PAUSE_SECONDS
+            log.warning(
+                "nginx ended (%s): peers get nothing from here for %g s: see %s",
+                code, self._pause, self._options.directory / "nginx.log",
+            )  # fmt: skip
+            self._put_off(now)
+        if now < self._next:
+            return
+        try:
+            self._process = web_server.start(
+                self._options,
+                self._program,
+                self._identity,
+                partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            )
+            self._started = now
+        except OSError as error:
+            log.warning("cannot start nginx: %s", error)
+            self._put_off(now)
+
+    def _put_off(self, now: float) -> None:
+        self._next = now + self._pause
+        self._pause = min(self._pause * 2, _MAX_PAUSE_SECONDS)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process that runs, if one does."""
+        if self._process is None or self._process.poll() is not None:
+            return None
+        return self._process.pid
+
+    def close(self) -> None:
+        """End it; what it serves is cut off."""
+        self.listener.close()
+        process, self._process = self._process, None
+        self._next = float("inf")
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -12,13 +12,8 @@ import socket
 
 from monarchfs.types import OperationError
 
-ADDRESS = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _BACKLOG = 16
-
-
-def listen_locally(port: int) -> socket.socket:
-    """A socket that listens on the loopback address alone. Raises OperationError."""
-    return listen_on(ADDRESS, port, "--metrics-port")
 
 
 def listen_on(address: str, port: int, option: str) -> socket.socket:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from monarchfs.supervisor.launch import WorkerProcess
-from monarchfs.supervisor.startup import Mounted
+from monarchfs.supervisor.mounted import Mounted
+from monarchfs.supervisor.takeover import OrphanedWorker
 
-
-class DeadWorker(Protocol):
-    """A worker that was killed or ended, of this supervisor or of one that died."""
-
-    @property
-    def reaped(self) -> bool:
-        """Whether nothing is left of it."""
-
-    def is_quiet(self) -> bool:
-        """Whether it can take no request any more."""
+DeadWorker = WorkerProcess | OrphanedWorker
+"""One that was killed or ended, of this supervisor or of one that died."""
 
 
 class Reaper:

@@ -7,9 +7,6 @@ a while in safe mode a normal worker is tried; if that fails, safe mode returns 
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import NamedTuple
-
 PAUSES_SECONDS = (0.0, 0.5, 2.0)
 """Before the first, second and third start after lives without any use; then comes safe mode."""
 
@@ -28,31 +25,6 @@ RETRY_SECONDS = (60.0, 300.0, 1800.0)
 KILLED_PAUSE_SECONDS = 0.25
 """Before the start that follows one that was killed before it was of any use, if the one before it
 was as well."""
-
-
-class WorkerLife(NamedTuple):
-    """How a worker lived. ``seconds`` since it served, None if it never did; ``answered``: it
-    answered a request; ``waited``: requests wait now; ``killed``: by SIGKILL, and not by us."""
-
-    seconds: float | None
-    answered: bool
-    waited: bool
-    killed: bool = False
-
-
-class Follows(Enum):
-    """What to do next."""
-
-    START = "another worker"
-    START_SAFE = "a worker in safe mode"
-    END = "the end"
-
-
-class Verdict(NamedTuple):
-    """``pause_seconds`` is how long to wait before that."""
-
-    follows: Follows
-    pause_seconds: float = 0.0
 
 
 class RestartPolicy:
@@ -84,15 +56,21 @@ class RestartPolicy:
         self.safe = False
         self._useless = self._early = self._in_safe_mode = 0
 
-    def died(self, life: WorkerLife) -> Verdict:
-        """A worker ended that nobody asked to."""
-        if life.seconds is not None and life.seconds >= LONG_LIFE_SECONDS:
+    def died(
+        self, seconds: float | None, *, answered: bool, waited: bool, killed: bool = False
+    ) -> float | None:
+        """A worker ended that nobody asked to. How many seconds to wait before the next one starts,
+        in safe mode if ``safe`` now; None: there is to be no other.
+
+        ``seconds`` since it served, None if it never did; ``answered``: it answered a request;
+        ``waited``: requests wait now; ``killed``: by SIGKILL, and not by us."""
+        if seconds is not None and seconds >= LONG_LIFE_SECONDS:
             self._useless = self._early = self._in_safe_mode = 0
             if not self.safe:
                 self._tries, self._on_trial = 0, False
-        useless = life.seconds is None or (life.waited and not life.answered)
-        early = life.seconds is None or life.seconds < EARLY_SECONDS
-        if life.killed:
+        useless = seconds is None or (waited and not answered)
+        early = seconds is None or seconds < EARLY_SECONDS
+        if killed:
             return self._killed(useless)
         self._kills = 0
         self._useless = self._useless + 1 if useless else 0
@@ -100,17 +78,16 @@ class RestartPolicy:
         if self.safe:
             self._in_safe_mode += useless or early
             if self._in_safe_mode >= MOST_IN_SAFE_MODE:
-                return Verdict(Follows.END)
-            return Verdict(Follows.START_SAFE, PAUSES_SECONDS[self._in_safe_mode])
+                return None
+            return PAUSES_SECONDS[self._in_safe_mode]
         failed_again = self._on_trial and (useless or early)
         if failed_again or self._useless > len(PAUSES_SECONDS) or self._early >= MOST_EARLY:
             self.safe, self._on_trial = True, False
-            return Verdict(Follows.START_SAFE)
-        return Verdict(Follows.START, PAUSES_SECONDS[self._useless - 1] if self._useless else 0.0)
+            return 0.0
+        return PAUSES_SECONDS[self._useless - 1] if self._useless else 0.0
 
-    def _killed(self, useless: bool) -> Verdict:
+    def _killed(self, useless: bool) -> float:
         """A kill, by anybody or for want of memory, says nothing about the worker: it counts
         neither for a loop nor against one."""
         self._kills = self._kills + 1 if useless else 0
-        follows = Follows.START_SAFE if self.safe else Follows.START
-        return Verdict(follows, KILLED_PAUSE_SECONDS if self._kills > 1 else 0.0)
+        return KILLED_PAUSE_SECONDS if self._kills > 1 else 0.0

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from monarchfs.config import Config
-from monarchfs.fuse.connection import FuseConnection, connection_of_device
-from monarchfs.fuse.handle_table import make_memory, make_table, read_vitals
+from monarchfs.fuse.connection import FuseConnection
+from monarchfs.fuse.handle_table import make_memory, make_table
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import MONARCHFS, connection_of, find_mount
 from monarchfs.fuse.protocol import InitFlag, parse_init_request
@@ -29,24 +27,20 @@ from monarchfs.fuse.requests import make_journal
 from monarchfs.fuse.unmount import unmount_bounded
 from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.backing import BackingFiles
-from monarchfs.supervisor.daemon import ending_signals
-from monarchfs.supervisor.first_worker import Crashed, read_init_request, serving_worker
-from monarchfs.supervisor.launch import Descriptors, WorkerLauncher, module_command
+from monarchfs.supervisor.daemon import Report, ending_signals
+from monarchfs.supervisor.first_worker import read_init_request, serving_worker
+from monarchfs.supervisor.launch import Descriptors, module_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
-from monarchfs.supervisor.output import WorkerOutput
-from monarchfs.supervisor.peer_server import PeerServer
-from monarchfs.supervisor.peering import address_of, find_peers, open_peer_server
-from monarchfs.supervisor.port import listen_locally, stop_listening
+from monarchfs.supervisor.mounted import Mounted
+from monarchfs.supervisor.peering import PeerServer, address_of, find_peers, open_peer_server
+from monarchfs.supervisor.port import LOOPBACK, listen_on, stop_listening
 from monarchfs.supervisor.preflight import MountSpec, checked
-from monarchfs.supervisor.readahead import read_ahead
 from monarchfs.supervisor.registration import ControlSocket, open_runtime_dir
-from monarchfs.supervisor.startup import Mounted
-from monarchfs.supervisor.storage import mark_suspect, open_state_dir
-from monarchfs.supervisor.stranded import left_out
-from monarchfs.supervisor.supervise import Supervisor, SupervisorParts
+from monarchfs.supervisor.storage import open_state_dir
+from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.supervisor.takeover import Handover, OrphanedWorker
 from monarchfs.supervisor.tieropening import open_tiers
-from monarchfs.supervisor.worker_logging import WorkerLogging
+from monarchfs.supervisor.worker_logging import WorkerOutput
 from monarchfs.types import OperationError
 
 if TYPE_CHECKING:
@@ -55,11 +49,15 @@ if TYPE_CHECKING:
 _COUNTS_BYTES = 256 << 10
 """Ten times what a mount with some tiers needs, twice."""
 
+_READAHEAD_KIB = 512
+"""A reader then waits for the worker a quarter as often as with the 128 KiB that FUSE begins with,
+while a page fault in a map still brings no more than this."""
+
 log = logging.getLogger(__name__)
 
 
 def mount_and_supervise(
-    spec: MountSpec, *, report: Callable[[], None], worker_command: Sequence[str] | None = None
+    spec: MountSpec, *, report: Report, worker_command: Sequence[str] | None = None
 ) -> int:
     """Mounts what ``spec`` says, calls ``report`` when the mount answers and supervises it until it
     is gone; the process's exit code. Closes ``spec.source_fd``.
@@ -69,11 +67,10 @@ def mount_and_supervise(
     """
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
     log_to_stderr(spec.settings.log_level)
+    command = worker_command or module_command("monarchfs.worker")
     with ExitStack() as undo:
         with _interruptible():
-            supervisor = _start(
-                spec, worker_command or module_command("monarchfs.worker"), deadline, undo
-            )
+            supervisor = _start(spec, command, deadline, undo)
             supervisor.catch_signals()
             report()
         # From here on the supervisor itself puts things back, and what it keeps (the state
@@ -88,8 +85,7 @@ def take_over(
     orphans: Sequence[OrphanedWorker],
     *,
     restarts: int,
-    report: Callable[[], None],
-    worker_command: Sequence[str] | None = None,
+    report: Report,
 ) -> int:
     """Goes on with a mount whose supervisor died, and whose workers, ``orphans``, served after
     ``restarts`` others; otherwise as `mount_and_supervise`: ``report`` is called as soon as another
@@ -97,13 +93,7 @@ def take_over(
     log_to_stderr(handover.config.log_level)
     with ExitStack() as undo:
         with _interruptible():
-            supervisor = _resume(
-                handover,
-                orphans,
-                restarts + 1,
-                worker_command or module_command("monarchfs.worker"),
-                undo,
-            )
+            supervisor = _resume(handover, orphans, restarts + 1, undo)
             supervisor.catch_signals()
             report()
         undo.pop_all()
@@ -121,11 +111,11 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     tiers = [directory.descriptor for directory in directories.opened]
     peers = find_peers(config)
     address = None if peers is None else address_of(peers.nodes[peers.own])
-    peer_server = _peer_server(config, peers, address, undo)
+    peer_server = open_peer_server(config, peers, address, undo)
     metrics = None
     if config.metrics_port is not None:
-        metrics = listen_locally(config.metrics_port).detach()
-        undo.callback(_release, (), metrics)
+        metrics = listen_on(LOOPBACK, config.metrics_port, "--metrics-port").detach()
+        undo.callback(lambda: stop_listening(socket.socket(fileno=metrics)))
     fuse, connection = _mount(config, undo)
     mount_ns = time.time_ns()
     handles = make_table()
@@ -159,123 +149,76 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         peers=None if peers is None else peers.to_message(),
         peer_address=address,
     )
-    parts = _parts(handover, command, backing, connection, peer_server, undo)
-    serve = partial(serving_worker, parts.launcher, request, backing, deadline)
-    restarts = 0
-    try:
-        worker = serve(undo)
-    except Crashed as crash:
-        # It may have been the index that killed it. The next one checks that, and can do without.
-        log.warning("%s: starting another one", crash)
-        restarts = 1
-        worker = serve(undo, init_answered=crash.init_answered, restarts=restarts)
-    read_ahead(connection.number)
+    mounted = _mounted(handover, command, connection, backing, peer_server, undo)
+    worker, restarts = serving_worker(mounted, deadline, undo)
+    _read_ahead(connection.number)
     control_socket = ControlSocket(config, config.state_dir, mount_ns, connection.number)
     undo.callback(control_socket.close)
-    stay = [(logging.WARNING, line) for line in left_out(config, directories.record)]
+    stay = [(logging.WARNING, line) for line in directories.left_out()]
     if not config.foreground:
         for level, line in stay:
             log.log(level, "%s", line)  # to who mounts; the log gets it, too
         log_as_daemon(config, state_dir)
     for level, line in (*directories.remarks, *stay):
         log.log(level, "%s", line)
-    return Supervisor(parts, worker, restarts, control_socket)
+    return Supervisor(mounted, worker, restarts, control_socket)
 
 
 def _resume(
     handover: Handover,
     orphans: Sequence[OrphanedWorker],
     restarts: int,
-    command: Sequence[str],
     undo: ExitStack,
 ) -> Supervisor:
     config, descriptors = handover.config, handover.descriptors
     open_runtime_dir(config.runtime_dir, undo)
     log_as_daemon(config, descriptors.state)
     peers = None if handover.peers is None else Peers.from_message(handover.peers)
-    peer_server = _peer_server(config, peers, handover.peer_address, undo)
+    peer_server = open_peer_server(config, peers, handover.peer_address, undo)
     if peer_server is not None:
         assert descriptors.peers is not None
         os.close(descriptors.peers)  # the name of the socket is the new one's
         descriptors = replace(descriptors, peers=peer_server.listener.fileno())
         handover = replace(handover, descriptors=descriptors)
-    mounted = find_mount(config.mountpoint)
-    connection = connection_of_device(handover.connection, descriptors.fuse, mounted)
+    mount_there = find_mount(config.mountpoint)
+    connection = FuseConnection(handover.connection, mount_there, descriptors.fuse)
     undo.callback(connection.close)
     backing = BackingFiles(config, descriptors.fuse, descriptors.tiers, descriptors.handles)
     backing.take_over(handover.stack_depth)
     for orphan in orphans:
         orphan.kill()
-    parts = _parts(handover, command, backing, connection, peer_server, undo)
-    worker = parts.launcher.start(restarts=restarts)
+    command = module_command("monarchfs.worker")
+    mounted = _mounted(handover, command, connection, backing, peer_server, undo)
+    worker = mounted.start_worker(restarts=restarts)
     undo.callback(worker.end)
     control_socket = ControlSocket(config, config.state_dir, handover.mount_ns, connection.number)
     undo.callback(control_socket.close)
-    return Supervisor(parts, worker, restarts, control_socket, orphans=orphans)
+    return Supervisor(mounted, worker, restarts, control_socket, orphans=orphans)
 
 
-def _peer_server(
-    config: Config, peers: Peers | None, address: str | None, undo: ExitStack
-) -> PeerServer | None:
-    if peers is None or address is None:
-        return None
-    return open_peer_server(
-        config,
-        peers,
-        address,
-        os.path.join(config.state_dir, "peers"),
-        [os.path.join(tier.path, tier.directory) for tier in config.tiers],
-        undo,
-    )
-
-
-def _parts(
+def _mounted(
     handover: Handover,
     command: Sequence[str],
-    backing: BackingFiles,
     connection: FuseConnection,
+    backing: BackingFiles,
     peer_server: PeerServer | None,
     undo: ExitStack,
-) -> SupervisorParts:
-    config, descriptors = handover.config, handover.descriptors
-    output = WorkerOutput() if config.foreground else None
+) -> Mounted:
+    output = WorkerOutput() if handover.config.foreground else None
     if output is not None:
         undo.callback(output.close)
-    launcher = WorkerLauncher(
-        config,
-        command,
-        descriptors,
-        handover.mount_ns,
-        WorkerLogging(),
-        output=None if output is None else output.end,
-        source_root=handover.source_root,
-        passes=backing.stack_depth > 0,
-        peer_server=peer_server,
-    )
-    mounted = Mounted(
-        descriptors.fuse,
-        connection,
-        handover.init_request,
-        descriptors.requests is not None,
-        config.start_timeout_seconds,
-        vitals=partial(read_vitals, descriptors.handles),
-        waiting=partial(_waiting, connection, descriptors.fuse),
-        mark_suspect=partial(mark_suspect, descriptors.state, config.user),
-        backing=backing,
-        peer_server=peer_server,
-    )
-    release = partial(_release, handover.locks, descriptors.metrics)
-    return SupervisorParts(handover, launcher, mounted, output, release)
+    return Mounted(handover, command, connection, backing, peer_server, output)
 
 
-def _waiting(connection: FuseConnection, fuse: int) -> int | None:
-    """How many requests wait; where the kernel does not show that, whether one was not taken."""
-    count = connection.waiting
-    if count is not None:
-        return count
-    poll = select.poll()
-    poll.register(fuse, select.POLLIN)
-    return 1 if poll.poll(0) else None
+def _read_ahead(connection: int) -> None:
+    """Have the kernel read ahead further on the mount of this connection. Only root may, and only
+    after FUSE_INIT is answered, which resets it (fs/fuse/inode.c, process_init_reply). Elsewhere
+    reads go on with the kernel's own value."""
+    try:
+        with open(f"/sys/class/bdi/0:{connection}/read_ahead_kb", "w", encoding="ascii") as file:
+            file.write(str(_READAHEAD_KIB))
+    except OSError as error:
+        log.debug("readahead stays as it is: %s", error)
 
 
 def _journal(config: Config, request: bytes, undo: ExitStack) -> int | None:
@@ -286,13 +229,6 @@ def _journal(config: Config, request: bytes, undo: ExitStack) -> int | None:
     journal = make_journal()
     undo.callback(os.close, journal)
     return journal
-
-
-def _release(locks: Sequence[int], metrics: int | None) -> None:
-    for lock in locks:
-        os.close(lock)
-    if metrics is not None:
-        stop_listening(socket.socket(fileno=metrics))
 
 
 def _mount(config: Config, undo: ExitStack) -> tuple[int, FuseConnection]:
@@ -315,14 +251,10 @@ def _mount(config: Config, undo: ExitStack) -> tuple[int, FuseConnection]:
                 f"somebody else unmounted or covered {config.mountpoint}: try again"
             )
         number = mounted.minor
-    connection = connection_of_device(number, fuse, mounted)
+    connection = FuseConnection(number, mounted, fuse)
     undo.callback(connection.close)
     undo.callback(lambda: unmount_bounded(connection, time.monotonic() + 1))
     return fuse, connection
-
-
-class _Interrupted(OperationError):
-    """A signal came while the mount was being made."""
 
 
 @contextmanager
@@ -330,7 +262,7 @@ def _interruptible() -> Iterator[None]:
     """Signals end the start in the orderly way (see `ending_signals`)."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
-        raise _Interrupted(f"interrupted by {signal.Signals(number).name}: nothing was mounted")
+        raise OperationError(f"interrupted by {signal.Signals(number).name}: nothing was mounted")
 
     numbers = ending_signals()
     for number in numbers:

@@ -1,8 +1,10 @@
 """The state directory and the tiers' directories: checked, made, opened, locked, and taken back.
 
 Checks come first and change nothing. What is made is noted in an ExitStack, which removes it if the
-mount fails: only directories made here, and only while they are empty. ``owned`` decides whether
-root or the mount's user makes and removes them.
+mount fails: only directories made here, and only while they are empty. They belong to the mount's
+user, whoever mounts. Root makes one only where root alone can change the way there (``trusted``),
+and gives away only what it has just made. Elsewhere the user makes it, who could lead root
+anywhere.
 """
 
 from __future__ import annotations
@@ -11,23 +13,25 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse.mountinfo import is_network_filesystem, mount_of
-from monarchfs.supervisor.identity import acting_as, user_name
+from monarchfs.supervisor.identity import acting_as, open_file_as, user_name
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, take_lock, write_holder
-from monarchfs.supervisor.owned import open_own, refuse_foreign
 from monarchfs.supervisor.probe import Mountpoint, OpenedSource, lineage
-from monarchfs.supervisor.tierdirs import RECORD, RECORD_NEW, read_record_of
+from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY, RECORD, RECORD_NEW, read_record_of
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.system.effective_access import may_access
 from monarchfs.system.sizes import format_bytes
-from monarchfs.system.trusted import Untrusted, place_of
+from monarchfs.system.trusted import (
+    Untrusted,
+    make_directories,
+    open_directory,
+    place_of,
+    remove_if_empty,
+)
 from monarchfs.types import OperationError, UsageError
 
 WORKER_LOG = "worker.log"
@@ -132,14 +136,22 @@ def check_size(tier: TierSpec, existing: str) -> None:
 
 
 def open_state_dir(config: Config, undo: ExitStack) -> tuple[int, int]:
-    """Makes and opens the state directory and takes its lock: both descriptors. The lock is held
-    until the second is closed. Raises OperationError, naming the other mount, if another
-    supervisor holds it."""
-    descriptor = open_own(config.state_dir, "--state-dir", config.user, undo)
+    """Makes and opens the state directory, with mode 0700 for the mount's user, and takes its lock:
+    both descriptors. The lock is held until the second is closed. Raises UsageError if the
+    directory is not the user's alone, and OperationError, naming the other mount, if another
+    supervisor holds it, or where it cannot be made."""
+    path, user = config.state_dir, config.user
+    try:
+        descriptor = _opened_or_made(path, user, undo)
+    except OSError as error:
+        raise OperationError(
+            f"cannot make {path} for {user.name}: {error.strerror}: name another --state-dir"
+        ) from None
     undo.callback(os.close, descriptor)
+    _refuse_foreign(os.fstat(descriptor), path, user)
     lock = _lock(config, descriptor)
     undo.callback(os.close, lock)
-    undo.callback(_clear_if_unused, descriptor, config.user)
+    undo.callback(_clear_if_unused, descriptor, user)
     return descriptor, lock
 
 
@@ -148,7 +160,7 @@ def open_log(state_dir: int, name: str, user: User, *, truncate: bool) -> int:
     so and the log is dropped: that is no reason not to mount."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if truncate else 0)
     try:
-        return open_users_file(state_dir, name, flags, user)
+        return open_file_as(user, name, flags, directory=state_dir)
     except OSError as error:
         log.warning(
             "%s in the state directory cannot be written: %s: remove it", name, error.strerror
@@ -160,7 +172,8 @@ def mark_suspect(state_dir: int, user: User) -> None:
     """Notes that a worker died as LMDB does of a damaged index: the next worker checks it before it
     opens it. Written as the user; errors are logged."""
     try:
-        os.close(open_users_file(state_dir, SUSPECT, os.O_WRONLY | os.O_CREAT, user))
+        flags = os.O_WRONLY | os.O_CREAT
+        os.close(open_file_as(user, SUSPECT, flags, directory=state_dir))
     except OSError as error:
         log.error("cannot mark the index as suspect: %s", error.strerror)
 
@@ -169,7 +182,7 @@ def last_log_line(state_dir: int, name: str, user: User) -> str:
     """The last line of a log that names an error, else the last; empty if there is none. (The
     traceback of an exception group ends with a drawn frame.)"""
     try:
-        descriptor = open_users_file(state_dir, name, os.O_RDONLY, user)
+        descriptor = open_file_as(user, name, os.O_RDONLY, directory=state_dir)
     except OSError:
         return ""
     with open(descriptor, "rb") as file:
@@ -177,18 +190,6 @@ def last_log_line(state_dir: int, name: str, user: User) -> str:
         text = file.read(4096).decode(errors="replace")
     lines = [line for raw in reversed(text.split("\n")) if (line := raw.strip(" |+-"))]
     return next((line for line in lines if "Error: " in line), lines[0] if lines else "")
-
-
-def open_users_file(state_dir: int, name: str, flags: int, user: User) -> int:
-    """A file of the state directory, opened as the user: its name may be a link's, or a FIFO's, for
-    which a plain open(2) would wait. Raises OSError."""
-    safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with acting_as(user):
-        descriptor = os.open(name, safe, 0o600, dir_fd=state_dir)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is not a file")
 
 
 def _check_exists(directory: StorageDirectory, cache_dir: str) -> str:
@@ -248,11 +249,11 @@ def _check_own(directory: StorageDirectory, user: User) -> None:
     except OSError as error:
         raise directory.refusal(f": {error.strerror}") from None
     if directory.own == directory.path:
-        refuse_foreign(st, directory.path, directory.option, user)
+        _refuse_foreign(st, directory.path, user)
 
 
 def _check_writable(directory: StorageDirectory, user: User) -> None:
-    """By root where root alone can change the way there, else by the user: as `open_own`."""
+    """By root where root alone can change the way there, else by the user: as it is made."""
     own = directory.own
     existing = own if own is not None and os.path.isdir(own) else nearest(directory.path)
     inside = "" if existing == own else "/."
@@ -281,24 +282,16 @@ def nearest(path: str) -> str:
     return path
 
 
-def _try(verb: str, path: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except OSError as error:
-        raise OperationError(
-            f"cannot {verb} {path}: {error.strerror}: name another directory"
-        ) from None
-
-
 def _lock(config: Config, state_dir: int) -> int:
+    path = os.path.join(config.state_dir, LOCK)
     try:
-        lock: int = _try(
-            "lock", os.path.join(config.state_dir, LOCK), partial(take_lock, state_dir, config.user)
-        )
+        lock = take_lock(state_dir, config.user)
     except InUse as error:
         raise OperationError(
             f"state directory {config.state_dir} is in use by {error}, or name another --state-dir"
         ) from None
+    except OSError as error:
+        raise _cannot("lock", path, error) from None
     holder = Holder(
         pid=os.getpid(),
         mountpoint=config.mountpoint,
@@ -307,11 +300,17 @@ def _lock(config: Config, state_dir: int) -> int:
         tiers=tuple(tier.path for tier in config.tiers),
     )
     try:
-        _try("write", os.path.join(config.state_dir, LOCK), partial(write_holder, lock, holder))
-    except BaseException:
+        write_holder(lock, holder)
+    except BaseException as error:
         os.close(lock)
+        if isinstance(error, OSError):
+            raise _cannot("write", path, error) from None
         raise
     return lock
+
+
+def _cannot(verb: str, path: str, error: OSError) -> OperationError:
+    return OperationError(f"cannot {verb} {path}: {error.strerror}: name another directory")
 
 
 def _clear_if_unused(state_dir: int, user: User) -> None:
@@ -322,3 +321,89 @@ def _clear_if_unused(state_dir: int, user: User) -> None:
         if names <= ours:
             for name in names:
                 os.unlink(name, dir_fd=state_dir)
+
+
+def open_shared(path: str, user: User, undo: ExitStack) -> tuple[int, bool]:
+    """Opens a directory in which others may have theirs; makes what is missing: a descriptor
+    (O_PATH), and whether root alone can change the way there. Raises OSError."""
+    if os.geteuid() == 0:
+        alone = user.uid != 0
+        try:
+            make_directories(path, 0o755, undo, alone=alone)
+            return open_directory(path, alone=alone), True
+        except Untrusted:
+            if user.uid == 0:
+                raise
+    with acting_as(user):
+        _make_missing(path, user, undo)
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), False
+
+
+def _opened_or_made(path: str, user: User, undo: ExitStack) -> int:
+    if os.geteuid() != 0:
+        return _open_as(user, path, undo)
+    try:
+        # Of root's own mount others may move the directory, but not lead it elsewhere.
+        return _open_as_root(path, user, undo, alone=user.uid != 0)
+    except Untrusted:
+        if user.uid == 0:
+            raise
+        return _open_as(user, path, undo)
+
+
+def _open_as_root(path: str, user: User, undo: ExitStack, *, alone: bool) -> int:
+    """Raises Untrusted, having made nothing, or OSError."""
+    make_directories(os.path.dirname(path), 0o755, undo, alone=alone)
+    with place_of(path, alone=alone) as place:
+        new = place.make(0o700)
+        if new:
+            undo.callback(remove_if_empty, path)
+        descriptor = place.open(os.O_RDONLY | os.O_DIRECTORY)
+    if new and os.fstat(descriptor).st_uid == 0 != user.uid and not os.listdir(descriptor):
+        os.fchown(descriptor, user.uid, user.gid)
+    return descriptor
+
+
+def _open_as(user: User, path: str, undo: ExitStack) -> int:
+    """All of it with the user's rights. Raises OSError."""
+    with acting_as(user):
+        _make_missing(path, user, undo)
+        return os.open(path, OPEN_DIRECTORY)
+
+
+def _make_missing(path: str, user: User, undo: ExitStack) -> None:
+    """Acting as the user already."""
+    missing = []
+    while not os.path.lexists(path) and path != "/":
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        try:
+            os.mkdir(directory, 0o700)
+        except FileExistsError:
+            continue  # another mount made it meanwhile; whose it is, is looked at later
+        undo.callback(_remove_if_empty, directory, user)
+
+
+def _refuse_foreign(st: os.stat_result, path: str, user: User) -> None:
+    """Raises UsageError unless ``st`` is a directory of the user's that nobody else may change."""
+    if not stat.S_ISDIR(st.st_mode):
+        raise UsageError(f"{path} is not a directory: remove it, or name another --state-dir")
+    if st.st_uid != user.uid:
+        raise UsageError(
+            f"{path} belongs to {user_name(st.st_uid)}, not to {user.name}: name another"
+            " --state-dir"
+        )
+    if st.st_mode & 0o022:
+        raise UsageError(
+            f"{path} can be written by others: chmod 700 {path}, or name another --state-dir"
+        )
+
+
+def _remove_if_empty(path: str, user: User) -> None:
+    try:
+        with acting_as(user):
+            os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            log.warning("cannot remove %s: %s", path, error.strerror)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,14 +19,13 @@ from monarchfs.supervisor import takeover
 from monarchfs.supervisor.clients import MOST_CLIENTS, Clients, reply
 from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.failover import Failover, Phase
-from monarchfs.supervisor.launch import WorkerLauncher, WorkerProcess
+from monarchfs.supervisor.launch import WorkerProcess
+from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.notify_systemd import ServiceManager
-from monarchfs.supervisor.output import WorkerOutput
 from monarchfs.supervisor.reaper import DeadWorker
 from monarchfs.supervisor.registration import ControlSocket
-from monarchfs.supervisor.reports import Reports, status_of
-from monarchfs.supervisor.startup import Mounted
-from monarchfs.supervisor.takeover import Handover, Standbys
+from monarchfs.supervisor.reports import Reports
+from monarchfs.supervisor.takeover import Standbys
 from monarchfs.types import MonarchError, UsageError
 
 log = logging.getLogger(__name__)
@@ -53,18 +50,6 @@ COMMANDS = ("status", "umount", "restart", "change_peers", takeover.COMMAND)
 """What is answered here; the worker knows the others."""
 
 
-@dataclass(frozen=True, slots=True)
-class SupervisorParts:
-    """What a supervisor works with. ``output``: of workers in the foreground; ``release`` lets go
-    of what was locked."""
-
-    handover: Handover
-    launcher: WorkerLauncher
-    mounted: Mounted
-    output: WorkerOutput | None
-    release: Callable[[], None]
-
-
 class Supervisor:
     """One mount, from the moment it serves until it is gone. One thread; nothing here blocks for
     more than about two seconds.
@@ -75,7 +60,7 @@ class Supervisor:
 
     def __init__(
         self,
-        parts: SupervisorParts,
+        mounted: Mounted,
         worker: WorkerProcess,
         restarts: int,
         control_socket: ControlSocket,
@@ -84,11 +69,9 @@ class Supervisor:
     ) -> None:
         """``worker`` serves, after ``restarts`` others; or, with ``orphans``, it is to follow
         these workers of a supervisor that died."""
-        self.config = parts.launcher.config
-        self.mounted = parts.mounted
+        self.config = mounted.config
+        self.mounted = mounted
         self.control_socket = control_socket
-        self._output = parts.output
-        self._release = parts.release
         self._waiting_for_unmount: list[socket.socket] = []
         self._unmount: Unmount | None = None
         self._started = time.monotonic()
@@ -99,9 +82,10 @@ class Supervisor:
         self._clients = Clients(
             control_socket.listener, self.config.user.uid, self._selector, self._answer
         )
-        self._reports = Reports(self._ask_for_report, self._reply_status)
-        self._standbys = Standbys(parts.handover)
-        self.failover = Failover(worker, parts.launcher, parts.mounted, restarts, self, orphans)
+        self._reports = Reports()
+        self._reports.due.add(self._reply_status)
+        self._standbys = Standbys(mounted.handover)
+        self.failover = Failover(worker, mounted, restarts, self._selector, self._reports, orphans)
 
     def catch_signals(self) -> None:
         """From here on signals unmount; those that come before `run` are kept for it."""
@@ -115,8 +99,8 @@ class Supervisor:
         """Serves until the mount is gone; the exit code: 0, or 1 if no worker could serve it."""
         register = partial(self._selector.register, events=selectors.EVENT_READ)
         register(self._wake_reading, data=self._on_signal)
-        if self._output is not None:
-            register(self._output, data=self._output.pass_on)
+        if (output := self.mounted.output) is not None:
+            register(output, data=output.pass_on)
         self._manager.ready(f"serving {self.config.source} on {self.config.mountpoint}")
         while self._exit_code is None:
             for key, _ in self._selector.select(self._seconds_to_next()):
@@ -140,38 +124,18 @@ class Supervisor:
             log.info("%s again: unmounting by force", name)
             self._unmount.deadline = time.monotonic()
 
-    # As the workers' owner (``startup.WorkerOwner``)
-
-    def watch(self, what: Any, then: Callable[[], None]) -> None:
-        self._selector.register(what, selectors.EVENT_READ, then)
-
-    def unwatch(self, what: Any) -> None:
-        with contextlib.suppress(KeyError, ValueError):  # it is not watched; it is closed
-            self._selector.unregister(what)
-
-    def reported(self, number: int, report: Mapping[str, Any]) -> None:
-        self._reports.arrived(number, report, time.monotonic())
-
-    def silenced(self) -> None:
-        self._reports.give_up()
-
-    def deserted(self, why: str) -> None:
-        """Its users must get errors, not hang."""
-        log.error("%s: unmounting", why)
-        self._begin_unmount(_DEAD_WORKER_SECONDS)
-
     def _tick(self) -> None:
         now = time.monotonic()
         self._manager.beat(now)
-        if self._output is not None:
-            self._output.tick()
+        if self.mounted.output is not None:
+            self.mounted.output.tick()
         if self.mounted.peer_server is not None:
             self.mounted.peer_server.tick(now)
         self._clients.tick(now)
         if self.failover.serves:
-            self._reports.tick(now)
+            self._reports.tick(self.failover.worker.channel, now)
         if not is_dead(self.mounted.fuse):
-            self.failover.tick()
+            self._tick_workers()
             pids = self.failover.reaper.pids(self.failover.worker)
             self._standbys.tell(self.failover.restarts, pids)
             self.mounted.backing.tick()
@@ -180,6 +144,14 @@ class Supervisor:
             self._exit_code = 0
         if self._unmount is not None and self._unmount.next_step <= now:
             self._step_unmount()
+
+    def _tick_workers(self) -> None:
+        had_ended = self.failover.phase is Phase.ENDED
+        self.failover.tick()
+        if self.failover.phase is Phase.ENDED and not had_ended:
+            # Its users must get errors, not hang.
+            log.error("%s: unmounting", self.failover.trouble)
+            self._begin_unmount(_DEAD_WORKER_SECONDS)
 
     # Requests
 
@@ -192,7 +164,7 @@ class Supervisor:
             return
         match request["command"]:
             case "status" if self.failover.serves:
-                self._reports.want(connection, now)
+                self._reports.want(connection, self.failover.worker.channel, now)
             case "status":
                 self._reply_status(connection)
             case "umount" if len(self._waiting_for_unmount) >= MOST_CLIENTS:
@@ -222,12 +194,52 @@ class Supervisor:
         message = {"do": "client", "request": request}
         return self.failover.worker.channel.send(message, [connection.fileno()])
 
-    def _ask_for_report(self, number: int) -> bool:
-        return self.failover.worker.channel.send({"do": "status", "number": number})
-
     def _reply_status(self, connection: socket.socket) -> None:
-        status = status_of(self.config, self._reports, self.failover, self._started, self.mounted)
-        reply(connection, messages.encode_result(status))
+        reply(connection, messages.encode_result(self._status()))
+
+    def _status(self) -> dict[str, Any]:
+        """What the worker last reported, and what only the supervisor knows."""
+        now, failover, last = time.monotonic(), self.failover, self._reports.latest
+        death, retry_seconds = failover.last_death, failover.retry_seconds
+        server = self.mounted.peer_server
+        worker = {
+            **last.get("worker", {}),
+            "pid": failover.worker.pid,
+            "restarts": failover.restarts,
+            "not_understood": self.mounted.worker_log.not_understood,
+            "error": None,
+            "last_death": death and {"why": death[0], "unix_seconds": round(death[1], 3)},
+            "retry_seconds": None if retry_seconds is None else round(retry_seconds, 3),
+        }
+        known = {
+            "state": "starting",
+            **last,
+            "source": self.config.source,
+            "mountpoint": self.config.mountpoint,
+            "age_seconds": round(now - self._reports.came, 3) if last else None,
+            "uptime_seconds": round(now - self._started, 3),
+            "worker": worker,
+            "peer_server": server and {"pid": server.pid},
+            "passthrough": {
+                **last.get("passthrough", {}),
+                "registered": len(self.mounted.backing),
+            },
+        }
+        if not failover.serves:
+            worker["error"] = failover.trouble
+            known["state"] = "down" if failover.phase is Phase.ENDED else "restarting"
+            if failover.phase in (Phase.ENDED, Phase.PAUSING):
+                worker["pid"] = None
+        elif self._reports.overdue(now) or not last:
+            known["state"] = "worker not answering"
+        elif retry_seconds is not None:
+            known["state"] = "safe mode"
+            worker["error"] = (
+                "the workers before it died one after the other, so it only serves the source: a"
+                f" whole one is tried in {retry_seconds:.0f} s, and by"
+                f" monarchfs restart {self.config.mountpoint} at once"
+            )
+        return known
 
     def _reply_restart(self, connection: socket.socket, error: str | None) -> None:
         worker = {"pid": self.failover.worker.pid, "restarts": self.failover.restarts}
@@ -293,16 +305,16 @@ class Supervisor:
         left = self._unmount.deadline - now if self._unmount is not None else 0.0
         answers = self.failover.serves and not self._reports.overdue(now)
         self.failover.close(max(1.0, min(_SYNC_SECONDS, left)) if answers else 1.0)
-        if self._output is not None:
-            self._selector.unregister(self._output)
-            self._output.close()
+        if self.mounted.output is not None:
+            self._selector.unregister(self.mounted.output)
+            self.mounted.output.close()
         if self.failover.worker.crashed:  # perhaps only now, while it closed
             self.mounted.mark_suspect()
         self.mounted.connection.abort()
         self.mounted.connection.close()
         os.close(self.mounted.fuse)
         self.control_socket.close()
-        self._release()
+        self.mounted.release()
         outcome = self._unmount.outcome if self._unmount is not None else None
         for connection in self._waiting_for_unmount:
             if code and outcome is Unmounted.FAILED:

@@ -19,7 +19,7 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from monarchfs.config import Config
@@ -67,31 +67,10 @@ class Handover:
 
     @property
     def all_descriptors(self) -> list[int]:
-        """Each once, in an order that ``with_descriptors`` knows."""
-        single = [fd for fd in self._single.values() if fd is not None]
-        return [*self.descriptors.tiers, *self.locks, *single]
-
-    @property
-    def _single(self) -> dict[str, Any]:
+        """Each once, in the order in which `from_json` takes them."""
         named = asdict(self.descriptors)
-        del named["tiers"]
-        return named
-
-    def with_descriptors(self, numbers: Sequence[int]) -> Handover:
-        """The same, with other numbers of the same descriptors. Raises ValueError if there are too
-        few or too many."""
-        left = iter(numbers)
-        try:
-            tiers = tuple(next(left) for _ in self.descriptors.tiers)
-            locks = tuple(next(left) for _ in self.locks)
-            single: dict[str, Any] = {
-                name: None if fd is None else next(left) for name, fd in self._single.items()
-            }
-        except (StopIteration, RuntimeError):
-            raise ValueError("too few descriptors") from None
-        if next(left, None) is not None:
-            raise ValueError("too many descriptors")
-        return replace(self, descriptors=Descriptors(**single, tiers=tiers), locks=locks)
+        tiers = named.pop("tiers")
+        return [*tiers, *self.locks, *(fd for fd in named.values() if fd is not None)]
 
     def to_json(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in _PLAIN}
@@ -104,15 +83,23 @@ class Handover:
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any], numbers: Sequence[int]) -> Handover:
-        """What `to_json` gave, with the descriptors that came with it. Raises OtherRelease;
-        ValueError, KeyError or TypeError for nonsense."""
+        """What `to_json` gave, with the descriptors that came with it, which are the first ones of
+        ``numbers``. Raises OtherRelease; ValueError, KeyError or TypeError for nonsense."""
         if message.get("speaks") != PROTOCOL_VERSION:
             raise OtherRelease("the mount there is of another release of monarchfs")
-        descriptors = dict(message["descriptors"])
+        named = dict(message["descriptors"])
+        count = len(named.pop("tiers"))
+        end = count + len(message["locks"])
+        if len(numbers) < end + sum(fd is not None for fd in named.values()):
+            raise ValueError("too few descriptors")
+        others = iter(numbers[end:])
+        single: dict[str, Any] = {
+            name: None if fd is None else next(others) for name, fd in named.items()
+        }
         return cls(
             config=Config.from_json(message["config"]),
-            descriptors=Descriptors(**descriptors | {"tiers": tuple(descriptors["tiers"])}),
-            locks=tuple(message["locks"]),
+            descriptors=Descriptors(**single, tiers=tuple(numbers[:count])),
+            locks=tuple(numbers[count:end]),
             mount_ns=int(message["mount_ns"]),
             init_request=base64.b64decode(message["init_request"], validate=True),
             stack_depth=int(message["stack_depth"]),
@@ -120,14 +107,7 @@ class Handover:
             connection=int(message["connection"]),
             peers=message["peers"],
             peer_address=message["peer_address"],
-        ).with_descriptors(numbers)
-
-    @staticmethod
-    def count(message: Mapping[str, Any]) -> int:
-        """How many descriptors come with what `to_json` gave."""
-        named = dict(message["descriptors"])
-        single = sum(fd is not None for name, fd in named.items() if name != "tiers")
-        return single + len(named["tiers"]) + len(message["locks"])
+        )
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -255,16 +235,17 @@ class OrphanedWorker:
     @property
     def reaped(self) -> bool:
         """Whether it is gone with all of its threads."""
-        if self.descriptor >= 0 and all(state in b"ZX" for state in self._thread_states()):
+        if self.descriptor >= 0 and all(state in b"ZX" for state in thread_states(self._directory)):
             self.close()
         return self.descriptor < 0
 
     def is_quiet(self) -> bool:
         """As ``WorkerProcess.is_quiet``."""
-        return self.reaped or all(state in b"ZXD" for state in self._thread_states())
+        return self.reaped or all(state in b"ZXD" for state in thread_states(self._directory))
 
-    def _thread_states(self) -> list[bytes]:
-        return thread_states(f"/proc/self/fd/{self.descriptor}")
+    @property
+    def _directory(self) -> str:
+        return f"/proc/self/fd/{self.descriptor}"
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -277,7 +258,7 @@ class StandbyConnection:
     those that may still run; ``restarts``, how many came before it; ``ended``, whether the mount
     ended on purpose."""
 
-    def __init__(self, path: str, timeout: float = _SECONDS) -> None:
+    def __init__(self, path: str) -> None:
         """Asks the supervisor whose control socket this is. Raises OperationError."""
         self.workers: list[OrphanedWorker] = []
         self.restarts = 0
@@ -285,9 +266,9 @@ class StandbyConnection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = b""
         self._descriptors: list[int] = []
-        numbers: list[int] = []
+        handed: list[int] = []
         try:
-            self._socket.settimeout(timeout)
+            self._socket.settimeout(_SECONDS)
             with short_socket_path(path) as short:
                 self._socket.connect(short)
             if peer_uid(self._socket) != os.geteuid():
@@ -296,13 +277,13 @@ class StandbyConnection:
             answer = messages.decode_message(self._next_line())
             if answer.get("ok") is not True:
                 raise OperationError(str(answer.get("error", "the mount cannot be handed over")))
-            wanted = Handover.count(answer["result"])
-            numbers, self._descriptors = self._descriptors[:wanted], self._descriptors[wanted:]
-            self.handover = Handover.from_json(answer["result"], numbers)
+            self.handover = Handover.from_json(answer["result"], self._descriptors)
+            handed = self.handover.all_descriptors
+            del self._descriptors[: len(handed)]
             self._understand(self._next_line())
             self._socket.setblocking(False)
         except BaseException as error:
-            for number in (*numbers, *self._descriptors):
+            for number in (*handed, *self._descriptors):
                 os.close(number)
             self._socket.close()
             if isinstance(error, (OSError, ValueError, LookupError, TypeError)):

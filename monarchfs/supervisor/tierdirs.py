@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 from monarchfs.config import User
 from monarchfs.config.places import OWNER
-from monarchfs.supervisor.identity import acting_as, become
+from monarchfs.supervisor.identity import acting_as, become, open_file_as
 from monarchfs.system.bounded import answer_within
 
 RECORD = "tiers"
@@ -75,8 +75,7 @@ def read_record(state_dir: int, user: User) -> dict[str, str]:
     """The names of the directories that a state directory owns, by their tiers' paths. Empty
     without a record, or if it makes no sense: it is the user's file."""
     try:
-        with acting_as(user):
-            descriptor = os.open(RECORD, os.O_RDONLY | _FILE, dir_fd=state_dir)
+        descriptor = open_file_as(user, RECORD, os.O_RDONLY, directory=state_dir)
     except OSError:
         return {}
     try:

@@ -7,6 +7,8 @@ import errno
 import logging
 import os
 import secrets
+import shlex
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -15,9 +17,9 @@ from functools import partial
 from monarchfs.config import Config, User
 from monarchfs.config.places import OWNER, runtime_dirs_to_search
 from monarchfs.control.registration import find_mounts
-from monarchfs.supervisor.identity import acting_as
-from monarchfs.supervisor.owned import open_shared
+from monarchfs.supervisor.identity import acting_as, become
 from monarchfs.supervisor.recover import supervisor_lives
+from monarchfs.supervisor.storage import open_shared
 from monarchfs.supervisor.tierdirs import (
     OPEN_DIRECTORY,
     RECORD,
@@ -34,10 +36,16 @@ from monarchfs.supervisor.tierdirs import (
     write_owner,
     write_record,
 )
+from monarchfs.system.bounded import answer_within
+from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError
 
 _MOST_CANDIDATES = 16
 _ATTEMPTS = 3
+_LOOK_SECONDS = 2.0
+_MEASURE_SECONDS = 0.5
+_MOST_LEFT_OUT = 8
+"""More tiers than anybody had; the record is the user's file."""
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +111,27 @@ class TierDirectories:
         self._undo.callback(os.close, found.descriptor)
         self._undo.callback(os.close, found.lock)
         self.opened.append(found)
+
+    def left_out(self) -> list[str]:
+        """A line for each tier that the mount had before, and does not have now, and that holds
+        copies. Blocks for 2 seconds a tier at most; looks as the user."""
+        tiers = {tier.path for tier in self._config.tiers}
+        others = [item for item in sorted(self.record.items()) if item[0] not in tiers]
+        lines = []
+        for tier, name in others[:_MOST_LEFT_OUT]:
+            path = os.path.join(tier, name)
+            count, whole = answer_within(
+                _LOOK_SECONDS, partial(_measured, path, self._user), otherwise=(0, True)
+            )
+            if not count:
+                continue
+            lines.append(
+                f"copies of an earlier mount stay in {path} ({'' if whole else 'at least '}"
+                f"{format_bytes(count)}), which no --tier names: name --tier {tier} again to use"
+                f" them, or remove them with monarchfs cache remove {shlex.quote(path)}"
+                f" --state-dir {shlex.quote(self._config.state_dir)}"
+            )
+        return lines
 
     def _recorded(self, root: TierRoot) -> OwnDirectory | None:
         name = self.record.get(root.path)
@@ -282,3 +311,21 @@ def _remove_if_unused(tier: str, name: str, user: User) -> None:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 log.warning("cannot remove %s/%s: %s", tier, name, error.strerror)
+
+
+def _measured(path: str, user: User) -> tuple[int, bool]:
+    """The blocks of what lies in a directory of ``user``, in bytes, and whether all of it was
+    looked at. For a child."""
+    become(user)
+    directory = os.open(path, OPEN_DIRECTORY)
+    until = time.monotonic() + _MEASURE_SECONDS
+    total = 0
+    if os.fstat(directory).st_uid != user.uid:
+        return 0, True
+    for _, _, files, inside in os.fwalk(".", dir_fd=directory):
+        for file in files:
+            if file != OWNER:
+                total += os.stat(file, dir_fd=inside, follow_symlinks=False).st_blocks * 512
+            if time.monotonic() > until:
+                return total, False
+    return total, True

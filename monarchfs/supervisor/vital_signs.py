@@ -39,23 +39,13 @@ class Activity(NamedTuple):
     rests: bool
 
 
-class Signs(NamedTuple):
-    """``beats`` rises while the event loop turns; ``waiting`` requests, None if unknown;
-    ``stuck_since`` changes whenever a thread takes a request, 0: one is free, or there are none.
-    ``activity``: None while it beats, or if unknown."""
-
-    beats: int
-    waiting: int | None
-    stuck_since: int = 0
-    activity: Activity | None = None
-
-
 class VitalSigns:
-    """One worker's. Changing: ``beats``, the last ones; how long it has been silent though it got
-    the processor (``silent_seconds``), starved of it, or stuck; how long all its threads have
-    slept."""
+    """One worker's, since it began to serve. Changing: ``beats``, the last ones; how long it has
+    been silent though it got the processor (``silent_seconds``), starved of it, or stuck; how long
+    all its threads have slept."""
 
     def __init__(self, now: float) -> None:
+        self._began = now
         self.beats: int | None = None
         self.silent_seconds = 0.0
         self._starved_seconds = 0.0
@@ -65,23 +55,40 @@ class VitalSigns:
         self._stuck_since = 0
         self._looked = now
 
-    def check(self, signs: Signs, now: float) -> str | None:
-        """Why it seems to hang, in words for a log; None if it does not."""
+    def check(
+        self,
+        now: float,
+        beats: int,
+        waiting: int | None,
+        stuck_since: int = 0,
+        activity: Activity | None = None,
+    ) -> str | None:
+        """Why it seems to hang, in words for a log; None if it does not.
+
+        ``beats`` rises while the event loop turns; ``waiting`` requests, None if unknown;
+        ``stuck_since`` changes whenever a thread takes a request, 0: one is free, or there are
+        none. ``activity``: None while it beats, or if unknown."""
         step = min(now - self._looked, _LONGEST_STEP_SECONDS)
         self._looked = now
-        self._listen(signs, step)
-        if signs.stuck_since and signs.stuck_since == self._stuck_since:
+        self._listen(beats, activity, step)
+        if stuck_since and stuck_since == self._stuck_since:
             self._stuck_seconds += step
         else:
-            self._stuck_since, self._stuck_seconds = signs.stuck_since, 0.0
-        return self._judge(signs.waiting)
+            self._stuck_since, self._stuck_seconds = stuck_since, 0.0
+        why = self._judge(waiting)
+        if why is not None:
+            self._began += self.silent_seconds  # what it did not do at the end was no life
+        return why
 
-    def _listen(self, signs: Signs, step: float) -> None:
-        if signs.beats != self.beats:
-            self.beats, self._cpu_seconds = signs.beats, None
+    def lived_seconds(self, now: float) -> float:
+        """For how long it served."""
+        return now - self._began
+
+    def _listen(self, beats: int, activity: Activity | None, step: float) -> None:
+        if beats != self.beats:
+            self.beats, self._cpu_seconds = beats, None
             self.silent_seconds = self._starved_seconds = self._rested_seconds = 0.0
             return
-        activity = signs.activity
         if self._starved(activity, step):
             self._starved_seconds += step
         else:

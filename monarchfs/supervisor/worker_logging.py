@@ -1,17 +1,36 @@
-"""Log lines that workers cause: few enough, with counts of what made no sense."""
+"""What workers cause to be written: log lines about them, and, while the supervisor is in the
+foreground, what they write to standard error. Both are limited, and what is left out is counted.
+
+Their output goes where the supervisor's own lines go, perhaps a journal or root's terminal. So it
+passes through a pipe, line by line, and printable.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
+
+from monarchfs.supervisor.messages import printable
 
 log = logging.getLogger(__name__)
 
-LINES_PER_SECOND = 0.2
-LINES_AT_ONCE = 20
-QUIET_SECONDS = 1.0
+_LOG_LINES_PER_SECOND = 0.2
+_LOG_LINES_AT_ONCE = 20
+_OUTPUT_LINES_PER_SECOND = 20.0
+_OUTPUT_LINES_AT_ONCE = 2000
+"""The stacks of a hundred threads."""
+
+_QUIET_SECONDS = 1.0
 """Without a refused line; then what was left out is counted."""
+
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+_MOST_LINE = 4096
+_TURNS = 16
 
 
 class Throttle:
@@ -24,7 +43,7 @@ class Throttle:
         self._most = at_once
         self._tokens = float(at_once)
         self._at: float | None = None
-        self._refused_at = -QUIET_SECONDS
+        self._refused_at = -_QUIET_SECONDS
 
     def take(self, now: float) -> bool:
         """Whether one more line may be said. A line that may not is counted."""
@@ -37,8 +56,13 @@ class Throttle:
     def take_for_count(self, now: float) -> bool:
         """Whether to say now how many lines were left out. While lines still come, the next of them
         that may be said brings the count: a count alone would take its turn."""
-        is_quiet = now - self._refused_at >= QUIET_SECONDS
+        is_quiet = now - self._refused_at >= _QUIET_SECONDS
         return self.left_out > 0 and is_quiet and self._take(now)
+
+    def take_left_out(self) -> int:
+        """How many lines were left out; they are told of now."""
+        count, self.left_out = self.left_out, 0
+        return count
 
     def _take(self, now: float) -> bool:
         if self._at is not None:
@@ -55,14 +79,13 @@ class WorkerLogging:
     """Of one mount, for all of its workers. Changing: ``not_understood``, how many messages and
     values were dropped."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.not_understood = 0
-        self._clock = clock
-        self._throttle = Throttle(LINES_PER_SECOND, LINES_AT_ONCE)
+        self._throttle = Throttle(_LOG_LINES_PER_SECOND, _LOG_LINES_AT_ONCE)
 
     def say(self, level: int, line: str) -> None:
         """A log line that a worker caused, unless there are too many. Its words are printable."""
-        if self._throttle.take(self._clock()):
+        if self._throttle.take(time.monotonic()):
             self._count()
             log.log(level, "%s", line)
 
@@ -73,10 +96,77 @@ class WorkerLogging:
 
     def tick(self) -> None:
         """Say how many lines were left out, once no more come."""
-        if self._throttle.take_for_count(self._clock()):
+        if self._throttle.take_for_count(time.monotonic()):
             self._count()
 
     def _count(self) -> None:
-        count, self._throttle.left_out = self._throttle.left_out, 0
-        if count:
+        if count := self._throttle.take_left_out():
             log.warning("%d more lines about workers were left out", count)
+
+
+class WorkerOutput:
+    """One pipe for all workers of a mount. Neither end blocks: a worker loses what finds no room in
+    the pipe, so a supervisor that is stopped stops no worker.
+
+    Constant: ``end``, what workers inherit. Changing: the beginning of a line; how many lines were
+    left out.
+    """
+
+    def __init__(self) -> None:
+        self._reading, self.end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        with suppress(OSError):  # pipe-user-pages-soft (pipe(7)): more of it is lost then
+            fcntl.fcntl(self.end, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        self._throttle = Throttle(_OUTPUT_LINES_PER_SECOND, _OUTPUT_LINES_AT_ONCE)
+        self._begun = b""
+
+    def fileno(self) -> int:
+        return self._reading
+
+    def pass_on(self) -> bool:
+        """Write what came to standard error; whether there was anything."""
+        try:
+            part = os.read(self._reading, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        *lines, self._begun = (self._begun + part).split(b"\n")
+        if len(self._begun) > _MOST_LINE:
+            lines.append(self._begun)
+            self._begun = b""
+        now = time.monotonic()
+        self._write("".join(self._line(line, now) for line in lines))
+        return bool(part)
+
+    def tick(self) -> None:
+        """Say how many lines were left out, once no more come."""
+        if self._throttle.take_for_count(time.monotonic()):
+            self._write(self._count())
+
+    def close(self) -> None:
+        """Write what is left; there are no workers any more. Their last line is shown even if they
+        said too much before."""
+        turns = 0
+        while turns < _TURNS and self.pass_on():
+            turns += 1
+        rest, self._begun = self._begun, b""
+        self._write(self._count() + (self._shown(rest) if rest else ""))
+        os.close(self._reading)
+        os.close(self.end)
+
+    def _line(self, line: bytes, now: float) -> str:
+        if not self._throttle.take(now):
+            return ""
+        return self._count() + self._shown(line)
+
+    @staticmethod
+    def _shown(line: bytes) -> str:
+        return f"{printable(line.decode(errors='replace'), _MOST_LINE)}\n"
+
+    def _count(self) -> str:
+        count = self._throttle.take_left_out()
+        return f"monarchfs: {count} more lines of workers were left out\n" if count else ""
+
+    def _write(self, text: str) -> None:
+        try:
+            os.write(sys.stderr.fileno(), text.encode())
+        except OSError:
+            self._throttle.left_out += text.count("\n")  # no room, or nobody reads

@@ -74,11 +74,16 @@ def bounded_call(
     return _result_of(_decoded(reply, overdue)), descriptors
 
 
+def bounded_value(call: Callable[[], Any], *, timeout: float, overdue: str) -> Any:
+    """As `bounded_call`, for a call that returns no descriptors: what it returned."""
+    return bounded_call(lambda: (call(), ()), timeout=timeout, overdue=overdue)[0]
+
+
 def answer_within(seconds: float, call: Callable[[], Any], *, otherwise: Any) -> Any:
     """What ``call`` returns in a child, without descriptors; ``otherwise`` if it fails or does not
     answer in time."""
     try:
-        return bounded_call(lambda: (call(), ()), timeout=seconds, overdue="")[0]
+        return bounded_value(call, timeout=seconds, overdue="")
     except MonarchError:
         return otherwise
 

@@ -41,8 +41,8 @@ async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
         async with trio.open_nursery() as nursery:
             try:
                 worker = Worker(bootstrap, channel, nursery, log_filter)
-                await nursery.start(worker.source.watch)
-                nursery.start_soon(worker.interrupts.watch)
+                await nursery.start(worker.parts.source.watch)
+                nursery.start_soon(worker.parts.interrupts.watch)
                 nursery.start_soon(worker.beat)
                 await worker.start()
             except (OSError, MonarchError) as exc:
@@ -52,7 +52,7 @@ async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
                 await channel.send({"event": "failed", "error": error})
                 return 1
             nursery.start_soon(worker.listen)
-            await worker.session.serve()
+            await worker.parts.session.serve()
             log.info("unmounted")
             nursery.cancel_scope.cancel()
     finally:

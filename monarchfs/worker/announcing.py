@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import trio
@@ -40,7 +40,6 @@ class Announcing:
             raise OperationError("this mount is in safe mode: see monarchfs status")
         pid = peer_pid(stream.socket)
         order = KeptOrder(name, b"", pid, start_ticks(pid))
-        exited = _exit_of(order)
         await stream.send_all(messages.encode_progress({"ready": True}))
         names = bytearray()
         with trio.move_on_after(SECONDS) as scope:
@@ -51,7 +50,7 @@ class Announcing:
         if scope.cancelled_caught:
             raise OperationError(f"the list did not end within {SECONDS:g} s")
         async with self._one_at_a_time:
-            window.announce(name, bytes(names), exited)
+            window.announce(name, bytes(names), pid, order.start_ticks)
             await run_sync(self._said.keep_order, order._replace(names=bytes(names)))
             if name not in window.orders:
                 self._said.forget_order(name)
@@ -63,14 +62,8 @@ class Announcing:
             return
         async with self._one_at_a_time:
             for order in await run_sync(self._said.orders):
-                exited = _exit_of(order)
-                self._window.announce(order.stream, order.names, exited, begun=True)
+                self._window.announce(
+                    order.stream, order.names, order.pid, order.start_ticks, begun=True
+                )
                 # That has dropped it first.
                 await run_sync(self._said.keep_order, order)
-
-
-def _exit_of(order: KeptOrder) -> Callable[[], bool]:
-    """What tells whether the process has exited. It never does where that cannot be known: in
-    another pid namespace."""
-    began = order.start_ticks
-    return lambda: began is not None and start_ticks(order.pid) != began

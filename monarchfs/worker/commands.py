@@ -9,24 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import trio
 
-from monarchfs.cache.cache import Cache
 from monarchfs.control import messages
 from monarchfs.control.weights import weights_of
 from monarchfs.fs.why import Why
-from monarchfs.metadata.find import Finder
-from monarchfs.metadata.kernel import Kernel
 from monarchfs.metadata.refresh import Refresh, RefreshResult
-from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.named_files import NamedFiles
-from monarchfs.prefetch.warm import Warm, Warming, What
+from monarchfs.prefetch.warm import Warm, What
 from monarchfs.types import ROOT_INO, EvictionPolicy, MonarchError, Node, OperationError
+from monarchfs.worker.announcing import Announcing
+from monarchfs.worker.parts import Parts
+from monarchfs.worker.recording import Recordings
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ FOLLOW_SECONDS = 0.25
 
 STILL_SECONDS = 120.0
 """A client that waits for copies is sent away if none ended for this long. It is longer than a
-failed copy waits before it is tried again (``prefetch.retries.RETRY_SECONDS``)."""
+failed copy waits before it is tried again (``prefetch.jobs.RETRY_SECONDS``)."""
 
 _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 
@@ -79,28 +78,24 @@ class DoneCounts:
 class Commands:
     """Constant: its parts."""
 
-    def __init__(
-        self,
-        tree: Tree,
-        cache: Cache,
-        kernel: Kernel,
-        warming: Warming,
-        finder: Finder,
-        why: Why,
-        reports: Mapping[str, Callable[[], dict[str, Any]]],
-        talks: Mapping[str, Talk],
-    ) -> None:
-        """``reports``: the commands that are answered at once; ``talks``: those that tell of
-        themselves, and may hear more than the request."""
-        self._tree = tree
-        self._cache = cache
-        self._kernel = kernel
-        self._warming = warming
-        self._finder = finder
-        self._why = why
-        self._reports = reports
-        self._talks = talks
-        self._files = NamedFiles(tree.names, tree.index.nodes.node, finder.find)
+    def __init__(self, parts: Parts, recordings: Recordings, announcing: Announcing) -> None:
+        self._parts = parts
+        self._tree = parts.tree
+        self._cache = parts.cache
+        self._kernel = parts.kernel
+        self._warming = parts.warming
+        self._finder = parts.finder
+        self._why = Why(
+            parts.tree,
+            parts.cache,
+            parts.files.residency,
+            parts.finder,
+            parts.source,
+            parts.metrics,
+        )
+        self._talks: dict[str, Talk] = {"record": recordings.answer, "order": announcing.answer}
+        """The commands that tell of themselves, and may hear more than the request."""
+        self._files = NamedFiles(parts.tree, parts.finder)
 
     def knows(self, command: object) -> bool:
         return command in COMMANDS
@@ -131,8 +126,11 @@ class Commands:
 
     async def _carry_out(self, request: dict[str, Any], so_far: dict[str, Any]) -> dict[str, Any]:
         """The result; ``so_far`` is kept up to date meanwhile. Raises OSError, MonarchError."""
-        if report := self._reports.get(request["command"]):
-            return report()
+        match request["command"]:
+            case "metrics":
+                return self._metrics()
+            case "peers":
+                return self._peers()
         paths = _paths(request)
         match request["command"]:
             case "refresh":
@@ -250,6 +248,19 @@ class Commands:
                     elif child.stat.is_regular:
                         yield child
                 await trio.lowlevel.checkpoint()
+
+    def _metrics(self) -> dict[str, Any]:
+        """The answer to the node's exporter."""
+        # Mounts that nobody asks do not import this.
+        from monarchfs.exporter.wire import encode
+        from monarchfs.worker.metric_values import values_now
+
+        return encode(values_now(self._parts))
+
+    def _peers(self) -> dict[str, Any]:
+        if self._parts.peering is None:
+            raise OperationError("this mount has no peers: mount with --peers")
+        return self._parts.peering.report()
 
     def _evict(self, node: Node) -> bool | None:
         return None if self._cache.accounts.state(node.ino) is None else self._cache.evict(node.ino)

@@ -7,16 +7,16 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from monarchfs import __version__
-from monarchfs.exporter.samples import Durations, Sample, Values
 from monarchfs.metrics import NS, Histogram, Requests, names
+from monarchfs.metrics.names import Durations, Sample, Values
 from monarchfs.types import TierTotals
 
 if TYPE_CHECKING:
     from monarchfs.metrics import Metrics
-    from monarchfs.worker.status import Observed
+    from monarchfs.worker.parts import Parts
 
 
-def values_now(worker: Observed) -> Values:
+def values_now(worker: Parts) -> Values:
     """The values at this moment, for ``text.exposition``. Takes less than a tenth of a millisecond,
     and asks neither the source nor a disk."""
     metrics = worker.metrics
@@ -36,7 +36,7 @@ def values_now(worker: Observed) -> Values:
     }
 
 
-def _about_the_mount(worker: Observed) -> Values:
+def _about_the_mount(worker: Parts) -> Values:
     config = worker.config
     mounted = (
         *(config.source, config.mountpoint, worker.data_path),
@@ -50,7 +50,7 @@ def _about_the_mount(worker: Observed) -> Values:
     }
 
 
-def _requests(worker: Observed) -> Values:
+def _requests(worker: Parts) -> Values:
     metrics = worker.metrics
     return {
         names.OPENS: [
@@ -97,7 +97,7 @@ def _waits(metrics: Metrics) -> dict[str, int]:
     }
 
 
-def _source(worker: Observed) -> Values:
+def _source(worker: Parts) -> Values:
     source, counters = worker.source, worker.source.counters
     lanes = [(lane.lane.value, lane) for lane in (source.demand, source.background)]
     calls = counters.calls.items()
@@ -118,7 +118,7 @@ def _source(worker: Observed) -> Values:
     }
 
 
-def _tiers(worker: Observed) -> Values:
+def _tiers(worker: Parts) -> Values:
     values: Values = {
         names.TIER_CAPACITY: [],
         names.TIER_USED: [],
@@ -143,7 +143,7 @@ def _tiers(worker: Observed) -> Values:
     return values
 
 
-def _copies(worker: Observed) -> Values:
+def _copies(worker: Parts) -> Values:
     metrics, jobs = worker.metrics, worker.copier.jobs
     refused = ((reason.replace(" ", "_"), n) for reason, n in metrics.copies_refused_by.items())
     return {
@@ -180,7 +180,7 @@ def _replicas(metrics: Metrics) -> Values:
     }
 
 
-def _peers(worker: Observed) -> Values:
+def _peers(worker: Parts) -> Values:
     metrics = worker.metrics
     down = 0 if worker.peering is None else len(worker.peering.following.errors)
     count = 0 if worker.peering is None else len(worker.peering.following.nodes) - 1
@@ -195,7 +195,7 @@ def _peers(worker: Observed) -> Values:
     }
 
 
-def _window(worker: Observed) -> Values:
+def _window(worker: Parts) -> Values:
     metrics, window = worker.metrics, worker.window
     return {
         names.WINDOW_USED: [((), window.size.used_bytes)],

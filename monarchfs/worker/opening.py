@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from monarchfs.config.model import Config, DataPath, PrefetchMode
-from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
 from monarchfs.fuse.mountinfo import RENUMBERING, is_user_space, type_of_device
+from monarchfs.fuse.passthrough import kernel_reads
 from monarchfs.index import Index, OnChange, set_aside
 from monarchfs.index.recovery import INDEX_DIRECTORY
 from monarchfs.metrics.persistent import PersistentCounts
@@ -69,14 +69,13 @@ def reads_by_kernel(config: Config, index: Index, *, passes: bool) -> bool:
     """Whether the kernel reads resident files itself; ``passes``: it is able to. Decided once for a
     mount, because the kernel goes by the first answer to an open."""
     totals = index.replicas.tier_totals().values()
-    dataset = ResidentReplicas(
-        sum(tier.resident for tier in totals), sum(tier.allocated_bytes for tier in totals)
-    )
+    files = sum(tier.resident for tier in totals)
+    size = sum(tier.allocated_bytes for tier in totals)
     if config.data_path is DataPath.DIRECT:
         return False
     return passes and (
         config.data_path is DataPath.PASSTHROUGH
-        or kernel_reads(dataset, free_opens=free_opens(config))
+        or kernel_reads(files, size, free_opens=free_opens(config))
     )
 
 

@@ -1,9 +1,8 @@
-"""The composition root of the worker: it builds the parts and connects them."""
+"""The composition root of the file system: it builds the parts and connects them."""
 
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import trio
@@ -13,21 +12,21 @@ from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.config.model import DataPath, PrefetchMode
+from monarchfs.config.model import DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts
-from monarchfs.fs.why import Why
 from monarchfs.fs.xattrs import Xattrs
-from monarchfs.fuse.adapter import Adapter, SessionCalls
+from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.fast_path import FastPath
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
-from monarchfs.index import OnChange
+from monarchfs.fuse.thread_counts import count_threads
+from monarchfs.index import Index, OnChange
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.load import Load
@@ -35,7 +34,7 @@ from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.arrivals import Arrivals
-from monarchfs.prefetch.copier import Copier, CopyLimits
+from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.scan import Scan
@@ -47,9 +46,7 @@ from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
 from monarchfs.types import EvictionPolicy, FreshnessMode, OperationError
-from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
-from monarchfs.worker.commands import Commands
 from monarchfs.worker.opening import (
     forget_earlier_mounts,
     free_opens,
@@ -59,19 +56,16 @@ from monarchfs.worker.opening import (
     reads_by_kernel,
     safe,
 )
-from monarchfs.worker.recording import Recordings
-from monarchfs.worker.said import Said
 
 if TYPE_CHECKING:
-    from monarchfs.exporter.run import Exporter
-    from monarchfs.worker.peering import Peering
+    from monarchfs.worker.peering import JobNodes, Peering
 
 BACKGROUND_EXTRA = 8
 """Background threads for scanning, beside those that copy."""
 
 
 class Parts:
-    """The parts of a worker, connected. Constant; each owns what it opens.
+    """The parts of a mount's file system, connected. Constant; each owns what it opens.
 
     Each gets what it needs when it is made. If two need each other, the one made first gets the
     other later, by a method: ``Relay.begin``, ``Accounts.bind``.
@@ -86,28 +80,26 @@ class Parts:
         self.handle_table = table = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
         # Threads take up the requests that are left in a journal.
         journal = bootstrap.requests_fd
-        relays = journal is not None or not bootstrap.safe
+        self.relays = relays = journal is not None or not bootstrap.safe
         table.begin(fuse_session.RELAY_THREADS if relays else 0)
-        self._mount_ns = bootstrap.mount_ns
-        self._channel = channel
-        self._nursery = nursery
+        self.mount_ns = bootstrap.mount_ns
         self.peering: Peering | None = None
         self.metrics = Metrics()
-        self._state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+        state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
         posix = PosixSource(
             bootstrap.source_fd, root=bootstrap.source_root, has_layouts=table.has_layouts
         )
         table.has_layouts = posix.has_layouts
-        self._root_ino = posix.root.ino
+        self.root_ino = posix.root.ino
         on_change = OnChange(
             fuse_session.hooks.names_forget,
             fuse_session.hooks.names_forget_ino,
             self._replica_changed,
         )
-        self.index = open_index(config, self._state_dir, self._root_ino, on_change)
+        self.index = open_index(config, state_dir, self.root_ino, on_change)
         first = table.kernel_reads is None and not bootstrap.safe
-        if first and forget_earlier_mounts(bootstrap, self._state_dir, self.index, posix):
-            self.index = open_index(config, self._state_dir, self._root_ino, on_change)
+        if first and forget_earlier_mounts(bootstrap, state_dir, self.index, posix):
+            self.index = open_index(config, state_dir, self.root_ino, on_change)
         if table.kernel_reads is None:
             table.kernel_reads = reads_by_kernel(config, self.index, passes=bootstrap.passes)
         self.kernel_reads = bool(table.kernel_reads)
@@ -115,11 +107,11 @@ class Parts:
         if table.numbers:
             self.index.environment.skip_numbers_after(table.numbers)
         table.numbers = self.index.environment.next_id
+        shares = bootstrap.peers is not None and bootstrap.peers_fd is not None and relays
+        nodes = _job_nodes(bootstrap.peers or {}, self.index) if shares else None
         # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
         self.relay = Relay(
-            fuse_session.hooks,
-            self.metrics,
             free_opens=not self.kernel_reads and free_opens(config),
             direct=config.data_path is DataPath.DIRECT,
         )
@@ -131,7 +123,7 @@ class Parts:
             behind=quietly,
             reads_elsewhere=lambda: self.relay.waits,
         )
-        self.kernel = Notifier(fuse_session.invalidate_inode, fuse_session.invalidate_entry)
+        self.kernel = Notifier()
         accounts = Accounts(
             self.index,
             open_tiers(config, bootstrap, self.index),
@@ -139,7 +131,14 @@ class Parts:
             TierThreads(config.local_threads, quietly),
             nursery,
             self.relay,
-            CacheOptions(config.evict, config.reserve_percent),
+            CacheOptions(
+                config.evict,
+                config.reserve_percent,
+                keeps_foreign=nodes is None or config.share is not ShareMode.PARTITION,
+            ),
+            owns=None
+            if nodes is None or config.share is ShareMode.REPLICATE
+            else nodes.share.owns_some,
         )
         self.cache = Cache(accounts)
         self.copier = Copier(
@@ -147,11 +146,9 @@ class Parts:
             self.cache,
             self.metrics,
             nursery,
-            limits=CopyLimits(
-                config.copy_workers,
-                config.prefetch_bytes_per_second,
-                config.prefetch_floor / 100,
-            ),
+            workers=config.copy_workers,
+            rate=config.prefetch_bytes_per_second,
+            floor=config.prefetch_floor / 100,
             keeps=config.prefetch is not PrefetchMode.NONE,
             trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
         )
@@ -166,19 +163,20 @@ class Parts:
             nursery,
             deadline=config.source_deadline_seconds,
             threads=self.relay,
+            peers=None if nodes is None else nodes.name_owners,
         )
         self.tree.recorder.on_moved.add(self._directory_moved)
         opens = OpenCounts(self.relay, known=not self.relay.free_opens)
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
-            self.ahead = Ahead(self.tree, self.cache, self.copier.jobs, self.relay.seen)
+            self.ahead = Ahead(self.tree, self.cache, self.copier.jobs)
         self.touch: Touch | None = None
         if config.touch_source_seconds:
             self.touch = Touch(
                 self.source,
                 self.cache,
                 self.metrics,
-                self.tree.known.place,
+                self.tree.known,
                 opens.inodes,
                 config.touch_source_seconds,
             )
@@ -193,9 +191,10 @@ class Parts:
         )
         if self.ahead is not None:
             self.files.on_open.add(self.ahead.opened)
-        finder = Finder(self.tree, [os.fsencode(config.mountpoint), os.fsencode(config.source)])
+        roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
+        self.finder = Finder(self.tree, roots)
         self.xattrs = Xattrs(self.tree, self.files.residency, self.source, nursery)
-        self.xattrs.on_plain.add(self.relay.plain)
+        self.xattrs.on_plain.add(fuse_session.hooks.absent_add)
         self.warming = Warming(self.tree, self.xattrs, self.cache, self.copier.jobs, nursery)
         self.scan = Scan(self.tree, self.copier.jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.load = Load(self.tree)
@@ -212,25 +211,19 @@ class Parts:
             },
         )
         self.interrupts = Interrupts(self.metrics)
-        if bootstrap.peers is not None and bootstrap.peers_fd is not None and relays:
-            # Mounts that share nothing do not load libcurl.
-            try:
-                from monarchfs.worker.peering import Peering
-            except ImportError as error:
-                raise OperationError(
-                    f"peers need libcurl, which cannot be loaded: {error}: apt-get install libcurl4"
-                ) from None
+        if nodes is not None and bootstrap.peers_fd is not None:
+            from monarchfs.worker.peering import Peering
 
             self.peering = Peering(
+                nodes,
                 self.tree,
                 self.copier,
                 self.cache,
-                bootstrap.peers,
                 bootstrap.peers_fd,
                 config.share,
+                fuse_session.hooks,
                 nursery,
             )
-            self.peering.begin(fuse_session.hooks)
         self.misses = Misses(
             fuse_session.hooks,
             self.index.nodes,
@@ -244,47 +237,22 @@ class Parts:
             self.source,
             self.cache,
             self.copier.jobs,
+            self.copier.files,
             self.metrics,
             nursery,
-            self.copier.copy_alone,
             self.files.opened_elsewhere,
         )
         self.window = Window(
-            NamedFiles(self.tree.names, self.index.nodes.node, finder.find),
+            NamedFiles(self.tree, self.finder),
             self.source,
             self.cache,
             self.copier.jobs,
             self.misses,
             WindowSize(self.misses, config.window, config.source_threads, self.copier.governor),
-            self.relay.seen,
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
         self.cache.lookup.awaited = self.window.awaits
         self.files.on_open.add(self.window.opened)
-        self.said = Said(self._state_dir, bootstrap.mount_ns)
-        self.announcing = Announcing(self.window if relays else None, self.said)
-        self.commands = Commands(
-            self.tree,
-            self.cache,
-            self.kernel,
-            self.warming,
-            finder,
-            Why(
-                self.tree,
-                self.cache,
-                self.files.residency,
-                finder,
-                self.source,
-                self.metrics,
-            ),
-            {"metrics": partial(_metrics, self), "peers": partial(_peers, self)},
-            {
-                "record": Recordings(
-                    fuse_session.hooks, self.index, partial(_facts, self), relays=relays
-                ).answer,
-                "order": self.announcing.answer,
-            },
-        )
         if relays:
             self.misses.start(
                 posix.device,
@@ -292,18 +260,15 @@ class Parts:
                 layouts=posix.has_layouts,
                 nice=config.copy_nice,
             )
-            self.copier.files.bind(self.arrivals)
-        if self.peering is not None:
-            self.peering.bind(self.copier.jobs, self.arrivals, self.scan)
+            self.copier.bind(self.arrivals)
         self.relay.begin(
             self.files,
             lasting_ns=freshness.ttl_ns,
             tells=self.cache.tracks or config.touch_source_seconds > 0,
             opens_here=not self.kernel_reads,
             misses=self.misses if relays else None,
-            waiting=lambda: self.interrupts.waiting,
+            interrupts=self.interrupts,
         )
-        self.relay.counts.on_source_reads.add(self.source.count_elsewhere)
         self.passthrough = Passthrough(
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
@@ -316,20 +281,13 @@ class Parts:
             self.relay,
             table,
             self.passthrough,
-            SessionCalls(
-                fuse_session.current_request,
-                fuse_session.current_node,
-                fuse_session.back_open,
-                fuse_session.answered_soon if journal is not None else None,
-                fuse_session.hooks.record_answered,
-            ),
+            journals=journal is not None,
         )
         fast_path = FastPath(
             file_system,
             self.adapter.handles,
             self.relay,
             self.metrics,
-            fuse_session.current_request,
             self.passthrough,
         )
         fuse_session.on_request(fast_path.answer)
@@ -342,7 +300,6 @@ class Parts:
             waiting_reads=config.source_threads,
             journal=journal,
         )
-        self._exporter = _exporter(self, bootstrap.metrics_fd)
         fuse_session.on_interrupt(self.interrupts.on_interrupt)
 
     @property
@@ -366,7 +323,8 @@ class Parts:
 
     def count(self) -> None:
         """Bring the counts up to date, and store them. Called before they are shown."""
-        self.relay.counts.count()
+        for reads in count_threads(self.metrics):
+            self.source.count_elsewhere(*reads)
         self.arrivals.take_events()
         self.window.count(self.metrics)
         if self.peering is not None:
@@ -374,48 +332,13 @@ class Parts:
         self._kept.save()
 
 
-def _peers(parts: Parts) -> dict[str, Any]:
-    if parts.peering is None:
-        raise OperationError("this mount has no peers: mount with --peers")
-    return parts.peering.report()
+def _job_nodes(message: dict[str, Any], index: Index) -> JobNodes:
+    # Mounts that share nothing do not load libcurl.
+    try:
+        from monarchfs.worker.peering import JobNodes
+    except ImportError as error:
+        raise OperationError(
+            f"peers need libcurl, which cannot be loaded: {error}: apt-get install libcurl4"
+        ) from None
 
-
-def _facts(parts: Parts) -> dict[str, Any]:
-    """What a recording says of the mount."""
-    config = parts.config
-    ttl = f"={config.freshness.ttl_seconds:g}" if config.freshness.mode is FreshnessMode.TTL else ""
-    return {
-        "source": config.source,
-        "mount_point": config.mountpoint,
-        "data_path": parts.data_path,
-        "freshness": f"{config.freshness.mode.value}{ttl}",
-        "prefetch": config.prefetch.value,
-        "policy": config.evict.value,
-        "tiers": [
-            {"path": tier["path"], "capacity": tier["capacity_bytes"]}
-            for tier in parts.cache.usage.report()
-        ],
-        "hidden": [
-            *([] if parts.relay.direct else ["reads"]),
-            *(["opens"] if parts.relay.free_opens else []),
-            "lookups",
-        ],
-    }
-
-
-def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
-    if descriptor is None:
-        return None
-    # Mounts without metrics do not import this.
-    from monarchfs.exporter.run import Exporter
-    from monarchfs.worker.metric_values import values_now
-
-    return Exporter(partial(values_now, parts), descriptor)
-
-
-def _metrics(parts: Parts) -> dict[str, Any]:
-    """The answer to the node's exporter."""
-    from monarchfs.exporter.wire import encode
-    from monarchfs.worker.metric_values import values_now
-
-    return encode(values_now(parts))
+    return JobNodes(message, index)

@@ -12,7 +12,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.config.model import ShareMode
-from monarchfs.core.misses import MOST_BYTES
+from monarchfs.index.index import Index
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
@@ -20,17 +20,14 @@ from monarchfs.peers.catalogue import Catalogue
 from monarchfs.peers.following import Following
 from monarchfs.peers.foreign import drop_foreign
 from monarchfs.peers.names import NameOwners, NameSupply
+from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import Peers
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.service import Service
-from monarchfs.peers.span_sharing import SpanNodes, SpanService
+from monarchfs.peers.span_sharing import SpanDigests, SpanNodes, SpanService
 from monarchfs.peers.supply import Supply
-from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
-from monarchfs.prefetch.jobs import CopyJobs
-from monarchfs.prefetch.scan import Scan
-from monarchfs.prefetch.spans import SPAN_BYTES
 from monarchfs.system.http_server import serve
 
 CONNECTIONS = 512
@@ -39,74 +36,58 @@ CONNECTIONS = 512
 MOST_BODY_BYTES = 1 << 20
 
 
+class JobNodes:
+    """The nodes of a job, what each of them owns, and who asks them. Constant."""
+
+    def __init__(self, message: dict[str, Any], index: Index) -> None:
+        """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 1,024 nodes."""
+        peers = Peers.from_message(message)
+        self.ownership = Ownership(peers.nodes, peers.own)
+        self.share = NodeShare(self.ownership)
+        self.following = Following(peers)
+        self.owners = Owners(self.share, self.following, index.nodes)
+        self.name_owners = NameOwners(self.ownership, self.following)
+
+
 class Peering:
     """Constant: the nodes, which of them this one is, and the socket on which nginx asks. Changing:
     ``_counted``, what ``count`` added so far."""
 
     def __init__(
         self,
+        nodes: JobNodes,
         tree: Tree,
         copier: Copier,
         cache: Cache,
-        message: dict[str, Any],
         descriptor: int,
-        share: ShareMode,
+        mode: ShareMode,
+        hooks: ModuleType,
         nursery: trio.Nursery,
     ) -> None:
-        """``message``: as ``Peers.to_message`` gives it. Takes 0.1 s for 1,024 nodes."""
+        """From now on the threads that read small files ask peers; they must not run yet."""
         os.set_inheritable(descriptor, False)
-        peers = Peers.from_message(message)
-        self.following = Following(peers)
+        self.following = nodes.following
         self._listener = socket.socket(fileno=descriptor)
-        self._ownership = ownership = Ownership(peers.nodes, peers.own)
-        self._index = tree.index
+        self._ownership = ownership = nodes.ownership
         self._catalogue = Catalogue(
             tree.index.replicas, cache.tiers, ownership, secrets.randbits(63)
         )
-        self._supply = supply = Supply(tree, copier, self._catalogue, ownership)
-        self._owners = Owners(ownership, self.following, tree.index.nodes, supply)
-        copier.jobs.observers.append(supply.changed)
+        supply = Supply(tree, copier, self._catalogue, nodes.share)
+        copier.jobs.owners = nodes.owners
+        copier.jobs.on_step.add(supply.changed)
         self._counted = [0, 0, 0, 0, 0]
-        spans = SpanService(supply, copier.jobs, cache, ownership)
-        self._digests = spans.digests
-        self._taken = spans.taken
-        self._nodes = SpanNodes(copier.jobs, spans, ownership, self.following)
+        self._digests = SpanDigests(cache)
+        spans = SpanService(supply, copier.jobs, cache, self._digests, nodes.share)
+        self._nodes = SpanNodes(copier.jobs, self._digests, nodes.share, self.following)
         copier.files.nodes = self._nodes
-        name_owners = NameOwners(ownership, self.following)
-        tree.shared.bind(name_owners)
-        self._lists_elsewhere = lambda ino: not tree.shared.serves(ino)
         names = None
         if tree.freshness.serves_stale:
-            names = NameSupply(tree, supply, name_owners, nursery)
+            names = NameSupply(tree, supply, nodes.name_owners, nursery)
         self._service = Service(self._catalogue, supply, spans, names)
         self._cache = cache
-        if share is not ShareMode.REPLICATE:
-            cache.lookup.owns = self._owns_some
-        cache.reservations.keeps_foreign = share is not ShareMode.PARTITION
-        self._share = share
-
-    def begin(self, hooks: ModuleType) -> None:
-        """Have the threads that read small files ask peers. Call this before the session's threads
-        start."""
-        _replicas.owners(self._ownership.tables, self._ownership.own)
+        self._mode = mode
+        _replicas.owners(ownership.tables, ownership.own)
         hooks.misses_peers(_replicas.read)
-
-    def bind(self, jobs: CopyJobs, arrivals: Arrivals, scan: Scan) -> None:
-        """Files that other nodes own are copied ahead from those nodes; their directories are
-        scanned last."""
-        scan.elsewhere = self._lists_elsewhere
-        jobs.elsewhere = self._elsewhere
-        arrivals.owners = self._owners
-
-    def _elsewhere(self, ino: int) -> bool:
-        node = self._index.nodes.node(ino)
-        return node is not None and node.stat.size <= MOST_BYTES and self._owners.elsewhere(node)
-
-    def _owns_some(self, name: bytes, size: int) -> bool:
-        """Whether this node owns a span of the file, at least, or copies it for its peers."""
-        spans = range(-(-size // SPAN_BYTES) or 1)
-        taken = self._supply.copies(name) or self._taken.has_any(name)
-        return taken or any(self._ownership.owns(name, span) for span in spans)
 
     def changed(self, name: bytes) -> None:
         """A replica was added or removed."""
@@ -120,7 +101,7 @@ class Peering:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
             nursery.start_soon(self.following.run)
-            if self._share is ShareMode.PARTITION:
+            if self._mode is ShareMode.PARTITION:
                 nursery.start_soon(drop_foreign, self._cache, self._ownership, self.following)
             nursery.start_soon(self._digests.run)
             nursery.start_soon(self._nodes.run)

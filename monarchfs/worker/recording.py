@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from types import ModuleType
@@ -21,7 +21,8 @@ import trio
 from monarchfs.control import messages
 from monarchfs.index.index import Index
 from monarchfs.insight.recording import EVENT, MOST_SAMPLE, File
-from monarchfs.types import ROOT_INO, OperationError
+from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
+from monarchfs.worker.parts import Parts
 
 TICK_SECONDS = 0.1
 """So often the ring is drained. It has room for 65,536 events."""
@@ -48,22 +49,11 @@ _INO, _PID = 1, 8
 
 
 class Recordings:
-    """Constant: the C part, the index, what is told of the mount. Changing: whether somebody
-    records."""
+    """Constant: the C part, the mount's parts. Changing: whether somebody records."""
 
-    def __init__(
-        self,
-        hooks: ModuleType,
-        index: Index,
-        facts: Callable[[], Mapping[str, Any]],
-        *,
-        relays: bool,
-    ) -> None:
-        """Without ``relays`` (safe mode) requests do not pass the C part."""
-        self._relays = relays
+    def __init__(self, hooks: ModuleType, parts: Parts) -> None:
         self._hooks = hooks
-        self._index = index
-        self._facts = facts
+        self._parts = parts
         self._busy = False
 
     async def answer(self, request: Mapping[str, Any], stream: trio.SocketStream) -> dict[str, Any]:
@@ -74,7 +64,7 @@ class Recordings:
         rate = request.get("rate", 0)
         if not isinstance(rate, int) or rate < 0:
             raise OperationError("rate must be a number of events a second")
-        if not self._relays:
+        if not self._parts.relays:
             raise OperationError("this mount is in safe mode: see monarchfs status")
         if self._busy:
             raise OperationError(
@@ -84,8 +74,8 @@ class Recordings:
         self._busy = True
         try:
             begun, origin_ns = time.time(), self._hooks.record_begin(sample)
-            head = {"begun": begun, "origin_ns": origin_ns, "facts": dict(self._facts())}
-            recorder = _EventStream(self._hooks, self._index, stream, sample, rate)
+            head = {"begun": begun, "origin_ns": origin_ns, "facts": _facts(self._parts)}
+            recorder = _EventStream(self._hooks, self._parts.index, stream, sample, rate)
             async with trio.open_nursery() as nursery:
                 ended = trio.Event()
                 nursery.start_soon(_wait_for_end, stream, ended)
@@ -100,6 +90,29 @@ class Recordings:
         finally:
             self._hooks.record_end()
             self._busy = False
+
+
+def _facts(parts: Parts) -> dict[str, Any]:
+    """What a recording says of the mount."""
+    config = parts.config
+    ttl = f"={config.freshness.ttl_seconds:g}" if config.freshness.mode is FreshnessMode.TTL else ""
+    return {
+        "source": config.source,
+        "mount_point": config.mountpoint,
+        "data_path": parts.data_path,
+        "freshness": f"{config.freshness.mode.value}{ttl}",
+        "prefetch": config.prefetch.value,
+        "policy": config.evict.value,
+        "tiers": [
+            {"path": tier["path"], "capacity": tier["capacity_bytes"]}
+            for tier in parts.cache.usage.report()
+        ],
+        "hidden": [
+            *([] if parts.relay.direct else ["reads"]),
+            *(["opens"] if parts.relay.free_opens else []),
+            "lookups",
+        ],
+    }
 
 
 async def _wait_for_end(stream: trio.SocketStream, ended: trio.Event) -> None:

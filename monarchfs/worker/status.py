@@ -4,20 +4,10 @@ counted (docs/USAGE.md)."""
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from monarchfs.cache.cache import Cache
-from monarchfs.config.model import Config
-from monarchfs.fuse.passthrough import Passthrough
-from monarchfs.index.index import Index
-from monarchfs.metadata.load import Load
-from monarchfs.metrics import Metrics
-from monarchfs.prefetch.copier import Copier
-from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.fill import Fill
-from monarchfs.prefetch.scan import Scan
-from monarchfs.prefetch.window import Window
-from monarchfs.source.source import Source
+from monarchfs.worker.parts import Parts
 
 if TYPE_CHECKING:
     from monarchfs.worker.peering import Peering
@@ -27,47 +17,7 @@ MOST_PEERS = 128
 """In a status, which has to stay small; ``monarchfs peers`` shows all."""
 
 
-class Observed(Protocol):
-    """What a worker shows of itself, to ``status`` and to metrics."""
-
-    @property
-    def config(self) -> Config: ...
-    @property
-    def metrics(self) -> Metrics: ...
-    @property
-    def source(self) -> Source: ...
-    @property
-    def index(self) -> Index: ...
-    @property
-    def cache(self) -> Cache: ...
-    @property
-    def copier(self) -> Copier: ...
-    @property
-    def scan(self) -> Scan: ...
-    @property
-    def peering(self) -> Peering | None: ...
-    @property
-    def window(self) -> Window: ...
-    @property
-    def load(self) -> Load: ...
-    @property
-    def copy_idle(self) -> CopyIdle: ...
-    @property
-    def passthrough(self) -> Passthrough: ...
-    @property
-    def data_path(self) -> str: ...
-    @property
-    def restarts(self) -> int: ...
-    @property
-    def requests_waiting(self) -> int:
-        """How many requests wait for the source or for a tier."""
-        ...
-
-    def count(self) -> None:
-        """Bring the counts up to date."""
-
-
-def status(worker: Observed) -> dict[str, Any]:
+def status(worker: Parts) -> dict[str, Any]:
     """One JSON-able object. Costs a statvfs a tier; never asks the source."""
     counters = worker.source.counters
     metrics = worker.metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -20,13 +21,17 @@ from monarchfs.prefetch.scan import read_list
 from monarchfs.system.logs import FewOfEach
 from monarchfs.system.threads import run_sync
 from monarchfs.types import ROOT_INO
+from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.bootstrap import Bootstrap, SupervisorChannel
-from monarchfs.worker.commands import answer_client
+from monarchfs.worker.commands import Commands, answer_client
 from monarchfs.worker.opening import boot_id
 from monarchfs.worker.parts import Parts
+from monarchfs.worker.recording import Recordings
+from monarchfs.worker.said import Said
 from monarchfs.worker.status import status
 
 if TYPE_CHECKING:
+    from monarchfs.exporter.http import Exporter
     from monarchfs.metrics import Histogram
 
 log = logging.getLogger(__name__)
@@ -35,9 +40,9 @@ SHUTDOWN_SYNC_SECONDS = 5.0
 BEAT_SECONDS = 0.25
 
 
-class Worker(Parts):
-    """See ``Parts``. Changing: the files that were being copied when an earlier worker ended;
-    whether a later worker waits for this one's end."""
+class Worker:
+    """Constant: ``parts``, the file system; who answers people. Changing: the files that were being
+    copied when an earlier worker ended; whether a later worker waits for this one's end."""
 
     def __init__(
         self,
@@ -46,35 +51,43 @@ class Worker(Parts):
         nursery: trio.Nursery,
         log_filter: FewOfEach,
     ) -> None:
-        super().__init__(bootstrap, channel, nursery)
+        self.parts = parts = Parts(bootstrap, channel, nursery)
+        self._channel = channel
+        self._nursery = nursery
         self._log_filter = log_filter
+        self._said = Said(f"/proc/self/fd/{bootstrap.state_fd}", bootstrap.mount_ns)
+        self._announcing = Announcing(parts.window if parts.relays else None, self._said)
+        recordings = Recordings(fuse_session.hooks, parts)
+        self._commands = Commands(parts, recordings, self._announcing)
+        self._exporter = _exporter(parts, bootstrap.metrics_fd)
         self._interrupted: list[int] = []
         self._leaving = False
 
     async def start(self) -> None:
         """Do everything that comes before the first request. Raises OSError, MonarchError."""
-        if self.restarts:
+        if self.parts.restarts:
             self._take_over()
-        self.cache.load(boot_id(), self._take_over_files)
+        self.parts.cache.load(boot_id(), self._take_over_files)
         # An earlier worker of this mount has asked; the source may hang by now.
-        if not self.restarts or self.index.nodes.node(ROOT_INO) is None:
-            await self.tree.attributes.load_root()
+        if not self.parts.restarts or self.parts.index.nodes.node(ROOT_INO) is None:
+            await self.parts.tree.attributes.load_root()
 
     def _take_over(self) -> None:
         """For what only an earlier worker knew, assume the worst."""
-        self._interrupted = self.index.replicas.under_way()
-        self.tree.recorder.take_over(self.handle_table.moved_ns)
-        self.files.racy_opens.take_over(self._mount_ns, time.time_ns())
+        parts = self.parts
+        self._interrupted = parts.index.replicas.under_way()
+        parts.tree.recorder.take_over(parts.handle_table.moved_ns)
+        parts.files.racy_opens.take_over(parts.mount_ns, time.time_ns())
 
     def _take_over_files(self) -> None:
-        if handles := self.adapter.take_over():
+        if handles := self.parts.adapter.take_over():
             log.info("took over %d open files", handles)
 
     async def beat(self) -> None:
         """Show the supervisor that the event loop runs, and store the counts, for ever."""
         while True:
-            self.handle_table.beat()
-            self.count()
+            self.parts.handle_table.beat()
+            self.parts.count()
             self._log_filter.report()
             await trio.sleep(BEAT_SECONDS)
 
@@ -88,15 +101,17 @@ class Worker(Parts):
             message, fds = received
             match message.get("do"):
                 case "serve":
-                    self.passthrough.begin(message["backing_ids"] if self.kernel_reads else 0)
-                    self.session.hand_over()
+                    self.parts.passthrough.begin(
+                        message["backing_ids"] if self.parts.kernel_reads else 0
+                    )
+                    self.parts.session.hand_over()
                     self._nursery.start_soon(self._begin_background)
                     await self._channel.send({"event": "ready"})
                 case "status":
-                    answer = {"number": message["number"], "status": status(self)}
+                    answer = {"number": message["number"], "status": status(self.parts)}
                     await self._channel.send({"event": "status", **answer})
                 case "backed":
-                    self.passthrough.answered(
+                    self.parts.passthrough.answered(
                         message["number"],
                         message["ids"],
                         message.get("error", 0),
@@ -106,7 +121,7 @@ class Worker(Parts):
                     log.warning("a request is not answered: the limit of open files is reached")
                 case "client":
                     (fd,) = fds
-                    self._nursery.start_soon(answer_client, self.commands, message["request"], fd)
+                    self._nursery.start_soon(answer_client, self._commands, message["request"], fd)
                 case "again":
                     fuse_session.take_again()
                 case "stop":
@@ -119,46 +134,47 @@ class Worker(Parts):
         self._nursery.cancel_scope.cancel()
 
     async def _begin_background(self) -> None:
-        config = self.config
-        if (weights := self.said.weights()) is not None:
-            self.cache.accounts.weigh(list(weights.items()), replace=True)
-        self.cache.accounts.on_weights.add(self.said.keep_weights)
-        self._nursery.start_soon(self.kernel.run)
-        self._nursery.start_soon(self.passthrough.run)
-        self._nursery.start_soon(self.relay.run)
-        self._nursery.start_soon(self.relay.walk)
-        if self.relay.misses is not None:
-            self._nursery.start_soon(self.arrivals.run)
-            self._nursery.start_soon(self.window.run)
-            self._nursery.start_soon(self.announcing.resume)
-        self._nursery.start_soon(self.adapter.handleless.run)
-        self._nursery.start_soon(self.copier.run)
-        self._nursery.start_soon(self.cache.watch)
-        self._nursery.start_soon(self.cache.accounts.sync_loop)
-        self._nursery.start_soon(purge, self.index, self._mount_ns)
-        self._nursery.start_soon(_measure_delay, self.metrics.event_loop_delay)
-        if self.peering is not None:
-            self._nursery.start_soon(self.peering.run)
+        parts, start = self.parts, self._nursery.start_soon
+        config = parts.config
+        if (weights := self._said.weights()) is not None:
+            parts.cache.accounts.weigh(list(weights.items()), replace=True)
+        parts.cache.accounts.on_weights.add(self._said.keep_weights)
+        start(parts.kernel.run)
+        start(parts.passthrough.run)
+        start(parts.relay.run)
+        start(parts.relay.walk)
+        if parts.relay.misses is not None:
+            start(parts.arrivals.run)
+            start(parts.window.run)
+            start(self._announcing.resume)
+        start(parts.adapter.handleless.run)
+        start(parts.copier.run)
+        start(parts.cache.watch)
+        start(parts.cache.accounts.sync_loop)
+        start(purge, parts.index, parts.mount_ns)
+        start(_measure_delay, parts.metrics.event_loop_delay)
+        if parts.peering is not None:
+            start(parts.peering.run)
         if self._exporter is not None:
-            self._nursery.start_soon(self._exporter.run)
+            start(self._exporter.run)
         if config.scrub_bytes_per_second:
-            self._nursery.start_soon(self.cache.scrub, config.scrub_bytes_per_second)
-        if self.touch is not None:
-            self._nursery.start_soon(self.touch.run)
-        if not self.restarts:
-            self.warming.forget()
+            start(parts.cache.scrub, config.scrub_bytes_per_second)
+        if parts.touch is not None:
+            start(parts.touch.run)
+        if not parts.restarts:
+            parts.warming.forget()
         elif config.tiers:
-            self.warming.resume()
+            parts.warming.resume()
         for ino in self._interrupted:
-            self.copier.jobs.want(ino, Priority.SCANNED)
+            parts.copier.jobs.want(ino, Priority.SCANNED)
         if config.index_file is not None:
             # Before the scan, which then finds what it looks for.
             trusted = config.allow_other  # the kernel goes by the modes in it then
-            await self.load.run(config.index_file, self._root_ino, trusted=trusted)
-        if self.ahead is not None:
-            self._nursery.start_soon(self.ahead.run)
+            await parts.load.run(config.index_file, parts.root_ino, trusted=trusted)
+        if parts.ahead is not None:
+            start(parts.ahead.run)
         elif config.prefetch is PrefetchMode.ALL:
-            self._nursery.start_soon(self.scan.everything)
+            start(parts.scan.everything)
         elif config.prefetch is PrefetchMode.FILE and config.prefetch_list is not None:
             roots = [os.fsencode(root) for root in (config.mountpoint, config.source)]
             try:
@@ -166,18 +182,28 @@ class Worker(Parts):
             except OSError as error:  # it was there when this was mounted
                 log.warning("nothing is prefetched: %s: %s", config.prefetch_list, error.strerror)
                 return
-            self._nursery.start_soon(self.scan.listed, paths)
+            start(parts.scan.listed, paths)
 
     async def close(self) -> None:
         """Store what was copied, within a bounded time."""
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
-            await self.copier.files.suspend()
+            await self.parts.copier.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
-                await self.cache.accounts.sync()
-                self.said.clear()
-        self.count()
-        self.cache.close()
-        self.index.close(clean=not self._leaving)
+                await self.parts.cache.accounts.sync()
+                self._said.clear()
+        self.parts.count()
+        self.parts.cache.close()
+        self.parts.index.close(clean=not self._leaving)
+
+
+def _exporter(parts: Parts, descriptor: int | None) -> Exporter | None:
+    if descriptor is None:
+        return None
+    # Mounts without metrics do not import this.
+    from monarchfs.exporter.http import Exporter
+    from monarchfs.worker.metric_values import values_now
+
+    return Exporter(partial(values_now, parts), descriptor)
 
 
 async def _measure_delay(delay: Histogram) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.control.registration import Registration
-from monarchfs.exporter import discovery, jobs
+from monarchfs.exporter import discovery
 from monarchfs.exporter.discovery import MOST_OF_A_USER, Discovery, Roots
 from tests.support.mounting import REPOSITORY, Bench, requires_fuse, requires_root
 
@@ -327,14 +327,14 @@ def test_jobs_of_a_users_registration_are_not_looked_for(node: Node) -> None:
     ],
 )
 def test_the_way_to_jobs_stays_below_the_directory(mountpoint: str, names: list[str]) -> None:
-    assert jobs.way_to_jobs(mountpoint, "/run/monarchfs") == names
+    assert discovery.way_to_jobs(mountpoint, "/run/monarchfs") == names
 
 
 def test_jobs_are_bounded(tmp_path: Path) -> None:
-    for number in range(jobs.MOST_JOBS + 10):
+    for number in range(discovery.MOST_JOBS + 10):
         (tmp_path / str(number)).touch()
     descriptor = os.open(tmp_path, os.O_RDONLY)
-    assert len(jobs.jobs_in(descriptor)) == jobs.MOST_JOBS
+    assert len(discovery.jobs_in(descriptor)) == discovery.MOST_JOBS
     os.close(descriptor)
 
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from monarchfs.exporter import http
-from monarchfs.supervisor.port import listen_locally, stop_listening
+from monarchfs.supervisor.port import LOOPBACK, listen_on, stop_listening
 from monarchfs.system import http_server
 from tests.support.mounting import free_port
 
@@ -27,13 +27,13 @@ async def page() -> bytes:
 @asynccontextmanager
 async def served(get: Callable[[], Awaitable[bytes]] = page) -> AsyncIterator[int]:
     """A server; the port where it listens. It has to end by itself once it is shut down."""
-    listener = listen_locally(free_port())
+    listener = listen_on(LOOPBACK, free_port(), "--metrics-port")
     port = listener.getsockname()[1]
     with trio.fail_after(20):
         async with trio.open_nursery() as nursery:
             # A descriptor of its own, as the worker has one.
             own = socket.socket(fileno=socket.dup(listener.fileno()))
-            nursery.start_soon(partial(http.serve, own, get, "text/plain"))
+            nursery.start_soon(partial(http.serve, own, get))
             try:
                 yield port
             finally:

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.exporter import node, wire
-from monarchfs.exporter.node import Naming, Seen, UserNames, page_values
-from monarchfs.exporter.samples import Durations, Values
+from monarchfs.exporter.node import Seen, label_mounts, learn_names, page_values
 from monarchfs.exporter.text import exposition_of
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, Metrics, names
 from monarchfs.metrics.counts import ERRORS, OTHER, REFUSALS
-from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
+from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Durations, MetricType, Values
 from monarchfs.placement.events import RefusalReason
 from monarchfs.source.lanes import OPERATIONS, SourceCounters
 from monarchfs.source.posix import PosixSource
@@ -169,8 +168,8 @@ def test_the_page(golden: Golden) -> None:
         jobs=("1", "2_4"),
         values=wire.decode(sent(values)),
     )
-    named = [(("u", odd, "/m"), well), (("v", "/s", "/gone"), Seen("l", 7, "/s", "/gone"))]
-    text = exposition_of(page_values(named, 3)).decode()
+    mounts = [(("u", odd, "/m"), well), (("v", "/s", "/gone"), Seen("l", 7, "/s", "/gone"))]
+    text = exposition_of(page_values(mounts, 3)).decode()
     golden("exporter-page.txt", text)
     now = parse(text)
     assert set(now.kinds) == {f.name for f in (*FAMILIES, *names.NODE_FAMILIES)}
@@ -183,15 +182,17 @@ def test_the_page(golden: Golden) -> None:
 
 
 def test_names_of_mounts_are_given_once_and_stay() -> None:
-    naming = Naming()
     same = ("u", "/s", "/m")
     second = ("u", "/s", "/m (2)")
-    assert naming.name([("a", same), ("b", same)]) == {"a": same, "b": second}
-    assert naming.name([("b", same)]) == {"b": second}, "not the series of another mount"
-    assert naming.name([("b", same), ("c", same)]) == {"b": second, "c": same}
-    odd = naming.name([("b", same), ("c", same), ("d", second), ("e", same)])
-    assert len(set(odd.values())) == 4
-    assert naming.name([]) == {}
+    given = label_mounts({}, [("a", same), ("b", same)])
+    assert given == {"a": same, "b": second}
+    given = label_mounts(given, [("b", same)])
+    assert given == {"b": second}, "not the series of another mount"
+    given = label_mounts(given, [("b", same), ("c", same)])
+    assert given == {"b": second, "c": same}
+    given = label_mounts(given, [("b", same), ("c", same), ("d", second), ("e", same)])
+    assert len(set(given.values())) == 4
+    assert label_mounts(given, []) == {}
 
 
 async def test_a_name_service_that_hangs_costs_a_second_and_the_names(
@@ -208,13 +209,13 @@ async def test_a_name_service_that_hangs_costs_a_second_and_the_names(
         return "late"
 
     monkeypatch.setattr(trio.to_thread, "run_sync", hanging)
-    users = UserNames()
+    known: dict[int, str] = {}
     with trio.fail_after(10):
-        await users.learn([7, 8])
-    assert users.known == {7: "7", 8: "8"}
+        await learn_names(known, [7, 8])
+    assert known == {7: "7", 8: "8"}
     answered.set()
-    await users.learn([7, 8])
-    assert users.known == {7: "7", 8: "8"}, "a name that changes is another series"
+    await learn_names(known, [7, 8])
+    assert known == {7: "7", 8: "8"}, "a name that changes is another series"
     assert sorted(asked) == [7, 8]
 
 

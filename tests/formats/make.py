@@ -44,10 +44,11 @@ from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.slurm.caches import close_cache
 from monarchfs.slurm.records import write_record
 from monarchfs.slurm.shares import record_of, share_key
-from monarchfs.slurm.site import SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.store.checksum import checksum
-from monarchfs.supervisor.launch import Descriptors, WorkerLauncher
+from monarchfs.supervisor.launch import Descriptors
 from monarchfs.supervisor.lock import Holder, write_holder
+from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.tierdirs import TierOwner, write_owner
 from monarchfs.supervisor.tierdirs import write_record as write_tiers
@@ -318,11 +319,9 @@ def make_protocol(to: Path) -> None:
         said.append(json.loads(os.pread(memory, 1 << 20, 0)))
         return Mock(pid=1)
 
-    launcher = WorkerLauncher(
-        *(config(), [], HANDOVER_FDS, 5, Mock(), 2, (2, 3), True, Mock(peers=PEERS))
-    )
-    with patch("monarchfs.supervisor.launch.spawn_as", spawn):
-        worker = launcher.start(restarts=3, safe=True, waits=True)
+    mounted = Mounted(handover(), [], Mock(), Mock(), Mock(peers=PEERS), Mock(end=2))
+    with patch("monarchfs.supervisor.mounted.spawn_as", spawn):
+        worker = mounted.start_worker(restarts=3, safe=True, waits=True)
     worker.init.close()
     worker.channel.close()
     said[0]["fds"] |= {"init": 22, "channel": 23}
@@ -395,7 +394,7 @@ def make_slurm(to: Path) -> None:
     record = {**record_of("/data", ALICE), "used": None, "granted": {"/tier": 1 << 30}}
     write_record(str(to / "slurm" / CACHE_KEY / "cache.json"), record, mode=0o644)
     with patch("time.time", lambda: 1e9):
-        close_cache(SitePaths(cache_dir=str(to)), CACHE_KEY, STATUS)
+        close_cache(Site(cache_dir=str(to)), CACHE_KEY, STATUS)
 
 
 MAKERS = (

@@ -38,7 +38,7 @@ from monarchfs.metadata.snapshot import Begin, Complete, End, Entries, Reader
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers
 from monarchfs.slurm.caches import CacheShare, read_cache
-from monarchfs.slurm.site import SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.supervisor.lock import read_holder
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.tierdirs import read_owner, read_record_of
@@ -235,6 +235,6 @@ def test_a_snapshot() -> None:
 
 
 def test_a_cache_of_slurm() -> None:
-    assert read_cache(SitePaths(cache_dir=str(FROZEN)), make.CACHE_KEY) == CacheShare(
+    assert read_cache(Site(cache_dir=str(FROZEN)), make.CACHE_KEY) == CacheShare(
         *(make.CACHE_KEY, "/data", 1000, "alice", {"/tier": 1 << 30}, {"/tier": 4096}, 1e9)
     )

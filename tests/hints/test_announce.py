@@ -17,16 +17,14 @@ from typing import Any
 import pytest
 
 from monarchfs import hints
-from monarchfs.hints import client
-from monarchfs.hints import order as order_module
-from monarchfs.hints.client import JobMount
+from monarchfs.hints import JobMount
 from monarchfs.types import OperationError
 from tests.support.programs import execute
 
 
 def await_threads() -> None:
     for thread in threading.enumerate():
-        if thread.name == order_module.THREAD:
+        if thread.name == hints.THREAD:
             thread.join(30)
 
 
@@ -48,7 +46,7 @@ class Sampler:
 
 @pytest.fixture(autouse=True)
 def nothing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_failed", set())
+    monkeypatch.setattr(hints, "_failed", set())
 
 
 @pytest.fixture
@@ -70,12 +68,12 @@ class FakeMount(JobMount):
 def announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[bytes]:
     mount = FakeMount(None, [str(tmp_path)])  # type: ignore[arg-type]
     mount.lists = queue.Queue()
-    monkeypatch.setattr(order_module, "find_mount", lambda _path: mount)
+    monkeypatch.setattr(hints, "find_mount", lambda _path: mount)
     return mount.lists
 
 
 def test_without_a_mount_it_draws_the_same(files: list[str]) -> None:
-    assert client.find_mount(files[0]) is None
+    assert hints.find_mount(files[0]) is None
     sampler = hints.announce(Sampler(), files)
     assert len(sampler) == 5
     assert list(sampler) == [0, 1, 2, 3, 4]
@@ -148,7 +146,7 @@ def test_a_mount_that_fails_is_reported_once_and_asked_again(
         asked.append(1)
         raise OperationError("the daemon is gone")
 
-    monkeypatch.setattr(order_module, "find_mount", fail)
+    monkeypatch.setattr(hints, "find_mount", fail)
     sampler = hints.announce(Sampler(), files)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -172,7 +170,7 @@ def test_what_was_drawn_is_sent_in_its_order(
 def test_hints_need_none_of_the_daemons_libraries() -> None:
     """Only the standard library, so that a job's environment need not have anything else."""
     code = (
-        "import sys; before = set(sys.modules); import monarchfs.hints.client;"
+        "import sys; before = set(sys.modules); import monarchfs.hints;"
         "names = {name.split('.')[0] for name in set(sys.modules) - before};"
         "print(sorted(names - {'monarchfs', *sys.stdlib_module_names}))"
     )

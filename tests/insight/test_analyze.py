@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from monarchfs.insight import epochs
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.epochs import in_order, survey
-from monarchfs.insight.histogram import LogHistogram
+from monarchfs.insight.latencies import LogHistogram
 from monarchfs.insight.page import page_of
 from monarchfs.insight.recording import AnsweredBy, Event, Kind, Recording, open_recording
 from monarchfs.insight.results import CAUSES, CHECKS, NAMES, Analysis, cause_of
-from monarchfs.insight.text import text_of
+from monarchfs.insight.tables import text_of
 from monarchfs.insight.trace import write_trace
 from monarchfs.insight.waiting import Sweep
 from tests.support.golden import Golden

@@ -18,11 +18,10 @@ from monarchfs.insight.recording import (
     Event,
     File,
     Kind,
-    Recording,
-    RecordingError,
     RecordingWriter,
     open_recording,
 )
+from monarchfs.types import OperationError
 
 ORIGIN = 5_000_000_000
 
@@ -83,7 +82,7 @@ def test_a_file_that_was_cut_off_is_read_up_to_there(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         try:
             recording = open_recording(path)
-        except RecordingError as error:
+        except OperationError as error:
             assert "header" in str(error)  # noqa: PT017
             continue
         found = list(recording.events)
@@ -107,19 +106,8 @@ def test_damage_ends_the_events(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"something else", MAGIC, MAGIC + b"H"])
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "r").write_bytes(content)
-    with pytest.raises(RecordingError):
+    with pytest.raises(OperationError):
         open_recording(tmp_path / "r")
-
-
-def test_columns_have_the_fields_of_the_events(tmp_path: Path) -> None:
-    write(tmp_path / "r", [event(n) for n in range(5)])
-    recording: Recording = open_recording(tmp_path / "r")
-    (columns,) = recording.columns()
-    rows = zip(*columns.values(), strict=True)
-    assert [row[1:] for row in rows] == [
-        (e.ino, e.offset, e.duration, e.size, e.pid, e.kind, e.source_of) for e in recording.events
-    ]
-    assert list(columns["begin"]) == [ORIGIN + round(n / 1024 * 1e9) for n in range(5)]
 
 
 def test_many_events_are_small_and_need_little_memory(tmp_path: Path) -> None:

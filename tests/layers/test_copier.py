@@ -15,9 +15,10 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.prefetch import ahead, copier, copy_slots, retries
+from monarchfs.prefetch import ahead, copier
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.copy_idle import CopyIdle
+from monarchfs.prefetch.jobs import RETRY_SECONDS
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
 from monarchfs.types import FreshnessMode
@@ -86,7 +87,7 @@ async def test_a_scanned_file_that_is_opened_goes_before_one_that_is_listed(area
 async def test_a_call_that_hangs_lends_its_slot(
     area: Area, clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_slots, "MAX_LENT", 4)
+    monkeypatch.setattr(copier, "MAX_LENT", 4)
     names = area.write_files(8)
     async with area.mount(copy_workers=2) as mirror:
         gate = mirror.posix.faults.gate("read")
@@ -96,11 +97,11 @@ async def test_a_call_that_hangs_lends_its_slot(
             await trio.testing.wait_all_tasks_blocked()
             assert gate.waiting == 2 + lent
             for _ in range(4):
-                clock.jump(copy_slots.STUCK_SECONDS / 2)
+                clock.jump(copier.STUCK_SECONDS / 2)
                 await trio.testing.wait_all_tasks_blocked()
         gate.open()
         await go_on(mirror, clock, 8)
-        assert mirror.copier._slots.lent == 0
+        assert mirror.copier._lent == 0
         assert mirror.metrics.copies_completed == 8
 
 
@@ -175,11 +176,11 @@ async def test_what_fails_is_tried_again_after_a_while(
         # As a thread of the data path asks, which has no event loop.
         reason = await trio.to_thread.run_sync(mirror.reason, await mirror.ino(name))
         assert reason == "copying failed: Input/output error (just now; it is tried again in 1 s)"
-        await let_pass(mirror, clock, retries.RETRY_SECONDS[0] + 0.01)
+        await let_pass(mirror, clock, RETRY_SECONDS[0] + 0.01)
         assert mirror.posix.faults.calls["read"] == 2
-        await let_pass(mirror, clock, retries.RETRY_SECONDS[0] + 0.01)
+        await let_pass(mirror, clock, RETRY_SECONDS[0] + 0.01)
         assert mirror.posix.faults.calls["read"] == 2, "the second time it waits longer"
-        await let_pass(mirror, clock, retries.RETRY_SECONDS[1])
+        await let_pass(mirror, clock, RETRY_SECONDS[1])
         await mirror.settled()
         assert await mirror.state(name) == "resident"
         assert mirror.metrics.copies_failed == 0
@@ -197,7 +198,7 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
         await gate.arrived(4)
         gate.open()
         await mirror.settled()
-        for seconds in retries.RETRY_SECONDS:
+        for seconds in RETRY_SECONDS:
             assert mirror.metrics.copies_failed == 0
             await let_pass(mirror, clock, seconds + 0.01)
         assert mirror.metrics.copies_failed == 1
@@ -354,7 +355,7 @@ async def check(mirror: Mirror, names: list[str]) -> None:
 
 async def let_it_be_stuck(clock: trio.testing.MockClock) -> None:
     for _ in range(6):
-        clock.jump(copy_slots.STUCK_SECONDS / 2)
+        clock.jump(copier.STUCK_SECONDS / 2)
         await trio.testing.wait_all_tasks_blocked()
 
 
@@ -455,7 +456,7 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(
         await begin(mirror, names, together=6)
         await gate.arrived()
         await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
-        await mirror.copier.files.suspend()
+        await mirror.copier.suspend()
         gate.open()
         await until(lambda: not mirror.whole.busy, "the last one to be read")
         mirror.arrivals.take_events()
@@ -545,7 +546,7 @@ SIZE = 5_000
 async def copying_ahead(mirror: Mirror) -> AsyncIterator[Ahead]:
     """Whoever opens ten opens many."""
     with mock.patch.object(ahead, "MANY", 10):
-        found = Ahead(mirror.tree, mirror.cache, mirror.copier.jobs, lambda _ino: False)
+        found = Ahead(mirror.tree, mirror.cache, mirror.copier.jobs)
         mirror.files.on_open.add(found.opened)
         mirror.start_copying()
         async with trio.open_nursery() as nursery:

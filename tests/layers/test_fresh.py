@@ -15,7 +15,7 @@ import trio.testing
 
 from monarchfs.fs import racy_opens
 from monarchfs.fs.files import FileHandle
-from monarchfs.fuse import notify
+from monarchfs.fuse import notify, session
 from monarchfs.fuse.notify import Notifier
 from monarchfs.metadata.freshness import UNSETTLED_SECONDS
 from monarchfs.metadata.tree import Missing
@@ -292,7 +292,9 @@ async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> 
 # The kernel is told what to forget by threads, each thing once, and nobody's request waits.
 
 
-async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> None:
+async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not the end either. Of an inode, its pages count for more than its attributes."""
     told: list[tuple[int, object]] = []
     unblocked, passed = threading.Event(), trio.Event()
@@ -303,7 +305,9 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else() -> N
             raise OSError(errno.EIO, "refused")
         told.append((ino, what))
 
-    notifier = Notifier(tell, tell)
+    for call in ("invalidate_inode", "invalidate_entry"):
+        monkeypatch.setattr(session, call, tell)
+    notifier = Notifier()
 
     async def refresh() -> None:
         await notifier.room()

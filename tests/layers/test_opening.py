@@ -158,7 +158,7 @@ async def test_whose_try_is_the_second(files: Area) -> None:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     async with files.mount(mode=OPEN) as mirror:
-        refused = EstaleRetries(mirror.tree.known.asked_ns)
+        refused = EstaleRetries(mirror.tree.known)
         node = await mirror.node("a")
         assert not refused.again(node.ino, 7)
         refuse(node.ino, 7)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import trio
 
-from monarchfs.fuse.session import hooks  # isort: skip  # before pyfuse3
+from monarchfs.fuse import session  # isort: skip  # before pyfuse3
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fs.file_system import FileSystem
 from monarchfs.fuse import passthrough
-from monarchfs.fuse.adapter import Adapter, SessionCalls
+from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.handle_table import HandleTable, make_table
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
@@ -170,7 +170,7 @@ class Passing:
         self.opens: list[Open] = []
         self.eio: list[str] = []
         self._unique = 0
-        self.slots = HandleTable(self.table, hooks)
+        self.slots = HandleTable(self.table, session.hooks)
         self.threads = Threads(self.random, self.slots)
         self.threads.wanted = mirror.copier.jobs.opened
         self.threads.missing = self._missing
@@ -178,19 +178,24 @@ class Passing:
         self._backed = (0, 0)
         self._in, out = trio.open_memory_channel[dict[str, Any]](10_000)
         mirror.nursery.start_soon(self._deliver, out)
-        self.passthrough = Passthrough(
-            mirror.files, self._send, mirror.metrics, self.threads, counts=True
-        )
+        relay = Relay(free_opens=False)
+        patch.setattr(relay, "delegate", self.threads.delegate)
+        patch.setattr(session.hooks, "backed_reclaim", self.threads.reclaim)
+        patch.setattr(session.hooks, "backed_cached", self.threads.cached)
+        self.passthrough = Passthrough(mirror.files, self._send, mirror.metrics, relay, counts=True)
         mirror.cache.accounts.bind(self.passthrough)
         self.adapter = Adapter(
             FileSystem(mirror.tree, mirror.files, mirror.xattrs),
             Interrupts(mirror.metrics),
             mirror.metrics,
-            Relay(hooks, mirror.metrics, free_opens=False),
+            relay,
             self.slots,
             self.passthrough,
-            SessionCalls(lambda: (self._unique, 0), lambda: 0, self._answer_with),
+            journals=False,
         )
+        patch.setattr(session, "current_request", lambda: (self._unique, 0))
+        patch.setattr(session, "current_node", lambda: 0)
+        patch.setattr(session, "back_open", self._answer_with)
         self.adapter.take_over()
         self.passthrough.begin(self.supervisor.most)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -128,15 +129,12 @@ async def pair(
 ) -> AsyncIterator[tuple[Mirror, Mirror, Owner]]:
     """Two nodes, the first of which owns all names, and how the other asks it."""
     other = beside(area)
-    async with (
-        area.mount(mode=owner_mode or mode, ttl=60, copies=False) as a,
-        other.mount(mode=mode, ttl=60, copies=False) as b,
-    ):
+    # All names are the first one's own, so it asks nobody.
+    nobody: Any = SimpleNamespace(divide=lambda *_about: {})
+    async with area.mount(mode=owner_mode or mode, ttl=60, copies=False, peers=nobody) as a:
         owner = Owner(a)
-        # All names are its own, so it asks nobody.
-        a.tree.shared.bind(SimpleNamespace(divide=lambda *_about: {}))
-        b.tree.shared.bind(owner)
-        yield a, b, owner
+        async with other.mount(mode=mode, ttl=60, copies=False, peers=owner) as b:
+            yield a, b, owner
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ FILES = ("a", "d/b", "d/c")
 
 def touching(mirror: Mirror) -> Touch:
     touch = Touch(
-        *(mirror.source, mirror.cache, mirror.metrics, mirror.tree.known.place),
+        *(mirror.source, mirror.cache, mirror.metrics, mirror.tree.known),
         *(mirror.opens.inodes, 0.001),
     )
     mirror.files._touch = touch

@@ -35,7 +35,6 @@ async def warmed(mirror: Mirror, *paths: str, what: What = What.COPY) -> WarmCou
         await warm.done.wait()
     counts = warm.counts
     assert warm.outstanding == {}
-    assert mirror.copier.jobs.observers == []
     if what is What.COPY:
         assert counts.walked
         assert counts.files == counts.resident + counts.refused + counts.failed
@@ -79,10 +78,10 @@ async def test_a_request_outlives_its_process(area: Area) -> None:
         requests.resume()
         await mirror.idle()
         await until(lambda: len(list(mirror.index.replicas.all())) == files, "all to be copied")
-        await until(lambda: mirror.copier.jobs.observers == [], "the request to end")
+        await until(lambda: not requests._under_way, "the request to end")
         again = warming(mirror)
         again.resume()
-        assert mirror.copier.jobs.observers == [], "what has ended is not begun again"
+        assert not again._under_way, "what has ended is not begun again"
         again.start(What.COPY, [await mirror.node("0")])
         again.forget()
 
@@ -207,9 +206,8 @@ async def test_memory_does_not_grow(area: Area, monkeypatch: pytest.MonkeyPatch)
             nonlocal most
             most = max(most, len(warm.outstanding))
 
-        mirror.copier.jobs.observers.append(look)
+        mirror.copier.jobs.on_step.add(look)
         await warm.done.wait()
-        mirror.copier.jobs.observers.remove(look)
         assert warm.counts.copied == files
         # Each of the walkers may have looked before the others put theirs in.
         assert 1 <= most <= 4 + warm_module.WALKERS * 2

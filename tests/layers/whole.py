@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import trio
 
-from monarchfs.cache.readers import NonresidentReads
 from monarchfs.core.misses import ARCHIVED, CHANGED, LEFT, Misses
+from monarchfs.core.nonresident import NonresidentReads
 from monarchfs.types import Archived, Lane, Node, Replica, SourceStat
 from tests.support.faults import FaultySource
 
@@ -46,11 +46,21 @@ class RecordingKernel:
             told.clear()
 
 
+class NoReads:
+    """The functions of the C part that ``NonresidentReads`` uses: all reads come to Python."""
+
+    def nonresident_units(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., bool]:
+        assert name.startswith("nonresident_")
+        return lambda *_: False
+
+
 class NoReaders:
     """Where all reads come to Python. As Readers."""
 
     def __init__(self) -> None:
-        self.nonresident = NonresidentReads()
+        self.nonresident = NonresidentReads(NoReads())  # type: ignore[arg-type]
 
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None: ...
     def invalidate(self, ino: int) -> None: ...
@@ -69,6 +79,9 @@ class NoReaders:
 
     def open_inodes(self) -> Sequence[int]:
         return ()
+
+    def seen(self, ino: int) -> bool:
+        return False
 
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         return False

@@ -23,8 +23,14 @@ from monarchfs.fuse import handle_table
 from monarchfs.fuse.session import hooks
 from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.supervisor import backing
-from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused, check, most_ids
-from monarchfs.supervisor.beneath import find_beneath
+from monarchfs.supervisor.backing import (
+    MOST_IDS,
+    BackingFiles,
+    BackingRefused,
+    check,
+    find_beneath,
+    most_ids,
+)
 from monarchfs.supervisor.messages import Offer
 from monarchfs.types import OperationError, TierSize
 from tests.support import surroundings

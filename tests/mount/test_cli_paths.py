@@ -136,7 +136,7 @@ def test_progress_comes_before_the_result(daemon: Start) -> None:
 
     seen: list[dict[str, Any]] = []
     with client.Connection(daemon(serve).path, 5) as connection:
-        assert connection.long_request({"command": "refresh"}, seen.append) == result
+        assert connection.request({"command": "refresh"}, progress=seen.append) == result
     assert seen == [{"checked": count} for count in (1, 1, 2)]
 
 

@@ -18,7 +18,7 @@ from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import trio
@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from monarchfs.cli.main import main
 from monarchfs.control import client as control_client
 from monarchfs.control import messages, registration
-from monarchfs.hints.client import find_mount
+from monarchfs.hints import find_mount
 from monarchfs.supervisor import channel, supervise
 from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
 from monarchfs.types import OperationError
@@ -189,17 +189,18 @@ class Told(Reports):
     """With what was asked of the worker, and which clients were answered."""
 
     def __init__(self) -> None:
-        self.asked: list[int] = []
+        super().__init__()
         self.answered: list[Any] = []
-        super().__init__(self._ask_worker, self.answered.append)
+        self.due.add(self.answered.append)
+        self.channel = Mock()
 
-    def _ask_worker(self, number: int) -> bool:
-        self.asked.append(number)
-        return True
+    @property
+    def asked(self) -> list[int]:
+        return [call.args[0]["number"] for call in self.channel.send.call_args_list]
 
     def wanted_by(self, *clients: Any, now: float) -> None:
         for client in clients:
-            self.want(client, now)
+            self.want(client, self.channel, now)
 
 
 def test_a_report_answers_who_asked_before_it() -> None:
@@ -217,12 +218,12 @@ def test_a_report_answers_who_asked_before_it() -> None:
 
 def test_a_report_is_asked_for_now_and_then() -> None:
     told = Told()
-    told.tick(0.0)
-    told.tick(100.0)
+    told.tick(told.channel, 0.0)
+    told.tick(told.channel, 100.0)
     assert told.asked == [1], "not again before it answers"
     for number, now in ((1, 101.0), (2, 102.0)):
         told.arrived(number, {}, now - 1)
-        told.tick(now)
+        told.tick(told.channel, now)
         assert told.asked == [1, 2]
 
 
@@ -518,7 +519,7 @@ def test_a_client_survives_any_daemon(
         with pytest.raises(OperationError, match=r"\w"):
             control_client.request(found, {"command": "status"}, 0.3)
         with control_client.connect(found, 5) as connection, pytest.raises(OperationError):
-            connection.long_request({"command": "refresh"}, lambda _: None)
+            connection.request({"command": "refresh"}, progress=lambda _: None)
         started.check(3)
     finally:
         evil.close()

@@ -20,9 +20,9 @@ from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import connection, leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, split_remedy
 from monarchfs.doctor.run import Subject, examine
-from monarchfs.doctor.speed import SourceRates, TierRates
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
+from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.peers.nodes import PeerNode
 from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.lock import Holder
@@ -211,7 +211,7 @@ def test_what_is_not_worth_a_word() -> None:
     assert storage.judge_memory(tier_at(), storage.room_of(tier_at(), TierSize(bytes=1), 10)) == []
     for fstype in ("ext4", "nfs4"):
         assert source.judge_purge(fstype, "rw", touches=False) == []
-    assert leftovers.judge_caches([], lambda path: True) == []
+    assert leftovers.judge_caches([]) == []
 
 
 def test_who_shares_a_file_system(tmp_path: Path) -> None:
@@ -246,13 +246,13 @@ def test_of_peers_that_do_not_answer_a_few_are_named() -> None:
 def test_caches_of_sources_that_are_gone() -> None:
     identity = "0123456789abcdef"
     gone = Holder(1, "/m", "/gone", identity, ("/scratch/a b",))
-    kept = [("/c/1", gone), ("/c/2", Holder(1, "/m", "/there", identity, ("/t",)))]
-    first, orphan = leftovers.judge_caches(kept, lambda path: path == "/there")
+    there = Holder(1, "/m", "/there", identity, ("/t",))
+    first, orphan = leftovers.judge_caches([("/c/1", gone, True), ("/c/2", there, False)])
     assert (first.numbers["kept"], first.numbers["orphans"]) == (2, 1)
     assert orphan.remedy == "if it will not come back: monarchfs cache remove /c/1"
     # A user cannot have root told to remove the system.
     evil = Holder(1, "/m", "/gone", "etc", ("/", "/usr"))
-    orphan = leftovers.judge_caches([("/c/1", evil)], lambda path: False)[1]
+    orphan = leftovers.judge_caches([("/c/1", evil, True)])[1]
     assert orphan.remedy.endswith("monarchfs cache remove /c/1")
 
 

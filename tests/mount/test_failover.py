@@ -195,8 +195,7 @@ def test_one_that_never_gets_ready_is_replaced(work: Area) -> None:
 
 
 UNSEEN = """
-mounted = start.Mounted
-start.Mounted = lambda *known, **named: mounted(*known, **named)._replace(waiting=lambda: None)
+start.Mounted.waiting = lambda mounted: None
 """
 
 

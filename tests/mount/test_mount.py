@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.fuse.connection import CONTROL, connection_of_device, connection_of_mount, is_dead
+from monarchfs.fuse.connection import CONTROL, FuseConnection, connection_of_mount, is_dead
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import (
     Mount,
@@ -185,7 +185,7 @@ def reuse_a_number(tmp_path: Path) -> None:
         return device, mounted
 
     device, first = made("first")
-    connection = connection_of_device(first.minor, device, first)
+    connection = FuseConnection(first.minor, first, device)
     assert connection.waiting is not None
     attempt = Unmount(connection, time.monotonic() + 5)
     assert unmount_call(first.mountpoint) == 0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from monarchfs.control.client import Connection
-from monarchfs.hints.client import find_mount
+from monarchfs.hints import find_mount
 from monarchfs.types import OperationError
 from tests.support.mounting import Bench, Mount, requires_mounts, run, wait_for
 from tests.support.reading import Reader

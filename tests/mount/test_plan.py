@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from monarchfs.plan.fitting import Amount, Fitted, PlannedTier
-from monarchfs.plan.fitting import fit as fit_files
-from monarchfs.plan.survey import Sizes, survey_and_fit
-from monarchfs.plan.times import SourceSpeed, TierSpeed, Work, times
-from monarchfs.plan.walk import WalkCounts, walk
+from monarchfs.insight.estimates import SourceRates, TierRates, times
+from monarchfs.insight.fitting import Amount, Fitted, PlannedTier, Sizes
+from monarchfs.insight.fitting import fit as fit_files
+from monarchfs.insight.survey import Survey, files_below, survey_and_fit
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.system.bounded import Tell, bounded_talk
 from monarchfs.system.walk import BATCH
@@ -61,8 +60,8 @@ def test_sizes_in_classes() -> None:
 
 def test_a_slow_source_pays_from_the_second_epoch() -> None:
     files = Amount(1000, 10**9)
-    work = Work(files, Amount(), Amount(), [files], [Amount()])
-    found = times(work, SourceSpeed(100e6, 0.001, 4), [TierSpeed(1e9, 1e9)])
+    speeds = SourceRates(100e6, 0.001, 4), [TierRates(1e9, 1e9)]
+    found = times([files], [Amount()], Amount(), *speeds)
     assert found.plain_epoch == pytest.approx(10.25)
     assert found.fill == found.first_epoch == pytest.approx(10.25)
     assert found.later_epoch == pytest.approx(1.0)
@@ -71,8 +70,8 @@ def test_a_slow_source_pays_from_the_second_epoch() -> None:
 
 
 def test_later_when_little_is_won() -> None:
-    work = Work(Amount(1, 10**9), Amount(), Amount(1, 10**9), [Amount(1, 10**9)], [Amount()])
-    found = times(work, SourceSpeed(1e9, 0.0, 4), [TierSpeed(0.2e9, 2e9)])
+    speeds = SourceRates(1e9, 0.0, 4), [TierRates(0.2e9, 2e9)]
+    found = times([Amount(1, 10**9)], [Amount()], Amount(1, 10**9), *speeds)
     # 2 s plain; 5 + 1 first, 0.5 + 1 later: 4 s lost, then 0.5 s won each time.
     assert found.first_epoch == pytest.approx(6)
     assert found.pays_from_epoch == 10
@@ -89,17 +88,17 @@ def test_the_walk_finds_what_find_finds(tmp_path: Path) -> None:
     flat.mkdir()
     for number in range(2 * BATCH + 7):
         (flat / f"{number}").write_bytes(b"x" * (number % 5))
-    counts = WalkCounts()
-    files = list(walk(str(tmp_path), counts))
+    survey = Survey()
+    files = list(files_below(str(tmp_path), survey))
     script = ["find", str(tmp_path), "-type", "f", "-printf", "%D %i %s\\n"]
     listed = subprocess.run(script, capture_output=True, text=True, check=True).stdout.split("\n")
     distinct = {line for line in listed if line}
     assert len(files) == len(distinct)
     assert sum(file.size for file in files) == sum(int(line.split()[2]) for line in distinct)
-    assert counts.hard_links == 2
+    assert survey.hard_links == 2
     st = (flat / "4").stat()
     version = SourceStat.of(st, st.st_dev).version
-    assert version.replica_name in {file.replica_name for file in files}
+    assert version.replica_name in {file.version.replica_name for file in files}
 
 
 def test_the_walk_is_breadth_first_in_the_order_of_listings(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_the_walk_is_breadth_first_in_the_order_of_listings(tmp_path: Path) -> N
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x" * number)
         sizes[number] = name
-    found = [sizes[file.size] for file in walk(str(tmp_path), WalkCounts())]
+    found = [sizes[file.size] for file in files_below(str(tmp_path), Survey())]
     first = [entry.name for entry in os.scandir(tmp_path) if entry.is_dir()]
     expected = {"a": ["a/3"], "b": ["b/1"]}
     deeper = {"a": ["a/d/6"], "b": ["b/c/2"]}

@@ -16,7 +16,6 @@ from monarchfs.cli.recorder import open_events
 from monarchfs.config.places import search_of
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.insight.recording import EVENT, sampled
-from monarchfs.supervisor.recover import required
 from tests.support import trees
 from tests.support.mounting import (
     ENVIRONMENT,
@@ -188,8 +187,7 @@ def test_the_sample_follows_the_rate(work: Bench) -> None:
     """And events are those of the sample, a moment later."""
     mount = mounted(work)
     assert run("warm", str(mount.path), "--wait").returncode == 0
-    daemon = required(str(mount.path), search_of(os.environ)).daemon
-    connection, _head = open_events(daemon, {"rate": 50})
+    connection, _head = open_events(str(mount.path), search_of(os.environ), {"rate": 50})
     with connection:
         samples: list[int] = []
         with reading(mount):

@@ -11,7 +11,6 @@ import pytest
 
 from monarchfs import hints
 from monarchfs.cli.main import main
-from monarchfs.hints import client
 from tests.support import trees
 from tests.support.mounting import Bench, Mount, assert_refused, requires_fuse, run
 
@@ -38,9 +37,9 @@ def mount(work: Bench) -> Mount:
 
 @pytest.fixture(autouse=True)
 def _nothing_failed_before() -> Iterator[None]:
-    client._failed.clear()
+    hints._failed.clear()
     yield
-    client._failed.clear()
+    hints._failed.clear()
 
 
 def read(mount: Mount, *numbers: int) -> None:

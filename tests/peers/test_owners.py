@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,7 @@ from monarchfs.peers.messages import (
     decode_wanted,
     encode_page,
 )
+from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
@@ -95,11 +96,12 @@ def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
     return found
 
 
-def make_owners(following: Following, copied: Container[bytes] = ()) -> Owners:
+def make_owners(following: Following, copied: Iterable[bytes] = ()) -> Owners:
     """``copied``: by this node, for its peers."""
     nodes = SimpleNamespace(dirref=lambda ino: DirRef(b"a/b", 1))
-    supply = SimpleNamespace(copies=lambda name: name in copied)
-    return Owners(OWNERSHIP, following, nodes, supply)  # type: ignore[arg-type]
+    share = NodeShare(OWNERSHIP)
+    share.begin_copies(list(copied))
+    return Owners(share, following, nodes)  # type: ignore[arg-type]
 
 
 def name_of(one: Node) -> bytes:

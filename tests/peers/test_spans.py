@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,8 +262,8 @@ class Spans:
 
 def passing(spans: Spans, nursery: trio.Nursery) -> PassingReads:
     given: Any = spans
-    make: Any = FakeUnit
-    return PassingReads(given, SIZE, make, nursery)
+    copy: Any = SimpleNamespace(size=SIZE, make_unit=FakeUnit)
+    return PassingReads(copy, given, nursery)
 
 
 async def test_each_unit_is_fetched_once_however_it_is_read() -> None:

@@ -11,6 +11,7 @@ import trio
 import trio.testing
 
 from monarchfs.peers.messages import Row, WantedReplica
+from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.supply import Supply
 from monarchfs.types import ROOT_INO, DirRef, Lane, Node, SourceStat
 
@@ -108,7 +109,7 @@ def make(
         names=tree, index=SimpleNamespace(nodes=SimpleNamespace(dirref=dirref))
     )
     catalogue, ownership = SimpleNamespace(row=Row), SimpleNamespace(serves=serves)
-    return Supply(metadata, copies, catalogue, ownership)  # type: ignore[arg-type]
+    return Supply(metadata, copies, catalogue, NodeShare(ownership))  # type: ignore[arg-type]
 
 
 def run(supply: Supply, *wanted: WantedReplica, seconds: float | None = None) -> float:
@@ -141,15 +142,15 @@ def test_it_does_not_wait_for_ever(supply: Supply) -> None:
 
 
 async def test_what_peers_wait_for_is_read_of_the_source(supply: Supply) -> None:
-    assert not supply.copies(FILE4.name)
+    assert not supply._share.copies(FILE4.name)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supply.supply, [FILE4])
         nursery.start_soon(supply.supply, [FILE4])
         await trio.testing.wait_all_tasks_blocked()
-        assert supply.copies(FILE4.name)
-        assert not supply.copies(OTHER5.name)
+        assert supply._share.copies(FILE4.name)
+        assert not supply._share.copies(OTHER5.name)
         nursery.cancel_scope.cancel()
-    assert not supply.copies(FILE4.name)
+    assert not supply._share.copies(FILE4.name)
 
 
 def test_who_is_no_reader_waits_in_turn_and_longer(supply: Supply, copies: Copies) -> None:

@@ -26,7 +26,7 @@ from monarchfs.slurm.identity import Dataset
 from monarchfs.slurm.leftovers import Sweeper
 from monarchfs.slurm.records import prepare, write_record
 from monarchfs.slurm.shares import Share, share_key
-from monarchfs.slurm.site import SitePaths, read_site
+from monarchfs.slurm.site import Site, read_site
 from monarchfs.types import OperationError
 from tests.support import surroundings, trees
 from tests.support.fake_mounts import interpreter_for
@@ -72,8 +72,8 @@ class Node:
         return self.path / "cache" / "slurm"
 
     @property
-    def layout(self) -> SitePaths:
-        return SitePaths(f"{self.path}/run", f"{self.path}/cache")
+    def layout(self) -> Site:
+        return Site(f"{self.path}/run", f"{self.path}/cache")
 
     def configure(
         self, *lines: str, size: str = "100M", roots: str = "/lustre", deadline: int = 10

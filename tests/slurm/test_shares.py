@@ -21,7 +21,7 @@ from monarchfs.slurm.records import (
     write_text,
 )
 from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
-from monarchfs.slurm.site import SitePaths
+from monarchfs.slurm.site import Site
 from monarchfs.types import OperationError
 from tests.support import surroundings
 from tests.support.programs import Running
@@ -32,8 +32,8 @@ KEY = share_key("/data", ALICE)
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> SitePaths:
-    places = SitePaths(str(tmp_path / "run"), str(tmp_path / "cache"))
+def layout(tmp_path: Path) -> Site:
+    places = Site(str(tmp_path / "run"), str(tmp_path / "cache"))
     prepare(places)
     return places
 
@@ -49,7 +49,7 @@ def test_a_key_is_of_the_source_the_user_and_the_set_of_groups() -> None:
     assert len({KEY, *others}) == 5
 
 
-def test_jobs_come_and_go(layout: SitePaths) -> None:
+def test_jobs_come_and_go(layout: Site) -> None:
     share = Share(layout, KEY)
     assert share.jobs() == []
     for job in (3, 1, 2, 1):
@@ -69,7 +69,7 @@ def test_jobs_come_and_go(layout: SitePaths) -> None:
     assert every_share(layout) == []
 
 
-def test_a_share_in_use_is_not_cleared(layout: SitePaths) -> None:
+def test_a_share_in_use_is_not_cleared(layout: Site) -> None:
     share = Share(layout, KEY)
     share.enter(1)
     os.mkdir(share.mountpoint("/data"))
@@ -82,11 +82,11 @@ def test_a_share_in_use_is_not_cleared(layout: SitePaths) -> None:
 
 
 @pytest.mark.parametrize("name", ["jobs", "idle", "share.json", "..x", "a b", "-x", "ü", "x" * 99])
-def test_a_mount_points_name_is_plain(layout: SitePaths, name: str) -> None:
+def test_a_mount_points_name_is_plain(layout: Site, name: str) -> None:
     assert Share(layout, KEY).mountpoint(f"/data/{name}").endswith(f"{KEY}/data")
 
 
-def test_a_lock_is_waited_for_but_not_for_ever(layout: SitePaths) -> None:
+def test_a_lock_is_waited_for_but_not_for_ever(layout: Site) -> None:
     path = layout.lock("x")
     with locked(path, 0.0):
         watch = Stopwatch()
@@ -98,7 +98,7 @@ def test_a_lock_is_waited_for_but_not_for_ever(layout: SitePaths) -> None:
         pass
 
 
-def test_a_planted_link_is_no_lock(layout: SitePaths) -> None:
+def test_a_planted_link_is_no_lock(layout: Site) -> None:
     os.symlink("/etc/passwd", layout.lock("x"))
     with pytest.raises(OSError, match="symbolic link"), locked(layout.lock("x"), 0.0):
         pass
@@ -141,8 +141,8 @@ WORKER = """
 import os, random, sys, time
 from monarchfs.slurm.records import locked
 from monarchfs.slurm.shares import Share
-from monarchfs.slurm.site import SitePaths
-layout = SitePaths(sys.argv[1], sys.argv[2])
+from monarchfs.slurm.site import Site
+layout = Site(sys.argv[1], sys.argv[2])
 share = Share(layout, sys.argv[3])
 mounted = layout.run_dir + "/mounted"
 first, seed = int(sys.argv[4]), random.Random(int(sys.argv[4]))
@@ -165,7 +165,7 @@ print("done", flush=True)
 """
 
 
-def test_many_processes_keep_one_set(layout: SitePaths) -> None:
+def test_many_processes_keep_one_set(layout: Site) -> None:
     command = [sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY]
     firsts = [str(1000 * number) for number in range(1, 9)]
     running = [Running([*command, first], stderr=subprocess.PIPE) for first in firsts]

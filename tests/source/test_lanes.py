@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +33,9 @@ async def test_lanes_do_not_wait_for_each_other(
     hanging: HangingPosix, nursery: trio.Nursery
 ) -> None:
     source = Source(hanging, demand_threads=1, background_threads=1)
-    nursery.start_soon(source.stat, source.root, b"hang", BACKGROUND)
+    nursery.start_soon(source.call, BACKGROUND, source.posix.stat, source.root, b"hang")
     await soon(lambda: hanging.inside == 1)
-    assert (await source.stat(source.root, b"file", DEMAND)).size == 8
+    assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
 
 
 async def test_stuck_calls_lend_their_slots_and_take_them_back(
@@ -43,8 +44,8 @@ async def test_stuck_calls_lend_their_slots_and_take_them_back(
     source = Source(hanging, demand_threads=2, background_threads=1, stuck_seconds=0.05)
     await nursery.start(source.watch)
     for _ in range(5):
-        nursery.start_soon(source.stat, source.root, b"hang", DEMAND)
-    assert (await source.stat(source.root, b"file", DEMAND)).size == 8
+        nursery.start_soon(source.call, DEMAND, source.posix.stat, source.root, b"hang")
+    assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
     await soon(lambda: source.counters.stuck == 5)
     assert source.demand.limiter.total_tokens == 7
     assert source.background.limiter.total_tokens == 1
@@ -60,10 +61,10 @@ async def test_a_cancelled_call_is_stuck_until_its_thread_returns(
     source = Source(hanging, demand_threads=1, stuck_seconds=0.05)
     await nursery.start(source.watch)
     with trio.move_on_after(0.01) as scope:
-        await source.stat(source.root, b"hang", DEMAND)
+        await source.call(DEMAND, source.posix.stat, source.root, b"hang")
     assert scope.cancelled_caught
     await soon(lambda: hanging.inside == 1)
-    assert (await source.stat(source.root, b"file", DEMAND)).size == 8
+    assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
     assert source.demand.limiter.borrowed_tokens == 1
     hanging.release.set()
     await soon(lambda: source.demand.limiter.borrowed_tokens == 0)
@@ -96,13 +97,13 @@ async def test_responding_goes_by_the_deadline(
 ) -> None:
     source = Source(hanging, deadline=0.05)
     assert source.responding
-    nursery.start_soon(source.stat, source.root, b"hang", BACKGROUND)
+    nursery.start_soon(source.call, BACKGROUND, source.posix.stat, source.root, b"hang")
     await soon(lambda: hanging.inside == 1)
-    nursery.start_soon(source.stat, source.root, b"hang", DEMAND)
+    nursery.start_soon(source.call, DEMAND, source.posix.stat, source.root, b"hang")
     await soon(lambda: hanging.inside == 2)
     await soon(lambda: not source.responding)
     # One dead storage target does not make all of the source dead.
-    await source.stat(source.root, b"file", DEMAND)
+    await source.call(DEMAND, source.posix.stat, source.root, b"file")
     assert source.responding
     await soon(lambda: not source.responding)
     hanging.release.set()
@@ -133,18 +134,20 @@ async def test_a_thread_that_outlives_the_run_still_closes_its_file(
     source.close_soon(fd)
 
 
-async def test_closing_is_done_even_if_cancelled_before_it_began(
-    root: Path, hanging: HangingPosix, nursery: trio.Nursery
+async def test_a_listing_cancelled_as_it_waits_for_a_slot_closes_its_directory(
+    hanging: HangingPosix, nursery: trio.Nursery
 ) -> None:
     source = Source(hanging, demand_threads=1)
-    fd = os.open(root / "file", os.O_RDONLY)
     before = open_descriptors()
-    nursery.start_soon(source.stat, source.root, b"hang", DEMAND)
-    await soon(lambda: hanging.inside == 1)
-    with trio.move_on_after(0) as scope:
-        await source.close(fd, DEMAND)
-    assert scope.cancelled_caught
-    await soon(lambda: open_descriptors() == before - 1)
+    async with aclosing(source.list(source.root, DEMAND, batch=1)) as batches:
+        assert len(await batches.__anext__()) == 1
+        assert open_descriptors() > before
+        nursery.start_soon(source.call, DEMAND, source.posix.stat, source.root, b"hang")
+        await soon(lambda: hanging.inside == 1)
+        with trio.move_on_after(0) as scope:
+            await batches.__anext__()
+        assert scope.cancelled_caught
+        await soon(lambda: open_descriptors() == before)
 
 
 def test_a_call_that_finished_as_its_caller_was_cancelled_is_disposed_of() -> None:
@@ -174,7 +177,7 @@ async def test_a_listing_left_early_or_cancelled_closes_its_directory(
 ) -> None:
     source = Source(hanging)
     before = open_descriptors()
-    async with source.list(source.root, DEMAND, batch=1) as batches:
+    async with aclosing(source.list(source.root, DEMAND, batch=1)) as batches:
         async for entries in batches:
             assert len(entries) == 1
             break
@@ -187,7 +190,10 @@ async def test_a_listing_left_early_or_cancelled_closes_its_directory(
         return real_fsencode(name)
 
     monkeypatch.setattr(os, "fsencode", slow_fsencode)
-    async with trio.open_nursery() as callers, source.list(source.root, DEMAND) as batches:
+    async with (
+        aclosing(source.list(source.root, DEMAND)) as batches,
+        trio.open_nursery() as callers,
+    ):
         callers.start_soon(batches.__anext__)
         await soon(lambda: hanging.inside == 1)
         callers.cancel_scope.cancel()

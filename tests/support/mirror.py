@@ -23,10 +23,11 @@ from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.index import Index
 from monarchfs.metadata.freshness import NS, Freshness
+from monarchfs.metadata.shared_names import NamePeers
 from monarchfs.metadata.tree import Missing, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.arrivals import Arrivals
-from monarchfs.prefetch.copier import Copier, CopyLimits
+from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
@@ -120,6 +121,7 @@ class Area:
         headroom: Callable[[], MemoryHeadroom] | None = None,
         shares: bool = True,
         sound: bool = True,
+        peers: NamePeers | None = None,
     ) -> AsyncIterator[Mirror]:
         """``tiers`` are capacities in bytes; ``keeps`` is False for ``--prefetch none``, and
         without ``copies`` nothing is copied that nobody reads. Another ``boot_id`` than the last
@@ -166,7 +168,8 @@ class Area:
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())
                 mirror = Mirror(
                     self, index, posix, whole, opened, cache, threads, metrics, freshness, nursery,
-                    keeps=keeps, deadline=deadline, limits=CopyLimits(copy_workers, rate, floor),
+                    keeps=keeps, deadline=deadline, workers=copy_workers, rate=rate, floor=floor,
+                    peers=peers,
                 )  # fmt: skip
                 stack.callback(mirror.cache.close)
                 await nursery.start(mirror.source.watch)
@@ -180,7 +183,7 @@ class Area:
                     mirror.end_faults()
                     nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
-                await mirror.copier.files.suspend()
+                await mirror.copier.suspend()
                 await mirror.cache.accounts.sync()
             if sound:
                 mirror.check_books()
@@ -212,7 +215,10 @@ class Mirror:
         *,
         keeps: bool,
         deadline: float,
-        limits: CopyLimits,
+        workers: int,
+        rate: int,
+        floor: float,
+        peers: NamePeers | None,
     ) -> None:
         self.area = area
         self.index = index
@@ -222,7 +228,7 @@ class Mirror:
         self.nursery = nursery
         self.metrics = metrics
         self.source = Source(
-            posix, background_threads=limits.workers + 8, stuck_seconds=0.25, deadline=deadline
+            posix, background_threads=workers + 8, stuck_seconds=0.25, deadline=deadline
         )
         self.local = threads.limiter
         self.cache = cache
@@ -232,11 +238,15 @@ class Mirror:
             self.cache,
             self.metrics,
             nursery,
-            limits=limits,
+            workers=workers,
+            rate=rate,
+            floor=floor,
             keeps=keeps,
             trusts_times=freshness.mode is FreshnessMode.IMMUTABLE,
         )
-        self.tree = Tree(index, self.source, freshness, self.metrics, nursery, deadline=deadline)
+        self.tree = Tree(
+            index, self.source, freshness, self.metrics, nursery, deadline=deadline, peers=peers
+        )
         self.kernel = RecordingKernel()
         self.opens = OpenCounts(cache.readers)
         self.files = Files(
@@ -256,10 +266,10 @@ class Mirror:
         cache.readers.misses = self.misses
         whole.count = self.source.count_elsewhere
         self.arrivals = Arrivals(
-            self.misses, self.source, cache, self.copier.jobs, metrics, nursery,
-            self.copier.copy_alone, self.files.opened_elsewhere,
+            self.misses, self.source, cache, self.copier.jobs, self.copier.files, metrics, nursery,
+            self.files.opened_elsewhere,
         )  # fmt: skip
-        self.copier.files.bind(self.arrivals)
+        self.copier.bind(self.arrivals)
         nursery.start_soon(self.arrivals.run, 0, 0)
         self._copying = False
 

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from monarchfs.exporter.samples import Durations, Values
 from monarchfs.metrics import names
-from monarchfs.metrics.names import Family, MetricType
+from monarchfs.metrics.names import Durations, Family, MetricType, Values
 
 Observed = dict[str, int]
 

@@ -44,8 +44,8 @@ from monarchfs.config.places import OWNER
 from monarchfs.control import client
 from monarchfs.control.registration import Registered
 from monarchfs.exporter import wire
-from monarchfs.exporter.samples import Values
-from monarchfs.hints.client import find_mount
+from monarchfs.hints import find_mount
+from monarchfs.metrics.names import Values
 from tests.support import surroundings
 from tests.support.dataset import Dataset, bytes_of
 from tests.support.mounting import Bench, Mount, as_user, run, wait_for

@@ -28,17 +28,15 @@ from monarchfs.cli.main import main
 from monarchfs.cli.plan import combine, lines, shared
 from monarchfs.cli.rates import History, MountView
 from monarchfs.cli.screen import draw, draw_list
-from monarchfs.cli.top import Usage, _Shown
-from monarchfs.cli.watch import Moment
-from monarchfs.cli.watch import lines as watch_lines
+from monarchfs.cli.top import TopView, Usage
+from monarchfs.cli.watch import MountsView
 from monarchfs.config import User
 from monarchfs.config.model import ShareMode
 from monarchfs.doctor.checks import ok, problem, warning
+from monarchfs.insight.estimates import SourceRates, TierRates, plan_sharing
+from monarchfs.insight.fitting import PlannedTier
 from monarchfs.insight.live import LiveRates
 from monarchfs.insight.recording import AnsweredBy
-from monarchfs.plan.fitting import PlannedTier
-from monarchfs.plan.sharing import plan_sharing
-from monarchfs.plan.times import SourceSpeed, TierSpeed
 from monarchfs.slurm.discovery import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
 from monarchfs.slurm.leftovers import Leftover
 from monarchfs.slurm.trees import Size
@@ -133,8 +131,10 @@ def test_the_lines_of_status_watch(shown: Shown, golden: Golden) -> None:
     well, history = healthy(), History()
     later = changed(well, uptime_seconds=3702.0, served={"local_opens": 13, "source_opens": 11})
     gone = {"mountpoint": "/mnt/photos", "state": "silent", "error": "no\nanswer"}
-    for at, seen in enumerate([well, later, gone, [well, gone], []]):
-        shown.put(*watch_lines(Moment(2.0 * at, seen), history))
+    looks: list[Any] = [well, later, gone, [well, gone], []]
+    for at, seen in enumerate(looks):
+        view = seen if isinstance(seen, list) else history.add(2.0 * at, seen)
+        shown.put(*MountsView(list).lines(view))
     golden("status-watch.txt", str(shown))
 
 
@@ -153,14 +153,14 @@ def test_top(shown: Shown, golden: Golden) -> None:
     directories = Usage(0.0, 2.0, 1, 0, [("train/a\nb", "", read), (".", "", idle)])
     for name, feed in feeds.items():
         by_process, by_directory = (
-            _Shown("/mnt/photos", feed, who)  # type: ignore[arg-type]
+            TopView("/mnt/photos", feed, who)  # type: ignore[arg-type]
             for who in ("process", "directory")
         )
-        shown.put(f"# {name}", *by_process.lines(Moment(0.0, nothing)))
+        shown.put(f"# {name}", *by_process.lines(nothing))
         if feed.connected:
-            shown.put("# processes", *by_process.lines(Moment(0.0, several)))
-            shown.put("# directories", *by_directory.lines(Moment(0.0, directories)))
-            drawn = by_process.draw(Moment(0.0, several), 10, "q quits")
+            shown.put("# processes", *by_process.lines(several))
+            shown.put("# directories", *by_directory.lines(directories))
+            drawn = by_process.draw(several, 10, "q quits")
             shown.put("# a screen of 10 lines", on_screen(drawn, 100))
             told = json.dumps(by_directory.to_json(directories))
             shown.put("# as an object", *unfolded(told + "\n"))
@@ -263,8 +263,8 @@ def test_plan(shown: Shown, golden: Golden) -> None:
     fits = {**whole, **amount(91_001, 45 * GIB), "whole": amount(91_000, 40 * GIB)}
     fits |= {"partial": amount(0, 0), "remote": amount(0, 0)}
     hurried = {**whole, "complete": False, "unreadable": 2}
-    rates = SourceSpeed(100e6, 0.001, 4), [TierSpeed(5e9, 9e9), TierSpeed(1e9, 2e9)]
-    quick = SourceSpeed(9e9, 0.00001, 4), rates[1]
+    rates = SourceRates(100e6, 0.001, 4), [TierRates(5e9, 9e9), TierRates(1e9, 2e9)]
+    quick = SourceRates(9e9, 0.00001, 4), rates[1]
     for name, report, measured in (
         ("too large", whole, rates),
         ("fits", fits, rates),
@@ -291,9 +291,10 @@ def test_each_byte_comes_from_somewhere(dataset: int, room: int, nodes: int, sha
     found = plan_sharing(
         *(dataset, room, nodes), own_first=share != "replicate", keeps_foreign=share != "partition"
     )
-    kept = found.own_bytes + found.foreign_bytes
-    for reads, local in ((found.first_epoch, 0), (found.later_epoch, kept)):
-        assert min(reads.source_bytes, reads.network_bytes) >= 0
-        assert abs(reads.source_bytes / nodes + reads.network_bytes + local - dataset) < 4
-    assert found.own_bytes + found.foreign_bytes <= min(room, dataset) + 1
-    assert found.first_epoch.source_bytes >= dataset - 1
+    kept = found["own_bytes"] + found["foreign_bytes"]
+    for epoch, local in (("first_epoch", 0), ("later_epoch", kept)):
+        source_bytes, network_bytes = found[epoch]["source_bytes"], found[epoch]["network_bytes"]
+        assert min(source_bytes, network_bytes) >= 0
+        assert abs(source_bytes / nodes + network_bytes + local - dataset) < 4
+    assert kept <= min(room, dataset) + 1
+    assert found["first_epoch"]["source_bytes"] >= dataset - 1

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from monarchfs.prefetch.ahead import MANY, MOST_AHEAD, Allowance, Walks
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
-from monarchfs.prefetch.governor import Governor
+from monarchfs.prefetch.governor import BURST_SECONDS, Governor, RateLimiter
 from monarchfs.prefetch.queue import CopyQueue, Priority
-from monarchfs.prefetch.rate_limiter import BURST_SECONDS, RateLimiter
 from monarchfs.prefetch.readahead import Readahead
 
 MIB = 1 << 20
@@ -57,7 +56,7 @@ class Party:
 
 
 def node(begins: float = 0.0, floor: float = 0.25, most: int = 4, size: int = MIB) -> Party:
-    return Party(begins, size=size, governor=Governor(most, floor, lambda: (0, 0)))
+    return Party(begins, size=size, governor=Governor(most, floor))
 
 
 def simulate(source: Source, parties: list[Party], seconds: float) -> None:
@@ -82,7 +81,7 @@ def simulate(source: Source, parties: list[Party], seconds: float) -> None:
         if began is not None:
             party.done.append(now)
             if party.governor is not None:
-                party.governor.record(now, None, now - began, party.size)
+                party.governor.record(now, None, now - began, party.size, 1, (0, 0))
                 party.governor.window(None).ended(now, now - began)
         if now >= party.ends:
             continue
@@ -150,11 +149,11 @@ def test_nodes_leave_others_their_share_and_none_starves(begins: list[float], re
 
 
 def test_each_storage_target_for_itself() -> None:
-    governor = Governor(4, 0.25, lambda: (0, 0))
+    governor = Governor(4, 0.25)
 
     def read(now: float, target: int, seconds: float) -> None:
         governor.window(target).began()
-        governor.record(now, target, seconds, MIB)
+        governor.record(now, target, seconds, MIB, 1, (0, 0))
         governor.window(target).ended(now, seconds)
 
     for number in range(200):
@@ -177,14 +176,12 @@ def test_each_storage_target_for_itself() -> None:
 
 def test_readers_of_our_own_are_no_others() -> None:
     """What they read counts: copies get less, but the source gives as much as ever."""
-    reads = [0, 0]
-    governor = Governor(4, 0.25, lambda: (reads[0], reads[1]))
+    governor = Governor(4, 0.25)
     for number in range(200):
-        governor.record(0.01 * number, None, 0.04, MIB)
+        governor.record(0.01 * number, None, 0.04, MIB, 1, (0, 0))
     for number in range(200):  # a reader takes three of four
-        reads[0] += 3
-        reads[1] += 3 * MIB
-        governor.record(2 + 0.04 * number, None, 0.1, MIB)
+        reads = 3 * (number + 1)
+        governor.record(2 + 0.04 * number, None, 0.1, MIB, 1, (reads, reads * MIB))
     assert governor.window(None).size > 2
     assert governor.reason is None
 

@@ -7,12 +7,14 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.fuse.datapath import ResidentReplicas, kernel_reads
+from monarchfs.fs.files import FileHandle
 from monarchfs.fuse.handle_table import (
     RESENT,
     HandleSlot,
@@ -23,6 +25,7 @@ from monarchfs.fuse.handle_table import (
     open_slots,
 )
 from monarchfs.fuse.handles import Handles
+from monarchfs.fuse.passthrough import kernel_reads
 from monarchfs.fuse.session import hooks
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.persistent import PersistentCounts
@@ -97,17 +100,18 @@ def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
 
 def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     number = view(table).add(7, 100)
-    handles: Handles[File] = Handles(view(table))
+    passthrough: Any = SimpleNamespace(opened=lambda *_: None, closed=lambda _: None)
+    handles = Handles(view(table), passthrough)
     first, second = File(7), File(7)
-    handles.take_over(number, first)
-    assert handles.add(second, 100 | RESENT) == number
+    handles.take_over(number, cast(FileHandle, first))
+    assert handles.add(cast(FileHandle, second), 100 | RESENT) == number
     assert first.released == 1
-    assert handles.pop(number) is second
+    assert cast(File, handles.pop(number)) is second
     assert handles.pop(number) is None
     assert len(handles.table) == 0
     assert handles.get(number) is None
     with pytest.raises(OSError, match="unknown handle"):
-        handles.take_over(number, first)
+        handles.take_over(number, cast(FileHandle, first))
     assert first.released == 2
 
 
@@ -122,10 +126,9 @@ def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
 
 @pytest.mark.parametrize("free_opens", [True, False])
 def test_auto_has_the_worker_read_many_small_files_whose_opens_are_free(free_opens: bool) -> None:
-    for replicas in (ResidentReplicas(0, 0), ResidentReplicas(100, 100 << 30)):
-        assert kernel_reads(replicas, free_opens=free_opens)
-    many_small = ResidentReplicas(1_000_000, 110_000_000_000)
-    assert kernel_reads(many_small, free_opens=free_opens) is not free_opens
+    for files, size in ((0, 0), (100, 100 << 30)):
+        assert kernel_reads(files, size, free_opens=free_opens)
+    assert kernel_reads(1_000_000, 110_000_000_000, free_opens=free_opens) is not free_opens
 
 
 # Counts that go on from what an earlier worker has counted

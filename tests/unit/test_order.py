@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monarchfs.core.misses import WindowState
+from monarchfs.prefetch import order as order_module
 from monarchfs.prefetch import window
 from monarchfs.prefetch.governor import Governor
 from monarchfs.prefetch.learned_order import MOST_AHEAD, NEAR, SURE, LearnedOrder
@@ -29,6 +29,7 @@ from monarchfs.types import Node, OperationError, SourceStat
 from monarchfs.worker import said as module
 from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.said import DIRECTORY, KeptOrder, Said
+from tests.layers.whole import NoReaders
 
 SIZE = 100_000
 DISTANCE = 40 * SIZE
@@ -372,9 +373,11 @@ class Orders:
         self.announced: list[tuple[str, bytes, bool]] = []
         self.on_dropped: Listeners[[str]] = Listeners()
 
-    def announce(self, name: str, names: bytes, exited: Callable[[], bool], *, begun: bool) -> None:
+    def announce(
+        self, name: str, names: bytes, pid: int, pid_began: int | None, *, begun: bool
+    ) -> None:
         assert begun
-        self.announced.append((name, names, exited()))
+        self.announced.append((name, names, Order(names, pid, pid_began).exited))
 
 
 def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:
@@ -438,13 +441,19 @@ class Memory:
         return WindowState(len(self.held) * EACH, read, read * EACH, self.took_ns, hits=hits)
 
 
+LIVING, EXITED = 1, 2
+"""Processes that announce."""
+
+
 class Following:
-    """A window that follows orders of the files 1 to ``FILES`` or others. Changing: the clock."""
+    """A window that follows orders of the files 1 to ``FILES`` or others. Changing: the clock;
+    which announcers have ``exited``."""
 
     def __init__(self, clock: trio.testing.MockClock, nursery: trio.Nursery) -> None:
         self.clock = clock
+        self.exited = {EXITED}
         self.memory = Memory()
-        self.governor = Governor(4, 0.25, lambda: (0, 0))
+        self.governor = Governor(4, 0.25)
         nodes = SimpleNamespace(
             nodes_of=lambda inos: {ino: listed(ino) for ino in inos},
             dirref=lambda _ino: SimpleNamespace(path=b""),
@@ -453,12 +462,11 @@ class Following:
         room = SimpleNamespace(room_for=lambda _size: (None, []))
         self.window = Window(
             cast(Any, SimpleNamespace(nodes=self._nodes)),
-            cast(Any, SimpleNamespace()),
-            cast(Any, SimpleNamespace(index=index, usage=room)),
-            cast(Any, SimpleNamespace(observers=[], keeps=False, files={})),
+            cast(Any, SimpleNamespace(reads_for_readers=(0, 0))),
+            cast(Any, SimpleNamespace(index=index, usage=room, readers=NoReaders())),
+            cast(Any, SimpleNamespace(on_step=Listeners(), keeps=False, files={})),
             cast(Any, self.memory),
             WindowSize(cast(Any, self.memory), WINDOW_BYTES, 8, self.governor),
-            lambda _ino: False,
             evicts=False,
         )
         nursery.start_soon(self.window.run)
@@ -466,8 +474,11 @@ class Following:
     async def _nodes(self, names: Sequence[bytes]) -> list[Node | None]:
         return [listed(int(name)) for name in names]
 
-    def announce(self, stream: str, inos: Iterable[int], exited: Callable[[], bool]) -> None:
-        self.window.announce(stream, b"\0".join(b"%d" % ino for ino in inos), exited)
+    def announce(self, stream: str, inos: Iterable[int], pid: int = LIVING) -> None:
+        self.window.announce(stream, b"\0".join(b"%d" % ino for ino in inos), pid, 1)
+
+    def start_ticks(self, pid: int) -> int | None:
+        return None if pid in self.exited else 1
 
     def open(self, ino: int) -> None:
         if ino in self.memory.held:
@@ -490,7 +501,10 @@ def follow(test: Callable[[Following], Awaitable[None]]) -> None:
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            await test(Following(clock, nursery))
+            following = Following(clock, nursery)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(order_module, "start_ticks", following.start_ticks)
+                await test(following)
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=clock)
@@ -502,10 +516,10 @@ def in_a_window(test: Callable[[Following], Awaitable[None]]) -> Callable[[], No
 
 @in_a_window
 async def test_a_deserted_order_does_not_share_the_distance(following: Following) -> None:
-    memory, exited = following.memory, False
+    memory = following.memory
     one, two = range(1, FILES + 1), range(101, 101 + FILES)
-    following.announce("one", one, lambda: exited)
-    following.announce("two", two, lambda: False)
+    following.announce("one", one)
+    following.announce("two", two, pid=3)
     await following.wait()
     for place in range(20):
         following.open(one[place])
@@ -514,7 +528,7 @@ async def test_a_deserted_order_does_not_share_the_distance(following: Following
     each = FIRST_DISTANCE // EACH // 2
     assert len(memory.held.intersection(one)) == each
     assert len(memory.held.intersection(two)) == each
-    exited = True
+    following.exited.add(LIVING)
     # Two goes on, one does not.
     for place in range(20, 40):
         following.open(two[place])
@@ -526,7 +540,7 @@ async def test_a_deserted_order_does_not_share_the_distance(following: Following
 @in_a_window
 async def test_an_order_without_opens_is_held_after_its_announcer(following: Following) -> None:
     """The command ``monarchfs order`` exits before the job begins."""
-    following.announce("one", range(1, FILES + 1), lambda: True)
+    following.announce("one", range(1, FILES + 1), EXITED)
     await following.wait()
     before = set(following.memory.held)
     await following.wait(IDLE_SECONDS / 2)
@@ -540,7 +554,7 @@ async def test_a_slow_source_brings_the_readers_nearer(following: Following) -> 
     """The window's reads alone make the governor hold back, and let go."""
     memory, governor = following.memory, following.governor
     following.window.size.distance = WINDOW_BYTES
-    following.announce("one", range(1, 1000), lambda: False)
+    following.announce("one", range(1, 1000))
     await following.wait()
     most = WINDOW_BYTES // EACH
     opened = 0
@@ -566,10 +580,10 @@ async def test_orders_of_processes_that_exited_go_first(following: Following) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window, "MOST_NAME_BYTES", most)
         for stream in ("first", "second", "third"):
-            following.announce(stream, inos, partial(stream.__ne__, "second"))
-        following.announce("fourth", inos, lambda: False)
+            following.announce(stream, inos, LIVING if stream == "second" else EXITED)
+        following.announce("fourth", inos)
         assert list(following.window.orders) == ["second", "third", "fourth"]
-        following.announce("fifth", inos, lambda: False)
+        following.announce("fifth", inos)
         with pytest.raises(OperationError, match="too much memory"):
-            following.announce("sixth", inos, lambda: False)
+            following.announce("sixth", inos)
         assert list(following.window.orders) == ["second", "fourth", "fifth"]

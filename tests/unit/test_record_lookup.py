@@ -37,9 +37,7 @@ def lookup_of(replicas: FakeReplicas) -> RecordLookup:
     """This node owns the names that begin with an o."""
     index: Any = SimpleNamespace(replicas=replicas)
     unused: Any = None
-    lookup = RecordLookup(index, set(), set(), unused)
-    lookup.owns = lambda name, size: name.startswith(b"o")
-    return lookup
+    return RecordLookup(index, set(), set(), unused, lambda name, size: name.startswith(b"o"))
 
 
 def names_of(first: bytes, count: int) -> list[bytes]:

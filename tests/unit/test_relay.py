@@ -24,7 +24,6 @@ import pytest
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
-from monarchfs.fuse.thread_counts import ThreadDurations, ThreadNumbers
 from monarchfs.metadata.tree import Entry
 from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
@@ -73,6 +72,8 @@ class Threads:
     def __init__(self, directory: Path) -> None:
         # Not by start_relay: that needs a session of libfuse.
         self.hooks: ModuleType = hooks
+        self._numbers: dict[str, int] = {}
+        self._durations: dict[str, tuple[int, list[int]]] = {}
         self.tier = directory / "tier"
         self.tier.mkdir()
         self.table = make_table(16)
@@ -89,16 +90,28 @@ class Threads:
         assert news >= 0
 
     @property
-    def numbers(self) -> ThreadNumbers:
-        return ThreadNumbers(*self.hooks.counts()[0])
+    def numbers(self) -> dict[str, int]:
+        self._count()
+        return self._numbers
 
     def opened(self) -> tuple[int, int, int]:
         """Resident files: opens, the sizes of those files, and opens that nobody is told of."""
-        return self.numbers[5:8]
+        numbers = self.numbers
+        return numbers["resident_opens"], numbers["resident_bytes"], numbers["unlisted_opens"]
 
     @property
-    def durations(self) -> ThreadDurations:
-        return ThreadDurations(*self.hooks.counts()[1])
+    def durations(self) -> dict[str, tuple[int, list[int]]]:
+        self._count()
+        return self._durations
+
+    def _count(self) -> None:
+        numbers, durations = hooks.counts_take()
+        for name, more in numbers.items():
+            self._numbers[name] = self._numbers.get(name, 0) + more
+        for name, (total_ns, counts) in durations.items():
+            before_ns, before = self._durations.get(name, (0, [0] * len(counts)))
+            added = [one + other for one, other in zip(before, counts, strict=True)]
+            self._durations[name] = before_ns + total_ns, added
 
     def serve(self, readable: bool) -> None:
         fd = os.open(self.tier, os.O_RDONLY | os.O_DIRECTORY)
@@ -194,10 +207,10 @@ class Threads:
         assert self.answer() == (4, 0, b"")
 
     def left_to_python(self, send: Callable[[], None]) -> None:
-        before = self.numbers.queued
+        before = self.numbers["queued"]
         send()
-        wait_for(lambda: self.numbers.queued != before, "Python to get the request")
-        assert self.numbers.queued == before + 1
+        wait_for(lambda: self.numbers["queued"] != before, "Python to get the request")
+        assert self.numbers["queued"] == before + 1
 
     def read_by_python(self, ino: int, offset: int = 0, size: int = 10) -> None:
         self.left_to_python(lambda: self.ask(99, ino, offset, size))
@@ -236,14 +249,14 @@ def reads(directory: Path) -> None:
     )
     # Counted after the answer.
     least = len(places) + 199
-    wait_for(lambda: sum(threads.durations.read_local[1]) >= least, "all reads to be counted")
-    assert threads.numbers.answered_bytes == relayed
-    total_ns, took = threads.durations.read_local
+    wait_for(lambda: sum(threads.durations["read_local"][1]) >= least, "all reads to be counted")
+    assert threads.numbers["answered_bytes"] == relayed
+    total_ns, took = threads.durations["read_local"]
     assert sum(took) == len(places) + 199
     assert total_ns > 0
-    assert not sum(threads.durations.open_local[1])
+    assert not sum(threads.durations["open_local"][1])
     assert len(took) > len(BOUNDS)
-    assert not threads.numbers.resident_opens
+    assert not threads.numbers["resident_opens"]
 
     # Anything else is Python's.
     threads.read_by_python(8)
@@ -255,11 +268,11 @@ def reads(directory: Path) -> None:
     wait_for(lambda: os.pread(threads.table, 8, ANSWERED) == answered, "all answers to be counted")
 
     # Whether it is a terminal (Python asks at each open), its flags, its stripes.
-    queued = threads.numbers.queued
+    queued = threads.numbers["queued"]
     for command in (termios.TCGETS, 0x80086601, 0x4008669B):
         threads.send(FUSE_IOCTL, 6, 7, IOCTL.pack(0, 0, command, 0, 0, 0))
         assert threads.answer() == (6, errno.ENOTTY, b"")
-    assert threads.numbers.queued == queued
+    assert threads.numbers["queued"] == queued
 
 
 def opens(directory: Path) -> None:
@@ -506,12 +519,13 @@ def from_source(directory: Path) -> None:
     asked = sum(len(data[offset : offset + size]) for offset, size in places) + 20 * 20_000
     # Counted after the answer.
     least = len(places) + 20
-    wait_for(lambda: sum(threads.durations.source[1]) >= least, "all reads to be counted")
-    assert threads.numbers.answered_bytes == threads.numbers.source_bytes == asked
-    (answer_ns, took), (read_ns, reads_took) = threads.durations[4:6]
+    wait_for(lambda: sum(threads.durations["source"][1]) >= least, "all reads to be counted")
+    assert threads.numbers["answered_bytes"] == threads.numbers["source_bytes"] == asked
+    durations = threads.durations
+    (answer_ns, took), (read_ns, reads_took) = durations["read_source"], durations["source"]
     assert sum(took) == sum(reads_took) == len(places) + 20
     assert 0 < read_ns < answer_ns
-    assert not sum(threads.durations.read_local[1]), "they are counted apart"
+    assert not sum(threads.durations["read_local"][1]), "they are counted apart"
 
     # Behind the end, of another size, after a change: Python's.
     threads.read_by_python(7, len(data), 10)
@@ -647,9 +661,9 @@ def filling(directory: Path) -> None:
     # Who reads as far as is said is told of, once.
     hooks.nonresident_ahead(7, 3)
     threads.left_to_python(lambda: threads.read(file, 0, 2 * chunk + 1))
-    queued = threads.numbers.queued
+    queued = threads.numbers["queued"]
     threads.read(file, 0, 5 * chunk)
-    assert threads.numbers.queued == queued
+    assert threads.numbers["queued"] == queued
 
     # The end: nobody waits for ever, and nothing stays open.
     threads.left_to_python(lambda: hooks.nonresident_stop(7))
@@ -678,7 +692,7 @@ def names(directory: Path) -> None:
         threads.left_to_python(partial(threads.send, FUSE_LOOKUP, 6, parent, name))
     threads.hooks.names_forget_ino(77)
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a\0"))
-    assert sum(threads.durations.lookup[1]) == 1
+    assert sum(threads.durations["lookup"][1]) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 from unittest.mock import Mock
 
 import pytest
@@ -31,10 +31,7 @@ from monarchfs.supervisor.restart_policy import (
     MOST_IN_SAFE_MODE,
     PAUSES_SECONDS,
     RETRY_SECONDS,
-    Follows,
     RestartPolicy,
-    Verdict,
-    WorkerLife,
 )
 from monarchfs.supervisor.takeover import (
     MOST_STANDBYS,
@@ -50,25 +47,48 @@ from monarchfs.supervisor.vital_signs import (
     SILENT_SECONDS,
     STARVED_SECONDS,
     Activity,
-    Signs,
     VitalSigns,
 )
 from monarchfs.types import OperationError
 
-GOOD = WorkerLife(5.0, answered=True, waited=True)
-IDLE = WorkerLife(5.0, answered=False, waited=False)
-USELESS = WorkerLife(5.0, answered=False, waited=True)
-NEVER_READY = WorkerLife(None, answered=False, waited=False)
-EARLY = WorkerLife(0.1, answered=True, waited=True)
-LONG = WorkerLife(LONG_LIFE_SECONDS, answered=True, waited=True)
-AT_ONCE = Verdict(Follows.START)
-SAFE = Verdict(Follows.START_SAFE)
-END = Verdict(Follows.END)
+
+class Life(NamedTuple):
+    """How a worker lived, as `RestartPolicy.died` is told."""
+
+    seconds: float | None
+    answered: bool
+    waited: bool
+    killed: bool = False
 
 
-def after(*lives: WorkerLife, policy: RestartPolicy | None = None) -> list[Verdict]:
+class Verdict(NamedTuple):
+    """What follows a worker's death: the end, if ``pause_seconds`` is None."""
+
+    safe: bool
+    pause_seconds: float | None = 0.0
+
+
+GOOD = Life(5.0, answered=True, waited=True)
+IDLE = Life(5.0, answered=False, waited=False)
+USELESS = Life(5.0, answered=False, waited=True)
+NEVER_READY = Life(None, answered=False, waited=False)
+EARLY = Life(0.1, answered=True, waited=True)
+LONG = Life(LONG_LIFE_SECONDS, answered=True, waited=True)
+AT_ONCE = Verdict(safe=False)
+SAFE = Verdict(safe=True)
+END = Verdict(safe=True, pause_seconds=None)
+
+
+def verdict_of(policy: RestartPolicy, life: Life) -> Verdict:
+    pause = policy.died(
+        life.seconds, answered=life.answered, waited=life.waited, killed=life.killed
+    )
+    return Verdict(policy.safe, pause)
+
+
+def after(*lives: Life, policy: RestartPolicy | None = None) -> list[Verdict]:
     deaths = policy or RestartPolicy()
-    return [deaths.died(life) for life in lives]
+    return [verdict_of(deaths, life) for life in lives]
 
 
 def test_what_worked_is_replaced_at_once_however_often() -> None:
@@ -76,9 +96,9 @@ def test_what_worked_is_replaced_at_once_however_often() -> None:
 
 
 @pytest.mark.parametrize("life", [USELESS, NEVER_READY])
-def test_lives_without_use(life: WorkerLife) -> None:
-    pauses = [Verdict(Follows.START, seconds) for seconds in PAUSES_SECONDS]
-    in_safe_mode = [Verdict(Follows.START_SAFE, seconds) for seconds in PAUSES_SECONDS[1:]]
+def test_lives_without_use(life: Life) -> None:
+    pauses = [Verdict(False, seconds) for seconds in PAUSES_SECONDS]
+    in_safe_mode = [Verdict(True, seconds) for seconds in PAUSES_SECONDS[1:]]
     assert after(*[life] * 7) == [*pauses, SAFE, *in_safe_mode, END]
 
 
@@ -91,7 +111,7 @@ def test_short_lives_are_a_loop_whatever_they_answered() -> None:
 
 def test_safe_mode_is_not_left_by_itself() -> None:
     verdicts = after(*[USELESS] * 4, GOOD, LONG, GOOD)
-    assert [verdict.follows for verdict in verdicts[3:]] == [Follows.START_SAFE] * 4
+    assert [(v.safe, v.pause_seconds is None) for v in verdicts[3:]] == [(True, False)] * 4
 
 
 def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> None:
@@ -99,12 +119,12 @@ def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> No
     lasted = []
     for _ in range(3 + len(RETRY_SECONDS)):
         while not deaths.safe:
-            verdict = deaths.died(USELESS)
+            verdict = verdict_of(deaths, USELESS)
         lasted.append(deaths.retry_seconds)
         assert verdict == SAFE
         deaths.tried()
-        assert deaths.died(GOOD) == AT_ONCE  # it did its work: no reason to give it up
-        assert deaths.died(USELESS) == SAFE
+        assert verdict_of(deaths, GOOD) == AT_ONCE  # it did its work: no reason to give it up
+        assert verdict_of(deaths, USELESS) == SAFE
         lasted.append(deaths.retry_seconds)
         deaths.tried()
     assert lasted[: len(RETRY_SECONDS)] == list(RETRY_SECONDS)
@@ -120,7 +140,9 @@ def test_a_try_that_lives_long_is_none_any_more() -> None:
 
 
 def test_a_long_life_in_safe_mode_ends_its_count() -> None:
-    assert after(*[USELESS] * 4, *[USELESS, USELESS, LONG] * 3)[-1].follows is Follows.START_SAFE
+    last = after(*[USELESS] * 4, *[USELESS, USELESS, LONG] * 3)[-1]
+    assert last.safe
+    assert last.pause_seconds is not None
     assert after(*[USELESS] * 4, *[USELESS, GOOD] * 3)[-2] == END
 
 
@@ -129,16 +151,16 @@ def test_a_worker_that_is_replaced_on_purpose_leaves_safe_mode() -> None:
     after(*[USELESS] * 5, policy=deaths)
     assert deaths.safe
     deaths.replaced()
-    assert deaths.died(USELESS) == AT_ONCE
+    assert verdict_of(deaths, USELESS) == AT_ONCE
 
 
-KILLED = WorkerLife(None, answered=False, waited=True, killed=True)
+KILLED = Life(None, answered=False, waited=True, killed=True)
 
 
 def test_one_that_is_killed_is_followed_at_once_or_soon_for_ever() -> None:
     verdicts = after(*[KILLED] * 200)
     assert verdicts[0] == AT_ONCE
-    assert verdicts[1:] == [Verdict(Follows.START, KILLED_PAUSE_SECONDS)] * 199
+    assert verdicts[1:] == [Verdict(False, KILLED_PAUSE_SECONDS)] * 199
     assert KILLED_PAUSE_SECONDS <= 0.25
     # Also one that serves, however short: what it did says how soon.
     assert after(*[EARLY._replace(killed=True)] * 200) == [AT_ONCE] * 200
@@ -146,21 +168,22 @@ def test_one_that_is_killed_is_followed_at_once_or_soon_for_ever() -> None:
 
 @given(st.lists(st.booleans(), max_size=30), st.lists(st.sampled_from([USELESS, EARLY, GOOD])))
 def test_kills_change_nothing_of_what_follows_other_deaths(
-    kills: list[bool], row: list[WorkerLife]
+    kills: list[bool], row: list[Life]
 ) -> None:
     """A crash loop is one, whether somebody kills workers meanwhile or not."""
     with_kills, without = RestartPolicy(), RestartPolicy()
     kills += [False] * len(row)
     for life in row:
         while kills.pop(0):
-            follows = with_kills.died(KILLED).follows
-            assert follows is (Follows.START_SAFE if without.safe else Follows.START)
+            verdict = verdict_of(with_kills, KILLED)
+            assert verdict.pause_seconds is not None
+            assert verdict.safe is without.safe
             kills.append(False)
-        assert with_kills.died(life) == without.died(life)
+        assert verdict_of(with_kills, life) == verdict_of(without, life)
 
 
 LIVES = st.builds(
-    WorkerLife,
+    Life,
     st.one_of(st.none(), st.floats(0, 2 * LONG_LIFE_SECONDS)),
     answered=st.booleans(),
     waited=st.booleans(),
@@ -169,28 +192,37 @@ LIVES = st.builds(
 
 
 @given(st.lists(LIVES, max_size=60))
-def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[WorkerLife]) -> None:
+def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life]) -> None:
     deaths, row, verdict = RestartPolicy(), 0, AT_ONCE
     for life in lives:
-        verdict = deaths.died(life)
+        verdict = verdict_of(deaths, life)
         if life.killed:
-            assert verdict.follows is not Follows.END
+            assert verdict.pause_seconds is not None
             assert verdict.pause_seconds <= KILLED_PAUSE_SECONDS
             row = 0 if (life.seconds or 0.0) >= LONG_LIFE_SECONDS else row
             continue
         bad = life.seconds is None or life.seconds < 0.5 or (life.waited and not life.answered)
         row = row + 1 if bad else 0
-        assert 0 <= verdict.pause_seconds <= max(PAUSES_SECONDS)
-        assert deaths.safe == (verdict.follows is not Follows.START)
-        if not bad:
-            assert verdict.pause_seconds in (0, *PAUSES_SECONDS[1:])
-        assert row < MOST_EARLY + MOST_IN_SAFE_MODE or verdict.follows is Follows.END
-        if verdict.follows is Follows.END:
+        if verdict.pause_seconds is None:
+            assert verdict.safe
             assert bad
             return
+        assert 0 <= verdict.pause_seconds <= max(PAUSES_SECONDS)
+        if not bad:
+            assert verdict.pause_seconds in (0, *PAUSES_SECONDS[1:])
+        assert row < MOST_EARLY + MOST_IN_SAFE_MODE
 
 
 # Hanging
+
+
+class Signs(NamedTuple):
+    """What is known of a worker at a moment, as `VitalSigns.check` is told."""
+
+    beats: int
+    waiting: int | None
+    stuck_since: int = 0
+    activity: Activity | None = None
 
 
 def looks(*steps: tuple[float, Signs]) -> list[float]:
@@ -199,7 +231,7 @@ def looks(*steps: tuple[float, Signs]) -> list[float]:
     pulse = VitalSigns(now)
     for step, signs in steps:
         now += step
-        if pulse.check(signs, now) is not None:
+        if pulse.check(now, *signs) is not None:
             found.append(now - 100.0)
     return found
 
@@ -272,7 +304,7 @@ def test_no_silence_is_short_and_none_is_for_ever(steps: list[tuple[float, Signs
             beats, since, counted = signs.beats, now, 0.0
         else:
             counted += min(step, 1.0)
-        if pulse.check(signs, now) is not None:
+        if pulse.check(now, *signs) is not None:
             assert now - since >= ASLEEP_SECONDS
         else:
             assert counted < STARVED_SECONDS
@@ -419,7 +451,7 @@ def test_what_cannot_be_understood_is_refused(
 
 @dataclass
 class Dead:
-    """A worker that was killed (``reaper.DeadWorker``)."""
+    """A worker that was killed: of ``reaper.DeadWorker``, what is looked at."""
 
     reaped: bool = False
     quiet: bool = False
@@ -433,7 +465,7 @@ def test_requests_are_repeated_when_the_worker_before_is_gone(quiet: bool) -> No
     """What it had taken, but not read to the end, was not repeated when its successor came."""
     mount, serving, dead = Mock(journal=False), cast(WorkerProcess, "a worker"), Dead(quiet=quiet)
     reaper = Reaper(mount)
-    reaper.add(dead)
+    reaper.add(cast(WorkerProcess, dead))
     assert reaper.all_quiet() is quiet
     reaper.overtaken(hurried=not quiet)
     reaper.tick(serving)

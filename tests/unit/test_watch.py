@@ -28,7 +28,7 @@ from monarchfs.cli.rates import HISTORY, History, number, rates_between
 from monarchfs.cli.screen import draw
 from monarchfs.cli.status_text import format_report
 from monarchfs.cli.text import ASCII_SPARKS, format_share, sparkline
-from monarchfs.cli.watch import Moment, lines
+from monarchfs.cli.watch import MountsView
 from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.system.sizes import format_bytes, format_seconds
 from tests.support import surroundings
@@ -161,7 +161,7 @@ def test_time_left(prefetch: dict[str, Any], read_bytes: int, seconds: float | N
 def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
     history = history_of((0.0, report))
     Console(file=io.StringIO(), width=80).print(draw(history.add(1.0, report)))
-    assert list(lines(Moment(2.0, report), history))
+    assert list(MountsView(list).lines(history.add(2.0, report)))
     assert format_report({**report, "files": None, "tiers": []}).startswith("? on ?\n")
     assert number(report, "served", "local_opens") == 0
 

@@ -4,54 +4,37 @@ the mount's user: it blocks as long as the source does, and reports its progress
 from __future__ import annotations
 
 import os
+import stat
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from monarchfs.plan.fitting import Amount, Fitted, PlannedTier, fit
-from monarchfs.plan.walk import SurveyedFile, WalkCounts, walk
+from monarchfs.insight.fitting import Amount, Fitted, PlannedTier, Sizes, fit
 from monarchfs.store import files as on_disk
 from monarchfs.store.segments import SegmentFiles
 from monarchfs.system.bounded import Tell
-from monarchfs.types import TierFile
+from monarchfs.system.walk import walk
+from monarchfs.types import SourceStat, TierFile
 
 TELL_SECONDS = 0.2
 _LOOK_EVERY = 64
 """Files between two readings of the clock."""
-_SMALLEST_CLASS = 4 << 10
-_STEP_OF_CLASSES = 16
-
-
-@dataclass(slots=True)
-class Sizes:
-    """How many files have which size, in classes up to 4K, 64K, 1M, 16M, ..."""
-
-    classes: list[Amount] = field(default_factory=list)
-
-    def add(self, size: int) -> None:
-        number, most = 0, _SMALLEST_CLASS
-        while size > most:
-            number, most = number + 1, most * _STEP_OF_CLASSES
-        while len(self.classes) <= number:
-            self.classes.append(Amount())
-        self.classes[number].add(size)
-
-    def to_json(self) -> list[dict[str, int]]:
-        return [
-            {"up_to_bytes": _SMALLEST_CLASS * _STEP_OF_CLASSES**number, **asdict(amount)}
-            for number, amount in enumerate(self.classes)
-        ]
 
 
 @dataclass(slots=True)
 class Survey:
-    """What was found. ``cached_in_tier`` are complete replicas of files as they are now. ``new``
-    has the sizes of the other files, and what copies will occupy."""
+    """What was found. ``others`` are links and special files, ``unreadable`` directories could not
+    be listed, ``hard_links`` are further names of counted files. ``cached_in_tier`` are complete
+    replicas of files as they are now. ``new`` has the sizes of the other files, and what copies
+    will occupy."""
 
-    counts: WalkCounts = field(default_factory=WalkCounts)
+    directories: int = 0
+    others: int = 0
+    unreadable: int = 0
+    hard_links: int = 0
     sizes: Sizes = field(default_factory=Sizes)
     all: Amount = field(default_factory=Amount)
     new: array[int] = field(default_factory=lambda: array("q"))
@@ -92,7 +75,7 @@ def survey_and_fit(
     clock = _Clock(tell, seconds)
     known = [_replicas(path, clock) for path in cached]
     survey = Survey(cached_in_tier=[Amount() for _ in rooms], held_bytes=[0] * len(rooms))
-    _walk(survey, walk(root, survey.counts), known, clock)
+    _walk(survey, root, known, clock)
     known.clear()
     rooms = [
         replace(room, held_files=cached.files, held_bytes=held)
@@ -106,25 +89,47 @@ def survey_and_fit(
     return _report(survey, fitted)
 
 
-def _walk(
-    survey: Survey,
-    files: Iterable[SurveyedFile],
-    known: Sequence[Mapping[bytes, int]],
-    clock: _Clock,
-) -> None:
-    for file in files:
+def files_below(root: str, survey: Survey) -> Iterator[SourceStat]:
+    """The regular files below ``root``, in the order in which ``--prefetch all`` would copy them;
+    what else is there is counted. Blocks as long as the source does. Raises OSError if ``root``
+    itself cannot be listed."""
+    device = os.stat(root).st_dev
+    linked: set[tuple[int, int]] = set()
+    for directory in walk(root, everything=False):
+        if directory is None:
+            survey.unreadable += 1
+            continue
+        survey.directories += 1
+        for batch in directory.batches:
+            for _name, st in batch:
+                if st is None:
+                    continue
+                if not stat.S_ISREG(st.st_mode):
+                    survey.others += 1
+                    continue
+                if st.st_nlink > 1:
+                    if (st.st_dev, st.st_ino) in linked:
+                        survey.hard_links += 1
+                        continue
+                    linked.add((st.st_dev, st.st_ino))
+                yield SourceStat.of(st, device)
+
+
+def _walk(survey: Survey, root: str, known: Sequence[Mapping[bytes, int]], clock: _Clock) -> None:
+    for file in files_below(root, survey):
         if survey.all.files % _LOOK_EVERY == 0 and not clock.tick("walking", survey.all):
             survey.complete = False
             return
         survey.all.add(file.size)
         survey.sizes.add(file.size)
-        tier = next((n for n, names in enumerate(known) if file.replica_name in names), None)
+        name = file.version.replica_name
+        tier = next((n for n, names in enumerate(known) if name in names), None)
         if tier is None:
             survey.new.append(file.size)
             survey.new_occupied.append(file.occupied_bytes)
         else:
             survey.cached_in_tier[tier].add(file.size)
-            survey.held_bytes[tier] += known[tier][file.replica_name]
+            survey.held_bytes[tier] += known[tier][name]
 
 
 def _with_progress(sizes: array[int], clock: _Clock) -> Iterator[int]:
@@ -176,7 +181,10 @@ def _report(survey: Survey, fitted: Fitted) -> dict[str, Any]:
     return {
         "complete": survey.complete,
         **asdict(survey.all),
-        **asdict(survey.counts),
+        "directories": survey.directories,
+        "others": survey.others,
+        "unreadable": survey.unreadable,
+        "hard_links": survey.hard_links,
         "sizes": survey.sizes.to_json(),
         "cached": [asdict(amount) for amount in survey.cached_in_tier],
         "new": {"files": len(survey.new), "bytes": sum(survey.new)},

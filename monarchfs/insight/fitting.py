@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from monarchfs.placement.events import (
     Grant,
@@ -21,6 +21,8 @@ from monarchfs.types import Space
 
 _STEP_BYTES = 64 << 20
 _CHUNK_BYTES = 128 << 10
+_SMALLEST_CLASS = 4 << 10
+_STEP_OF_CLASSES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,31 @@ class Amount:
     def add(self, size: int) -> None:
         self.files += 1
         self.bytes += size
+
+
+def total(*amounts: Amount) -> Amount:
+    return Amount(sum(a.files for a in amounts), sum(a.bytes for a in amounts))
+
+
+@dataclass(slots=True)
+class Sizes:
+    """How many files have which size, in classes up to 4K, 64K, 1M, 16M, ..."""
+
+    classes: list[Amount] = field(default_factory=list)
+
+    def add(self, size: int) -> None:
+        number, most = 0, _SMALLEST_CLASS
+        while size > most:
+            number, most = number + 1, most * _STEP_OF_CLASSES
+        while len(self.classes) <= number:
+            self.classes.append(Amount())
+        self.classes[number].add(size)
+
+    def to_json(self) -> list[dict[str, int]]:
+        return [
+            {"up_to_bytes": _SMALLEST_CLASS * _STEP_OF_CLASSES**number, **asdict(amount)}
+            for number, amount in enumerate(self.classes)
+        ]
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""``monarchfs plan``: how much of a dataset fits where, and what that gains."""
