@@ -14,7 +14,6 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
-from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.xattrs import Xattrs
@@ -273,9 +272,10 @@ class Parts:
             self.files, channel.send_now, self.metrics, self.relay, counts=self.kernel_reads
         )
         accounts.bind(self.passthrough)
-        file_system = FileSystem(self.tree, self.files, self.xattrs)
         self.adapter = Adapter(
-            file_system,
+            self.tree,
+            self.files,
+            self.xattrs,
             self.interrupts,
             self.metrics,
             self.relay,
@@ -284,7 +284,9 @@ class Parts:
             journals=journal is not None,
         )
         fast_path = FastPath(
-            file_system,
+            self.tree,
+            self.files,
+            self.xattrs,
             self.adapter.handles,
             self.relay,
             self.metrics,
