@@ -153,7 +153,7 @@ class Xattrs:
 
     def _own(self, ino: int, name: bytes) -> bytes | None:
         node = self._index.nodes.node(ino)
-        if node is None or node.stat is None or not node.stat.is_regular:
+        if node is None or not node.stat.is_regular:
             return None
         value: str | None = None
         if name == STATE:
@@ -296,7 +296,7 @@ class Xattrs:
         node = self._index.nodes.node(ino)
         if mask & os.W_OK and (node is None or stat_module.S_IFMT(node.stat.mode) in WRITTEN):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        if node is None or node.stat is None:
+        if node is None:
             return None
         return self._access.get((ino, mask, node.stat.ctime_ns))
 
@@ -309,7 +309,7 @@ class Xattrs:
             source = self._source
             allowed = await source.call(Lane.DEMAND, source.posix.access, *place, mask)
         node = self._index.nodes.node(ino)
-        if node is not None and node.stat is not None:
+        if node is not None:
             self._access[(ino, mask, node.stat.ctime_ns)] = allowed
             if len(self._access) > ACCESS_KEPT:
                 self._access.popitem(last=False)

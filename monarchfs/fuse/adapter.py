@@ -18,8 +18,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import pyfuse3
 from pyfuse3 import FileHandleT, FileNameT, InodeT, RequestContext, XAttrNameT
 
-from monarchfs.fs.file_system import FileSystem
-from monarchfs.fs.files import FileHandle
+from monarchfs.fs.files import FileHandle, Files
+from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse import session
 from monarchfs.fuse.estale_retries import EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
@@ -29,7 +29,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.insight.recording import AnsweredBy
-from monarchfs.metadata.tree import Entry, Missing
+from monarchfs.metadata.tree import Entry, Missing, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.types import Data
 
@@ -97,7 +97,9 @@ class Adapter(pyfuse3.Operations):
 
     def __init__(
         self,
-        file_system: FileSystem,
+        tree: Tree,
+        files: Files,
+        xattrs: Xattrs,
         interrupts: Interrupts,
         metrics: Metrics,
         relay: Relay,
@@ -108,7 +110,9 @@ class Adapter(pyfuse3.Operations):
     ) -> None:
         """``journals``: there is a journal of requests, which has to hear of each that ends."""
         super().__init__()
-        self._tree, self._files, self._xattrs = file_system
+        self._tree = tree
+        self._files = files
+        self._xattrs = xattrs
         self._interrupts = interrupts
         self._metrics = metrics
         self.durations = metrics.requests

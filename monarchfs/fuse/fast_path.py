@@ -13,13 +13,14 @@ import re
 import struct
 from time import perf_counter_ns as now_ns
 
-from monarchfs.fs.file_system import FileSystem
+from monarchfs.fs.files import Files
+from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse import protocol
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.session import hooks
-from monarchfs.metadata.tree import Entry, Missing
+from monarchfs.metadata.tree import Entry, Missing, Tree
 from monarchfs.metrics import NS, Metrics
 from monarchfs.types import Dirent, Node
 
@@ -67,13 +68,16 @@ class FastPath:
 
     def __init__(
         self,
-        file_system: FileSystem,
+        tree: Tree,
+        files: Files,
+        xattrs: Xattrs,
         handles: Handles,
         relay: Relay,
         metrics: Metrics,
         passthrough: Passthrough,
     ) -> None:
-        tree, self._files, self._xattrs = file_system
+        self._files = files
+        self._xattrs = xattrs
         self._known = tree.known
         self._siblings = tree.siblings
         self._directories = tree.directories

@@ -7,6 +7,7 @@
  */
 #include "_fetch.h"
 
+#include "../core/_counts.h"
 #include "../store/_checksum.h"
 
 #include <curl/curl.h>
@@ -18,7 +19,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <time.h>
 
 #define MOST_PEERS 65536
 #define CONNECTIONS 32L /* that a thread keeps open */
@@ -89,13 +89,6 @@ static const char *load_curl(void)
 		memcpy(symbols[n].to, &symbol, sizeof(symbol));
 	}
 	return NULL;
-}
-
-static int64_t now_ns(void)
-{
-	struct timespec now;
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
 static void end_handle(void *handle)
@@ -195,7 +188,7 @@ static void avoid(struct peer *peer, bool late)
 	peer->late = late;
 	peer->answers = false;
 	peer->pause_ns = pause_ns < MOST_PAUSE_NS ? pause_ns : MOST_PAUSE_NS;
-	peer->avoided_until_ns = now_ns() + peer->pause_ns;
+	peer->avoided_until_ns = (int64_t)monotonic_ns() + peer->pause_ns;
 	(void)eventfd_write(failures_fd, 1);
 }
 
@@ -237,7 +230,7 @@ static void note_answer(struct peer *peer)
 	pthread_mutex_lock(&peer->lock);
 	peer->answers = true;
 	if (peer->late)
-		peer->avoided_until_ns = now_ns();
+		peer->avoided_until_ns = (int64_t)monotonic_ns();
 	else
 		welcome(peer);
 	pthread_mutex_unlock(&peer->lock);
@@ -247,7 +240,7 @@ static void note_answer(struct peer *peer)
  * that, because a reader may wait for them: but once where it was only late, which a busy node is now and then. */
 static bool is_open(const struct peer *peer, bool probe)
 {
-	if (!peer->url[0] || now_ns() < peer->avoided_until_ns)
+	if (!peer->url[0] || (int64_t)monotonic_ns() < peer->avoided_until_ns)
 		return false;
 	return !peer->pause_ns || probe || (peer->late && (peer->answers || peer->pause_ns <= LATE_PAUSE_NS));
 }
@@ -258,7 +251,7 @@ static bool may_ask(struct peer *peer, int64_t deadline_ns, bool probe)
 	pthread_mutex_lock(&peer->lock);
 	bool may = is_open(peer, probe);
 	if (may && peer->pause_ns)
-		peer->avoided_until_ns = now_ns() + deadline_ns;
+		peer->avoided_until_ns = (int64_t)monotonic_ns() + deadline_ns;
 	pthread_mutex_unlock(&peer->lock);
 	return may;
 }
@@ -384,9 +377,9 @@ enum fetch_result fetch_replica(const unsigned char *name, size_t size, bool pat
 	struct peer *peer = locate(place.peer, path, url, sizeof(url), from, deadline_ns, patient);
 	if (!peer)
 		return FETCH_AVOIDED;
-	int64_t began_ns = now_ns();
+	int64_t began_ns = (int64_t)monotonic_ns();
 	enum fetch_result result = ask(url, from, &place, deadline_ns, to);
-	int64_t took_ns = now_ns() - began_ns;
+	int64_t took_ns = (int64_t)monotonic_ns() - began_ns;
 	if (result == FETCH_FAILED)
 		note_failure(peer, took_ns >= deadline_ns * 9 / 10);
 	else
@@ -530,18 +523,25 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	return error_of(request, code);
 }
 
-int fetch_retry(unsigned number)
+/* NULL: nobody has said where it is. It is never freed. */
+static struct peer *known_peer(unsigned number)
 {
 	pthread_rwlock_rdlock(&lock);
 	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
 	pthread_rwlock_unlock(&lock);
+	return peer;
+}
+
+int fetch_retry(unsigned number)
+{
+	struct peer *peer = known_peer(number);
 	if (!peer)
 		return -EINVAL;
 	pthread_mutex_lock(&peer->lock);
 	if (peer->pause_ns) {
 		peer->pause_ns = FIRST_PAUSE_NS / 2;
 		peer->late = false;
-		peer->avoided_until_ns = now_ns();
+		peer->avoided_until_ns = (int64_t)monotonic_ns();
 	}
 	pthread_mutex_unlock(&peer->lock);
 	return 0;
@@ -554,22 +554,18 @@ int fetch_failures_fd(void)
 
 int64_t fetch_pause_ns(unsigned number)
 {
-	pthread_rwlock_rdlock(&lock);
-	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
-	pthread_rwlock_unlock(&lock);
+	struct peer *peer = known_peer(number);
 	if (!peer)
 		return 0;
 	pthread_mutex_lock(&peer->lock);
-	int64_t left_ns = peer->avoided_until_ns - now_ns();
+	int64_t left_ns = peer->avoided_until_ns - (int64_t)monotonic_ns();
 	pthread_mutex_unlock(&peer->lock);
 	return left_ns > 0 ? left_ns : 0;
 }
 
 bool fetch_avoided(unsigned number)
 {
-	pthread_rwlock_rdlock(&lock);
-	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
-	pthread_rwlock_unlock(&lock);
+	struct peer *peer = known_peer(number);
 	if (!peer)
 		return true;
 	pthread_mutex_lock(&peer->lock);
@@ -581,9 +577,7 @@ bool fetch_avoided(unsigned number)
 void fetch_count(unsigned number, struct peer_counts *counts)
 {
 	memset(counts, 0, sizeof(*counts));
-	pthread_rwlock_rdlock(&lock);
-	struct peer *peer = number < MOST_PEERS ? peers[number] : NULL;
-	pthread_rwlock_unlock(&lock);
+	struct peer *peer = known_peer(number);
 	if (!peer)
 		return;
 	pthread_mutex_lock(&peer->lock);

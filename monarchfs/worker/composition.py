@@ -14,7 +14,6 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import Config, DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
-from monarchfs.fs.file_system import FileSystem
 from monarchfs.fs.files import Files
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.xattrs import Xattrs
@@ -271,9 +270,10 @@ class Composition:
             files, channel.send_now, metrics, self.relay, counts=self.kernel_reads
         )
         accounts.bind(self.passthrough)
-        file_system = FileSystem(tree, files, self.xattrs)
         self.adapter = Adapter(
-            file_system,
+            tree,
+            files,
+            self.xattrs,
             self.interrupts,
             metrics,
             self.relay,
@@ -282,7 +282,13 @@ class Composition:
             journals=bootstrap.requests_fd is not None,
         )
         fast_path = FastPath(
-            file_system, self.adapter.handles, self.relay, metrics, self.passthrough
+            tree,
+            files,
+            self.xattrs,
+            self.adapter.handles,
+            self.relay,
+            metrics,
+            self.passthrough,
         )
         fuse_session.on_request(fast_path.answer)
         fuse_session.on_interrupt(self.interrupts.on_interrupt)

@@ -19,7 +19,6 @@ import trio
 
 from monarchfs.fuse import session  # isort: skip  # before pyfuse3
 from monarchfs.config import Config, TierSpec, User
-from monarchfs.fs.file_system import FileSystem
 from monarchfs.fuse import passthrough
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.handle_table import HandleTable, make_table
@@ -185,7 +184,9 @@ class Passing:
         self.passthrough = Passthrough(mirror.files, self._send, mirror.metrics, relay, counts=True)
         mirror.cache.accounts.bind(self.passthrough)
         self.adapter = Adapter(
-            FileSystem(mirror.tree, mirror.files, mirror.xattrs),
+            mirror.tree,
+            mirror.files,
+            mirror.xattrs,
             Interrupts(mirror.metrics),
             mirror.metrics,
             relay,
