@@ -25,7 +25,7 @@ setup: $(STAMP)
 	@:
 
 # A bare root (debootstrap) has no /etc/mtab, without which fusermount3 unmounts nothing.
-$(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/*/*.h)
+$(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/*/*.h monarchfs/*/*/*.c monarchfs/*/*/*.h)
 	@$(MAKE) --no-print-directory packages STEP="set-up, 1 of 3: "
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "$(PYTHON) is older than Python 3.10: give another one as PYTHON=..." >&2; exit 1; }
@@ -34,7 +34,7 @@ $(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/
 		$(PYTHON) -m venv $(VENV); }
 	@echo "set-up, 3 of 3: Python packages, and building the C part: a minute the first time"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench]'
-	@$(BIN)/python -c 'import monarchfs.core._session, monarchfs.store._records, monarchfs.core._units, monarchfs.source._stats, monarchfs.peers._replicas' || \
+	@$(BIN)/python -c 'import monarchfs.core._session, monarchfs.cache.store._records, monarchfs.core._units, monarchfs.source._stats, monarchfs.peers._replicas' || \
 		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 

@@ -86,8 +86,8 @@ setup(
             extra_link_args=pkg_config("--libs") or ["-lfuse3"],
         ),
         Extension(
-            "monarchfs.store._records",
-            ["monarchfs/store/_records.c"],
+            "monarchfs.cache.store._records",
+            ["monarchfs/cache/store/_records.c"],
             depends=HEADERS,
             extra_compile_args=FLAGS,
         ),

@@ -43,9 +43,9 @@ from bench.versions import (
     read_until_gone,
     write_version,
 )
-from monarchfs.store._records import punch
-from monarchfs.store.extent_trees import data_ranges
-from monarchfs.store.segments import SegmentFiles
+from monarchfs.cache.store._records import punch
+from monarchfs.cache.store.extent_trees import data_ranges
+from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.types import TierFile
 
 SEED = int(os.environ.get("KILL_SEED", "1"))

@@ -238,7 +238,7 @@ class Replica(NamedTuple):
 
     ``name`` is its version's ``replica_name``, ``size`` the file's. ``allocated_bytes`` are the
     blocks it occupies in its tier. ``durable`` says that its data were synced before this record
-    was, so that it counts after a reboot. ``checksum`` (64 bits, see ``store.checksum``) is a
+    was, so that it counts after a reboot. ``checksum`` (64 bits, see ``cache.store.checksum``) is a
     complete replica's. ``chunk_bytes``, ``present`` (one byte a chunk, 1 where it is there) and
     ``digests`` (8 bytes a block, see ``store.checksum``) describe a partial replica; they are 0 and
     empty for others. ``segment`` (64 bits; 0: the replica is a file of its own) and ``offset`` in

@@ -14,19 +14,8 @@ from typing import Protocol
 import trio
 
 from monarchfs.cache.durable import Durability
-from monarchfs.cache.readers import Readers
-from monarchfs.cache.reasons import Cause, ReasonLog
-from monarchfs.cache.reconciliation import Reconciliation
-from monarchfs.cache.record_lookup import RecordLookup
-from monarchfs.cache.removals import Removals
-from monarchfs.cache.replicas import OpenReplica
-from monarchfs.cache.segments import SegmentRecords, Written
-from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.cache.tiers import Tiers
-from monarchfs.cache.usage import TierUsage
-from monarchfs.index.index import Index
-from monarchfs.metrics import Metrics
-from monarchfs.placement.events import (
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.events import (
     Abandoned,
     Action,
     Dropped,
@@ -42,12 +31,23 @@ from monarchfs.placement.events import (
     Refuse,
     Weighed,
 )
-from monarchfs.placement.placement import PARTIAL_MIN_BYTES, Placement
-from monarchfs.store.checksum import checksum, combine
-from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.read import read_full
-from monarchfs.store.segments import SMALL_BYTES
-from monarchfs.store.tier import Tier
+from monarchfs.cache.placement.placement import PARTIAL_MIN_BYTES, Placement
+from monarchfs.cache.readers import Readers
+from monarchfs.cache.reasons import Cause, ReasonLog
+from monarchfs.cache.reconciliation import Reconciliation
+from monarchfs.cache.record_lookup import RecordLookup
+from monarchfs.cache.removals import Removals
+from monarchfs.cache.replicas import OpenReplica
+from monarchfs.cache.segments import SegmentRecords, Written
+from monarchfs.cache.store.checksum import checksum, combine
+from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.read import read_full
+from monarchfs.cache.store.segments import SMALL_BYTES
+from monarchfs.cache.store.tier import Tier
+from monarchfs.cache.tier_threads import TierThreads
+from monarchfs.cache.tiers import Tiers
+from monarchfs.cache.usage import TierUsage
+from monarchfs.metrics import Metrics
 from monarchfs.system.listeners import Listeners
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.types import (

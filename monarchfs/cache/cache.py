@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import trio
 
 from monarchfs.cache.accounts import Accounts
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.events import Accessed, Known
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.reservations import OUT_OF_DESCRIPTORS, Reservations
 from monarchfs.cache.scrub import Scrub
+from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.writer import CopyWriter
-from monarchfs.index.index import Index
-from monarchfs.placement.events import Accessed, Known
-from monarchfs.store.errors import ReplicaLost
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
 log = logging.getLogger(__name__)

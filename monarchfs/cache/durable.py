@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import trio
 
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.by_inode import ByInode
+from monarchfs.cache.placement.events import Action, PlacementEvent, Resized
+from monarchfs.cache.placement.placement import Placement
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tiers import Tiers
-from monarchfs.index.index import Index
-from monarchfs.placement.by_inode import ByInode
-from monarchfs.placement.events import Action, PlacementEvent, Resized
-from monarchfs.placement.placement import Placement
-from monarchfs.store.tier import Tier
 from monarchfs.system.threads import run_sync
 from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile
 

@@ -30,11 +30,11 @@ from types import FrameType
 from typing import Any, TextIO
 
 from monarchfs.cache import tier_comparison as comparison
+from monarchfs.cache.index import Index, LastClose, last_close, problems, remove_aside, set_aside
+from monarchfs.cache.store.allocator import allocated
+from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_comparison import Finding, Row
-from monarchfs.index import Index, LastClose, last_close, problems, remove_aside, set_aside
-from monarchfs.store.allocator import allocated
-from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.tier import Tier
 from monarchfs.system.limits import explained
 from monarchfs.types import (
     ROOT_INO,

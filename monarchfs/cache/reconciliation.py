@@ -16,15 +16,15 @@ from collections.abc import Callable
 import trio
 
 from monarchfs.cache import tier_comparison as found
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.events import Action, Loaded, PlacementEvent
 from monarchfs.cache.segments import SegmentRecords
+from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Outage, Tiers
-from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
-from monarchfs.placement.events import Action, Loaded, PlacementEvent
-from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.tier import Tier
 from monarchfs.system.listeners import Listeners
 from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, TierTotals
 

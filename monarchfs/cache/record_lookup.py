@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from itertools import islice
 
+from monarchfs.cache.index.index import Index
 from monarchfs.cache.readers import Readers
-from monarchfs.index.index import Index
 from monarchfs.types import TierTotals
 
 OUTDATED_BATCH = 64

@@ -14,13 +14,19 @@ from functools import partial
 
 import trio
 
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.events import (
+    Action,
+    Dropped,
+    Evicted,
+    EvictionFailed,
+    PlacementEvent,
+)
 from monarchfs.cache.replicas import OpenReplica, Removal
 from monarchfs.cache.segments import SegmentRecords
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers
-from monarchfs.index.index import Index
-from monarchfs.placement.events import Action, Dropped, Evicted, EvictionFailed, PlacementEvent
-from monarchfs.store.tier import Tier
 from monarchfs.types import IndexWriteError, Replica, ReplicaState
 
 log = logging.getLogger(__name__)

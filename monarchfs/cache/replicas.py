@@ -10,10 +10,10 @@ from dataclasses import KW_ONLY, dataclass, field
 
 import trio
 
-from monarchfs.store.checksum import BLOCK_BYTES, DIGEST_BYTES
-from monarchfs.store.files import replica_path
-from monarchfs.store.read import read_full, read_nowait
-from monarchfs.store.tier import Tier
+from monarchfs.cache.store.checksum import BLOCK_BYTES, DIGEST_BYTES
+from monarchfs.cache.store.files import replica_path
+from monarchfs.cache.store.read import read_full, read_nowait
+from monarchfs.cache.store.tier import Tier
 from monarchfs.types import Data, Node, Replica
 
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from monarchfs.cache.accounts import Accounts
-from monarchfs.cache.reasons import Cause
-from monarchfs.cache.replicas import Reservation
-from monarchfs.placement.events import (
+from monarchfs.cache.placement.events import (
     Abandoned,
     Grant,
     Owner,
@@ -21,6 +19,8 @@ from monarchfs.placement.events import (
     Wanted,
     WantedEach,
 )
+from monarchfs.cache.reasons import Cause
+from monarchfs.cache.replicas import Reservation
 from monarchfs.types import IndexWriteError, Node, Replica, ReplicaState
 
 OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import trio
 
 from monarchfs.cache.accounts import Accounts
-from monarchfs.store.errors import ReplicaLost
-from monarchfs.store.tier import Tier
+from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.tier import Tier
 from monarchfs.system.threads import run_sync
 from monarchfs.types import Replica, ReplicaState
 

@@ -23,13 +23,13 @@ from typing import NamedTuple
 
 import trio
 
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.placement import Placement
 from monarchfs.cache.readers import Readers
+from monarchfs.cache.store.segments import SEGMENT_BYTES, SMALL_BYTES, Allocator, allocated
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers
-from monarchfs.index.index import Index
-from monarchfs.placement.placement import Placement
-from monarchfs.store.segments import SEGMENT_BYTES, SMALL_BYTES, Allocator, allocated
-from monarchfs.store.tier import Tier
 from monarchfs.types import Data, IndexWriteError, Replica
 
 log = logging.getLogger(__name__)

@@ -9,14 +9,14 @@ from enum import Enum
 import trio
 
 from monarchfs.cache.health import Health
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.events import Action, PlacementEvent, TierBack, TierLost, TierSeen
+from monarchfs.cache.placement.placement import Placement
 from monarchfs.cache.readers import Readers
+from monarchfs.cache.store.place import find_again
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_threads import TierThreads
-from monarchfs.index.index import Index
 from monarchfs.metrics import Metrics
-from monarchfs.placement.events import Action, PlacementEvent, TierBack, TierLost, TierSeen
-from monarchfs.placement.placement import Placement
-from monarchfs.store.place import find_again
-from monarchfs.store.tier import Tier
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import Space, TierSize
 

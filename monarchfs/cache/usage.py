@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from monarchfs.cache.index.index import Index
+from monarchfs.cache.placement.ledger import Room, reservation
+from monarchfs.cache.placement.placement import Placement
 from monarchfs.cache.removals import Removals
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tiers import Tiers
-from monarchfs.index.index import Index
-from monarchfs.placement.ledger import Room, reservation
-from monarchfs.placement.placement import Placement
-from monarchfs.store.tier import Tier
 from monarchfs.types import TierTotals
 
 

@@ -15,20 +15,20 @@ from collections.abc import Container, Sequence
 import trio
 
 from monarchfs.cache.accounts import Accounts
-from monarchfs.cache.reasons import Cause
-from monarchfs.cache.replicas import Reservation
-from monarchfs.cache.reservations import Reservations
-from monarchfs.cache.segments import Written, unrecorded
-from monarchfs.core.units import Unit, memory_bytes
-from monarchfs.placement.events import (
+from monarchfs.cache.placement.events import (
     Abandoned,
     Dropped,
     PlacementEvent,
     Stored,
     Suspended,
 )
-from monarchfs.store.checksum import combine
-from monarchfs.store.read import read_full, read_nowait
+from monarchfs.cache.reasons import Cause
+from monarchfs.cache.replicas import Reservation
+from monarchfs.cache.reservations import Reservations
+from monarchfs.cache.segments import Written, unrecorded
+from monarchfs.cache.store.checksum import combine
+from monarchfs.cache.store.read import read_full, read_nowait
+from monarchfs.core.units import Unit, memory_bytes
 from monarchfs.types import Data, IndexWriteError, Replica, ReplicaState
 
 MOST_UNWRITTEN_BYTES = 256 << 20

@@ -159,7 +159,7 @@ struct how {
 };
 #define NO_SYMLINKS 4 /* RESOLVE_NO_SYMLINKS */
 
-/* As in store/files.py: never through a symbolic link, and without waiting for a FIFO. */
+/* As in cache/store/files.py: never through a symbolic link, and without waiting for a FIFO. */
 static int open_below(int dir_fd, const char *path)
 {
 	const int flags = O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;

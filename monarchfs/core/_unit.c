@@ -525,7 +525,7 @@ static int write_all(int fd, const char *from, size_t size, uint64_t offset)
 	return 0;
 }
 
-/* As in store/files.py, for a range that was never written. */
+/* As in cache/store/files.py, for a range that was never written. */
 static int write_sparse(int fd, const char *data, size_t size, uint64_t offset)
 {
 	size_t start = 0;

@@ -16,7 +16,7 @@
 #include <sys/types.h>
 
 #define UNIT_BLOCK_BYTES (256U << 10)
-#define UNIT_DIGEST_BYTES 8 /* of each CHECKED_BYTES, big-endian: see store/checksum.py */
+#define UNIT_DIGEST_BYTES 8 /* of each CHECKED_BYTES, big-endian: see cache/store/checksum.py */
 #define UNIT_CHECKED_BYTES (128U << 10)
 
 struct unit;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from monarchfs.placement.events import (
+from monarchfs.cache.placement.events import (
     Grant,
     Loaded,
     Place,
@@ -15,8 +15,8 @@ from monarchfs.placement.events import (
     TierSeen,
     Wanted,
 )
-from monarchfs.placement.ledger import BLOCK_BYTES
-from monarchfs.placement.placement import Placement
+from monarchfs.cache.placement.ledger import BLOCK_BYTES
+from monarchfs.cache.placement.placement import Placement
 from monarchfs.types import Space
 
 _STEP_BYTES = 64 << 20

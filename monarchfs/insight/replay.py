@@ -6,11 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from monarchfs.insight.estimates import COPY_FILES_PER_SECOND
-from monarchfs.insight.fitting import NoReplicas, blocks
-from monarchfs.insight.results import Epoch, Outcome
-from monarchfs.insight.visits import LookUps, Visit, Visits
-from monarchfs.placement.events import (
+from monarchfs.cache.placement.events import (
     Accessed,
     Evict,
     Evicted,
@@ -26,7 +22,11 @@ from monarchfs.placement.events import (
     Wanted,
     Weighed,
 )
-from monarchfs.placement.placement import Placement
+from monarchfs.cache.placement.placement import Placement
+from monarchfs.insight.estimates import COPY_FILES_PER_SECOND
+from monarchfs.insight.fitting import NoReplicas, blocks
+from monarchfs.insight.results import Epoch, Outcome
+from monarchfs.insight.visits import LookUps, Visit, Visits
 from monarchfs.types import EvictionPolicy, Space
 
 _ROOMY = Space(1 << 62, 1 << 62, 1 << 40, 1 << 40)

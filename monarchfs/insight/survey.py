@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from monarchfs.cache.store import files as on_disk
+from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.insight.fitting import Amount, Fitted, PlannedTier, Sizes, fit
-from monarchfs.store import files as on_disk
-from monarchfs.store.segments import SegmentFiles
 from monarchfs.system.bounded import Tell
 from monarchfs.system.walk import walk
 from monarchfs.types import SourceStat, TierFile

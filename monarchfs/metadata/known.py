@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from monarchfs.index.index import Index
+from monarchfs.cache.index.index import Index
 from monarchfs.metadata.freshness import UNANSWERED_SECONDS, Freshness
 from monarchfs.types import DirRef, FreshnessMode, Listing, Node
 

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import trio
 
-from monarchfs.index.index import Index
+from monarchfs.cache.index.index import Index
 from monarchfs.types import Dirent, IndexWriteError, Node
 
 BATCH = 64

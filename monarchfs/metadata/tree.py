@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trio
 
-from monarchfs.index.index import Index
+from monarchfs.cache.index.index import Index
 from monarchfs.metadata.attributes import Attributes
 from monarchfs.metadata.batches import BatchLookups
 from monarchfs.metadata.directories import Directories

@@ -29,7 +29,7 @@ ERRORS = (
 """The errors that are counted apart."""
 
 REFUSALS = ("no room", "no inodes", "no tier")
-"""Why files are not copied, as ``placement.events.RefusalReason`` calls it."""
+"""Why files are not copied, as ``cache.placement.events.RefusalReason`` calls it."""
 
 
 class Histogram:

@@ -8,7 +8,7 @@
 #include "_fetch.h"
 
 #include "../core/_counts.h"
-#include "../store/_checksum.h"
+#include "../cache/store/_checksum.h"
 
 #include <curl/curl.h>
 

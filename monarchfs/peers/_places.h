@@ -16,7 +16,7 @@
 struct place {
 	uint64_t segment; /* not 0 */
 	uint64_t offset;
-	uint64_t checksum; /* as in store/checksum.py */
+	uint64_t checksum; /* as in cache/store/checksum.py */
 	uint32_t size;
 	uint16_t peer;
 	uint16_t tier;

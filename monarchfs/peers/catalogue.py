@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from monarchfs.index.replicas import Replicas
+from monarchfs.cache.index.replicas import Replicas
 from monarchfs.peers.messages import PAGE_ROWS, Page, PageState, Row
 from monarchfs.peers.ownership import Ownership
 from monarchfs.types import ReplicaState

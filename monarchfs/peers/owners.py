@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import trio
 
-from monarchfs.index.nodes import NodeTables
+from monarchfs.cache.index.nodes import NodeTables
 from monarchfs.peers import _replicas
 from monarchfs.peers.following import Following, ask
 from monarchfs.peers.messages import (

@@ -17,6 +17,8 @@ from collections import OrderedDict, defaultdict
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.store.checksum import combine
+from monarchfs.cache.store.files import part_path, replica_path
 from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas
 from monarchfs.peers.following import Following, ask, avoided
@@ -40,8 +42,6 @@ from monarchfs.prefetch.spans import (
     SPAN_BYTES,
     FileSpans,
 )
-from monarchfs.store.checksum import combine
-from monarchfs.store.files import part_path, replica_path
 from monarchfs.system.threads import run_sync
 from monarchfs.types import Data, Lane, Replica, ReplicaState
 

@@ -20,7 +20,7 @@ from monarchfs.prefetch.queue import Priority
 
 SPAN_BYTES = 64 << 20
 BLOCK_BYTES = 128 << 10
-"""Each block has a digest: ``store.checksum``."""
+"""Each block has a digest: ``cache.store.checksum``."""
 DIGEST_BYTES = 8
 
 WINDOW = 64

@@ -12,10 +12,10 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
+from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.config import User
 from monarchfs.config.places import OWNER
 from monarchfs.slurm.trees import Size, in_use, open_users, tree_size
-from monarchfs.store.segments import SegmentFiles
 from monarchfs.supervisor.lock import LOCK, read_holder
 from monarchfs.supervisor.tierdirs import (
     FORMER_NAME,

@@ -37,7 +37,7 @@ from monarchfs.types import OperationError, UsageError
 WORKER_LOG = "worker.log"
 SUPERVISOR_LOG = "supervisor.log"
 SUSPECT = "suspect"
-"""Says that the index may be damaged; ``index.recovery`` knows it by the same name."""
+"""Says that the index may be damaged; ``cache.index.recovery`` knows it by the same name."""
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import trio
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.index import Index, OnChange
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import Config, DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
@@ -25,7 +26,6 @@ from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.thread_counts import count_threads
-from monarchfs.index import Index, OnChange
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.load import Load

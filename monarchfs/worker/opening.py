@@ -10,14 +10,14 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 
+from monarchfs.cache.index import Index, OnChange, set_aside
+from monarchfs.cache.index.recovery import INDEX_DIRECTORY
+from monarchfs.cache.store.tier import Tier
 from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.fuse.mountinfo import RENUMBERING, is_user_space, type_of_device
 from monarchfs.fuse.passthrough import kernel_reads
-from monarchfs.index import Index, OnChange, set_aside
-from monarchfs.index.recovery import INDEX_DIRECTORY
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.source.posix import PosixSource
-from monarchfs.store.tier import Tier
 from monarchfs.types import (
     ROOT_INO,
     EvictionPolicy,

@@ -11,8 +11,8 @@ from typing import Any
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.index.index import Index
 from monarchfs.config.model import ShareMode
-from monarchfs.index.index import Index
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas

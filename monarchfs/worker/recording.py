@@ -18,8 +18,8 @@ from typing import Any
 
 import trio
 
+from monarchfs.cache.index.index import Index
 from monarchfs.control import messages
-from monarchfs.index.index import Index
 from monarchfs.insight.recording import EVENT, MOST_SAMPLE, File
 from monarchfs.types import ROOT_INO, FreshnessMode, OperationError
 from monarchfs.worker.composition import Composition

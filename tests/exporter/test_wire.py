@@ -14,13 +14,13 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.cache.placement.events import RefusalReason
 from monarchfs.exporter import node, wire
 from monarchfs.exporter.node import Seen, label_mounts, learn_names, page_values
 from monarchfs.exporter.text import exposition_of
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, Metrics, names
 from monarchfs.metrics.counts import ERRORS, OTHER, REFUSALS
 from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Durations, MetricType, Values
-from monarchfs.placement.events import RefusalReason
 from monarchfs.source.lanes import OPERATIONS, SourceCounters
 from monarchfs.source.posix import PosixSource
 from monarchfs.system.escaping import printable

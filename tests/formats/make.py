@@ -25,6 +25,10 @@ from unittest.mock import Mock, patch
 import lmdb
 
 import monarchfs
+from monarchfs.cache.index import Index
+from monarchfs.cache.index.environment import DATABASES
+from monarchfs.cache.index.recovery import mark_closed
+from monarchfs.cache.store.checksum import checksum
 from monarchfs.config import Config, User
 from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
@@ -33,9 +37,6 @@ from monarchfs.fuse import requests
 from monarchfs.fuse.handle_table import HandleTable, make_memory, make_table
 from monarchfs.fuse.protocol import IN_HEADER
 from monarchfs.fuse.session import hooks
-from monarchfs.index import Index
-from monarchfs.index.environment import DATABASES
-from monarchfs.index.recovery import mark_closed
 from monarchfs.insight.recording import AnsweredBy, Event, File, Kind, RecordingWriter
 from monarchfs.metadata import snapshot as snapshot
 from monarchfs.metrics import Metrics
@@ -45,7 +46,6 @@ from monarchfs.slurm.caches import close_cache
 from monarchfs.slurm.records import write_record
 from monarchfs.slurm.shares import record_of, share_key
 from monarchfs.slurm.site import Site
-from monarchfs.store.checksum import checksum
 from monarchfs.supervisor.launch import Descriptors
 from monarchfs.supervisor.lock import Holder, write_holder
 from monarchfs.supervisor.mounted import Mounted

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from monarchfs.cache.index import LastClose, last_close, problems
 from monarchfs.control.registration import decode_registration
 from monarchfs.fuse.handle_table import (
     HandleTable,
@@ -31,7 +32,6 @@ from monarchfs.fuse.handle_table import (
     read_vitals,
 )
 from monarchfs.fuse.session import hooks
-from monarchfs.index import LastClose, last_close, problems
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.recording import EVENT, open_recording
 from monarchfs.metadata.snapshot import Begin, Complete, End, Entries, Reader
@@ -53,8 +53,8 @@ from tests.support.mounting import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "FORMATS.md").read_text()
 MODULES = (
-    "config.model", "fuse.handle_table", "fuse.requests", "index.records", "insight.recording",
-    "metrics.persistent", "slurm.report", "metadata.snapshot", "store.listed", "worker.said",
+    "config.model", "fuse.handle_table", "fuse.requests", "cache.index.records", "insight.recording",
+    "metrics.persistent", "slurm.report", "metadata.snapshot", "cache.store.listed", "worker.said",
 )  # fmt: skip
 VERSION = re.compile(r"_?(?:[A-Z]+_)?(?:VERSION|MAGIC)")
 
@@ -101,7 +101,7 @@ def bytes_of(value: int | bytes) -> bytes:
 
 
 def test_the_index(tmp_path: Path) -> None:
-    make.load_index((FROZEN / "index.txt").read_text(), tmp_path)
+    make.load_index((FROZEN / "cache.index.txt").read_text(), tmp_path)
     assert problems(str(tmp_path)) == []
     index = open_index(tmp_path)
     nodes = index.nodes.nodes_of(range(30))

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs.store.segments import SMALL_BYTES
+from monarchfs.cache.store.segments import SMALL_BYTES
 from tests.hostile.places import ANYWHERE, CONTENT, USER, Cache, Untouched, spoil
 from tests.support import on_disk, trees
 from tests.support.fake_mounts import interpreter_for

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.index import Index, problems
+from monarchfs.cache.index import Index, problems
 from tests.index.tools import DIRECTORY, NOW, ROOT_SOURCE_INO, open_index, source_stat
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.index import Index
+from monarchfs.cache.index import Index
 from monarchfs.types import (
     ROOT_INO,
     DirRef,

@@ -18,7 +18,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from monarchfs.index import (
+from monarchfs.cache.index import (
     Index,
     LastClose,
     check_in_child,
@@ -28,7 +28,7 @@ from monarchfs.index import (
     records,
     set_aside,
 )
-from monarchfs.index.environment import DATABASES
+from monarchfs.cache.index.environment import DATABASES
 from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError
 from tests.index.tools import (
     DIRECTORY,
@@ -302,7 +302,8 @@ def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: 
     """Set aside for that, or by fsck --repair, a sound index would be lost."""
     full(tmp_path)
     program = (
-        "import resource, subprocess, sys; from monarchfs.index import check_in_child, problems\n"
+        "import resource, subprocess, sys\n"
+        "from monarchfs.cache.index import check_in_child, problems\n"
         f"which, most = resource.{limit}\n"
         "prepare = lambda: resource.setrlimit(which, (most, most))\n"
         "run = subprocess.run\n"
@@ -319,7 +320,7 @@ def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: 
 
 WRITER = """
 import sys
-from monarchfs.index import Index
+from monarchfs.cache.index import Index
 from monarchfs.types import SourceStat, Replica, ReplicaState
 index = Index.open(sys.argv[1], source_id="lustre:/data")
 i = int(sys.argv[2])
@@ -380,7 +381,7 @@ def test_an_unclean_close_asks_for_a_check(tmp_path: Path, monkeypatch: pytest.M
     open_index(tmp_path).close(clean=False)
     assert last_close(str(tmp_path)) is LastClose.KILLED
     answers = [False, True]
-    monkeypatch.setattr("monarchfs.index.recovery.check_in_child", lambda _: answers.pop(0))
+    monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda _: answers.pop(0))
     with pytest.raises(IndexUnusable, match="damaged"):
         open_index(tmp_path)
     open_index(tmp_path, trust=True).close(clean=False)
@@ -436,7 +437,7 @@ def test_a_suspect_index_is_checked_however_it_was_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [False, True, True]
-    monkeypatch.setattr("monarchfs.index.recovery.check_in_child", lambda _: answers.pop(0))
+    monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda _: answers.pop(0))
     open_index(tmp_path, trust=True).close()
     mark_suspect(str(tmp_path))
     with pytest.raises(IndexUnusable, match="damaged"):

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from monarchfs.index import problems
+from monarchfs.cache.index import problems
 from monarchfs.types import (
     ROOT_INO,
     FileType,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from monarchfs.index import Index
+from monarchfs.cache.index import Index
 from monarchfs.types import (
     FileType,
     Listing,

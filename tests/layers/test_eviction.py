@@ -9,7 +9,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.store.files import replica_path
+from monarchfs.cache.store.files import replica_path
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, Replica
 from tests.support.faults import FaultyTier
@@ -181,7 +181,7 @@ async def test_a_smaller_capacity_is_kept_even_by_keep(files: Area) -> None:
 async def test_a_tier_in_memory_gives_back_what_others_need(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("monarchfs.store.tier.on_disk.is_in_memory", lambda fd: True)
+    monkeypatch.setattr("monarchfs.cache.store.tier.on_disk.is_in_memory", lambda fd: True)
     available = 1 << 30
     async with files.mounted(
         headroom=lambda: MemoryHeadroom(available, 1 << 30, "a test")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import trio
 
+from monarchfs.cache.placement import placement
 from monarchfs.cache.replicas import Reservation
-from monarchfs.placement import placement
+from monarchfs.cache.store.checksum import combine, digests
 from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.prefetch.queue import Priority
-from monarchfs.store.checksum import combine, digests
 from monarchfs.types import ReplicaState, SourceStat
 from tests.support.faults import disk_is_full
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until

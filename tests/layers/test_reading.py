@@ -14,8 +14,8 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarchfs.cache.placement import placement
 from monarchfs.fs.files import FileHandle
-from monarchfs.placement import placement
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content
 
 SIZES = (0, 1, 4097, 128 * KIB, 128 * KIB + 1, 1 * MIB, 1 * MIB + 1, 3 * MIB + 77)

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 import pytest
 import trio
 
+from monarchfs.cache.index import set_aside
+from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.tier_comparison import MissingFile
 from monarchfs.cache.tiers import Outage
-from monarchfs.index import set_aside
-from monarchfs.store.replica_files import ReplicaFiles
 from monarchfs.types import ReplicaState
 from tests.support.faults import FaultyFiles, Gate
 from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until

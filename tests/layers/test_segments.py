@@ -14,10 +14,10 @@ import pytest
 import trio
 import trio.testing
 
+from monarchfs.cache.index import set_aside
 from monarchfs.cache.reasons import Cause
-from monarchfs.index import set_aside
-from monarchfs.store.segment_lists import SegmentLists
-from monarchfs.store.segments import SegmentFiles, allocated
+from monarchfs.cache.store.segment_lists import SegmentLists
+from monarchfs.cache.store.segments import SegmentFiles, allocated
 from monarchfs.types import Replica, TierFile
 from tests.support.faults import FaultySegments, FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until

@@ -32,13 +32,13 @@ from hypothesis.stateful import (
 from monarchfs.cache import health, replicas
 from monarchfs.cache import tiers as cache_tiers
 from monarchfs.cache.cache import purge
+from monarchfs.cache.index.recovery import set_aside
+from monarchfs.cache.placement import placement
 from monarchfs.cache.scrub import Scrub
+from monarchfs.cache.store import read
 from monarchfs.fs.files import FileHandle
-from monarchfs.index.recovery import set_aside
-from monarchfs.placement import placement
 from monarchfs.prefetch import fill
 from monarchfs.prefetch.queue import Priority
-from monarchfs.store import read
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, FileType, FreshnessMode, Node
 from tests.model.history import EditedSource, File, Name, attributes
@@ -157,7 +157,7 @@ class Model(RuleBasedStateMachine):
         self.mode = mode
         self.in_memory = in_memory
         self.stack.enter_context(
-            mock.patch("monarchfs.store.tier.on_disk.is_in_memory", return_value=in_memory)
+            mock.patch("monarchfs.cache.store.tier.on_disk.is_in_memory", return_value=in_memory)
         )
         self.capacities = capacities
         self.options = {

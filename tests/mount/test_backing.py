@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from monarchfs.cache.store.segments import SMALL_BYTES
 from monarchfs.config import Config, DataPath, TierSpec, User
 from monarchfs.fuse import handle_table
 from monarchfs.fuse.session import hooks
-from monarchfs.store.segments import SMALL_BYTES
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import (
     MOST_IDS,

@@ -24,17 +24,17 @@ import trio
 
 from monarchfs.cache import accounts
 from monarchfs.cache import segments as sharing
+from monarchfs.cache.index.environment import Environment
+from monarchfs.cache.index.listings import Listings
+from monarchfs.cache.index.meta import Meta
+from monarchfs.cache.index.nodes import NodeTables
+from monarchfs.cache.index.replicas import Replicas
+from monarchfs.cache.index.segments import Segments
+from monarchfs.cache.store.replica_files import ReplicaFiles
+from monarchfs.cache.store.segment_lists import SegmentLists
+from monarchfs.cache.store.segments import SegmentFiles
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.writer import CopyWriter
-from monarchfs.index.environment import Environment
-from monarchfs.index.listings import Listings
-from monarchfs.index.meta import Meta
-from monarchfs.index.nodes import NodeTables
-from monarchfs.index.replicas import Replicas
-from monarchfs.index.segments import Segments
-from monarchfs.store.replica_files import ReplicaFiles
-from monarchfs.store.segment_lists import SegmentLists
-from monarchfs.store.segments import SegmentFiles
-from monarchfs.store.tier import Tier
 from monarchfs.types import ROOT_INO
 from tests.support import on_disk
 from tests.support.lookups import names

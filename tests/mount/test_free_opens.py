@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from monarchfs.store.segments import SMALL_BYTES
+from monarchfs.cache.store.segments import SMALL_BYTES
 from tests.support import on_disk
 from tests.support.dataset import content
 from tests.support.mounting import Bench, as_user, requires_fuse, requires_root, wait_for

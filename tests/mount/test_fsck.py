@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
+from monarchfs.cache.index import Index
+from monarchfs.cache.store.checksum import checksum
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cli.main import main
 from monarchfs.config import User
-from monarchfs.index import Index
-from monarchfs.store.checksum import checksum
-from monarchfs.store.tier import Tier
 from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
 from tests.support import surroundings

@@ -12,8 +12,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from monarchfs.cache.store.segments import SMALL_BYTES
 from monarchfs.config.places import OWNER
-from monarchfs.store.segments import SMALL_BYTES
 from tests.support import trees
 from tests.support.mounting import (
     REPOSITORY,

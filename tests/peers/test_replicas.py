@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from monarchfs.cache.store.checksum import checksum, digests
 from monarchfs.core import _units
 from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas, credentials, web_server
-from monarchfs.store.checksum import checksum, digests
 from monarchfs.types import SourceStat
 from tests.support.mounting import free_port, wait_for
 

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import pytest
 
+from monarchfs.cache.store.checksum import checksum
 from monarchfs.peers import _replicas, certificates, credentials
 from monarchfs.peers.nodes import PeerNode
-from monarchfs.store.checksum import checksum
 from monarchfs.supervisor import peering
 from monarchfs.types import OperationError
 from tests.peers.nodes import Nodes, read_all, total_bytes, write_source

@@ -9,7 +9,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from monarchfs.placement.events import (
+from monarchfs.cache.placement.events import (
     Abandoned,
     Accessed,
     Action,
@@ -41,8 +41,8 @@ from monarchfs.placement.events import (
     WantedEach,
     Weighed,
 )
-from monarchfs.placement.ledger import reservation
-from monarchfs.placement.placement import Placement
+from monarchfs.cache.placement.ledger import reservation
+from monarchfs.cache.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import BLOCK, MIB, FakeLookup, placed
 from tests.support.accounts import check_accounts, writable_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monarchfs.placement.events import (
+from monarchfs.cache.placement.events import (
     Abandoned,
     Accessed,
     Action,
@@ -33,9 +33,9 @@ from monarchfs.placement.events import (
     TierSeen,
     Wanted,
 )
-from monarchfs.placement.ledger import reservation
-from monarchfs.placement.placement import Placement
-from monarchfs.placement.victims import MOST_EXAMINED
+from monarchfs.cache.placement.ledger import reservation
+from monarchfs.cache.placement.placement import Placement
+from monarchfs.cache.placement.victims import MOST_EXAMINED
 from monarchfs.types import EvictionPolicy, Space
 from tests.placement.tools import (
     BLOCK,

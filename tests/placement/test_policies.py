@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.placement import weighted
-from monarchfs.placement.events import Accessed, Evict, EvictionReason, Move, Wanted, Weighed
-from monarchfs.placement.ledger import reservation
-from monarchfs.placement.policies import Lru, Policy, Sieve
-from monarchfs.placement.weighted import AGEING_OPENS, MARGIN_OPENS, MARGIN_SHARE, Weighted
+from monarchfs.cache.placement import weighted
+from monarchfs.cache.placement.events import Accessed, Evict, EvictionReason, Move, Wanted, Weighed
+from monarchfs.cache.placement.ledger import reservation
+from monarchfs.cache.placement.policies import Lru, Policy, Sieve
+from monarchfs.cache.placement.weighted import AGEING_OPENS, MARGIN_OPENS, MARGIN_SHARE, Weighted
 from monarchfs.types import EvictionPolicy
 from tests.placement.tools import BLOCK, Node, evicted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from monarchfs.placement.events import (
+from monarchfs.cache.placement.events import (
     Action,
     Evict,
     Evicted,
@@ -19,8 +19,8 @@ from monarchfs.placement.events import (
     Wanted,
     Weighed,
 )
-from monarchfs.placement.ledger import reservation
-from monarchfs.placement.placement import Placement
+from monarchfs.cache.placement.ledger import reservation
+from monarchfs.cache.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
 from tests.support.accounts import check_accounts
 

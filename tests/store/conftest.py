@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.store import Tier
+from monarchfs.cache.store import Tier
 from tests.store.tools import open_tier
 from tests.support import surroundings
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.store import ReplicaLost, Tier, listed
-from monarchfs.store.checksum import checksum
+from monarchfs.cache.store import ReplicaLost, Tier, listed
+from monarchfs.cache.store.checksum import checksum
 from monarchfs.types import TierFile
 from tests.store.tools import (
     NAME,

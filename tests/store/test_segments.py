@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.store import ReplicaLost, Tier, _records, listed
-from monarchfs.store.checksum import checksum
-from monarchfs.store.segments import Allocator, SegmentFiles, allocated
+from monarchfs.cache.store import ReplicaLost, Tier, _records, listed
+from monarchfs.cache.store.checksum import checksum
+from monarchfs.cache.store.segments import Allocator, SegmentFiles, allocated
 from monarchfs.types import TierFile
 from tests.store.tools import KIB, code_of, files_below, mode_of, name_of, needs_root
 from tests.support.surroundings import no_file_larger_than

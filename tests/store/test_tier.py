@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
+from monarchfs.cache.store import ReplicaLost, Tier, read_full, read_nowait
+from monarchfs.cache.store.checksum import BLOCK_BYTES, checksum, combine, digests
 from monarchfs.core.units import Unit
-from monarchfs.store import ReplicaLost, Tier, read_full, read_nowait
-from monarchfs.store.checksum import BLOCK_BYTES, checksum, combine, digests
 from monarchfs.types import SourceStat, SourceVersion, TierFile
 from tests.store.tools import (
     BLOCK,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from monarchfs.store import Tier
-from monarchfs.store.checksum import checksum
+from monarchfs.cache.store import Tier
+from monarchfs.cache.store.checksum import checksum
 from tests.support import surroundings
 
 needs_root = surroundings.requires_root

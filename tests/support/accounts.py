@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from monarchfs.placement.ledger import Ledger
-from monarchfs.placement.placement import Placement
-from monarchfs.placement.traffic import MOST_MOVES, Traffic
+from monarchfs.cache.placement.ledger import Ledger
+from monarchfs.cache.placement.placement import Placement
+from monarchfs.cache.placement.traffic import MOST_MOVES, Traffic
 
 
 def check_accounts(placement: Placement) -> None:

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import trio
 
+from monarchfs.cache.store.replica_files import ReplicaFiles
+from monarchfs.cache.store.segments import SegmentFiles
+from monarchfs.cache.store.tier import Tier
 from monarchfs.core.units import Unit
 from monarchfs.source import posix
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.posix import Batches, Found, FoundEach, PosixSource, SourceEntry
-from monarchfs.store.replica_files import ReplicaFiles
-from monarchfs.store.segments import SegmentFiles
-from monarchfs.store.tier import Tier
 from monarchfs.types import Data, DirRef, IndexWriteError, SourceStat, SourceVersion
 
 P = ParamSpec("P")

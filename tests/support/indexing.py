@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monarchfs.index import Index
+from monarchfs.cache.index import Index
 from monarchfs.types import Node, SourceStat
 
 

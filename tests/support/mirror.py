@@ -16,12 +16,13 @@ import trio
 
 from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.index import Index
+from monarchfs.cache.store.segments import SMALL_BYTES, allocated
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.core.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.xattrs import Xattrs
-from monarchfs.index import Index
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.shared_names import NamePeers
 from monarchfs.metadata.tree import Missing, Tree
@@ -32,7 +33,6 @@ from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.source import Source
-from monarchfs.store.segments import SMALL_BYTES, allocated
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import (
     ROOT_INO,

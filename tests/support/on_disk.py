@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from monarchfs.store import listed
+from monarchfs.cache.store import listed
 from monarchfs.types import TierFile
 
 SEGMENT = re.compile(r"[0-9a-f]{16}")

@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 import trio
 import trio.testing
 
+from monarchfs.cache.index.recovery import set_aside
 from monarchfs.fs.files import FileHandle
-from monarchfs.index.recovery import set_aside
 from monarchfs.types import IndexUnusable, IndexWriteError
 from tests.support.faults import FaultyTier, Gate
 from tests.support.mirror import Area, Mirror, until

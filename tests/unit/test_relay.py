@@ -21,11 +21,11 @@ from typing import NamedTuple
 import psutil
 import pytest
 
+from monarchfs.cache.store.files import fan_out, replica_file
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
 from monarchfs.metadata.tree import Entry
-from monarchfs.store.files import fan_out, replica_file
 from monarchfs.types import Node, SourceStat
 from tests.support.mounting import REPOSITORY, wait_for
 

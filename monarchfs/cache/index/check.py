@@ -1,0 +1,175 @@
+"""Walk an index: ``python -I -m monarchfs.cache.index.check [--deep] INDEX_DIRECTORY``.
+
+Exits 0 if it is sound, DAMAGED with lines on stdout if not; LMDB may also end the process by a
+signal. Other codes: it could not be read, for want of memory or descriptors, which says nothing.
+Writes nothing. Without ``--deep``: every page can be read, also those of the list of free pages;
+every table has as many rows as it says, and their keys and values have the right lengths. With it,
+also: every record can be decoded, and the records agree with each other. An environment of another
+program or schema version is only walked: whoever opens it says that it is not ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import struct
+import sys
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import lmdb
+
+from monarchfs.cache.index import records
+from monarchfs.cache.index.consistency import inconsistencies
+from monarchfs.cache.index.environment import DATABASES
+from monarchfs.cache.index.records import (
+    FORMAT,
+    ID,
+    ID_PAIR,
+    PLACE_KEY,
+    RECORD_KEY,
+    SCHEMA_VERSION,
+    SEGMENT,
+    SEGMENT_KEY,
+    STALE,
+    TIER_INO,
+)
+from monarchfs.cache.index.recovery import DAMAGED
+
+MAX_LINES = 100
+
+_TAKEN_BYTES = 16 << 20
+"""Larger than any run of free pages, so that LMDB reads the whole list of them."""
+
+_DAMAGE = (lmdb.Error, struct.error, zlib.error, LookupError, ValueError, TypeError)
+"""What decoding a damaged record may raise."""
+
+_WANT = frozenset({errno.ENOMEM, errno.EAGAIN, errno.EMFILE, errno.ENFILE})
+"""Errors that are about this process."""
+
+_KEY_BYTES = {
+    b"nodes": ID.size,
+    b"by_source": ID_PAIR.size,
+    b"entries": ID_PAIR.size,
+    b"listings": ID.size,
+    b"replicas": ID.size,
+    b"files": PLACE_KEY.size,
+    b"segments": SEGMENT_KEY.size,
+    b"records": RECORD_KEY.size,
+    b"journal": PLACE_KEY.size,
+    b"stale": ID.size,
+    b"outdated": TIER_INO.size,
+    b"pins": ID.size,
+}
+_VALUE_BYTES = {
+    b"by_source": ID.size,
+    b"names": ID.size,
+    b"files": ID.size,
+    b"segments": SEGMENT.size,
+    b"records": ID.size,
+    b"journal": ID.size,
+    b"stale": STALE.size,
+    b"outdated": 0,
+    b"pins": 0,
+}
+
+
+def check(path: str, *, deep: bool) -> Iterator[str]:
+    """What is wrong, one line each. May raise any of ``_DAMAGE``, or not return at all."""
+    env = lmdb.open(
+        path, readonly=True, create=False, lock=False, max_dbs=64, readahead=True, map_size=0
+    )
+    with env.begin() as txn:
+        deque(txn.cursor(), maxlen=0)
+        if not _is_ours(env, txn):
+            return
+        tables = {name: env.open_db(name, txn=txn, create=False) for name in DATABASES}
+        sound = True
+        for name, table in tables.items():
+            for line in _walk(txn, name, table):
+                sound = False
+                yield line
+        # Records of a table that cannot be walked say nothing.
+        if deep and sound:
+            yield from inconsistencies(txn, tables)
+    env.close()
+    _walk_free_pages(path)
+
+
+def _walk_free_pages(path: str) -> None:
+    """Have LMDB read its list of free pages, by a write that is aborted.
+
+    LMDB reads that list only when something is written (``mdb_page_alloc`` in mdb.c).
+    """
+    try:
+        env = lmdb.open(path, create=False, lock=False, sync=False, readahead=False, map_size=0)
+    except lmdb.Error as error:
+        if getattr(error, "code", None) in (errno.EROFS, errno.EACCES):
+            return  # nothing will be written to it
+        raise
+    env.set_mapsize(env.info()["map_size"] + 2 * _TAKEN_BYTES)
+    txn = env.begin(write=True)
+    try:
+        txn.put(b"room", bytes(_TAKEN_BYTES))
+    finally:
+        txn.abort()
+
+
+def _walk(txn: Any, name: bytes, table: Any) -> Iterator[str]:
+    """Touch every page, at the speed of C (0.1 us a row for each of the two walks)."""
+    entries = txn.stat(table)["entries"]
+    whats: tuple[tuple[str, Callable[[], Any], dict[bytes, int]], ...] = (
+        ("keys", lambda: txn.cursor(table).iternext(True, False), _KEY_BYTES),
+        # Also those of pages of their own.
+        ("values", lambda: txn.cursor(table).iternext(False, True), _VALUE_BYTES),
+    )
+    for what, walk, sizes in whats:
+        lengths = Counter(map(len, walk()))
+        if lengths.total() != entries:
+            yield f"table {name.decode()} has {lengths.total()} {what} instead of {entries}"
+        size = sizes.get(name)
+        if size is not None and any(length != size for length in lengths):
+            yield f"table {name.decode()} has {what} of a wrong length"
+
+
+def _is_ours(env: Any, txn: Any) -> bool:
+    try:
+        meta = env.open_db(b"meta", txn=txn, create=False)
+    except (lmdb.NotFoundError, lmdb.IncompatibleError):
+        return False
+    return bool(
+        txn.get(records.META_FORMAT, db=meta) == FORMAT
+        and txn.get(records.META_SCHEMA, db=meta) == ID.pack(SCHEMA_VERSION)
+    )
+
+
+def _report(path: str, *, deep: bool) -> Iterator[str]:
+    try:
+        yield from check(path, deep=deep)
+    except _DAMAGE as error:
+        if getattr(error, "code", None) in _WANT:
+            raise
+        yield f"a page or record of the index cannot be read: {error}"
+
+
+def main(arguments: list[str]) -> int:
+    deep = "--deep" in arguments
+    paths = [argument for argument in arguments if argument != "--deep"]
+    if len(paths) != 1:
+        print(
+            "usage: python -m monarchfs.cache.index.check [--deep] INDEX_DIRECTORY", file=sys.stderr
+        )
+        return 2
+    # A crash is an answer here, no reason for a core file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lines = list(islice(_report(paths[0], deep=deep), MAX_LINES))
+    for line in lines:
+        print(line)
+    return DAMAGED if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,14 @@
+"""The tiers: the only package that writes to them.
+
+``tier`` connects the parts of one: ``replica_files`` has replicas with a file each, ``segments``
+those that share files. ``allocator`` places them there, ``segment_lists`` and ``listed`` note what
+lies there. ``directory`` and ``files`` say what a single file must be, ``trials`` what a file
+system does. ``checksum`` and ``verify`` tell whether a replica still is what was written, ``read``
+reads an open one.
+"""
+
+from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.read import read_full, read_nowait
+from monarchfs.cache.store.tier import Tier
+
+__all__ = ["ReplicaLost", "Tier", "read_full", "read_nowait"]
