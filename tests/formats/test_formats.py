@@ -53,9 +53,10 @@ from tests.support.mounting import REPOSITORY
 
 DOCUMENT = (REPOSITORY / "docs" / "FORMATS.md").read_text()
 MODULES = (
-    "config.model", "fuse.handle_table", "fuse.requests", "cache.index.records", "insight.recording",
-    "metrics.persistent", "slurm.report", "metadata.snapshot", "cache.store.listed", "worker.said",
-)  # fmt: skip
+    *("config.model", "fuse.handle_table", "fuse.requests", "insight.recording"),
+    *("cache.index.records", "cache.store.listed", "metadata.snapshot", "metrics.persistent"),
+    *("slurm.report", "worker.kept_hints"),
+)
 VERSION = re.compile(r"_?(?:[A-Z]+_)?(?:VERSION|MAGIC)")
 
 
@@ -101,7 +102,7 @@ def bytes_of(value: int | bytes) -> bytes:
 
 
 def test_the_index(tmp_path: Path) -> None:
-    make.load_index((FROZEN / "cache.index.txt").read_text(), tmp_path)
+    make.load_index((FROZEN / "index.txt").read_text(), tmp_path)
     assert problems(str(tmp_path)) == []
     index = open_index(tmp_path)
     nodes = index.nodes.nodes_of(range(30))
