@@ -118,17 +118,6 @@ def test_what_is_passed_on_can_only_listen(node: Node) -> None:
     mount.close()
 
 
-def test_no_directories_are_no_mounts(tmp_path: Path) -> None:
-    roots = Roots(f"{tmp_path}/a", f"{tmp_path}/b", f"{tmp_path}/c")
-    assert list(Discovery(roots).mounts()) == []
-
-
-def test_an_ordinary_user_looks_into_two_directories(node: Node) -> None:
-    mine, _, roots = node.users(0), node.users(root="user"), node.register(node.directory())
-    node.roots = Roots(node.roots.system, "/x", "/x", own=str(node.directory("tmp", 0)))
-    assert node.look() == ({mine: True, roots: True}, 0)
-
-
 def test_directories_that_others_could_change_are_passed_over(node: Node) -> None:
     for uid, change in ((USER, "run"), (OTHER, "above")):
         directory = node.directory("tmp", uid)
@@ -323,7 +312,6 @@ def test_jobs_of_a_users_registration_are_not_looked_for(node: Node) -> None:
         ("/run/monarchfs/../../etc/x", []),
         ("/run/monarchfs//x", []),
         ("/mnt/k/data", []),
-        ("", []),
     ],
 )
 def test_the_way_to_jobs_stays_below_the_directory(mountpoint: str, names: list[str]) -> None:

@@ -14,17 +14,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
 from monarchfs.cli.exporter import parse_listen
 from monarchfs.control.registration import Registration, own_mount_namespace
 from monarchfs.supervisor.port import listen_on
-from tests.exporter.nodes import exporter, exporter_process, of, registrations, up, ups
 from tests.support import surroundings
 from tests.support.fake_daemon import Listener
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import (
+    ENVIRONMENT,
     MONARCHFS,
     Bench,
     Mount,
@@ -35,16 +36,8 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
-from tests.support.programs import execute
-from tests.support.scraping import (
-    FILES,
-    Scrape,
-    make_files,
-    parse,
-    read_all,
-    scrape,
-    sums_are_right,
-)
+from tests.support.processes import status_of
+from tests.support.scraping import FILES, Scrape, make_files, read_all, scrape, sums_are_right
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
@@ -53,6 +46,80 @@ OTHER = pwd.getpwnam("daemon")
 HOSTILE = pwd.getpwnam("games")
 BOUND_SECONDS = 5.0
 """What a scrape may take, whatever hangs: less than Prometheus waits by default (10)."""
+
+
+class Exporter(NamedTuple):
+    """``process`` looks for mounts, ``reader`` is the one without privileges, its only child."""
+
+    process: subprocess.Popen[str]
+    reader: int
+    port: int
+
+
+@contextmanager
+def exporter(*options: str, user: str | None = None) -> Iterator[int]:
+    with exporter_process(*options, user=user) as running:
+        yield running.port
+
+
+@contextmanager
+def exporter_process(*options: str, user: str | None = None) -> Iterator[Exporter]:
+    """One that answers; neither of its processes is there afterwards."""
+    port = free_port()
+    process = subprocess.Popen(
+        as_user(user, [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{port}", *options]),
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        cwd="/",
+        start_new_session=True,
+    )
+
+    def answers() -> bool:
+        assert process.poll() is None, process.communicate()[1]
+        with suppress(OSError):
+            scrape(port)
+            return True
+        return False
+
+    with process:
+        try:
+            wait_for(answers, "the exporter to answer")
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            reader = int(children.split()[0])
+            yield Exporter(process, reader, port)
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+            process.wait(10)
+        wait_for(lambda: not os.path.exists(f"/proc/{reader}"), "its reader to end")
+
+
+def registrations(mountpoint: Path) -> dict[Path, dict[str, Any]]:
+    """Of root's mounts there, by their files."""
+    entries = {file: json.loads(file.read_text()) for file in Path("/run/monarchfs").glob("*.json")}
+    return {file: e for file, e in entries.items() if e["mountpoint"] == str(mountpoint)}
+
+
+def ups(now: Scrape) -> list[tuple[dict[str, str], float]]:
+    return [
+        (dict(labels), value)
+        for (name, labels), value in now.samples.items()
+        if name == "monarchfs_mount_up"
+    ]
+
+
+def up(now: Scrape, mount: Mount) -> float | None:
+    """What is said of a mount; None if nothing is."""
+    return of(now, mount, "monarchfs_mount_up")
+
+
+def of(now: Scrape, mount: Mount, name: str, **labels: str) -> float | None:
+    """The value of a sample of a mount's; None if there is none."""
+    user = mount.user or "root"
+    labels |= {"user": user, "source": str(mount.source), "mount": str(mount.path)}
+    return now.samples.get((name, frozenset(labels.items())))
 
 
 def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> Mount:
@@ -225,11 +292,6 @@ def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
 # The two processes
 
 
-def status_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-
-
 def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: Bench) -> None:
     mount = mounted(work, "one")
     with exporter_process("--user", "daemon") as (process, reader, port):
@@ -251,19 +313,6 @@ def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: B
             started.check(BOUND_SECONDS)
         process.send_signal(signal.SIGCONT)
         wait_for(lambda: up(timely(port), mount) == 1, "it to go on")
-
-
-def test_the_capabilities_of_its_unit_are_enough(work: Bench) -> None:
-    unit = (Path(__file__).parents[2] / "systemd" / "monarchfs-exporter.service").read_text()
-    (line,) = [x for x in unit.splitlines() if x.startswith("CapabilityBoundingSet=")]
-    names = [name.removeprefix("CAP_").lower() for name in line.partition("=")[2].split()]
-    kept = ",".join(["-all", *(f"+{name}" for name in names)])
-    mount = mounted(work, "one", "--user", "nobody")
-    mount.user = "nobody"
-    restricted = ["setpriv", "--no-new-privs", "--bounding-set", kept]
-    done = execute([*restricted, *MONARCHFS, "exporter", "--once"], cwd="/")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert up(parse(done.stdout), mount) == 1
 
 
 @pytest.mark.parametrize(

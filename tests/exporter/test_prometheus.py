@@ -19,7 +19,7 @@ import pytest
 
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
-from tests.exporter.nodes import exporter
+from tests.exporter.test_node import exporter
 from tests.support.mounting import (
     REPOSITORY,
     Bench,
@@ -214,6 +214,9 @@ def test_every_query_of_the_dashboard_tells_of_a_real_job(work: Bench) -> None:
                 lambda: value(f'monarchfs_opens_total{{{this}, served="local"}}') == FILES,
                 "the second epoch to be seen",
             )
+            share = documented_queries(DOCUMENT)[0]
+            assert JOB in share
+            assert value(share) == 0.5, "of all opens of the job"
             silent = []
             for query in dashboard_queries():
                 text = query.replace("$__rate_interval", "1m")

@@ -15,9 +15,20 @@ from typing import Any
 
 import pytest
 
+from monarchfs.fuse.mountinfo import find_mount
 from tests.support import trees
 from tests.support.fake_mounts import device_mode, interpreter_for
-from tests.support.mounting import MONARCHFS, Bench, Mount, fuse_mounts, requires_mounts, wait_for
+from tests.support.mounting import (
+    MONARCHFS,
+    Bench,
+    Mount,
+    assert_one_line,
+    fuse_mounts,
+    requires_mounts,
+    run,
+    wait_for,
+)
+from tests.support.processes import status_of
 from tests.support.programs import execute
 
 pytestmark = requires_mounts
@@ -132,9 +143,8 @@ def mounted_by(work: Bench, source: Path, who: list[str]) -> Mount:
     point.mkdir()
     uid = next(int(w.partition("=")[2]) for w in who if w.startswith("--reuid="))
     os.chown(point, uid, -1)
-    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
     done = execute(
-        [*who, *MONARCHFS, "mount", str(source), str(point), *storage, "--prefetch", "all"],
+        [*who, *MONARCHFS, "mount", str(source), str(point), *work.storage(), "--prefetch", "all"],
         cwd="/",
         env={"PATH": os.environ["PATH"]},
     )
@@ -154,22 +164,41 @@ def test_a_users_own_mount(guarded: tuple[Bench, Path, list[str]]) -> None:
             mount.wait_idle()
         assert_denied(mount, PEOPLE["daemon in the group"])
         assert mount.umount().returncode == 0
+    assert {path.owner() for path in (work.path / "tier").rglob("*")} == {"nobody"}
 
 
-def test_roots_mount_for_a_user(guarded: tuple[Bench, Path, list[str]]) -> None:
+@pytest.mark.parametrize("freshness", ["immutable", "ttl=60"])
+def test_roots_mount_for_a_user(guarded: tuple[Bench, Path, list[str]], freshness: str) -> None:
     work, source, names = guarded
-    mount = work.mount(source, "--user", "nobody", "--prefetch", "all")
+    options = ("--user", "nobody", "--prefetch", "all", "--freshness", freshness)
+    mount = work.mount(source, *options)
     for _ in range(2):
         assert look(PEOPLE["nobody"], mount.path, names) == look(PEOPLE["nobody"], source, names)
         mount.wait_idle()
     assert_denied(mount, PEOPLE["daemon in the group"])
-    worker = Path(f"/proc/{mount.worker_pid()}/status").read_text()
-    fields = dict(line.split(":\t", 1) for line in worker.splitlines() if ":\t" in line)
+    fields = status_of(mount.worker_pid())
     assert {int(fields[name], 16) for name in ("CapPrm", "CapEff", "CapInh", "CapAmb")} == {0}
     assert fields["NoNewPrivs"] == "1"
     assert set(fields["Uid"].split()) == {str(NOBODY.pw_uid)}
     groups = set(os.getgrouplist("nobody", NOBODY.pw_gid))
     assert {int(one) for one in fields["Groups"].split()} == groups
+    assert (work.path / "tier").owner() == "root"
+    mounted = find_mount(str(mount.path))
+    assert mounted is not None
+    assert mounted.user_id == NOBODY.pw_uid
+    # Its user asks and unmounts without root.
+    assert run("status", str(mount.path), user="nobody").returncode == 0
+    assert run("umount", str(mount.path), user="nobody").returncode == 0
+    assert not os.path.ismount(mount.path)
+
+
+def test_a_worker_of_root_keeps_only_what_reading_needs(
+    guarded: tuple[Bench, Path, list[str]],
+) -> None:
+    work, source, _ = guarded
+    mount = work.mount(source)
+    assert (mount.path / "nobodys").read_bytes() == b"content of nobodys"
+    assert int(status_of(mount.worker_pid())["CapEff"], 16) == 1 << 2
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "open"])
@@ -252,10 +281,5 @@ def test_a_source_that_root_may_not_enter(squashed: tuple[Bench, Path], freshnes
 
 def test_root_does_not_mount_for_itself_what_it_may_not_enter(squashed: tuple[Bench, Path]) -> None:
     work, source = squashed
-    (work.path / "mnt").mkdir()
-    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
-    done = execute([*MONARCHFS, "mount", str(source), f"{work.path}/mnt", *storage])
-    assert done.returncode == 1
-    assert "cannot be read by root" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert_one_line(work.try_to_mount(source), 1, "cannot be read by root")
     assert not (work.path / "state").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -99,8 +98,7 @@ def test_a_mount_copies_what_is_in_the_source_alone(work: Bench) -> None:
 def test_what_is_no_list_of_the_users_is_refused(work: Bench, kind: str) -> None:
     """Root does not read for a user what that user may not."""
     interpreter_for("nobody")
-    for name in ("src", "mnt"):
-        (work.path / name).mkdir()
+    (work.path / "src").mkdir()
     path = work.path / "list"
     secret = work.path / "secret"
     secret.write_text("root's alone\n")
@@ -116,15 +114,9 @@ def test_what_is_no_list_of_the_users_is_refused(work: Bench, kind: str) -> None
             path = secret
         case _:
             path.symlink_to(secret)
-    done = mount_with(work, path, "--user", "nobody")
+    done = work.try_to_mount(work.path / "src", "--prefetch", str(path), "--user", "nobody")
     assert_one_line(done, 2, "cannot be read by nobody")
     assert not (work.path / "state").exists()
-
-
-def mount_with(work: Bench, listed: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    storage = ["--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"]
-    words = ["mount", f"{work.path}/src", f"{work.path}/mnt", "--prefetch", str(listed)]
-    return run(*words, *storage, *options)
 
 
 @requires_root
@@ -132,11 +124,10 @@ def mount_with(work: Bench, listed: Path, *options: str) -> subprocess.Completed
 def test_mistakes_are_told_at_mount(work: Bench) -> None:
     source, point, file = work.path / "src", work.path / "mnt", work.path / "list"
     contents = sorted(trees.dataset(source, files=5))
-    point.mkdir()
 
     def told(lines: list[str]) -> str:
         file.write_text("".join(f"{line}\n" for line in lines))
-        done = mount_with(work, file)
+        done = work.try_to_mount(source, "--prefetch", str(file))
         assert done.returncode == 0
         assert run("umount", f"{point}").returncode == 0
         return done.stderr

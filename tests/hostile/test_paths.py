@@ -127,18 +127,6 @@ def test_no_call_is_led_astray(ground: Ground, there: bool, keep: bool) -> None:
     assert at_each_call(ground.bait, act, check) > 10
 
 
-def test_no_race_is_won(ground: Ground, caplog: pytest.LogCaptureFixture) -> None:
-    """The same by luck, some hundred times, with what the times before left."""
-    caplog.set_level(logging.CRITICAL)
-    config = ground.config()
-    with ground.bait.flipping():
-        worked = sum(open_storage(config, keep=bool(turn % 2)) for turn in range(400))
-    ground.check()
-    clear(ground.bait.way)
-    assert open_storage(config, keep=False)
-    print(f"{worked} of 400 met the directory")
-
-
 # Logs
 
 

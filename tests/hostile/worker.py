@@ -11,12 +11,11 @@ import errno
 import functools
 import json
 import os
-import select
 import socket
 import stat
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.support.fake_worker import ATTR, GETATTR, IN_HEADER, LOOKUP, OPEN, OU
 
 OWN = b"the worker's own file"
 Message = dict[str, Any]
+Reply = Callable[[bytes], "bytes | None"]
 
 FOPEN_PASSTHROUGH = 1 << 7
 
@@ -139,7 +139,7 @@ def unanswered(supervisor: Supervisor, files: Sequence[object] | None = None) ->
     return "an answer" if 0 in numbers else "no answer"
 
 
-def reply_to(request: bytes, number: int, report: Message) -> bytes | None:
+def reply_to(request: bytes, number: int, report: Message, others: Reply) -> bytes | None:
     """All names are those of one file, whose opens have the backing file ``number``."""
     _, opcode, unique, ino, *_ = IN_HEADER.unpack_from(request)
     mode, uid, gid = stat.S_IFREG | 0o666, os.getuid(), os.getgid()
@@ -152,7 +152,7 @@ def reply_to(request: bytes, number: int, report: Message) -> bytes | None:
         report["opens"].append(struct.unpack_from("=I", request, IN_HEADER.size)[0])
         body = struct.pack("=QIi", 1, FOPEN_PASSTHROUGH, number)
     else:
-        return fake_worker.reply_to(request)
+        return others(request)
     return OUT_HEADER.pack(OUT_HEADER.size + len(body), 0, unique) + body
 
 
@@ -160,7 +160,6 @@ def worker() -> int:
     with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
         bootstrap = json.load(file)
     fds, config = bootstrap["fds"], json.loads(bootstrap["config"])
-    fuse, handles = fds["fuse"], fds["handles"]
     init = socket.socket(fileno=fds["init"])
     channel = socket.socket(fileno=fds["channel"])
     init.send(fake_worker.init_reply(init.recv(1 << 18)))
@@ -169,34 +168,16 @@ def worker() -> int:
     supervisor = Supervisor(channel)
     number, found = attack(supervisor, fds["tiers"][0], config["source"])
     report: Message = {"opens": [], "most": told["backing_ids"], "found": found}
-    poll = select.poll()
-    poll.register(channel, select.POLLIN)
-    poll.register(fuse, select.POLLIN)
-    beats = 0
-    while True:
-        beats += 1
-        os.pwrite(handles, struct.pack("=Q", beats), 16)  # monarchfs.fuse.handle_table.BEATS
-        ready = [descriptor for descriptor, _ in poll.poll(250)]
-        messages = supervisor.later
-        supervisor.later = []
-        if channel.fileno() in ready:
-            content = channel.recv(1 << 18)
-            if not content:
-                return 4
-            messages.append(json.loads(content))
-        for message in messages:
-            if message["do"] == "stop":
-                return 0
-            if message["do"] == "status":
-                answer = {"event": "status", "number": message["number"], "status": report}
-                channel.send(json.dumps(answer).encode())
-        if fuse in ready:
-            try:
-                reply = reply_to(os.read(fuse, 1 << 21), number, report)
-            except OSError as error:
-                return 0 if error.errno == errno.ENODEV else 5
-            if reply is not None:
-                os.write(fuse, reply)
+    for message in supervisor.later:
+        if message["do"] == "status":
+            answer = {"event": "status", "number": message["number"], "status": report}
+            channel.send(json.dumps(answer).encode())
+    serving: Any = fake_worker
+    serving.report = lambda _bootstrap: report
+    serving.reply_to = functools.partial(
+        reply_to, number=number, report=report, others=fake_worker.reply_to
+    )
+    return fake_worker.serve("serve", channel, bootstrap)
 
 
 if __name__ == "__main__":

@@ -20,18 +20,13 @@ import pytest
 
 from monarchfs.cache.store.segments import SMALL_BYTES
 from monarchfs.config import Config, DataPath, TierSpec, User
-from monarchfs.fuse import handle_table
-from monarchfs.fuse.session import hooks
-from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import (
     MOST_IDS,
     BackingFiles,
     BackingRefused,
     check,
     find_beneath,
-    most_ids,
 )
-from monarchfs.supervisor.messages import Offer
 from monarchfs.types import OperationError, TierSize
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, interpreter_for
@@ -48,6 +43,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.programs import execute
 from tests.support.trees import write_files
 
 HOSTILE = str(REPOSITORY / "tests" / "hostile" / "worker.py")
@@ -126,34 +122,6 @@ def config(data_path: DataPath) -> Config:
     return Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user, data_path=data_path)
 
 
-def test_how_many() -> None:
-    assert [most_ids(memory) for memory in (0, 16 << 30, 4 << 40)] == [1, 16 << 10, MOST_IDS]
-
-
-def test_another_worker_keeps_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[int] = []
-    monkeypatch.setattr(backing, "unregister", lambda _fuse, number: closed.append(number))
-    table, directory = handle_table.make_table(16), os.open("/", os.O_PATH)
-    supervisor = BackingFiles(config(DataPath.AUTO), -1, [directory], table)
-    supervisor._ids, supervisor.most = {1, 2, 3}, 3
-    with pytest.raises(BackingRefused, match="there are 3 already"):
-        supervisor.open(Offer(0, "file", INO))
-    slots = handle_table.HandleTable(table, hooks)
-    slots.add(7, 2, 1)
-    slots.end(slots.add(8, 4, 2))
-    slots.add(9, 6, 0)
-    slots.add(10, 8, 77)  # never made
-    slots.close()
-    supervisor.close_unused()
-    assert sorted(closed) == [2, 3]
-    # A table that says it is larger than it is.
-    high_water = b"\xff" * handle_table._HIGH_WATER.size
-    os.pwrite(table, high_water, handle_table._HIGH_WATER_AT)
-    assert handle_table.backing_ids(table) == {1, 77}
-    for descriptor in (table, directory):
-        os.close(descriptor)
-
-
 @requires_root
 @pytest.mark.parametrize("data_path", DataPath)
 def test_what_is_asked_of_the_kernel(data_path: DataPath) -> None:
@@ -208,10 +176,7 @@ def test_a_hostile_worker(area: Path) -> None:
         (area / "src" / name).chmod(mode)
 
     def ours(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [python, "-I", HOSTILE, "cli", *arguments],
-            capture_output=True, text=True, timeout=60, cwd=area, check=False,
-        )  # fmt: skip
+        return execute([python, "-I", HOSTILE, "cli", *arguments], cwd=area)
 
     storage = ["--tier", f"{area}/tier=10M", "--state-dir", f"{area}/state", "--user", NOBODY]
     assert run("mount", f"{area}/src", f"{area}/mnt", *storage).returncode == 0
@@ -280,7 +245,7 @@ def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> 
                 directory.mkdir()
             options = f"upperdir={upper},workdir={inner},lowerdir={below}"
             command = ["mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
-            if subprocess.run(command, capture_output=True, check=False).returncode:
+            if execute(command).returncode:
                 pytest.skip(
                     "needs a TMPDIR that overlays can lie on, and leave to mount them: ext4, xfs"
                 )
@@ -288,9 +253,7 @@ def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> 
             below = merged
         tier, passing = f"{below}/tier=100M", ("--data-path", "passthrough")
         if not works:
-            (work.path / "mnt0").mkdir()
-            storage = ("--tier", tier, "--state-dir", f"{work.path}/state")
-            done = run("mount", f"{work.path}/src", f"{work.path}/mnt0", *storage, *passing)
+            done = work.try_to_mount(work.path / "src", "--tier", tier, *passing)
             assert_one_line(done, 1, "lies on more file systems than the kernel allows: use")
         mount = work.mount(work.path / "src", *(passing if works else ()), tiers=[tier])
         for passed in (0, 1):

@@ -23,11 +23,13 @@ from tests.support.mounting import (
     Bench,
     Mount,
     as_user,
+    asked,
     assert_one_line,
     requires_mounts,
     run,
     wait_for,
 )
+from tests.support.programs import execute
 from tests.support.trees import write_files
 
 pytestmark = [*requires_mounts, pytest.mark.timeout(120)]
@@ -44,10 +46,12 @@ def work(work: Bench) -> Bench:
     return work
 
 
-def mounted(work: Bench, state: str, *options: str, tier: str = "tier") -> Mount:
+def mounted(work: Bench, state: str = "state", *options: str, tier: str = "tier") -> Mount:
     """All of it copied."""
     arguments = ("--state-dir", f"{work.path}/{state}", "--prefetch", "all", *options)
     mount = work.mount(work.path / "src", *arguments, tiers=[f"{work.path}/{tier}=100M"])
+    mount.wait_idle()
+    # A new index knows what lies there once somebody looked.
     wait_for(lambda: mount.status()["tiers"][0]["files"] == FILES, "all copies")
     return mount
 
@@ -135,11 +139,9 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     assert command.startswith("monarchfs cache remove ")
     assert main([*shlex.split(command)[1:], "--yes"]) == 0
     assert len(list((work.path / "tier").iterdir())) == 1
-    gc = json.loads(run("gc", "--dry-run", "--json").stdout)
-    assert any("monarchfs cache prune" in note for note in gc["notes"])
-    assert all(
-        row["removed"] for row in cache(work, "prune", f"{work.path}/src", "--yes")["caches"]
-    )
+    assert any("monarchfs cache prune" in note for note in asked("gc", "--dry-run")["notes"])
+    pruned = cache(work, "prune", f"{work.path}/src", "--yes")["caches"]
+    assert all(row["removed"] for row in pruned)
     assert list((work.path / "tier").iterdir()) == []
     assert mount.status()["tiers"][0]["files"] == FILES
     assert mount.umount().returncode == 0
@@ -249,14 +251,7 @@ def test_who_is_at_a_terminal_is_asked(work: Bench) -> None:
     for answer, code in (("n", 1), ("y", 0)):
         ours, theirs = os.openpty()
         os.write(ours, answer.encode() + b"\n")
-        done = subprocess.run(
-            [*MONARCHFS, "cache", "remove", str(state)],
-            stdin=theirs,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        done = execute([*MONARCHFS, "cache", "remove", str(state)], stdin=theirs)
         os.close(ours)
         os.close(theirs)
         assert done.returncode == code, done.stderr

@@ -18,7 +18,9 @@ from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.cli.umount import say_that_it_waits
 from monarchfs.fuse import mount as mount_module
 from monarchfs.fuse.connection import FuseConnection
+from monarchfs.fuse.mountinfo import Mount as Entry
 from monarchfs.fuse.mountinfo import find_mount
+from monarchfs.supervisor.probe import OpenedSource, seems_unmounted
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import NOBODY, Area, area, assert_refused, device_mode
@@ -59,9 +61,7 @@ FAILED, WRONG = 1, 2
 REFUSED: list[tuple[list[str], int, str]] = [
     (["nosuch", "mnt"], WRONG, "nosuch does not exist"),
     (["file", "mnt"], WRONG, "file is not a directory"),
-    (["/dev/null", "mnt"], WRONG, "not a directory"),
     (["loop", "mnt"], WRONG, "loop of symbolic links"),
-    (["dangling", "mnt"], WRONG, "does not exist"),
     ([LONG, "mnt"], FAILED, "File name too long"),
     (["private", "mnt", "--user", NOBODY], FAILED, "cannot be read by nobody"),
     (["\x1b[31msrc\nno\udcffsuch", "mnt"], WRONG, "does not exist"),
@@ -70,9 +70,7 @@ REFUSED: list[tuple[list[str], int, str]] = [
     (["src", "dangling"], WRONG, "does not exist"),
     (["src", LONG], FAILED, "File name too long"),
     (["src", "src/inner"], WRONG, "inside the source"),
-    (["/", "mnt"], WRONG, "inside the source"),
     (["mnt/below", "mnt"], WRONG, "hide the source"),
-    (["src", "/"], WRONG, "hide the source"),
     (["src", "mnt", "--tier", "tier=8000P"], WRONG, "8000.0P"),
     (["src", "mnt", "--tier", "no/such/dir=1G"], WRONG, "does not exist"),
     (["src", "mnt", "--tier", "file/t=1G"], WRONG, "not a directory"),
@@ -86,7 +84,6 @@ REFUSED: list[tuple[list[str], int, str]] = [
     (["src", "mnt", "--state-dir", "foreign"], WRONG, "belongs to nobody"),
     (["src", "mnt", "--state-dir", "shared"], WRONG, "written by others"),
     (["src", "mnt", "--state-dir", "state link"], WRONG, "not a directory"),
-    (["src", "mnt", "--state-dir", "file"], WRONG, "not a directory"),
     (["src", "mnt", "--prefetch", "src/../nolist"], WRONG, "nolist cannot be read by root"),
     (["src", "mnt", "--prefetch", "fifo"], WRONG, "a readable list"),
     (["src", "mnt", "--log-file", "src"], WRONG, "cannot be written"),
@@ -196,21 +193,14 @@ def test_who_waits_for_an_unmount_is_told_that_requests_hang(
 
 
 def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -> None:
-    def printed(*words: str) -> str:
-        if words[-1].startswith("--"):
-            with pytest.raises(SystemExit, match=r"^0$"):
-                main(words)
-        else:
-            assert main(words) == 0
-        return capsys.readouterr().out
-
-    assert printed("help") == printed("--help")
-    assert printed("version") == printed("--version")
-    assert printed("version").startswith("monarchfs ")
-    for command in commands_of(build_parser()):
-        text = printed("help", command)
-        assert text == printed(command, "--help")
-        assert f"examples:\n  monarchfs {command}" in text
+    for words in (["version"], ["help"], *(["help", one] for one in commands_of(build_parser()))):
+        name, command = words[0], words[1:]
+        assert main(words) == 0
+        said = capsys.readouterr().out
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main([*command, f"--{name}"])
+        assert said == capsys.readouterr().out
+        assert not command or f"examples:\n  monarchfs {command[0]}" in said
 
 
 @pytest.mark.parametrize(
@@ -255,3 +245,60 @@ def test_a_mount_is_no_source(work: Bench) -> None:
     for path in (mount.path, mount.path / "below"):
         words = (str(path), f"{work.path}/other", "--state-dir", f"{work.path}/another")
         assert_one_line(run("mount", *words), 2, "is a mount of monarchfs")
+
+
+# A dataset whose file system is not mounted on this node: an empty directory beside others
+
+
+def entry(point: str, fstype: str, source: str = "none") -> Entry:
+    return Entry(1, 0, 0, 7, "/", point, "rw", fstype, source, "rw")
+
+
+def source(*, empty: bool = True, device: int = 1) -> OpenedSource:
+    return OpenedSource(-1, "/data/b", ((device, 5), (1, 4), (1, 2)), empty)
+
+
+@pytest.mark.parametrize(
+    ("mounts", "beside"),
+    [
+        ([], None),
+        ([entry("/data/a", "lustre")], "/data/a"),
+        ([entry("/data/a", "autofs")], "/data/a"),
+        ([entry("/data/a", "ext4", "/dev/sdb1")], "/data/a"),
+        ([entry("/data/a", "tmpfs")], None),
+        ([entry("/data/a", "fuse.monarchfs")], None),
+        ([entry("/data/a/deeper", "lustre"), entry("/data", "lustre")], None),
+        ([entry("/data/a", "lustre"), entry("/data/b", "lustre")], None),
+    ],
+)
+def test_what_lies_beside_it_tells(mounts: list[Entry], beside: str | None) -> None:
+    assert seems_unmounted(source(), mounts) == beside
+    assert seems_unmounted(source(empty=False), mounts) is None
+    assert seems_unmounted(source(device=9), mounts) is None
+
+
+def test_an_unmounted_source_is_told_and_refused_where_files_are_required(work: Bench) -> None:
+    (work.path / "backing").mkdir()
+    neighbour = work.faulty_source(work.path / "backing")
+    dataset = work.path / "dataset"
+    dataset.mkdir()
+    says = f"source {dataset} is empty, and no file system is mounted on it, as on {neighbour.path}"
+    umount = ("umount", f"{work.path}/mnt")
+
+    for form in (["--require-files"], ["-o", "require_files"]):
+        assert_one_line(work.try_to_mount(dataset, *form), 1, says)
+        assert not (work.path / "state").exists()
+    done = work.try_to_mount(dataset)
+    assert (done.returncode, done.stderr.count("\n"), says in done.stderr) == (0, 1, True)
+    assert run(*umount).returncode == 0
+
+    for more, code, out in ((["--require-files"], 1, ""), ([], 0, "ran\n")):
+        done = run("run", str(dataset), *work.storage(), *more, "--", "echo", "ran")
+        assert (done.returncode, done.stdout, done.stderr.count(says)) == (code, out, 1)
+    assert says in run("doctor", str(dataset), "--quick", *work.storage()).stdout
+    (dataset / "below").mkdir()
+    done = work.try_to_mount(dataset, "--require-files")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run(*umount).returncode == 0
+    done = work.try_to_mount(f"{work.path}/datast/below")
+    assert_one_line(done, 2, f"did you mean {dataset}/below?")

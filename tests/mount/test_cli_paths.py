@@ -39,6 +39,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.processes import parent_of
 
 
 def test_paths_are_relative_to_the_mount() -> None:
@@ -173,22 +174,6 @@ def fill(source: Path) -> Path:
 
 
 @needs_mounts
-def test_all_is_copied(work: Bench) -> None:
-    mount = work.mount(fill(work.path / "src"), "--prefetch", "none")
-    checked = run("warm", str(mount.path), "--check", "--json")
-    found = json.loads(checked.stdout)
-    assert (checked.returncode, checked.stderr) == (1, "")
-    assert (found["files"], found["remote"]) == (FILES, FILES)
-    assert mount.status()["source_io"]["read_bytes"] == 0
-    done = run("warm", str(mount.path), "--wait")
-    assert (done.returncode, done.stderr) == (0, "")
-    size = f"{FILES} files, 1.1M"
-    assert done.stdout == f"resident: {size} of {size} (copied now: {size})\n"
-    assert run("warm", str(mount.path), "--check").returncode == 0
-    assert mount.status()["source_io"]["read_bytes"] == FILES * BYTES
-
-
-@needs_mounts
 def test_on_a_terminal_there_is_a_bar_and_an_interrupt_ends_the_waiting_only(work: Bench) -> None:
     source = work.faulty_source(fill(work.path / "src"))
     mount = work.mount(source.path)
@@ -260,6 +245,9 @@ def test_from_remote_to_resident_and_back(work: Bench) -> None:
     assert report["reason"].startswith("no room: it needs 64K, 24K short when it was wanted; ")
     assert report["reason"] == attribute(b, "reason")
     assert (attribute(a, "state"), attribute(a, "tier")) == ("resident", f"{work.path}/tier")
+    assert os.listxattr(a) == []
+    with pytest.raises(OSError, match="No data available"):
+        attribute(a, "reason")
     done = run("evict", str(mount.path), "a", "--json")
     counts = {"files": 1, "bytes": 60 * KIB, "kept": 0, "not_listed": 0, "not_looked_at": 0}
     assert json.loads(done.stdout) == counts
@@ -304,8 +292,7 @@ def test_what_a_daemon_says_of_bad_paths(work: Bench, capsys: pytest.CaptureFixt
     assert (odd["type"], linked["size_bytes"]) == ("other", 60 * KIB)
     # Without a daemon.
     worker = mount.worker_pid()
-    supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-    kill_each((supervisor, worker))
+    kill_each((parent_of(worker), worker))
     wait_for(lambda: run("status", str(mount.path)).returncode, "the daemon to be gone")
     for words in ("why {mnt}/a", *(f"{command} {{mnt}} a" for command in COMMANDS)):
         assert_refused(mount, capsys, words.split(), 1, "monarchfs umount")

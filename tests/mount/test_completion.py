@@ -12,6 +12,7 @@ from monarchfs.cli.completion import completion_for
 from monarchfs.cli.parser import SHELLS, build_parser, commands_of
 from tests.support import surroundings
 from tests.support.mounting import Bench, needs_mounts, run
+from tests.support.programs import execute
 from tests.support.trees import write_files
 
 needs_bash = surroundings.program("bash")
@@ -26,15 +27,8 @@ def complete(*words: str, cwd: Path, findmnt: str | None = None) -> list[str]:
 _shtab_monarchfs monarchfs 2>/dev/null
 (( ${{#COMPREPLY[@]}} == 0 )) || printf '%s\\n' "${{COMPREPLY[@]}}"
 """
-    done = subprocess.run(
-        ["bash", "--norc", "-c", script, "bash", *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    return done.stdout.splitlines()
+    command = ["bash", "--norc", "-c", script, "bash", *words]
+    return execute(command, cwd=cwd, check=True).stdout.splitlines()
 
 
 @needs_bash

@@ -312,8 +312,7 @@ MOUNTS = {
         shares=True,
     ),
     "while it clears up after a crash": Mounts(
-        crashes("replicas.file_gone files.discard"),
-        first=("replicas.put_replica", "before", 3),
+        crashes("replicas.file_gone files.discard"), first=("replicas.put_replica", "before", 3)
     ),
     "while it clears up after a reboot": Mounts(
         crashes(

@@ -18,6 +18,7 @@ import pytest
 
 from monarchfs.doctor.system import release_of
 from tests.support.mounting import Bench, Mount, as_user, bench, requires_mounts, wait_for
+from tests.support.programs import execute
 from tests.support.trees import write_files
 
 pytestmark = requires_mounts
@@ -89,9 +90,7 @@ def test_what_may_be_run_but_not_read(
     program.write_bytes(Path("/bin/true").read_bytes())
 
     def runs(path: Path) -> bool:
-        done = subprocess.run(
-            as_user("nobody", ["sh", "-c", '"$0"', str(path)]), capture_output=True, check=False
-        )
+        done = execute(as_user("nobody", ["sh", "-c", '"$0"', str(path)]))
         assert done.returncode in (0, 126), done.stderr
         return done.returncode == 0
 

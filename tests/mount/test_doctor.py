@@ -1,4 +1,5 @@
-"""``monarchfs doctor``: what findings mean, what is found on real machines, and bad input."""
+"""``monarchfs doctor``: what findings mean, what is found on real machines, and bad input; and
+``monarchfs selftest``."""
 
 from __future__ import annotations
 
@@ -9,16 +10,20 @@ import re
 import shutil
 import socket
 import stat
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarchfs.cli.main import main
 from monarchfs.config import Config, User
 from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import connection, leftovers, peers, source, speed, storage, system
-from monarchfs.doctor.checks import Check, Severity, split_remedy
+from monarchfs.doctor import selftest_counters as counters
+from monarchfs.doctor import selftest_dataset as dataset
+from monarchfs.doctor.checks import Check, Severity
 from monarchfs.doctor.run import Subject, examine
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
@@ -33,11 +38,11 @@ from tests.support.fake_mounts import NOBODY, device_mode
 from tests.support.mounting import (
     MONARCHFS,
     Bench,
+    FaultySource,
     assert_one_line,
     kill_each,
     needs_mounts,
     processes_about,
-    requires_root,
     run,
     wait_for,
 )
@@ -51,18 +56,6 @@ def states(checks: list[Check]) -> dict[str, Severity]:
 
 
 # What findings mean.
-
-
-def test_a_message_and_its_remedy() -> None:
-    for text, detail, remedy in (
-        ("tier /x: is bad: name another", "tier /x: is bad", "name another"),
-        ("no: use one who may (as root: --user)", "no", "use one who may (as root: --user)"),
-        ("nothing to be done", "nothing to be done", ""),
-        ("a:b", "a:b", ""),
-    ):
-        assert split_remedy(text) == (detail, remedy)
-    check = Check("tier", WARNING, "detail", "remedy", {"path": "/\udcff", "free_bytes": 5})
-    assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
 
 
 ALL = int(InitFlag.PASSTHROUGH | InitFlag.HAS_RESEND)
@@ -163,7 +156,6 @@ JUDGED: list[tuple[Check, Severity, dict[str, object] | str]] = [
     (fusermount(0o755, honoured=False, is_root=True), OK, {}),
     (system.judge_allow_other("user_allow_other\n", is_root=False), OK, {"allowed": True}),
     (system.judge_allow_other("#user_allow_other\n", is_root=False), OK, {"allowed": False}),
-    (system.judge_allow_other("", is_root=False), OK, {"allowed": False}),
     (system.judge_allow_other("", is_root=True), OK, {"allowed": True}),
     (system.judge_worker(0, WORKER, "", "me"), OK, {}),
     (system.judge_worker(1, "", BROKEN, "me"), PROBLEM, "ModuleNotFoundError: no trio"),
@@ -200,6 +192,7 @@ def test_what_is_judged_by_itself(
     check: Check, expected: Severity, said: dict[str, object] | str
 ) -> None:
     assert check.state is expected
+    assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
     assert check.remedy or expected is not PROBLEM
     if isinstance(said, str):
         assert said in check.detail
@@ -324,7 +317,7 @@ def test_a_machine_that_can_mount(work: Bench, src: Path) -> None:
     result = doctor(str(src), "--tier", f"{work.path}/tier=100M", "--state-dir", f"{work.path}/s")
     assert result["can_mount"] is True
     assert {check["name"] for check in result["checks"]} >= NAMES | {
-        *("mount", "source", "tier", "source_speed", "tier_speed"),
+        *("mount", "source", "tier", "source_speed", "tier_speed")
     }
     assert by_name(result, "mount")["state"] == "ok"
     assert by_name(result, "source")["path"] == str(src)
@@ -384,25 +377,11 @@ def test_as_an_ordinary_user(work: Bench, src: Path) -> None:
     assert "ask the administrator" in by_name(result, "device")["remedy"]
 
 
-@requires_root
-def test_for_another_user(src: Path, work: Bench) -> None:
-    src.chmod(0o700)
-    result = doctor(str(src), "--user", "nobody", "--quick", "--tier", f"{work.path}/t=10M")
-    assert result["can_mount"] is False
-    assert "cannot be read by nobody" in by_name(result, "source")["detail"]
-
-
 @needs_mounts
-def test_a_source_that_hangs_is_a_problem_in_time(work: Bench, src: Path) -> None:
-    faulty = work.faulty_source(src)
+def test_a_source_that_hangs_is_a_problem_in_time(work: Bench, faulty: FaultySource) -> None:
     faulty.faults(hang=["* *"])
-    try:
-        done = run(
-            *("doctor", str(faulty.path), "--tier", f"{work.path}/t=10M", "--timeout", "3"),
-            timeout=30,
-        )
-    finally:
-        faulty.faults()
+    words = (str(faulty.path), "--tier", f"{work.path}/t=10M", "--timeout", "3")
+    done = run("doctor", *words, timeout=30)
     assert done.returncode == 1
     assert "problem  source" in done.stdout
     assert "within" in done.stdout
@@ -514,3 +493,115 @@ def test_what_cannot_be_mounted_is_one_problem_each(
     assert all(expected[name] in detail for _, name, detail in problems)
     assert all(line.isprintable() for line in done.stdout.splitlines())
     assert sorted(work.path.rglob("*")) == before
+
+
+# monarchfs selftest: it finds what is wrong, and leaves nothing behind
+
+
+STATS = """\
+snapshot_time             1764153900.123456789 secs.nsecs
+read_bytes                2000 samples [bytes] 100 16384 32768000
+open                      2016 samples [usec] 21 3122 99999 1234567
+getxattr                  7 samples [reqs]
+broken
+"""
+
+
+@pytest.fixture
+def directory(work: Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of the file system; ``second`` beside it may become the same one. All is made in ``work``,
+    with fewer names."""
+    for name in ("site", "second"):
+        (work.path / name).mkdir()
+    monkeypatch.setattr(dataset, "MANY_NAMES", 40)
+    monkeypatch.setattr("monarchfs.doctor.selftest.KILLS", 1)
+    monkeypatch.setattr("monarchfs.doctor.selftest.MODES", ("immutable", "open"))
+    monkeypatch.setattr("tempfile.tempdir", str(work.path))
+    return work.path / "site"
+
+
+@needs_mounts
+def test_all_is_well(work: Bench, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    second = work.path / "second"
+    subprocess.run(["mount", "--bind", str(directory), str(second)], check=True)
+    before = sorted(work.path.rglob("*"))
+    try:
+        words = ["selftest", str(directory), "--second", str(second), "--files", "40", "--json"]
+        code = main(words)
+        found = json.loads(capsys.readouterr().out)
+    finally:
+        subprocess.run(["umount", str(second)], check=True)
+    assert [(one["name"], one["state"]) for one in found["checks"]] == [
+        ("dataset", "ok"),
+        *[("mirror", "ok")] * 2,
+        *[(name, "ok") for name in ("epochs", "freshness", "kill")],
+    ], found
+    assert (code, found["problems"], found["about"]["machine"]) == (0, 0, os.uname().machine)
+    epochs = found["checks"][3]
+    read = (epochs["first_read_bytes"], epochs["second_operations"])
+    assert read == (40 * dataset.SMALL_BYTES, 0)
+    assert sorted(work.path.rglob("*")) == before
+
+
+@needs_mounts
+def test_problems_are_told_and_the_rest_is_tried(
+    work: Bench,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What is immutable shows no new name, and of other changes none where a copy is complete; and
+    another directory is no second way to the first."""
+    monkeypatch.setattr("monarchfs.doctor.selftest._SEEN_SECONDS", 0.1)
+    monkeypatch.setattr("monarchfs.doctor.selftest.MODES", ("open", "immutable"))
+    command = ["selftest", str(directory), "--files", "4"]
+    for modes, words, said in (
+        (("open", "immutable"), [], r"immutable: late or never: .*\bnew\n"),
+        ((), ["--second", str(work.path / "second")], "--second must be the same directory"),
+    ):
+        monkeypatch.setattr("monarchfs.doctor.selftest.MODES", modes)
+        assert main([*command, *words]) == 1
+        shown = capsys.readouterr().out
+        assert re.findall(r"^problem +(\w+)", shown, re.M) == ["freshness"]
+        assert re.search(said, shown)
+        assert "ok       kill " in shown
+        assert shown.endswith("\n1 problem\n")
+        assert os.listdir(directory) == []
+
+
+@needs_mounts
+def test_what_is_refused(work: Bench, directory: Path) -> None:
+    assert_one_line(run("selftest", f"{directory}/no"), 2, f"{directory}/no is no directory")
+    assert_one_line(run("selftest", "/proc"), 2, "cannot write to /proc: ")
+    done = run("selftest", str(directory), "--tier", "/proc")
+    assert_one_line(done, 2, "cannot write to /proc: ")
+    assert os.listdir(directory) == []
+
+
+CHANGES = {
+    "bytes differ at 0": "echo >>d/f; truncate -s -2 d/f; echo >>d/f; touch -r ../source/d/f d/f",
+    "st_size": "echo >>d/f",
+    "st_mode": "chmod 600 d/f",
+    "attributes are": "setfattr -n user.x -v y d/f",
+    "only in the source": "rm d/f",
+    "only in the mount": "touch d/new",
+    "target differs": "ln -sfn elsewhere l",
+}
+
+
+@pytest.mark.parametrize("said", CHANGES)
+def test_each_difference_is_found(tmp_path: Path, said: str) -> None:
+    source, mirror = tmp_path / "source", tmp_path / "mirror"
+    (source / "d").mkdir(parents=True)
+    (source / "d" / "f").write_bytes(bytes(100_000))
+    (source / "l").symlink_to("somewhere")
+    subprocess.run(["cp", "-a", str(source), str(mirror)], check=True)
+    same = dataset.differences(source, mirror)  # each copy has a ctime of its own
+    command = ["sh", "-ec", CHANGES[said]]
+    subprocess.run(command, cwd=mirror, check=True, capture_output=True)
+    assert not any(said in line for line in same)
+    assert any(said in line for line in dataset.differences(source, mirror))
+
+
+def test_counters_of_the_client() -> None:
+    assert counters.parse(STATS) == {"read_bytes": 32_768_000, "open": 2016, "getxattr": 7}

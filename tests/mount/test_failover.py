@@ -17,7 +17,6 @@ from monarchfs.control import client
 from monarchfs.supervisor.vital_signs import DEAD_SILENT_SECONDS
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import (
-    FAKE_WORKER,
     Area,
     assert_unmounted,
     is_gone,
@@ -28,13 +27,7 @@ from tests.support.fake_mounts import (
     status,
     umount,
 )
-from tests.support.mounting import (
-    REPOSITORY,
-    assert_one_line,
-    fuse_mounts,
-    requires_mounts,
-    wait_for,
-)
+from tests.support.mounting import assert_one_line, fuse_mounts, requires_mounts, wait_for
 
 pytestmark = requires_mounts
 
@@ -84,32 +77,9 @@ def comes_to(work: Area, state: str) -> dict[str, Any]:
     return worker
 
 
-CHANGED_CLI = """
-import functools, sys
-
-sys.path.insert(0, {repository!r})
-from monarchfs.cli import main, mount
-from monarchfs.supervisor import restart_policy, start
-
-{change}
-worker = (sys.executable, "-I", {worker!r}, "serve")
-mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
-sys.exit(main.main(sys.argv[1:]))
-"""
-
-
-def mount_with(work: Area, change: str) -> None:
-    """Mount by a program that was changed, with the fake worker."""
-    path = work.path / "cli.py"
-    text = CHANGED_CLI.format(repository=str(REPOSITORY), worker=FAKE_WORKER, change=change)
-    path.write_text(text)
-    command = [work.python, "-I", str(path), "mount", "src", "mnt", *work.storage]
-    subprocess.run(command, cwd=work.path, env=work.environment, check=True)
-
-
 @as_root
 def test_safe_mode_is_left_for_a_try(work: Area, waits_for: Waits) -> None:
-    mount_with(work, "restart_policy.RETRY_SECONDS = (0.5, 1.0, 600.0)")
+    work.mount(mode="trying")
     for number in range(2):
         assert waits_for("die").wait(20) == 1
         assert log_of(work).count("only serves the source") == number + 1
@@ -194,15 +164,10 @@ def test_one_that_never_gets_ready_is_replaced(work: Area) -> None:
     wait_for(lambda: "did not become ready in time" in log_of(work), "the time limit")
 
 
-UNSEEN = """
-start.Mounted.waiting = lambda mounted: None
-"""
-
-
 @as_root
 def test_a_hang_that_nobody_shows_is_noticed(work: Area) -> None:
     """The kernel does not say who waits (fusectl is not mounted), and all requests were taken."""
-    mount_with(work, UNSEEN)
+    work.mount(mode="unseen")
     os.kill(status(work)["worker"]["pid"], signal.SIGSTOP)
     stopped = time.monotonic()
     wait_for(lambda: "the worker hangs" in log_of(work), "it to be noticed")
@@ -230,14 +195,6 @@ def test_restart_of_a_worker_that_does_not_leave(work: Area) -> None:
     os.kill(before, signal.SIGSTOP)
     assert work.run("restart", "mnt").returncode == 0
     assert is_gone(before)
-
-
-@as_root
-def test_restart_of_what_is_not_mounted(work: Area) -> None:
-    assert_one_line(work.run("restart", "mnt"), 1, "is not a monarchfs mount")
-    work.mount()
-    os.kill(registered(work).entry.supervisor_pid, signal.SIGKILL)
-    assert_one_line(work.run("restart", "mnt"), 1, "clear the mount with monarchfs umount")
 
 
 def test_a_dead_supervisor_leaves_no_worker_and_no_mount_in_the_way(work: Area) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -16,7 +14,7 @@ import pytest
 from monarchfs.cache.store.segments import SMALL_BYTES
 from tests.support import on_disk
 from tests.support.dataset import content
-from tests.support.mounting import Bench, as_user, requires_fuse, requires_root, wait_for
+from tests.support.mounting import Bench, requires_fuse, wait_for
 from tests.support.reading import COMMAND, Reader, digest
 from tests.support.scenario import play, playing
 from tests.support.trees import write_files
@@ -137,15 +135,6 @@ def test_copied_ahead(work: Bench, case: str) -> None:
     play(work, SMALL + COPIED_AHEAD[case], "--freshness", "immutable")
 
 
-def test_there_are_more_directories_than_are_kept_open(work: Bench) -> None:
-    """512 (`monarchfs.source.dirs`)."""
-    files = {f"{number}/file": b"%d" % number for number in range(600)}
-    source = write_files(work.path / "src", files)
-    mount = work.mount(source, "--freshness", "immutable", "--prefetch", "all")
-    wait_for(lambda: mount.status()["files"]["resident"] == 600, "all to be copied")
-    assert {name: (mount.path / name).read_bytes() for name in files} == files
-
-
 def spoil(path: Path, how: str) -> None:
     if how == "wiped":
         shutil.rmtree(path.parent, ignore_errors=True)
@@ -202,65 +191,3 @@ def test_what_nobody_reads_is_closed(work: Bench) -> None:
             )
             scenario.play(f"held holder {name}")
         scenario.play("close holder")
-
-
-@requires_root
-def test_permissions_of_a_mount_for_one_user(work: Bench) -> None:
-    """Those of a mount for all are the kernel's to check (tests/hostile/test_access.py)."""
-    source = write_files(work.path / "src", {"a": content("a", 300_000), "secret": b"s"})
-    (source / "secret").chmod(0)
-    work.path.chmod(0o1777)
-    options = ("--data-path", "relay", "--freshness", "immutable", "--user", "nobody")
-    mount = work.mount(source, *options)
-    with closing(Reader(as_user("nobody", COMMAND))) as process:
-        process.ask("open", str(mount.path), ["a", "secret"])
-        assert process.ask("held", ["a"]) == {"a": digest(content("a", 300_000))}
-        readable = as_user("nobody", ["test", "-r", str(mount.path / "secret")])
-        assert subprocess.run(readable, check=False).returncode == 1
-        for _ in range(2):
-            with pytest.raises(PermissionError):
-                process.ask("held", ["secret"])
-
-
-FILES, PROCESSES, TURNS = 50, 4, 30
-
-ASK = f"""
-import ctypes, os, sys
-libc = ctypes.CDLL(None, use_errno=True)
-buffer = ctypes.create_string_buffer(256)
-os.chdir(sys.argv[1])
-for turn in range({TURNS}):
-    names = os.listdir()
-    assert len(names) == {FILES}, len(names)
-    for name in names:
-        # AT_STATX_FORCE_SYNC: also what the kernel knows is asked for.
-        assert libc.syscall(332, -100, name.encode(), 0x2000, 0x7FF, buffer) == 0
-        assert int.from_bytes(buffer[40:48], "little") == int(name[1:]), name
-        with open(name, "rb") as file:
-            assert len(file.read()) == int(name[1:])
-    assert not os.path.exists(f"none{{turn}}.{{os.getpid()}}")
-"""
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of statx")
-@pytest.mark.parametrize("freshness", ["immutable", "ttl=1"])
-def test_many_ask_at_once(work: Bench, tmp_path: Path, freshness: str) -> None:
-    """While the event loop's thread waits: correct, and no other task of the worker starves."""
-    for number in range(FILES):
-        (tmp_path / f"f{number}").write_bytes(b"x" * number)
-    mount = work.mount(tmp_path, "--freshness", freshness)
-    worker, command = mount.worker_pid(), [sys.executable, "-c", ASK, str(mount.path)]
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-            for _ in range(PROCESSES)
-        ]
-        for process in processes:
-            stack.callback(process.kill)
-        for _ in range(3):
-            assert mount.worker_pid() == worker
-        for process in processes:
-            _, error = process.communicate(timeout=80)
-            assert (process.returncode, error) == (0, "")
-    assert mount.worker_pid() == worker
-    assert "Traceback" not in work.log()

@@ -18,23 +18,14 @@ from tests.support.scenario import play
 
 pytestmark = requires_mounts
 
-EVERY_OPEN = """
-file f{{0..3}} 1M
-mount --freshness open --prefetch {prefetch}
-read; idle
-file f0 1M; replace f1 1M; truncate f2 1000; append f3 4; read; size
-idle; read
-remove f3; missing f3
-"""
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("prefetch", ["none", "access"])
-def test_every_new_open_shows_it(work: Bench, prefetch: str) -> None:
-    play(work, EVERY_OPEN.format(prefetch=prefetch))
-
-
 CASES = {
+    # Of what is copied it is recorded (tests/scenarios/changed.txt).
+    "every new open shows a change": """
+file f{0..3} 1M
+mount --freshness open --prefetch none
+read; file f0 1M; replace f1 1M; truncate f2 1000; append f3 4; read; size
+read; remove f3; missing f3
+""",
     # No zeros where a file was truncated.
     "fstat and read of a descriptor agree": """
 file f{0..2} 2M
@@ -47,11 +38,11 @@ truncate f0 1000; append f1 4; file f2 2M; size; follows holder; close holder
     "refresh reaches what the kernel remembers": """
 file f 2M; file d/g 10
 mount --freshness immutable
-read; list d; missing new d/new; open holder f; idle
+read; list d; list d; list d; missing new d/new; open holder f; idle
 file f 2M; remove d/g; file new d/new 3
 read f old=1; read d/g; missing new d/new
 command refresh
-same f new d/new d/g; list d
+same f new d/new d/g; list d; list d
 held holder old=1; close holder
 """,
     # It is not local, so who has it open sees the source as it is, once somebody looked.
@@ -73,6 +64,26 @@ file f 2M; read; drop_caches; held holder old=1; close holder
 @pytest.mark.parametrize("case", CASES)
 def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])
+
+
+def test_access_times_of_what_is_used_go_on(work: Bench, ext4: Callable[..., Path]) -> None:
+    """With ``--touch-source``, on a file system that records every access time."""
+    source = ext4("-O", "^has_journal", options="loop,strictatime") / "data"
+    trees.write_files(source, {name: os.urandom(300_000) for name in ("used", "idle")})
+    options = ("--freshness", "immutable", "--prefetch", "all", "--touch-source", "1s")
+    mount = work.mount(source, *options)
+    wait_for(lambda: mount.status()["files"]["resident"] == 2, "both to be resident")
+    content = (source / "used").read_bytes()
+    before = {name: (source / name).stat() for name in ("used", "idle")}
+    # Not in this process: should the mount hang, the test must not.
+    read = ["cat", str(mount.path / "used")]
+    assert subprocess.run(read, capture_output=True, check=True, timeout=30).stdout == content
+    wait_for(lambda: mount.status()["touch"]["completed"], "a touch")
+    for name, old in before.items():
+        now = (source / name).stat()
+        assert (now.st_atime_ns > old.st_atime_ns) == (name == "used")
+        assert (now.st_mtime_ns, now.st_ctime_ns) == (old.st_mtime_ns, old.st_ctime_ns)
+    assert mount.status()["touch"]["failed"] == 0
 
 
 def test_a_file_that_was_deleted_goes_on_for_who_has_it_open(work: Bench) -> None:

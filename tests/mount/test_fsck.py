@@ -26,7 +26,7 @@ from monarchfs.cli.main import main
 from monarchfs.config import User
 from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
-from tests.support import surroundings
+from tests.support import on_disk
 from tests.support.fake_mounts import NOBODY, interpreter_for
 from tests.support.indexing import record_found
 from tests.support.mounting import MONARCHFS, assert_one_line, requires_root, run, wait_for
@@ -360,12 +360,7 @@ def assert_exact(cache: Cache) -> None:
 
 def spoil(path: Path, at: int = 1000) -> None:
     """Other bytes, and nothing else that could be noticed."""
-    st = path.stat()
-    path.chmod(0o600)
-    with open(path, "r+b") as file:
-        file.seek(at)
-        file.write(b"\xff")
-    path.chmod(st.st_mode & 0o777)
+    on_disk.spoil(on_disk.Place(path, at))
 
 
 def spoil_shared(cache: Cache, number: int) -> None:
@@ -539,10 +534,7 @@ def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: str, fou
             assert claimed is not None
             assert claimed.durable
     again = fsck("--repair")
-    assert (again["index"], again["findings"]) == (
-        "clean",
-        {"index_set_aside": 1} if there else {},
-    )
+    assert (again["index"], again["findings"]) == ("clean", {"index_set_aside": 1} if there else {})
     assert not (cache.state / "index.bad-1").exists()
     assert_exact(cache)
 
@@ -702,22 +694,3 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
         assert read_holder(held) == cache.holder
     assert fsck("--repair")["findings"]["missing"] < 300
     assert_well(cache, fsck)
-
-
-def test_a_bar_on_a_terminal_and_nothing_of_it_in_the_output(cache: Cache) -> None:
-    cache.fill(1)
-    terminal, end = surroundings.open_terminal()
-    try:
-        done = subprocess.run(
-            [*MONARCHFS, "fsck", str(cache.state), "--json"],
-            stdout=subprocess.PIPE,
-            stderr=end,
-            check=False,
-        )
-        shown = os.read(terminal, 1 << 16).decode()
-    finally:
-        os.close(end)
-        os.close(terminal)
-    assert json.loads(done.stdout)["clean"]
-    assert "[------------------------]   0% checking the index" in shown
-    assert shown.endswith("\r\033[K"), "the line is taken away at the end"

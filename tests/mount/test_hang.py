@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.mounting import (
-    Bench,
-    FaultySource,
-    assert_one_line,
-    requires_mounts,
-    run,
-)
+from tests.support.mounting import Bench, FaultySource, assert_one_line, requires_mounts
+from tests.support.processes import status_of
 from tests.support.scenario import play, playing
 from tests.support.timing import Stopwatch
 
@@ -101,18 +95,7 @@ def test_statx_that_need_not_ask_waits_for_nothing(
 
 def resident_kib(pid: int) -> int:
     """Of a process' own memory, what is in RAM (RssAnon of proc(5)): in KiB."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("RssAnon:"))
-
-
-OPENS = """
-import sys, threading
-threading.stack_size(65536)
-names = [f"{sys.argv[1]}/c{number}" for number in range(1500)]
-threads = [threading.Thread(target=open, args=(name,)) for name in names]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-"""
+    return int(status_of(pid)["RssAnon"].split()[0])
 
 
 def test_a_request_that_waits_takes_little_memory(work: Bench) -> None:
@@ -122,13 +105,10 @@ def test_a_request_that_waits_takes_little_memory(work: Bench) -> None:
         scenario.play("file c{0..1499} 4; mount -o source_threads=16; list; idle")
         (mount,) = work.mounts
         before = resident_kib(mount.worker_pid())
-        scenario.play("hang open *")
-        with subprocess.Popen([sys.executable, "-c", OPENS, str(mount.path)]) as readers:
-            scenario.play("until requests.waiting >= 1485")
-            each_kib = (resident_kib(mount.worker_pid()) - before) / 1500
-            print(f"{each_kib:.1f} KiB a request")
-            scenario.play("heal")
-        assert readers.returncode == 0
+        scenario.play("hang open *; begin_at_once waiting c*; until requests.waiting >= 1485")
+        each_kib = (resident_kib(mount.worker_pid()) - before) / 1500
+        print(f"{each_kib:.1f} KiB a request")
+        scenario.play("heal; finish waiting")
         assert each_kib < MOST_KIB_A_REQUEST
 
 
@@ -248,13 +228,8 @@ umount within=4; kill waiting
 
 def test_mounting_a_source_that_hangs_fails_in_time(work: Bench, faulty: FaultySource) -> None:
     faulty.faults(hang=["* *"])
-    point = work.path / "mnt"
-    point.mkdir()
     started = Stopwatch()
-    done = run(
-        *("mount", str(faulty.path), str(point), "--tier", f"{work.path}/tier=1G"),
-        *("--state-dir", f"{work.path}/state", "-o", "start_timeout_seconds=2"),
-    )
+    done = work.try_to_mount(faulty.path, "-o", "start_timeout_seconds=2")
     started.check(10)
     assert_one_line(done, 1, str(faulty.path))
-    assert os.listdir(point) == []
+    assert os.listdir(work.path / "mnt") == []

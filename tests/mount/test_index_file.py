@@ -30,7 +30,16 @@ from monarchfs.metadata.snapshot import (
 )
 from monarchfs.types import FileType, SourceStat
 from tests.support import trees
-from tests.support.mounting import MONARCHFS, Bench, requires_fuse, requires_root, run, wait_for
+from tests.support.mounting import (
+    MONARCHFS,
+    Bench,
+    FaultySource,
+    asked,
+    assert_one_line,
+    requires_fuse,
+    requires_root,
+    wait_for,
+)
 
 U64 = st.integers(0, (1 << 63) - 1)
 U32 = st.integers(0, (1 << 32) - 1)
@@ -117,10 +126,8 @@ def test_the_lines_that_others_below_are_a_variation_of() -> None:
         ([{"a": 1}], "no array"),
         ([HEADER, ["."]], "does not begin with a directory"),
         ([HEADER, ["d", "a/../b", 1, 1]], "is no name"),
-        ([HEADER, ["d", "a" * 256, 1, 1]], "is no name"),
         ([HEADER, ["d", "a/" * 40_000 + "a", 1, 1]], "a path is too long"),
         ([HEADER, ["d", "", 1 << 90, 1]], "a time is too far"),
-        ([HEADER, ["d", "", 1, 1], ["e", [["a/b", 8, 9]]]], "is no name"),
         ([HEADER, ["d", "", 1, 1], ["e", [["..", 4, 9]]]], "is no name"),
         ([HEADER, ["d", "", 1, 1], ["e", [["\ud800", 8, 9]]]], "stand for no byte"),
         ([HEADER, ["d", "", 1, 1], ["e", [["a", 3, 9]]]], "no file type 3"),
@@ -128,7 +135,6 @@ def test_the_lines_that_others_below_are_a_variation_of() -> None:
         ([HEADER, ["d", "", 1, 1], ["e", [["a", 8, 9, 5]]]], "attributes are missing"),
         ([HEADER, ["d", "", 1, 1], ["e", [["a", 8]]]], "an entry is not known"),
         ([HEADER, ["d", "", 1, 1], ["e", [[*FILE[:-1], 1 << 32]]]], "out of range"),
-        ([HEADER, ["d", "", 1, 1], ["e", [[*FILE[:-1], None]]]], "is no number"),
         ([HEADER, ["d", "", 1, 1], ["e", [[*FILE[:-1], True]]]], "is no number"),
         ([HEADER, ["d", "", 1, 1], ["e", [[*FILE, "target"]]]], "of no symbolic link"),
         ([HEADER, ["d", "", 1, 1], ["e", [LINK]]], "of no symbolic link"),
@@ -190,9 +196,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def export(source: Path, file: Path) -> Path:
-    done = run("index", "export", str(source), str(file), "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = asked("index", "export", str(source), str(file))
     with file.open("rb") as opened:
         entries = next(r for r in Reader(opened) if isinstance(r, End)).entries
     assert found["entries"] == entries > 20
@@ -202,11 +206,9 @@ def export(source: Path, file: Path) -> Path:
 
 
 @requires_fuse
-def test_an_interrupted_export_leaves_nothing(work: Bench) -> None:
-    backing = work.path / "backing"
-    backing.mkdir()
-    (backing / "d").mkdir()
-    slow = work.faulty_source(backing)
+def test_an_interrupted_export_leaves_nothing(work: Bench, faulty: FaultySource) -> None:
+    slow = faulty
+    (slow.backing / "d").mkdir()
     slow.faults(hang=["getattr d", "opendir d", "readdir d", "lookup d"])
     out = work.path / "out"
     out.mkdir()
@@ -242,13 +244,9 @@ def test_a_mount_that_was_told_all_asks_for_no_name(work: Bench, source: Path) -
 
 @requires_fuse
 def test_a_mount_refuses_a_file_that_cannot_be_read(work: Bench, source: Path) -> None:
-    point = work.path / "m"
-    point.mkdir()
-    for path, words in ((work.path / "nothing", "No such file"), (point, "it is not a file")):
-        done = run("mount", str(source), str(point), "--index", str(path))
-        assert done.returncode == 2
-        assert f"index file {path} cannot be read" in done.stderr
-        assert words in done.stderr
+    for path, words in ((work.path / "nothing", "No such file"), (source, "it is not a file")):
+        done = work.try_to_mount(source, "--index", str(path))
+        assert_one_line(done, 2, f"index file {path} cannot be read", words)
 
 
 @requires_root
@@ -261,14 +259,8 @@ def test_modes_for_all_come_from_no_strangers_file(
     file = export(source, work.path / "index")
     shutil.chown(file, owner)
     file.chmod(mode)
-    (work.path / "mnt").mkdir()
-    done = run(
-        *("mount", str(source), f"{work.path}/mnt", "-o", "allow_other", "--index", str(file)),
-        *("--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"),
-    )
-    assert done.returncode == 2
-    assert "nobody else may write it" in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = work.try_to_mount(source, "-o", "allow_other", "--index", str(file))
+    assert_one_line(done, 2, "nobody else may write it")
 
 
 @requires_root

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from monarchfs.fuse import fast_path
 from tests.support.mounting import Bench, as_user, requires_mounts, run, wait_for
+from tests.support.programs import execute
 from tests.support.scenario import play, playing
 
 pytestmark = requires_mounts
@@ -86,26 +86,6 @@ def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench) -> None:
         wait_for(not_asked, "a listing from the kernel's memory")
 
 
-def test_refresh_reaches_listings_that_the_kernel_has(work: Bench, source: Path) -> None:
-    directory = work.mount(source, "--freshness", "immutable").path / "d"
-    for _ in range(3):
-        names = sorted(os.listdir(directory))
-    held = os.open(directory, os.O_RDONLY)
-    try:
-        assert sorted(os.listdir(held)) == names
-        (source / "d" / "f7").unlink()
-        (source / "d" / "new").write_bytes(b"new")
-        assert sorted(os.listdir(directory)) == names, "that is what immutable means"
-        assert run("refresh", str(directory.parent)).returncode == 0
-        changed = sorted({*names, "new"} - {"f7"})
-        for _ in range(2):
-            assert sorted(os.listdir(directory)) == changed
-        # A descriptor that was opened before, from its beginning: the kernel is told by and by.
-        wait_for(lambda: sorted(os.listdir(held)) == changed, "the kernel to forget the listing")
-    finally:
-        os.close(held)
-
-
 SEEK = """
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -154,8 +134,7 @@ def long_listing(path: Path) -> list[str]:
 
 
 def run_command(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=cwd)
-    return done.stdout
+    return execute(command, check=True, cwd=cwd).stdout
 
 
 def test_ls_l_asks_the_source_no_more_than_directly_and_then_not_at_all(
@@ -196,5 +175,4 @@ def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: 
     for _ in range(3):
         assert len(os.listdir(mount.path / "d")) == FILES
         command = as_user("nobody", ["/usr/bin/python3", "-c", OPEN_ONLY, str(mount.path / "d")])
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd="/")
-        assert "PermissionError" in done.stderr
+        assert "PermissionError" in execute(command, cwd="/").stderr

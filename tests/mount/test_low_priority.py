@@ -70,17 +70,6 @@ async def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
     assert (nice, io != BEST_EFFORT_LOWEST) == (OWN, True), "nor are the threads of everybody else"
 
 
-@in_trio
-async def test_as_many_run_at_once_as_the_limiter_lets() -> None:
-    threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(3)
-    together = threading.Barrier(3)
-    async with trio.open_nursery() as nursery:
-        for _ in range(9):
-            wait = partial(threads.run_sync, together.wait, 20, limiter=limiter)
-            nursery.start_soon(wait)
-    assert limiter.borrowed_tokens == 0
-
-
 @pytest.mark.parametrize("abandons", [True, False])
 def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> None:
     go_on = threading.Event()

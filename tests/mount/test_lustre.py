@@ -3,7 +3,6 @@ many reads a copy is."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from monarchfs.core.units import Unit
 from monarchfs.source import PosixSource
 from monarchfs.source.direct import DirectDescriptor
 from tests.support import surroundings
-from tests.support.mounting import Bench, requires_mounts, run, wait_for
+from tests.support.mounting import Bench, asked, requires_mounts, run, wait_for
 
 pytestmark = [*requires_mounts, surroundings.program("gcc"), surroundings.requires_own_clone]
 
@@ -57,12 +56,6 @@ def write(path: Path, size: int, **layout: Any) -> bytes:
     if layout:
         set_layout(path, **layout)
     return data
-
-
-def asked(*command: str) -> Any:
-    done = run(*command, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_nothing_but_a_reader_recalls(work: Bench, backing: Path, lustre: Lustre) -> None:

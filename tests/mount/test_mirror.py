@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import mmap
 import os
 import random
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
@@ -162,31 +159,6 @@ def test_a_file_system_mounted_inside_the_source(work: Bench, source: Path) -> N
         subprocess.run(["umount", str(inner)], check=True)
 
 
-WRITES: dict[str, Callable[[Path], object]] = {
-    "open for writing": lambda p: (p / "f").open("ab"),
-    "create": lambda p: (p / "new").open("xb"),
-    "truncate": lambda p: os.truncate(p / "f", 0),
-    "mkdir": lambda p: (p / "d").mkdir(),
-    "unlink": lambda p: (p / "f").unlink(),
-    "rmdir": lambda p: (p / "dir").rmdir(),
-    "rename": lambda p: (p / "f").rename(p / "g"),
-    "link": lambda p: os.link(p / "f", p / "g"),
-    "symlink": lambda p: (p / "g").symlink_to("f"),
-    "chmod": lambda p: (p / "f").chmod(0o600),
-    "chown": lambda p: os.chown(p / "f", 0, 0),
-    "utime": lambda p: os.utime(p / "f", (1, 1)),
-    "setxattr": lambda p: os.setxattr(p / "f", "user.x", b"1"),
-    "removexattr": lambda p: os.removexattr(p / "f", "user.x"),
-    "mkfifo": lambda p: os.mkfifo(p / "fifo"),
-    "access for writing": lambda p: _access_for_writing(p / "f"),
-}
-
-
-def _access_for_writing(path: Path) -> None:
-    if not os.access(path, os.W_OK):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-
 @pytest.fixture(scope="module")
 def small() -> Iterator[Mount]:
     """A mount of some files that several tests look at."""
@@ -198,52 +170,6 @@ def small() -> Iterator[Mount]:
         with h5py.File(source / "a.h5", "w") as file:
             file.create_dataset("x", data=ARRAY, chunks=(10, 100, 100), compression="gzip")
         yield work.mount(source)
-
-
-def test_own_attributes_tell_the_state(small: Mount) -> None:
-    path = small.path / "f"
-    assert os.getxattr(path, "user.monarchfs.state") == b"remote"
-    assert os.getxattr(path, "user.monarchfs.reason") == b"not opened yet"
-    path.read_bytes()
-    wait_for(lambda: os.getxattr(path, "user.monarchfs.state") == b"resident", "the copy")
-    tier = small.source.parent / "tier"
-    assert os.getxattr(path, "user.monarchfs.tier") == os.fsencode(tier)
-    with pytest.raises(OSError, match="No data available"):
-        os.getxattr(path, "user.monarchfs.reason")
-    assert os.listxattr(path) == []
-
-
-def test_names_that_do_not_exist(small: Mount) -> None:
-    too_long = ("z" * 256, errno.ENAMETOOLONG)
-    for name, error in (("no", errno.ENOENT), ("f/x", errno.ENOTDIR), too_long):
-        with pytest.raises(OSError, match=os.strerror(error)):
-            os.stat(small.path / name)
-
-
-def test_every_write_answers_erofs(small: Mount) -> None:
-    for write in WRITES.values():
-        with pytest.raises(OSError, match=os.strerror(errno.EROFS)):
-            write(small.path)
-    assert (small.source / "f").read_bytes() == b"x" * 5000
-
-
-def test_locks(small: Mount) -> None:
-    holds = (
-        "import fcntl,sys,os; f=open(sys.argv[1],'rb'); fcntl.flock(f, fcntl.LOCK_EX); "
-        "print('held', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", holds, str(small.path / "f")]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder,
-        (small.path / "f").open("rb") as file,
-    ):
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        assert holder.stdin is not None
-        holder.stdin.close()
 
 
 def test_hdf5_and_numpy_read_as_they_do_from_disk(small: Mount) -> None:

@@ -20,7 +20,7 @@ from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import (
     Mount,
     find_mount,
-    is_network_type,
+    mount_of,
     parse_mountinfo,
     read_mountinfo,
     resolve_mountpoint,
@@ -28,7 +28,8 @@ from monarchfs.fuse.mountinfo import (
 from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded, unmount_call
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError, UsageError
-from tests.support.mounting import fuse_mounts, needs_mounts
+from tests.support.mounting import fuse_mounts, needs_mounts, requires_root
+from tests.support.programs import execute
 from tests.support.surroundings import requires_namespaces
 from tests.support.timing import Stopwatch
 
@@ -48,29 +49,11 @@ def test_mountinfo_is_taken_apart() -> None:
     mounts = parse_mountinfo(SAMPLE)
     assert [mount.mount_id for mount in mounts] == [22, 27, 42, 43, 44]
     ours = mounts[2]
-    assert ours == Mount(
-        42,
-        27,
-        0,
-        300,
-        "/",
-        "/mnt/a b\\c\t\udcff",
-        "ro,nosuid",
-        "fuse.monarchfs",
-        "/d s,x\n",
-        "ro,user_id=1000,group_id=1000,allow_other",
-    )
+    point, options = "/mnt/a b\\c\t\udcff", "ro,user_id=1000,group_id=1000,allow_other"
+    where = (42, 27, 0, 300, "/", point, "ro,nosuid")
+    assert ours == Mount(*where, "fuse.monarchfs", "/d s,x\n", options)
     assert ours.user_id == 1000
     assert mounts[1].user_id is None
-
-
-def test_network_file_systems() -> None:
-    network = (
-        *("nfs", "nfs4", "lustre", "gpfs", "cifs", "smb3", "ceph", "beegfs", "wekafs", "pvfs2"),
-        *("orangefs", "afs", "9p", "glusterfs", "autofs", "fuse", "fuse.sshfs", "fuse.monarchfs"),
-    )
-    local = ("ext4", "xfs", "tmpfs", "btrfs", "overlay", "fuseblk", "zfs")
-    assert [fstype for fstype in (*network, *local) if is_network_type(fstype)] == [*network]
 
 
 def test_names_of_mount_points_are_resolved(tmp_path: Path) -> None:
@@ -95,17 +78,51 @@ def test_a_mount_point_is_never_asked(tmp_path: Path) -> None:
     assert resolve_mountpoint(f"{base}/x/../link/in", mounts) == f"{base}/link/in"
 
 
-def test_a_bounded_call_answers_with_descriptors(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"content")
+def one(number: int, parent: int, point: str, fstype: str = "ext4") -> Mount:
+    return Mount(number, parent, 0, number, "/", point, "", fstype, "", "")
 
-    def call() -> Answer:
-        return {"pid": os.getpid()}, [os.open(tmp_path / "file", os.O_RDONLY)]
 
-    result, descriptors = bounded_call(call, timeout=10, overdue="late")
-    assert result["pid"] != os.getpid()
-    with open(descriptors[0], "rb") as file:
-        assert file.read() == b"content"
-        assert not os.get_inheritable(file.fileno())
+ROOT = one(1, 0, "/")
+
+
+@pytest.mark.parametrize(
+    ("mounts", "expected"),
+    [
+        ([ROOT, one(2, 1, "/a/m")], 2),
+        ([ROOT, one(2, 1, "/a/m"), one(3, 2, "/a/m")], 3),
+        ([ROOT, one(3, 2, "/a/m"), one(2, 1, "/a/m")], 3),
+        ([ROOT, one(2, 1, "/a/m"), one(3, 1, "/a")], None),
+        ([ROOT, one(3, 1, "/a"), one(2, 3, "/a/m")], 2),
+        ([ROOT, one(2, 1, "/a/m"), one(3, 1, "/a"), one(4, 3, "/a/m")], 4),
+        ([ROOT, one(2, 1, "/a/m2"), one(3, 1, "/a/mm")], None),
+        ([one(2, 9, "/a/m"), one(3, 2, "/a/m")], 3),
+        ([], None),
+    ],
+)
+def test_the_mount_on_a_path_is_the_one_that_the_kernel_would_meet(
+    mounts: list[Mount], expected: int | None
+) -> None:
+    found = find_mount("/a/m", mounts)
+    assert (found and found.mount_id) == expected
+
+
+@requires_root
+def test_the_mount_of_a_path_is_not_its_longest_prefix(tmp_path: Path) -> None:
+    """Two mounts of one file system, of which one lies hidden below the other's path."""
+    top, deep = tmp_path / "a", tmp_path / "a" / "m"
+    deep.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "x", tmp_path], check=True)
+    try:
+        deep.mkdir(parents=True)
+        subprocess.run(["mount", "--bind", tmp_path, deep], check=True)
+        assert (mount_of(str(deep)) or ROOT).mountpoint == str(deep)
+        subprocess.run(["mount", "--bind", tmp_path, top], check=True)
+        (tmp_path / "m").mkdir()
+        assert (mount_of(str(deep)) or ROOT).mountpoint == str(top)
+        subprocess.run(["umount", top], check=True)
+        subprocess.run(["umount", deep], check=True)
+    finally:
+        subprocess.run(["umount", "-R", tmp_path], check=True)
 
 
 def test_a_bounded_calls_errors_arrive() -> None:
@@ -166,13 +183,6 @@ def test_unmounting_where_no_process_can_be_started(
     os.close(device)
 
 
-def test_other_file_systems_are_left_alone() -> None:
-    proc = find_mount("/proc")
-    assert proc is not None
-    connection = connection_of_mount(proc)
-    assert unmount_bounded(connection, time.monotonic() + 1) is Unmounted.NOT_MOUNTED
-
-
 def reuse_a_number(tmp_path: Path) -> None:
     """In a mount namespace with the connections' control files."""
 
@@ -216,7 +226,5 @@ def test_a_number_that_another_mount_has_by_now(tmp_path: Path) -> None:
     code = f"from tests.mount import test_mount as t; t.reuse_a_number(t.Path({str(tmp_path)!r}))"
     python = shlex.join([sys.executable, "-c", code])
     script = f"mount -t fusectl none {CONTROL} && exec {python}"
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script], check=False, capture_output=True, text=True
-    )
+    done = execute(["unshare", "--mount", "sh", "-c", script])
     assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.support.mounting import (
     requires_mounts,
     wait_for,
 )
+from tests.support.programs import execute
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
@@ -50,110 +52,75 @@ def place(work: Bench) -> Iterator[Bench]:
     wait_for(lambda: not processes_about(str(work.path)), "the daemon to end", 10)
 
 
-def options(work: Bench) -> str:
-    return f"tier={work.path}/tier=10M,state_dir={work.path}/state"
-
-
 def run_there(work: Bench, script: str) -> subprocess.CompletedProcess[str]:
     """A shell script in a mount namespace with the helper; ``$D`` is the test's directory."""
     sbin = os.path.realpath("/sbin")
     command = ["/bin/sh", "-eu", "-c", f"mount --bind {work.path}/sbin {sbin}\n{script}"]
-    environment = {"PATH": "/usr/bin:/bin", "D": str(work.path), "O": options(work)}
-    return subprocess.run(
-        [*NAMESPACE, *command], env=environment, cwd=work.path, capture_output=True, text=True
-    )
+    options = f"tier={work.path}/tier=10M,state_dir={work.path}/state"
+    environment = {"PATH": "/usr/bin:/bin", "D": str(work.path), "O": options}
+    return execute([*NAMESPACE, *command], env=environment, cwd=work.path)
 
 
-def test_mount_by_type_then_umount(place: Bench) -> None:
-    done = run_there(
-        place,
-        """
-        mount -v -t monarchfs -o $O,freshness=immutable $D/source $D/mnt
-        cat $D/mnt/file; echo
-        findmnt -n -o FSTYPE,SOURCE,VFS-OPTIONS $D/mnt
-        $D/mnt/program
-        touch $D/mnt/new 2>&1 || true
-        umount $D/mnt
-        ls $D/mnt
-        """,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    said, content, found, ran, refused = done.stdout.splitlines()
-    assert said.startswith(f"mount.monarchfs: {place.path}/source mounted on {place.path}/mnt (ro,")
-    assert content == "of the source"
-    assert found.split() == ["fuse.monarchfs", f"{place.path}/source", "ro,nosuid,nodev,relatime"]
-    assert ran == "ran"
-    assert "Read-only file system" in refused
+CASES = {
+    "by type": """
+said=$(mount -v -t monarchfs -o $O,freshness=immutable $D/source $D/mnt)
+echo "$said" | grep "^mount.monarchfs: $D/source mounted on $D/mnt (ro,"
+test "$(cat $D/mnt/file)" = "of the source"
+test "$(findmnt -n -o FSTYPE,VFS-OPTIONS $D/mnt)" = "fuse.monarchfs ro,nosuid,nodev,relatime"
+test "$(findmnt -n -o SOURCE $D/mnt)" = $D/source
+test "$($D/mnt/program)" = ran
+fails touch $D/mnt/new
+umount $D/mnt
+""",
+    "a line of fstab": r"""
+ln -s source "$D/with space"
+options="tier=\"$D/a,b=10M\",state_dir=$D/state,_netdev,nofail,noexec,freshness=ttl=5,comment=mine"
+options="$options,x-systemd.requires=network.target"
+printf '%s\n' "$D/with\040space $D/mnt monarchfs $options 0 0" >$D/fstab
+mount -T $D/fstab $D/mnt
+mount -T $D/fstab -a
+test "$(cat $D/mnt/file)" = "of the source"
+fails $D/mnt/program
+test $(grep -c "$D/mnt" /proc/self/mountinfo) = 1
+umount $D/mnt
+test -d $D/a,b
+""",
+    "checking only changes nothing": """
+before=$(find $D)
+mount -f -v -t monarchfs -o $O $D/source $D/mnt | grep "could be mounted"
+test "$(find $D)" = "$before"
+""",
+    "sloppy leaves out what is not known, and sudo makes no difference": """
+export SUDO_UID=65534
+mount -s -t monarchfs -o $O,colour=red,intr $D/source $D/mnt
+findmnt -n -o FS-OPTIONS $D/mnt | grep user_id=0
+test "$(cat $D/mnt/file)" = "of the source"
+umount $D/mnt
+""",
+    # The option users implies noexec.
+    "a user mounts and unmounts what fstab allows": f"""
+mkdir $D/tier $D/state
+chown nobody: $D/mnt $D/tier $D/state
+echo "$D/source $D/mnt monarchfs noauto,users,$O 0 0" >$D/fstab
+{AS_NOBODY} mount -T $D/fstab $D/mnt
+test "$({AS_NOBODY} cat $D/mnt/file)" = "of the source"
+findmnt -n -o OPTIONS $D/mnt | grep noexec | grep user_id=65534
+{AS_NOBODY} umount $D/mnt
+""",
+}
+PRELUDE = """
+trap 'test $? = 0 || echo "up to line $LINENO" >&2' EXIT
+fails() { if "$@"; then exit 1; fi; } 2>/dev/null
+"""
 
 
-def test_a_line_of_fstab(place: Bench) -> None:
-    (place.path / "with space").symlink_to("source")
-    (place.path / "fstab").write_text(
-        f'{place.path}/with\\040space {place.path}/mnt monarchfs tier="{place.path}/a,b=10M",'
-        f"state_dir={place.path}/state,_netdev,nofail,noexec,x-systemd.requires=network.target,"
-        "freshness=ttl=5,comment=mine 0 0\n"
-    )
-    done = run_there(
-        place,
-        """
-        mount -T $D/fstab $D/mnt
-        mount -T $D/fstab -a
-        cat $D/mnt/file; echo
-        $D/mnt/program 2>&1 || true
-        grep -c "$D/mnt" /proc/self/mountinfo
-        umount $D/mnt
-        """,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    content, not_run, mounts = done.stdout.splitlines()
-    assert content == "of the source"
-    assert "Permission denied" in not_run
-    assert mounts == "1"
-    assert (place.path / "a,b").is_dir()
-
-
-def test_a_user_mounts_and_unmounts_what_fstab_allows(place: Bench) -> None:
-    if not os.stat("/usr/bin/mount").st_mode & 0o4000:
+@pytest.mark.parametrize("case", CASES)
+def test_case(place: Bench, case: str) -> None:
+    if "a user" in case and not os.stat("/usr/bin/mount").st_mode & 0o4000:
         pytest.skip("needs mount(8) setuid root: chmod u+s /usr/bin/mount")
-    for name in ("mnt", "tier", "state"):
-        (place.path / name).mkdir(exist_ok=True)
-        os.chown(place.path / name, 65534, 65534)
-    line = f"{place.path}/source {place.path}/mnt monarchfs noauto,users,{options(place)} 0 0\n"
-    (place.path / "fstab").write_text(line)
-    with device_mode(0o666):
-        done = run_there(
-            place,
-            f"""
-            {AS_NOBODY} mount -T $D/fstab $D/mnt
-            {AS_NOBODY} cat $D/mnt/file; echo
-            findmnt -n -o OPTIONS $D/mnt
-            {AS_NOBODY} umount $D/mnt
-            """,
-        )
+    with device_mode(0o666) if "a user" in case else nullcontext():
+        done = run_there(place, PRELUDE + CASES[case])
     assert (done.returncode, done.stderr) == (0, "")
-    content, mounted = done.stdout.splitlines()
-    assert content == "of the source"
-    assert {"user_id=65534", "noexec"} <= set(mounted.split(","))  # users implies noexec
-
-
-def test_checking_only_changes_nothing(place: Bench) -> None:
-    before = set(place.path.rglob("*"))
-    done = run_there(place, "mount -f -v -t monarchfs -o $O $D/source $D/mnt; ls $D/mnt")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "could be mounted" in done.stdout
-    assert set(place.path.rglob("*")) == before
-
-
-def test_sloppy_leaves_out_what_is_not_known_and_sudo_makes_no_difference(place: Bench) -> None:
-    done = run_there(
-        place,
-        "export SUDO_UID=65534; mount -s -t monarchfs -o $O,colour=red,intr $D/source $D/mnt;"
-        " findmnt -n -o FS-OPTIONS $D/mnt; cat $D/mnt/file; umount $D/mnt",
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    shown, content = done.stdout.splitlines()
-    assert "user_id=0" in shown
-    assert content == "of the source"
 
 
 FAILURES = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -15,14 +14,24 @@ from typing import Any
 import pytest
 
 from monarchfs.insight.estimates import SourceRates, TierRates, times
-from monarchfs.insight.fitting import Amount, Fitted, PlannedTier, Sizes
+from monarchfs.insight.fitting import Amount, Fitted, PlannedTier
 from monarchfs.insight.fitting import fit as fit_files
 from monarchfs.insight.survey import Survey, files_below, survey_and_fit
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.system.bounded import Tell, bounded_talk
 from monarchfs.system.walk import BATCH
 from monarchfs.types import OperationError, SourceStat, Space
-from tests.support.mounting import Bench, Mount, needs_mounts, requires_root, run, wait_for
+from tests.support.mounting import (
+    Bench,
+    FaultySource,
+    Mount,
+    asked,
+    assert_one_line,
+    needs_mounts,
+    requires_root,
+    run,
+    wait_for,
+)
 from tests.support.trees import strange_tree
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -41,18 +50,6 @@ def test_the_file_systems_reserve_and_its_inodes() -> None:
     assert fit([MIB] * 9, [room(GIB, space)], 10).whole.files == 1
     assert fit([KIB] * 9, [room(GIB, space)], 10).whole.files == 3
     assert fit([KIB] * 9, [room(GIB, Space(100 * MIB, 50 * MIB, 0, 0))], 10).whole.files == 9
-
-
-def test_sizes_in_classes() -> None:
-    sizes = Sizes()
-    for size in (0, 1, 4096, 4097, 5 * MIB):
-        sizes.add(size)
-    assert [(c["up_to_bytes"], c["files"]) for c in sizes.to_json()] == [
-        (4 * KIB, 3),
-        (64 * KIB, 1),
-        (MIB, 0),
-        (16 * MIB, 1),
-    ]
 
 
 # How long.
@@ -101,20 +98,6 @@ def test_the_walk_finds_what_find_finds(tmp_path: Path) -> None:
     assert version.replica_name in {file.version.replica_name for file in files}
 
 
-def test_the_walk_is_breadth_first_in_the_order_of_listings(tmp_path: Path) -> None:
-    sizes = {}
-    for number, name in enumerate(("b/1", "b/c/2", "a/3", "a/d/e/4", "5", "a/d/6")):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"x" * number)
-        sizes[number] = name
-    found = [sizes[file.size] for file in files_below(str(tmp_path), Survey())]
-    first = [entry.name for entry in os.scandir(tmp_path) if entry.is_dir()]
-    expected = {"a": ["a/3"], "b": ["b/1"]}
-    deeper = {"a": ["a/d/6"], "b": ["b/c/2"]}
-    order = ["5", *expected[first[0]], *expected[first[1]], *deeper[first[0]], *deeper[first[1]]]
-    assert found == [*order, "a/d/e/4"]
-
-
 def test_time_that_is_up_is_said(tmp_path: Path) -> None:
     for number in range(200):
         (tmp_path / f"{number}").touch()
@@ -145,18 +128,14 @@ def place(work: Bench) -> Path:
 def test_a_source_that_the_user_may_not_read(place: Path) -> None:
     (place / "src").chmod(0o700)
     done = run("plan", "--quick", str(place / "src"), "--user", "nobody", "--tier", f"{place}/t=1G")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "cannot be read by nobody" in done.stderr
+    assert_one_line(done, 1, "cannot be read by nobody")
 
 
 @needs_mounts
-def test_a_source_that_hangs_does_not_hang_the_plan(work: Bench, place: Path) -> None:
-    faulty = work.faulty_source(place / "src")
+def test_a_source_that_hangs_does_not_hang_the_plan(work: Bench, faulty: FaultySource) -> None:
     faulty.faults(hang=["* *"])
-    done = run("plan", "--quick", str(faulty.path), "--tier", f"{place}/t=1G", timeout=50)
-    faulty.faults()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "did not answer" in done.stderr
+    words = ("--quick", str(faulty.path), "--tier", f"{work.path}/t=1G")
+    assert_one_line(run("plan", *words, timeout=50), 1, "did not answer")
 
 
 # Against a mount.
@@ -196,21 +175,7 @@ def make_files(root: Path, sizes: list[int]) -> int:
 
 
 def plan(*arguments: str) -> Any:
-    done = run("plan", *arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def test_nodes_that_share(tmp_path: Path) -> None:
-    source = tmp_path / "src"
-    make_files(source, [100 * KIB] * 21)
-    words = [str(source), "--tier", f"{tmp_path}/t=1M", "--state-dir", f"{tmp_path}/s", "--quick"]
-    sharing = plan(*words, "--nodes", "3", "--share", "partition")["sharing"]
-    assert sharing["fits"] == "all together"
-    assert (sharing["own_bytes"], sharing["foreign_bytes"]) == (700 * KIB, 0)
-    assert sharing["first_epoch"] == {"source_bytes": 2100 * KIB, "network_bytes": 1400 * KIB}
-    assert sharing["later_epoch"] == {"source_bytes": 0, "network_bytes": 1400 * KIB}
-    assert "fits all of them together, not each" in run("plan", *words, "--nodes", "3").stdout
+    return asked("plan", *arguments)
 
 
 def dealt_with(mount: Mount, files: int) -> Any:

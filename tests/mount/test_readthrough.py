@@ -43,48 +43,35 @@ check second
     play(work, MIXED + script)
 
 
-CASES = {
-    "a large file that is read here and there while it is copied is read once": """
+CASES = (
+    {
+        "a large file that is read here and there while it is copied is read once": """
 file large 24M; slow seconds=0.005
 mount --freshness immutable
 loop reader large; until files.resident = 1; end reader; check read
   source.read_bytes 25165824
 """,
-    "where nothing is kept exactly what is asked for is read": """
+        "where nothing is kept exactly what is asked for is read": """
 file f 3M
 mount --prefetch none
 part f 1M 4K way=direct; check read
   source.read_bytes 4096
   files.resident 0
 """,
-    "a list is copied, and nothing else": """
-file f{0..11} 100000; lines list f7 f3 f11 f0 missing f5 f2
-mount --prefetch {work}/list --freshness immutable -o copy_workers=1
-until files.resident = 6; check copied
-  files.resident 6
-state resident f7 f3 f11 f0 f5 f2
-state remote f1 f4 f6 f8 f9 f10
-""",
-    "a file that changes while it is copied is not kept": """
+        "a file that changes while it is copied is not kept": """
 file f 8M; slow rate=8M
 mount --freshness ttl=0
 open holder f; part f 0 4096; until source.read_bytes >= 1M
 file f 8M; heal; until prefetch.outdated = 1; close holder; same f
 """,
-    "who is to copy what is opened copies nothing else": """
-file a/{0..299} 1500
-mount --freshness immutable --prefetch access
-read a/{0..149}; check read
-  files.resident 150
-""",
-    "many readers of one byte range cause one read": """
+        "many readers of one byte range cause one read": """
 file f 900000; slow seconds=0.05
 mount --freshness immutable
 read by=6; check read
   source.read_bytes 900000
   source.open 1
 """,
-    "a full tier is never exceeded, and small files still get in": """
+        "a full tier is never exceeded, and small files still get in": """
 file big{0..3} 3M; file small{0..9} 50000
 mount tier=8M
 read big* small*; check read
@@ -93,26 +80,51 @@ read big* small*; check read
   tier1.files 12
 state resident small*
 """,
-    "the source's errors are the reader's, and pass": """
+        "the source's errors are the reader's, and pass": """
 file f g 2M
 mount --freshness ttl=0
 fail read f EIO; read f error=EIO; read g; heal
 fail open f EACCES; read f error=EACCES; heal
-read f; state resident f
+read f; state resident f; check passed
+  request_errors.EIO >=1
+  request_errors.EACCES >=1
+  source_errors.EIO >=1
+  source_errors.EACCES 0  # that is an answer
 """,
-    "a new worker reads what was open": f"""{SMALL}
-mount --freshness ttl=3600 --prefetch none
-fail open * EIO; read 1/1 error=EIO; heal
-open holder; kill worker; held holder; close holder; read
-""",
-    "directories that change places": f"""{SMALL}
+        "directories that change places": f"""{SMALL}
 mount --freshness open --prefetch none
 read; rename 1 3; rename 2 1; rename 3 2
 same 1/*; read
 """,
-}
-"""In the last one, a directory that the C part knows goes on meaning what it did; the version tells
-whether the file is the one that was meant."""
+    }
+    | {
+        # Where it is copied, too: `tests/scenarios/remount.txt`.
+        f"each small file is opened and read once ({mode})": f"""{SMALL}
+mount --freshness {mode} --prefetch none
+read; check first
+  source.open 24
+  source.read_bytes 36000
+  source_io.read_bytes 36000
+  served.source_opens 24
+  served.source_file_bytes 36000
+  files.resident 0
+read; check second
+  source.read_bytes 36000
+"""
+        for mode in ("immutable", "open")
+    }
+    | {
+        f"who has a file open keeps its version ({mode})": f"""{SMALL}
+mount --freshness {mode} --prefetch none
+open holder 1/1; held holder
+replace 1/1 7; held holder old=1
+command refresh; same 1/1; held holder old=1; close holder
+"""
+        for mode in ("ttl=3600", "open")
+    }
+)
+"""Of directories that change places, one that the C part knows goes on meaning what it did; the
+version tells whether the file is the one that was meant."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -135,35 +147,3 @@ read b/*; until files.resident = 600; check all
     missing = 300 - seen["others are there"]["files.resident"]
     assert seen["they were found"].get("served.source_opens", 0) <= missing
     assert sum(part.get("source_io.read_bytes", 0) for part in seen.values()) == 900_000
-
-
-@pytest.mark.parametrize("mode", ["immutable", "open"])
-def test_each_small_file_is_opened_and_read_once(work: Bench, mode: str) -> None:
-    """Where it is copied, too: `tests/scenarios/remount.txt`."""
-    script = f"""
-mount --freshness {mode} --prefetch none
-read
-check first
-  source.open 24
-  source.read_bytes 36000
-  source_io.read_bytes 36000
-  served.source_opens 24
-  served.source_file_bytes 36000
-  files.resident 0
-read
-check second
-  source.read_bytes 36000
-"""
-    play(work, SMALL + script)
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("mode", ["ttl=3600", "open"])
-def test_who_has_a_file_open_keeps_its_version(work: Bench, mode: str) -> None:
-    script = f"""
-mount --freshness {mode} --prefetch none
-open holder 1/1; held holder
-replace 1/1 7; held holder old=1
-command refresh; same 1/1; held holder old=1; close holder
-"""
-    play(work, SMALL + script)

@@ -138,27 +138,6 @@ def test_the_reads_are_those_of_the_reader(work: Bench) -> None:
         assert recording.seconds >= max(event.begin + event.duration for event in events)
 
 
-def test_reads_through_the_page_cache_cover_the_files(work: Bench) -> None:
-    mount = mounted(work)
-    recording, events, log = record_reader(mount, work.path, "buffered", 2)
-    read: dict[str, set[int]] = {}
-    for event in events:
-        if event.kind is Kind.READ:
-            pages = range(event.offset // 4096, (event.offset + event.size + 4095) // 4096)
-            read.setdefault(name_of(recording, event), set()).update(pages)
-    for file in recording.files.values():
-        if file.path.startswith("d/") and not file.is_directory:
-            assert read[Path(file.path).name] == set(range((file.size + 4095) // 4096))
-    opens = Counter(name_of(recording, e) for e in events if e.kind is Kind.OPEN)
-    assert opens == Counter(call[1] for call in log["calls"] if call[0] == "OPEN")
-    releases = [e for e in recording.events if e.kind is Kind.RELEASE]
-    assert len(releases) <= opens.total()
-    # Again, from the page cache: the opens are seen, and no reads if nobody drops pages.
-    recording, events, _log = record_reader(mount, work.path, "buffered", 3)
-    assert "reads" in recording.facts["hidden"]
-    assert Counter(e.kind for e in events)[Kind.OPEN] == FILES + 1
-
-
 @pytest.mark.parametrize(
     ("freshness", "path", "answers"),
     [
@@ -179,6 +158,7 @@ def test_who_answers_opens_of_local_files(
         found = {e.source_of for e in events if e.kind is Kind.OPEN} - {AnsweredBy.KERNEL}
     assert found == answers
     assert ("opens" in recording.facts["hidden"]) == (freshness == "immutable")
+    assert "reads" in recording.facts["hidden"]  # of pages that the kernel has
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "open"])

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_mounts import NOBODY
-from tests.support.mounting import MONARCHFS, Bench, requires_mounts, wait_for
+from tests.support.fake_mounts import FAKE_CLI
+from tests.support.mounting import Bench, requires_mounts, wait_for
 from tests.support.scenario import Scenario, play, playing
 
 pytestmark = requires_mounts
@@ -30,27 +30,13 @@ HANDED_OVER = {
 by the journal, to one that was not."""
 
 
-@pytest.mark.usefixtures("open_device")
-@pytest.mark.parametrize(("user", "way"), [(NOBODY, "kernel"), (None, "journal")])
-def test_killed_under_readers(work: Bench, user: str | None, way: str) -> None:
-    """Copying and evicting go on meanwhile: not all fits into the tier."""
-    script = """
-file f{0..19} 110000; file g{0..2} 1200000; file long 5000000
-mount --evict lru tier=6M
-loop one; loop another
-kill worker times=4; kill worker SIGSEGV; death the worker was killed by signal 11
-kill worker SIGTERM; death the worker was killed by signal 15
-end one; end another
-"""
-    play(work, script, *HANDED_OVER[way], user=user)
-
-
 CASES = {
-    "kernel or journal: killed while reads wait for the source": """
-file f{0..8} 3000000
+    "kernel or journal: killed under readers, and while reads wait for the source": """
+file f{0..8} 3000000; file small{0..9} 110000
 mount --evict lru tier=9M
 slow seconds=0.005; loop one; loop two; loop three
-kill worker times=4
+kill worker times=4; kill worker SIGSEGV; death the worker was killed by signal 11
+kill worker SIGTERM; death the worker was killed by signal 15
 end one; end two; end three
 """,
     "kernel or journal: an open that is carried out twice is one handle": """
@@ -117,8 +103,9 @@ kill worker; kill worker; heal
 until files.resident = 31
 """,
 }
-"""Of an outdated file, the dead worker may not have come to telling the kernel. Copying goes on of
-files that somebody asked for, and of one that was being copied after it was opened. By the kernel,
+"""Under readers, copying and evicting go on: not all fits into the tier. Of an outdated file, the
+dead worker may not have come to telling the kernel. Copying goes on of files that somebody asked
+for, and of one that was being copied after it was opened. By the kernel,
 `tests/scenarios/killed_worker.txt` has a worker replaced on purpose."""
 
 
@@ -209,24 +196,6 @@ def test_killed_while_it_takes_its_first_requests(work: Bench, way: str) -> None
             scenario.end(reader)
 
 
-def test_what_was_evicted_by_hand_is_not_copied_again(work: Bench) -> None:
-    """Some of the copies are still there when the worker dies; the next one removes them."""
-    with playing(work) as scenario:
-        scenario.play("file f{0..39} 1100000; mount --prefetch access; command warm --wait")
-        (mount,), copies = work.mounts, work.path / "tier1"
-        names = {path.name for path in copies.rglob("*") if path.stat().st_size >= 1_100_000}
-        assert len(names) == 40
-        worker, command = mount.worker_pid(), [*MONARCHFS, "evict", str(mount.path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as evicting:
-            wait_for(lambda: names - {path.name for path in copies.rglob("*")}, "a copy to go")
-            os.kill(worker, signal.SIGKILL)
-            evicting.communicate(timeout=30)
-        scenario.restarts = scenario.deaths = serving(scenario, 1)["restarts"]
-        report = mount.wait_idle()
-        assert (report["files"]["resident"], report["prefetch"]["completed"]) == (0, 40)
-        assert not names & {path.name for path in copies.rglob("*")}
-
-
 def test_an_index_that_is_lost_meanwhile(work: Bench) -> None:
     """Numbers that the kernel knows do not come to mean something else."""
     with playing(work) as scenario:
@@ -265,15 +234,6 @@ with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
         worker.Worker._begin_background = die
     main()
 """
-CLI = """
-import functools, sys
-
-from monarchfs.cli import main, mount
-
-command = (sys.executable, "-I", {worker!r})
-mount.mount_command = functools.partial(mount.mount_command, worker_command=command)
-sys.exit(main.main(sys.argv[1:]))
-"""
 
 
 @pytest.mark.parametrize(("freshness", "way"), [("ttl=0.1", "journal"), ("immutable", "kernel")])
@@ -281,10 +241,10 @@ def test_safe_mode_serves_the_source(
     work: Bench, monkeypatch: pytest.MonkeyPatch, freshness: str, way: str
 ) -> None:
     """With ``immutable``, files are read without having been opened."""
-    poison, worker, cli = (work.path / name for name in ("poison", "worker.py", "cli.py"))
+    poison, worker = work.path / "poison", work.path / "worker.py"
     worker.write_text(DYING_WORKER.format(poison=str(poison)))
-    cli.write_text(CLI.format(worker=str(worker)))
-    monkeypatch.setattr("tests.support.mounting.MONARCHFS", [sys.executable, str(cli)])
+    cli = ["env", f"FAKE_WORKER={worker}", sys.executable, FAKE_CLI, "serve"]
+    monkeypatch.setattr("tests.support.mounting.MONARCHFS", cli)
     with playing(work, *HANDED_OVER[way]) as scenario:
         scenario.play(f"file f{{0..4}} 50000; mount --freshness {freshness}; read; list; idle")
         (mount,) = work.mounts

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support import surroundings
@@ -21,14 +22,18 @@ from tests.support.mounting import (
     MONARCHFS,
     WAIT_SECONDS,
     Bench,
+    FaultySource,
+    Mount,
     fuse_mounts,
     kill_each,
     processes_about,
     requires_mounts,
+    run,
     wait_for,
 )
 from tests.support.private_mounts import GROUP, NOBODY, Place, left_clean, lines_of, make_place
 from tests.support.processes import parent_of
+from tests.support.programs import Running
 from tests.support.timing import Stopwatch
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
@@ -189,37 +194,16 @@ def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
     assert json.loads(report.read_text())["status"]["worker"]["pid"] == over.worker_pid()
 
 
-def test_a_users_mount_that_is_there_is_shown(users: Place) -> None:
-    (users.path / "mnt").mkdir()
-    os.chown(users.path / "mnt", NOBODY.pw_uid, NOBODY.pw_gid)
-    storage = ["--tier", f"{users.path}/tier=1G", "--state-dir", f"{users.path}/state"]
-    mount = [*MONARCHFS, "mount", str(users.source), str(users.path / "mnt"), *storage]
-    report = users.path / "run" / "report"
-    words = ["sh", "-c", "stat -f -c %t source/file; cat source/file"]
-    inner = [*MONARCHFS, "run", str(users.source), "--json", str(report), "--", *words]
-    umount = [*MONARCHFS, "umount", str(users.path / "mnt")]
-    script = " && ".join(map(shlex.join, (mount, inner, umount)))
-    done = users.call([*users.wrapper(), "sh", "-c", script])
-    assert (done.stdout, done.stderr) == ("65735546\ncontent", "")
-    assert json.loads(report.read_text())["view"] == "existing"
-    report.unlink()
-
-
-def test_an_interrupt_while_it_is_mounted_ends_it(work: Bench) -> None:
-    backing = work.path / "backing"
-    backing.mkdir()
-    source = work.faulty_source(backing)
-    source.faults(hang=["* *"])
-    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
-    command = [*MONARCHFS, "run", str(source.path), *storage, "--", "echo", "ran"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with running:
-        wait_for(lambda: source.data_operations(), "run to ask the source")
+def test_an_interrupt_while_it_is_mounted_ends_it(work: Bench, faulty: FaultySource) -> None:
+    faulty.faults(hang=["* *"])
+    command = [*MONARCHFS, "run", str(faulty.path), *work.storage(), "--", "echo", "ran"]
+    with Running(command, stderr=subprocess.PIPE) as running:
+        wait_for(lambda: faulty.data_operations(), "run to ask the source")
         running.send_signal(signal.SIGINT)
-        out, errors = running.communicate(timeout=WAIT_SECONDS)
-    assert (out, errors, running.returncode) == ("", "", -signal.SIGINT)
-    source.faults()
-    ours = {source.process.pid}
+        assert running.communicate(timeout=WAIT_SECONDS) == ("", "")
+    assert running.returncode == -signal.SIGINT
+    faulty.faults()
+    ours = {faulty.process.pid}
     wait_for(lambda: set(processes_about(str(work.path))) <= ours, "what it began to be taken back")
 
 
@@ -362,18 +346,15 @@ def _command_of(place: Place, word: str) -> int | None:
     return None
 
 
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-
-
 def test_stopping_run_stops_the_command_and_continuing_continues_it(users: Place) -> None:
     # In a group of its own: that of the tests may be orphaned, which SIGTSTP does not stop (POSIX).
     running = users.start("sleep", "60.25", preexec_fn=os.setpgrp)
     command = wait_for(lambda: _command_of(users, "60.25"), "the command")
     running.send_signal(signal.SIGTSTP)
-    wait_for(lambda: _state(command) == _state(running.pid) == "T", "both to stop")
+    both = [psutil.Process(pid) for pid in (command, running.pid)]
+    wait_for(lambda: {one.status() for one in both} == {psutil.STATUS_STOPPED}, "both to stop")
     running.send_signal(signal.SIGCONT)
-    wait_for(lambda: _state(command) == _state(running.pid) == "S", "both to go on")
+    wait_for(lambda: {one.status() for one in both} == {psutil.STATUS_SLEEPING}, "both to go on")
     running.terminate()
     running.communicate(timeout=WAIT_SECONDS)
     assert running.returncode == 143
@@ -419,16 +400,11 @@ def test_other_options_and_other_jobs(users: Place) -> None:
     assert other.stderr == (
         f"monarchfs: {users.source} is mounted already for you: with the options of that mount\n"
     )
-    own = ["--tier", f"{users.path}/tier2=1G", "--state-dir", f"{users.path}/state2"]
+    own = Bench(users.path).storage(name="2")
     job = users.run("readlink", "/proc/self/ns/mnt", options=own, env={"SLURM_JOB_ID": "7"})
     assert job.stdout.strip() == space
     assert "with the options of that mount" in job.stderr
     first.communicate("\n", timeout=WAIT_SECONDS)
-
-
-def test_one_after_the_other_never_meets_the_end_of_the_last(users: Place) -> None:
-    for _ in range(3):
-        assert_view(users)
 
 
 def test_a_killed_run_takes_all_with_it(place: Place) -> None:
@@ -481,3 +457,77 @@ def test_what_outlives_the_command_does_not_keep_the_mount(users: Place) -> None
     os.kill(left, signal.SIGKILL)
     assert f" {users.source} " not in mounts
     wait_for(lambda: not processes_about("60.125"), "the last process to end")
+
+
+# Seen from another mount namespace, as a container's: the truth
+
+
+NAMESPACES = {
+    "mounts": ["--mount", "--propagation", "private"],
+    "mounts and processes": ["--mount", "--propagation", "private", "--pid", "--fork"],
+}
+
+
+@pytest.fixture
+def mount(work: Bench) -> Mount:
+    (work.path / "source").mkdir()
+    (work.path / "source" / "file").write_text("content")
+    return work.mount(work.path / "source")
+
+
+def inside(kind: str, script: str) -> str:
+    """What a shell prints in a mount namespace of its own; ``m`` is the command."""
+    proc = "mount -t proc proc /proc; " if "processes" in kind else ""
+    script = f'm() {{ {shlex.join(MONARCHFS)} "$@"; }}; {proc}{script}'
+    command = ["unshare", *NAMESPACES[kind], "sh", "-ec", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_served(mount: Mount) -> None:
+    assert mount.status()["state"] == "serving"
+    assert (mount.path / "file").read_text() == "content"
+
+
+@pytest.mark.parametrize("kind", NAMESPACES)
+def test_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
+    """Its copy there; where it is not there, it serves elsewhere; and who unmounts a copy takes
+    nothing from others."""
+    point = shlex.quote(str(mount.path))
+    look = f"m status {point} --json; m status --json; m doctor --quick --json || true"
+    for before, private in (("", False), (f"umount -l {point}; ", True)):
+        one, listed, doctor = map(json.loads, inside(kind, before + look).splitlines())
+        assert (one["state"], one["private"]) == ("serving", private)
+        assert one["worker"]["pid"] == mount.worker_pid()
+        ours = [m for m in listed["mounts"] if m["mountpoint"] == str(mount.path)]
+        assert [(m["state"], m["private"]) for m in ours] == [("serving", private)]
+        assert_not_stale(doctor, mount)
+    inside(kind, f"m warm {point} --wait; m why {point}/file; m evict {point}/file")
+    text = inside(kind, f"umount -l {point}; m status {point}")
+    assert "serving" in text
+    assert "not visible in this mount namespace" in text
+    umount = f"m umount {point}; ! mountpoint -q {point}; m umount {point}"
+    assert inside(kind, umount).endswith("is not mounted\n")
+    assert_served(mount)
+
+
+def assert_not_stale(doctor: dict[str, Any], mount: Mount) -> None:
+    checks = [check for check in doctor["checks"] if check["name"] == "stale_mount"]
+    assert [check for check in checks if check["mountpoint"] == str(mount.path)] == []
+
+
+def test_in_run_all_are_what_they_are(work: Bench, mount: Mount) -> None:
+    other = work.path / "other"
+    other.mkdir()
+    (other / "file").write_text("more")
+    storage = ["--tier", f"{work.path}/tier2=10M", "--state-dir", f"{work.path}/state2"]
+    script = f'for p in {mount.path} {other}; do "$@" status "$p" --json; done'
+    script += '; "$@" doctor --quick --json || true'
+    done = run("run", str(other), *storage, "--", "sh", "-ec", script, "sh", *MONARCHFS)
+    assert done.returncode == 0, done.stderr
+    outer, own, doctor = map(json.loads, done.stdout.splitlines())
+    assert [(m["state"], m["private"]) for m in (outer, own)] == [("serving", False)] * 2
+    for path in (mount.path, other):
+        assert_not_stale(doctor, Mount(path, path))
+    assert_served(mount)

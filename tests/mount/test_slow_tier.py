@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.support import surroundings, trees
 from tests.support.mounting import Bench, requires_mounts, wait_for
+from tests.support.reading import COMMAND, Reader
 
 pytestmark = [*requires_mounts, surroundings.program("bindfs")]
 
 THREADS, READERS = 10, 24
 """The threads that take requests from the kernel, and more than those."""
-
-READ_ALL = """
-import sys, threading
-def read(path):
-    with open(path, "rb", buffering=0) as file:
-        file.read(131072)
-threads = [threading.Thread(target=read, args=(path,)) for path in sys.argv[1:]]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-"""
 
 
 @pytest.fixture
@@ -66,10 +57,10 @@ def test_reads_of_a_slow_tier_hold_up_no_metadata(work: Bench, slow_tier: Path) 
     assert mount.wait_idle()["files"]["resident"] == READERS
     worker = mount.worker_pid()
     Path("/proc/sys/vm/drop_caches").write_text("3")
-    paths = [str(mount.path / name) for name in contents]
-    readers = subprocess.Popen([sys.executable, "-c", READ_ALL, *paths])
-    try:
-        wait_for(lambda: waiting(readers.pid) >= THREADS, "the readers to wait")
+    with closing(Reader(COMMAND)) as reader:
+        reader.tell("read at once", str(mount.path), list(contents), "whole")
+        readers = reader.process.pid
+        wait_for(lambda: waiting(readers) >= THREADS, "the readers to wait")
         took = []
         for n in range(100):
             started = time.monotonic()
@@ -77,9 +68,6 @@ def test_reads_of_a_slow_tier_hold_up_no_metadata(work: Bench, slow_tier: Path) 
             took.append(time.monotonic() - started)
         assert len(os.listdir(mount.path)) == READERS + 100
         assert max(took) < 1, f"{max(took):.1f} s for the slowest of {len(took)}"
-        assert waiting(readers.pid) >= THREADS, "the tier is not slow"
+        assert waiting(readers) >= THREADS, "the tier is not slow"
         assert mount.worker_pid() == worker
-    finally:
-        readers.kill()
-        readers.wait(10)
     assert mount.umount().returncode == 0

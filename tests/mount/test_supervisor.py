@@ -26,7 +26,7 @@ from tests.support.fake_mounts import (
     status,
     umount,
 )
-from tests.support.mounting import fuse_mounts, requires_mounts, wait_for
+from tests.support.mounting import assert_one_line, fuse_mounts, requires_mounts, wait_for
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
@@ -86,7 +86,7 @@ def test_the_umask_of_a_service_shuts_nobody_out(root_work: Area) -> None:
     assert dataset.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_mount_on_the_same_place_or_with_the_same_state_is_refused(
+def test_a_second_mount_on_the_same_place_with_the_same_state_or_in_it_is_refused(
     root_work: Area,
 ) -> None:
     root_work.mount()
@@ -94,23 +94,12 @@ def test_a_second_mount_on_the_same_place_or_with_the_same_state_is_refused(
     in_use = f"is in use by the mount of {root_work.path}/src on {root_work.path}/mnt: "
     for point, words in (("mnt", "already a monarchfs mount"), ("other", in_use)):
         done = root_work.run("mount", "src", point, *root_work.storage)
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-        assert words in done.stderr
-        assert f"monarchfs umount {root_work.path}/mnt" in done.stderr
+        assert_one_line(done, 1, words, f"monarchfs umount {root_work.path}/mnt")
+    (root_work.path / "src2").mkdir()
+    mount = ("mount", "src2", "other", "--tier", "mnt=1G", "--state-dir", "state2")
+    assert_one_line(root_work.run(*mount), 2, "network file system (fuse.monarchfs)")
     umount(root_work)
     assert (root_work.path / "state" / "index").exists()
-
-
-def test_a_tier_in_a_fuse_mount_is_refused(root_work: Area) -> None:
-    root_work.mount()
-    (root_work.path / "other").mkdir()
-    (root_work.path / "src2").mkdir()
-    done = root_work.run(
-        *("mount", "src2", "other", "--tier", "mnt=1G"),
-        *("--state-dir", f"{root_work.path}/state2"),
-    )
-    assert done.returncode == 2
-    assert "network file system (fuse.monarchfs)" in done.stderr
 
 
 def test_umount_of_a_busy_mount_waits_for_most_of_its_time_and_says_so(root_work: Area) -> None:
@@ -126,10 +115,7 @@ def test_umount_of_a_busy_mount_waits_for_most_of_its_time_and_says_so(root_work
     assert waits.startswith(
         f"monarchfs: {root_work.path}/mnt is in use by sh ({process.pid}): waiting"
     )
-    assert (
-        end
-        == f"monarchfs: {root_work.path}/mnt was in use to the end: who still uses it gets errors"
-    )
+    assert end.endswith("/mnt was in use to the end: who still uses it gets errors")
     assert_unmounted(root_work)
 
 
@@ -332,3 +318,92 @@ def test_a_dead_supervisor_is_reported_and_its_registration_cleared(root_work: A
     assert root_work.run("status", "mnt").returncode == 1
     assert not os.path.lexists(found.stem + ".json")
     assert_unmounted(root_work)
+
+
+# Known by its connection, wherever it is, and not by the path where it was made
+
+
+@pytest.mark.parametrize("how", ["umount", "signal"])
+def test_a_mount_that_was_renamed_is_found_and_unmounted(work: Area, how: str) -> None:
+    before, after = work.path / "before", work.path / "after"
+    before.mkdir()
+    (work.path / "mnt").rename(before / "mnt")
+    done = work.run("mount", "src", "before/mnt", *work.storage)
+    assert (done.returncode, done.stderr) == (0, "")
+    before.rename(after)
+    supervisor = registered(work).entry.supervisor_pid
+    if how == "umount":
+        assert status(work, "after/mnt")["state"] == "serving"
+        assert str(before) not in work.run("status").stdout
+        assert umount(work, name="after/mnt") < 3
+        assert "by force" not in (work.path / "state" / "supervisor.log").read_text()
+    else:
+        os.kill(supervisor, signal.SIGTERM)
+    wait_for(lambda: is_gone(supervisor), "the supervisor to end", 10)
+    assert_unmounted(work)
+
+
+def bind(work: Area, name: str = "copy") -> None:
+    (work.path / name).mkdir(exist_ok=True)
+    subprocess.run(["mount", "--bind", work.path / "mnt", work.path / name], check=True)
+
+
+def test_unmounting_a_bind_mount_leaves_the_mount_which_takes_its_own_along(
+    root_work: Area,
+) -> None:
+    work = root_work
+    work.mount()
+    bind(work)
+    assert status(work, "copy")["state"] == "serving"
+    umount(work, name="copy")
+    assert fuse_mounts(str(work.path)) == [f"{work.path}/mnt"]
+    assert status(work)["state"] == "serving"
+    assert os.stat(work.path / "mnt")
+    bind(work)
+    umount(work)  # with what was bound
+    assert_unmounted(work)
+
+
+def test_a_bind_mount_stands_for_a_mount_that_is_gone(root_work: Area) -> None:
+    work = root_work
+    work.mount()
+    bind(work)
+    supervisor = registered(work).entry.supervisor_pid
+    subprocess.run(["umount", work.path / "mnt"], check=True)
+    assert status(work, "copy")["worker"]["pid"] > 0
+    umount(work, name="copy")
+    assert is_gone(supervisor)
+    assert_unmounted(work)
+
+
+def test_what_lies_over_a_mount_is_said_and_left_alone(root_work: Area) -> None:
+    work = root_work
+    work.mount()
+    subprocess.run(["mount", "-t", "tmpfs", "over", work.path / "mnt"], check=True)
+    done = work.run("umount", "mnt")
+    assert done.returncode == 1
+    assert "is hidden by another mount" in done.stderr
+    subprocess.run(["umount", work.path / "mnt"], check=True)
+    assert status(work)["state"] == "serving"
+    assert os.stat(work.path / "mnt")
+
+
+def test_two_mounts_on_one_place_are_both_known(root_work: Area) -> None:
+    """The second was made while something else lay over the first."""
+    work = root_work
+    work.mount()
+    first = registered(work).entry
+    subprocess.run(["mount", "-t", "tmpfs", "over", work.path / "mnt"], check=True)
+    (work.path / "src2").mkdir()
+    storage = ["--tier", f"{work.path}/tier2=10M", "--state-dir", f"{work.path}/state2"]
+    done = work.run("mount", "src2", "mnt", *storage)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert status(work)["source"] == f"{work.path}/src2"
+    lines = [line for line in work.run("status").stdout.splitlines() if f"{work.path}/" in line]
+    assert len(lines) == 2
+    umount(work)
+    assert not is_gone(first.supervisor_pid)
+    subprocess.run(["umount", work.path / "mnt"], check=True)
+    assert status(work)["source"] == f"{work.path}/src"
+    umount(work)
+    assert_unmounted(work)

@@ -6,11 +6,9 @@ import json
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,41 +125,6 @@ def command_of(source: Path, mountpoint: Path, options: str) -> list[str]:
     return [*MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words[1:])]
 
 
-@contextmanager
-def in_foreground(
-    work: Bench, options: str = "", before: Sequence[str] = (), **environment: str
-) -> Iterator[tuple[Mount, subprocess.Popen[bytes]]]:
-    """The unit's command with what it is restricted by ``before`` it; ended by SIGTERM."""
-    source, point = work.path / "src", work.path / "mount point"
-    if not source.exists():
-        trees.dataset(source, files=8)
-    point.mkdir(exist_ok=True)
-    storage = f"tier={work.path}/tier=1G,state_dir={work.path}/state"
-    command = [*before, *command_of(source, point, storage + options)]
-    others = ("SUDO_", "NOTIFY_", "WATCHDOG")
-    base = {k: v for k, v in os.environ.items() if not k.startswith(others)}
-    with open(work.path / "log", "ab") as log:
-        process = subprocess.Popen(
-            command, env=base | environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-        )
-    mount = Mount(source, point)
-    work.mounts.append(mount)
-    try:
-
-        def mounted() -> bool:
-            assert process.poll() is None, work.log()
-            return os.path.ismount(point)
-
-        wait_for(mounted, "the mount")
-        wait_for(lambda: run("status", str(point)).returncode == 0, "the supervisor to answer")
-        yield mount, process
-    finally:
-        process.send_signal(signal.SIGCONT)
-        if process.poll() is None:
-            process.terminate()
-        process.wait(30)
-
-
 def read_all(mount: Mount) -> None:
     command = ["diff", "-r", str(mount.source), str(mount.path)]
     subprocess.run(command, check=True, timeout=WAIT_SECONDS)
@@ -197,15 +160,25 @@ def test_the_system_calls_of_the_unit_are_enough(work: Bench) -> None:
         *(system_calls(s, known) for s in filtered.split())
     )
     trace = work.path / "trace"
-    before = ("strace", "-f", "-qq", "-e", "signal=none", "-o", str(trace))
-    options = ",user=nobody,allow_other,prefetch=all,scrub=20M"
-    with in_foreground(work, options, before) as (mount, process):
-        read_all(mount)
-        mount.wait_idle()
-        read_all(mount)
-        assert run("evict", str(mount.path)).returncode == 0
-        assert mount.umount().returncode == 0
-        process.wait(30)
+    before = ["strace", "-f", "-qq", "-e", "signal=none", "-o", str(trace)]
+    source, point = work.path / "src", work.path / "mount point"
+    trees.dataset(source, files=8)
+    point.mkdir()
+    storage = f"tier={work.path}/tier=1G,state_dir={work.path}/state"
+    options = f"{storage},user=nobody,allow_other,prefetch=all,scrub=20M"
+    with subprocess.Popen([*before, *command_of(source, point, options)]) as process:
+        try:
+            mount = Mount(source, point)
+            work.mounts.append(mount)
+            wait_for(lambda: run("status", str(point)).returncode == 0, "the mount")
+            read_all(mount)
+            mount.wait_idle()
+            read_all(mount)
+            assert run("evict", str(mount.path)).returncode == 0
+            assert mount.umount().returncode == 0
+            process.wait(30)
+        finally:
+            process.terminate()
     lines = trace.read_text(errors="replace").splitlines()
     used = {match[1] for line in lines if (match := re.match(r"\d+ +(\w+)\(", line))}
     assert {"mount", "umount2", "setresuid", "capset", "ioctl"} & used
@@ -253,30 +226,6 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 
 
 @needs_mounts
-def test_a_mount_tells_when_it_serves_beats_and_ends(work: Bench, manager: Manager) -> None:
-    environment = {**manager.environment, "WATCHDOG_USEC": "400000"}
-    with in_foreground(work, **environment) as (mount, process):
-        ready = manager.next()
-        assert ready == f"READY=1\nSTATUS=serving {mount.source} on {mount.path}"
-        assert manager.next() == "WATCHDOG=1"
-        assert manager.next() == "WATCHDOG=1"
-        # A worker that hangs is not the supervisor's end.
-        worker = mount.worker_pid()
-        os.kill(worker, signal.SIGSTOP)
-        manager.drain()
-        assert manager.next() == "WATCHDOG=1"
-        os.kill(worker, signal.SIGCONT)
-        process.send_signal(signal.SIGSTOP)
-        manager.drain()
-        assert manager.next(3) is None, "a supervisor that hangs does not beat"
-        process.send_signal(signal.SIGCONT)
-        assert manager.next() == "WATCHDOG=1"
-        process.terminate()
-        assert process.wait(30) == 0
-    assert [message for message in manager.drain() if message != "WATCHDOG=1"] == ["STOPPING=1"]
-
-
-@needs_mounts
 def test_a_daemon_says_nothing_to_the_manager_of_who_started_it(
     work: Bench, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,6 +266,9 @@ def test_a_manager_that_is_not_there_costs_nothing(address: str) -> None:
 def test_a_status_is_one_line(manager: Manager) -> None:
     abstract = Manager(f"@test-{os.getpid()}")
     for told in (manager, abstract):
-        ServiceManager(told.environment).ready("a\nMAINPID=1\udcff")
+        service = ServiceManager(told.environment)
+        service.ready("a\nMAINPID=1\udcff")
         assert told.next() == "READY=1\nSTATUS=a MAINPID=1\\udcff"
+        service.stopping()
+        assert told.next() == "STOPPING=1"
     abstract.socket.close()

@@ -17,6 +17,7 @@ import pytest
 from tests.support import trees
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import MONARCHFS, REPOSITORY, free_port, requires_mounts, wait_for
+from tests.support.processes import status_of
 from tests.support.systemd import Booted, booted
 
 pytestmark = requires_mounts
@@ -78,11 +79,6 @@ def status(system: Booted, point: str = POINT) -> Any:
     return json.loads(system.monarchfs("status", point, "--json").stdout)
 
 
-def limits_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-
-
 def main_pid(system: Booted, unit: str = UNIT) -> int:
     """The number here of a unit's main process."""
     return system.outside(system.show(unit, "MainPID")["MainPID"])
@@ -101,7 +97,7 @@ def test_a_unit_is_active_when_its_mount_answers(mounted: Booted) -> None:
         return mounted.outside(str(status(mounted)["worker"]["pid"]))
 
     for pid in (main_pid(mounted), worker()):
-        limits = limits_of(pid)
+        limits = status_of(pid)
         assert (limits["NoNewPrivs"], limits["Seccomp"]) == ("1", "2")
         assert int(limits["CapBnd"], 16).bit_count() <= 7
     assert set(limits["Uid"].split()) == {str(pwd.getpwnam("nobody").pw_uid)}
@@ -216,7 +212,7 @@ def test_the_exporter_sees_what_the_service_mounts(mounted: Booted) -> None:
     mounted.run("systemctl", "start", unit)
     try:
         assert mounted.state(unit) == "active"
-        assert limits_of(main_pid(mounted, unit))["Seccomp"] == "2"
+        assert status_of(main_pid(mounted, unit))["Seccomp"] == "2"
 
         def page() -> str:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:

@@ -3,43 +3,22 @@ earlier mount copied is found again."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarchfs.config.places import dataset_id
+from tests.mount.test_cache_command import FILES, mounted, work
 from tests.support.fake_mounts import NOBODY, interpreter_for
-from tests.support.mounting import Bench, Mount, as_user, bench, requires_mounts, run, wait_for
+from tests.support.mounting import Bench, Mount, as_user, asked, requires_mounts, run, wait_for
+
+__all__ = ["work"]
 
 pytestmark = [*requires_mounts, pytest.mark.timeout(120)]
-
-FILES = 5
-
-
-@pytest.fixture
-def work() -> Iterator[Bench]:
-    with bench() as made:
-        (made.path / "src").mkdir()
-        for number in range(FILES):
-            (made.path / "src" / f"f{number}").write_bytes(b"%d" % number * 5000)
-        (made.path / "tier").mkdir(mode=0o755)
-        yield made
-
-
-def mounted(work: Bench, state: str = "state", *options: str, tier: str = "tier") -> Mount:
-    """All of it copied."""
-    arguments = ("--state-dir", f"{work.path}/{state}", "--prefetch", "all", *options)
-    mount = work.mount(work.path / "src", *arguments, tiers=[f"{work.path}/{tier}=100M"])
-    mount.wait_idle()
-    # A new index knows what lies there once somebody looked.
-    wait_for(lambda: files_in(mount) == FILES, f"{FILES} copies, not {mount.status()['tiers']}")
-    return mount
 
 
 def files_in(mount: Mount) -> int:
@@ -61,7 +40,7 @@ def ended(mount: Mount) -> None:
 
 
 def fsck(state: Path) -> Any:
-    return json.loads(run("fsck", str(state), "--json").stdout)
+    return asked("fsck", str(state))
 
 
 def test_two_state_directories_share_no_copies(work: Bench) -> None:
@@ -184,15 +163,12 @@ def test_a_directory_that_is_not_ours_any_more(work: Bench) -> None:
 
 def test_copies_in_a_tier_that_is_not_named_are_told(work: Bench) -> None:
     """Who mounts is told once, the status counts them, and they are used once it is named again."""
-    (work.path / "other").mkdir()
     ended(mounted(work))
     (before,) = directories(work.path / "tier")
     point = work.path / "point"
     point.mkdir()
-    done = run(
-        *("mount", f"{work.path}/src", str(point), "--state-dir", f"{work.path}/state"),
-        *("--tier", f"{work.path}/other=100M", "--prefetch", "none"),
-    )
+    words = (str(point), "--state-dir", f"{work.path}/state", "--tier", f"{work.path}/other=100M")
+    done = run("mount", f"{work.path}/src", *words, "--prefetch", "none")
     assert done.returncode == 0, done.stderr
     mount = Mount(work.path / "src", point)
     work.mounts.append(mount)

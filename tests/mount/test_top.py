@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -26,20 +25,11 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.reading import COMMAND, Reader
 
 pytestmark = requires_mounts
 
 FILES, SIZE, TIMES = 20, 100_000, 10
-
-READER = """
-import mmap, os, sys
-buffer = mmap.mmap(-1, 128 << 10)
-for _ in range(int(sys.argv[1])):
-    for path in sys.argv[2:]:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        os.preadv(fd, [buffer], 0)
-        os.close(fd)
-"""
 
 
 def mounted(work: Bench, *options: str) -> Mount:
@@ -48,27 +38,25 @@ def mounted(work: Bench, *options: str) -> Mount:
     return work.mount(source, "--data-path", "relay", *options)
 
 
-def reader_of(mount: Mount, directory: str, times: int) -> subprocess.Popen[bytes]:
-    """Reads all files of a directory so often."""
-    paths = [str(mount.path / directory / f"f{n}") for n in range(FILES)]
-    return subprocess.Popen([sys.executable, "-c", READER, str(times), *paths])
+NAMES = [f"f{n}" for n in range(FILES)]
 
 
 def read(mount: Mount, directory: str, times: int = TIMES) -> int:
-    """The number of a reader, which has ended."""
-    process = reader_of(mount, directory, times)
-    assert process.wait(60) == 0
-    return process.pid
+    """All files of a directory so often, from below the page cache; the number of the reader, which
+    has ended."""
+    with closing(Reader(COMMAND)) as reader:
+        for _ in range(times):
+            reader.ask("read", f"{mount.path}/{directory}", NAMES, "direct", 0)
+        return reader.process.pid
 
 
 @contextmanager
 def reading(mount: Mount) -> Iterator[None]:
     """While somebody reads."""
-    with reader_of(mount, "a", 1_000_000) as reader:
-        try:
-            yield
-        finally:
-            reader.kill()
+    with closing(Reader(COMMAND)) as reader:
+        truth = f"{mount.source}/a"
+        assert reader.ask("loop", f"{mount.path}/a", NAMES, truth, 1) == "reading"
+        yield
 
 
 class Top:
@@ -130,18 +118,6 @@ def test_processes_are_those_that_read(work: Bench) -> None:
                 assert row["answered"] == {"tier": 1}
     waited = sum(row["waited_seconds"] for one in watched.seen for row in one["rows"])
     assert waited > 0
-
-
-def test_directories_and_who_answers(work: Bench) -> None:
-    mount = mounted(work, "--prefetch", "none")
-    with top(mount, "--by", "directory", "--sort", "bytes") as watched:
-        read(mount, "b/c", 1)
-        watched.wait_for("reads", FILES, directory="b/c")
-    assert watched.sum("bytes", directory="b/c") == pytest.approx(FILES * SIZE)
-    assert watched.sum("reads", directory="a") == 0
-    rows = [row for one in watched.seen for row in one["rows"] if row["directory"] == "b/c"]
-    assert {name for row in rows for name in row["answered"]} <= {"source", "memory", "copy"}
-    assert any("source" in row["answered"] for row in rows)
 
 
 def test_it_goes_on_with_the_next_worker(work: Bench) -> None:

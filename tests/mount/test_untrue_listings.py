@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
-from tests.support.mounting import Bench, FaultySource, requires_mounts, run
+from tests.support.mounting import Bench, asked, requires_mounts, run
+from tests.support.programs import execute
 
 pytestmark = requires_mounts
 
@@ -35,9 +36,7 @@ class Place:
         """Mounts at ``name`` as mount(8) is told; skips where the kernel cannot."""
         point = self.path / name
         point.mkdir()
-        done = subprocess.run(
-            ["mount", *words, str(point)], capture_output=True, text=True, check=False
-        )
+        done = execute(["mount", *words, point])
         if done.returncode:
             reason = done.stderr.strip().splitlines()[0]
             pytest.skip(surroundings.no_namespaces() or f"needs a kernel with it: {reason}")
@@ -141,37 +140,12 @@ def test_listed_first_and_opened_by_path(
         assert not wrong, f"{len(wrong)} of {len(contents)} files are wrong: {wrong[:3]}"
     inos = [(mount.path / path).stat().st_ino for path in contents]
     assert len(set(inos)) == len(inos)
-    done = run("warm", str(mount.path), "--wait", "--json", timeout=60)
-    assert done.returncode == 0, done.stderr
-    warmed = json.loads(done.stdout)
+    warmed = asked("warm", str(mount.path), "--wait")
     assert (warmed["files"], warmed["resident"], warmed["failed"]) == (len(contents),) * 2 + (0,)
 
 
-@pytest.mark.parametrize("freshness", ["immutable", "open"])
-def test_a_name_that_no_listing_has(work: Bench, faulty: FaultySource, freshness: str) -> None:
-    fill(faulty.backing, "now", lambda number: number < 3)
-    (faulty.backing / ".snapshot/hourly").mkdir(parents=True)
-    (faulty.backing / ".snapshot/hourly/f").write_bytes(b"an older one")
-    faulty.faults(unlisted=[".snapshot"])
-    mount = work.mount(faulty.path, "--freshness", freshness)
-    for _epoch in range(2):
-        assert os.listdir(mount.path) == ["d0"]
-        assert (mount.path / ".snapshot/hourly/f").read_bytes() == b"an older one"
-        assert not (mount.path / "absent").exists()
-        assert sum(len(names) for _, _, names in os.walk(mount.path)) == 3
-    assert json.loads(run("warm", str(mount.path), "--wait", "--json").stdout)["files"] == 3
-
-
-def test_a_directory_that_finds_names_in_any_case(work: Bench, place: Place) -> None:
-    image = place.path / "image"
-    with open(image, "wb") as file:
-        file.truncate(64 << 20)
-    made = ["mkfs.ext4", "-q", "-F", "-O", "casefold", str(image)]
-    try:
-        subprocess.run(made, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"needs mkfs.ext4 that knows casefold: {error}")
-    source = place.mount("source", "-t", "ext4", "-o", "loop", str(image))
+def test_a_directory_that_finds_names_in_any_case(work: Bench, ext4: Callable[..., Path]) -> None:
+    source = ext4("-O", "casefold")
     (source / "d0").mkdir()
     subprocess.run(["chattr", "+F", str(source / "d0")], check=True)
     contents = fill(source, "any case", lambda number: number < 3)
@@ -208,30 +182,6 @@ def squashfuse(image: Path, source: Path, order: Iterable[str], *options: str) -
         for fd in known:
             os.close(fd)
         subprocess.run(["umount", "-l", str(source)], check=True)
-
-
-@surroundings.program("squashfuse")
-@surroundings.program("mksquashfs", "squashfs-tools")
-def test_a_source_that_numbers_its_files_anew_is_named(work: Bench, place: Place) -> None:
-    contents = {f"d{n % 3}/f{n}": b"%d" % n + b"." * (1000 * n) for n in range(60)}
-    image, source = packed(place, contents), place.path / "source"
-    for times in range(2):
-        # Of a type that is not known for it, and most files keep their numbers.
-        order = sorted(contents)
-        order[-3:] = order[-3:][:: -1 if times else 1]
-        with squashfuse(image, source, order, "-o", "subtype=unheard-of"):
-            mount = work.mount(source, "--freshness", "immutable")
-            assert run("warm", str(mount.path), "--wait").returncode == 0
-            for path, data in contents.items():
-                assert (mount.path / path).read_bytes() == data
-            renumbered = mount.status()["source_io"]["renumbered_files"]
-            text = run("status", str(mount.path)).stdout
-            why = run("why", str(mount.path / "d0/f0")).stdout
-            said = [words for words in (text, why) if "the source changes inode numbers" in words]
-            assert mount.umount().returncode == 0
-    assert renumbered > 0
-    assert said == [text, why]
-    assert "has another inode number in the source than before" in work.log()
 
 
 @surroundings.program("squashfuse")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +17,8 @@ from monarchfs.peers.web_server import find_nginx
 from monarchfs.prefetch.spans import SPAN_BYTES
 from monarchfs.types import SourceStat
 from tests.support import surroundings
-from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
+from tests.support.mounting import Bench, Mount, free_port, kill_each, run, wait_for
+from tests.support.processes import parent_of
 
 FILES = 300
 """Small ones, in the source of most tests."""
@@ -58,12 +58,6 @@ def owned(source: Path, names: str) -> dict[str, list[int]]:
             owner = ownership.number(stat.version.replica_name, start // SPAN_BYTES)
             found[ownership.nodes[owner].name].append(min(SPAN_BYTES, stat.size - start))
     return found
-
-
-def free_port(address: str) -> int:
-    with socket.create_server((address, 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class Nodes:
@@ -154,8 +148,7 @@ def processes_of(mount: Mount) -> list[int]:
     """Supervisor, which would start others, worker and web server."""
     status = mount.status()
     worker = int(status["worker"]["pid"])
-    supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(") ")[2].split()[1])
-    return [supervisor, worker, int(status["peer_server"]["pid"])]
+    return [parent_of(worker), worker, int(status["peer_server"]["pid"])]
 
 
 def warm(mount: Mount) -> None:

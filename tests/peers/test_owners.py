@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 
@@ -15,7 +14,6 @@ from monarchfs.peers.following import START_SECONDS, Following
 from monarchfs.peers.messages import (
     Page,
     PageState,
-    PeerError,
     Row,
     decode_wanted,
     encode_page,
@@ -45,8 +43,6 @@ class Asked:
         self.asked: list[tuple[int, list[bytes]]] = []
         self.known: set[bytes] = set()
         self.refuses: set[bytes] = set()
-        self.failed: set[int] = set()
-        self.status = 200
         self.took = 0.0
         self.asked_at: list[float] = []
         monkeypatch.setattr(_replicas, "available", self.known.__contains__)
@@ -64,10 +60,6 @@ class Asked:
         self.asked_at.append(trio.current_time())
         self.asked.append((owner, [one.path for one in wanted]))
         await trio.sleep(self.took)
-        if owner in self.failed:
-            raise OSError(errno.ECONNREFUSED, "refused")
-        if self.status != 200:
-            raise PeerError(f"status {self.status}")
         rows = [Row(one.name, 1, 10, 0, int(one.name not in self.refuses), 0) for one in wanted]
         return encode_page(Page(PageState.ALL, 1, 0, rows))
 
@@ -135,21 +127,6 @@ def test_what_an_owner_refuses_is_left_to_the_source_unless_it_is_still_being_co
     asked_again = sorted(one.ino for one in ask(NODES))
     assert asked_again == ([one.ino for one in refused] if seconds else [])
     assert not peers.known & peers.refuses
-
-
-@pytest.mark.parametrize(("failed", "status"), [({1, 2}, 200), (set(), 503)])
-def test_a_peer_that_fails_is_not_waited_for(peers: Asked, failed: set[int], status: int) -> None:
-    peers.failed, peers.status = failed, status
-    assert ask(NODES) == []
-    assert not peers.known
-
-
-def test_who_stands_in_is_asked_for_the_files_of_an_owner_that_fails(peers: Asked) -> None:
-    peers.failed = {1}
-    assert ask(NODES) == []
-    stood_in = [one for one in NODES if OWNERSHIP.stand_in(name_of(one)) == 2 and owner_of(one)]
-    assert peers.known == {name_of(one) for one in NODES if owner_of(one) == 2 or one in stood_in}
-    assert [owner for owner, _ in peers.asked].count(1) == 1
 
 
 async def test_what_this_node_copies_for_others_comes_from_the_source() -> None:

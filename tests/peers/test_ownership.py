@@ -83,7 +83,6 @@ def test_the_spans_of_a_large_file_have_several_owners() -> None:
     [
         ("node1", PeerNode("node1", "node1", 9)),
         ("node1:70", PeerNode("node1", "node1", 70)),
-        ("node1=10.0.0.1", PeerNode("node1", "10.0.0.1", 9)),
         ("node1=10.0.0.1:70", PeerNode("node1", "10.0.0.1", 70)),
         ("node1=[fe80::1]:70", PeerNode("node1", "fe80::1", 70)),
         ("node1=fe80::1", PeerNode("node1", "fe80::1", 9)),

@@ -126,18 +126,6 @@ def a_file(*owners: int) -> tuple[Job, FileSpans, ChunkMap]:
     return job, FileSpans(NAME, b"x", size, job), ChunkMap(size, CHUNK)
 
 
-def test_spans_for_others_are_copied_alone() -> None:
-    _, spans, chunks = a_file(0, 1, 0)
-    copied: list[tuple[int, int]] = []
-    while (run := spans.next_run(chunks, 100, owned_only=True)) is not None:
-        assert spans.owned_missing(chunks)
-        chunks.claim(*run)
-        chunks.arrive(*run)
-        copied.append(run)
-    assert copied == [(0, 16), (32, 48)]
-    assert not spans.owned_missing(chunks)
-
-
 @pytest.mark.parametrize("how", ["down", "refused", "cut off"])
 def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
     job, spans, chunks = a_file(1)
@@ -148,21 +136,6 @@ def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
         spans.note(1, 0, "", NONE if how == "refused" else bytes(7), coming=False)
     assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
     assert spans.next_run(chunks, 100, owned_only=True) is None
-
-
-def test_who_stands_in_gives_a_span_whose_owner_is_lost() -> None:
-    job, spans, chunks = a_file(1, 1)
-    assert spans.next_run(chunks, 100, owned_only=False) is None
-    spans.note(1, 1, "/p", ALL, coming=False)
-    assert spans.next_run(chunks, 100, owned_only=False) == (16, 32)
-    spans.note(1, 0, "", b"", coming=False)  # refused
-    job.owners, job.view = [2, 0], 1
-    assert spans.next_run(chunks, 100, owned_only=True) == (16, 32)  # from the source
-    chunks.claim(16, 32)
-    assert spans.next_run(chunks, 100, owned_only=False) is None
-    assert list(spans.due(0)) == [(2, 0)]
-    spans.note(2, 0, "/p", ALL, coming=False)
-    assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
 
 
 def read(spans: FileSpans, megabyte: int = 0, *, ahead: bool = False) -> Unit:

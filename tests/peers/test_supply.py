@@ -32,12 +32,10 @@ class Tree:
             node(3, 2, b"b", DIRECTORY),
             node(4, 3, b"file", FILE),
             node(5, 2, b"other", FILE),
-            node(6, 2, b"more", FILE),
         ]
         self.nodes = {(one.parent, one.name): one for one in nodes}
         self.paths = {2: b"a", 3: b"a/b"}
         self.looked_up: list[tuple[int, bytes]] = []
-        self.batches = 0
         self.error: OSError | None = None
 
     async def find(self, parent: int, name: bytes, _lane: Lane) -> Node | None:
@@ -48,7 +46,6 @@ class Tree:
         return self.nodes.get((parent, name))
 
     async def find_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Node | None]:
-        self.batches += 1
         return [await self.find(parent, name, lane) for name in names]
 
 
@@ -57,7 +54,7 @@ def wanted(ino: int, path: bytes) -> WantedReplica:
     return WantedReplica(node(ino, 0, b"", FILE).stat.version.replica_name, 10, path)
 
 
-FILE4, OTHER5, MORE6 = wanted(4, b"a/b/file"), wanted(5, b"a/other"), wanted(6, b"a/more")
+FILE4, OTHER5 = wanted(4, b"a/b/file"), wanted(5, b"a/other")
 
 
 class Copies:
@@ -158,16 +155,6 @@ def test_who_is_no_reader_waits_in_turn_and_longer(supply: Supply, copies: Copie
     assert (copies.queued, copies.hurried) == ([4], [])
 
 
-def test_directories_are_looked_up_once(tree: Tree, supply: Supply) -> None:
-    for _ in range(3):
-        run(supply, FILE4)
-    assert tree.looked_up.count((ROOT_INO, b"a")) == 1
-    assert tree.looked_up.count((2, b"b")) == 1
-    tree.paths[3] = b"moved"
-    run(supply, FILE4)
-    assert tree.looked_up.count((2, b"b")) == 2
-
-
 @pytest.mark.parametrize(
     "one",
     [
@@ -190,14 +177,6 @@ def test_what_another_node_serves_is_not_copied(tree: Tree, copies: Copies) -> N
     assert not tree.looked_up
     run(supply, FILE4, OTHER5)
     assert copies.hurried == [5]
-
-
-def test_files_of_one_directory_are_looked_up_and_copied_together(
-    tree: Tree, supply: Supply, copies: Copies
-) -> None:
-    run(supply, OTHER5, MORE6)
-    assert tree.batches == 1
-    assert copies.hurried == [5, 6]
 
 
 def test_an_error_of_the_source_is_the_peers_to_meet(tree: Tree, supply: Supply) -> None:

@@ -14,16 +14,21 @@ import secrets
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from tests.support.fake_mounts import interpreter_for
+from tests.support.mounting import REPOSITORY, fuse_mounts, processes_about
 from tests.support.programs import Running, execute
+from tests.support.surroundings import no_fuse, no_namespaces
 from tests.support.timing import Stopwatch
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
@@ -77,11 +82,14 @@ PartitionName=gpu Nodes=n[1-3] OverSubscribe=FORCE:8
 """
 
 
-def missing() -> str:
+def cannot_start() -> str:
+    """Why a cluster cannot be started here; empty if it can."""
     if os.geteuid() != 0:
         return "needs root: sudo make cluster"
     absent = [name for name in NEEDED if shutil.which(name, path=_PATH) is None]
-    return f"needs {', '.join(absent)}: .ci/cluster-packages build/prometheus" if absent else ""
+    if absent:
+        return f"needs {', '.join(absent)}: .ci/cluster-packages build/prometheus"
+    return no_fuse() or no_namespaces()
 
 
 @dataclass
@@ -368,3 +376,80 @@ def _ip(pid: int, *words: str) -> None:
     command: Sequence[str] = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words]
     done = execute(command)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+# A cluster as an administrator would set it up: our prolog, epilog, plugin and configuration
+
+
+DEADLINE_SECONDS = 16
+SITE = """\
+roots = ["{base}/lustre", "{base}/frozen"]
+tier = ["{base}/local/tier=64M"]
+options = "reserve_percent=1"
+deadline_seconds = {deadline}
+cache_dir = "{base}/local/cache"
+report_dir = "{base}/local/reports"
+log = "{base}/local/log/slurm.log"
+{more}
+
+[[dataset]]
+path = "{base}/lustre/given"
+partitions = ["gpu"]
+options = "name=GIVEN"
+"""
+
+
+def configure(base: Path, more: str = "") -> None:
+    text = SITE.format(base=base, deadline=DEADLINE_SECONDS, more=more)
+    (base / "site.toml").write_text(text)
+
+
+@contextmanager
+def site_cluster() -> Iterator[Cluster]:
+    """Three nodes whose prolog and epilog are ours, and a directory ``lustre`` that they share.
+    Only where it can be started."""
+    interpreter_for("nobody")
+    base = Path(tempfile.mkdtemp(prefix="monarchfs-cluster-"))
+    running = Cluster(base)
+    try:
+        _prepare(base)
+        running.start(
+            {
+                "Prolog": f"{base}/prolog",
+                "Epilog": f"{base}/epilog",
+                "TaskProlog": f"{base}/task_prolog",
+            }
+        )
+        yield running
+    finally:
+        running.close()
+        shutil.rmtree(base, ignore_errors=True)
+    assert (processes_about(str(base)), fuse_mounts(str(base))) == ([], []), "nothing is to be left"
+
+
+def _prepare(base: Path) -> None:
+    (base / "lustre").mkdir()
+    (base / "monarchfs").write_text(
+        f'#!/bin/sh\nexec {sys.executable} -m monarchfs.cli.main "$@"\n'
+    )
+    (base / "monarchfs").chmod(0o755)
+    for name in ("prolog", "epilog", "task_prolog"):
+        script = (
+            f"#!/bin/sh\nMONARCHFS={base}/monarchfs exec {REPOSITORY}/slurm/{name}"
+            + ("" if name == "task_prolog" else f" --config {base}/site.toml")
+            + "\n"
+        )
+        (base / name).write_text(script)
+        (base / name).chmod(0o755)
+    configure(base)
+    _plugin(base)
+
+
+def _plugin(base: Path) -> None:
+    """Builds the plugin, where Slurm's headers are, and has the cluster load it."""
+    if not os.path.exists("/usr/include/slurm/spank.h") or shutil.which("cc") is None:
+        return
+    subprocess.run(
+        ["make", "-s", "-C", str(REPOSITORY / "slurm"), f"BUILD={base}/plugin"], check=True
+    )
+    (base / "plugstack.conf").write_text(f"required {base}/plugin/monarchfs.so\n")

@@ -8,22 +8,13 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import sys
 import time
-import urllib.parse
-from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-import psutil
-
-from tests.slurm.cluster import NODES, USERS, Cluster
-from tests.slurm.site import DEADLINE_SECONDS, configure
+from tests.slurm.cluster import DEADLINE_SECONDS, NODES, USERS, Cluster, configure
 from tests.support import on_disk
-from tests.support.mounting import REPOSITORY
-from tests.support.prometheus import NO_PROMETHEUS, PROMETHEUS, documented_queries, samples, server
 
 VERIFY = """
 cd "$MONARCHFS_ROOT" && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum
@@ -260,53 +251,6 @@ def an_epilog_ends_though_a_process_sits_in_the_mount(slurm: Cluster) -> str:
     return f"unmounted {seconds:.1f} s after the job was submitted (deadline 8 s)"
 
 
-def a_killed_worker_costs_its_job_nothing(slurm: Cluster) -> str:
-    data = dataset(slurm, "worker")
-    script = (
-        "cd $MONARCHFS_ROOT\n"
-        "round=0; while [ $round -lt 60 ]; do\n"
-        "  find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum || echo failed\n"
-        "  round=$((round + 1)); sleep 0.05\n"
-        "done; echo done\n"
-    )
-    job = slurm.sbatch(script, *on("n3", data))
-    slurm.wait_for(lambda: slurm.output(job).count("\n") > 3, "the job to read")
-    point = slurm.mount_of("n3", data)
-    assert point is not None
-    status = slurm.run("n3", f"{slurm.base}/monarchfs", "status", point, "--json").stdout
-    slurm.run("n3", "kill", "-KILL", str(json.loads(status)["worker"]["pid"]))
-    slurm.wait(job)
-    lines = slurm.output(job).splitlines()
-    assert lines == [f"{digest(data)}  -"] * 60 + ["done"], slurm.logs()
-    one = report_of(slurm, job, "n3")
-    assert one["worker_restarts"] == 1
-    # Of both workers: the first has copied all of it, the second nothing.
-    assert one["source_read_bytes"] == size_of(data)
-    assert one["copies_completed"] == 12
-    nothing_left(slurm)
-    return "60 of 60 checksums right, 1 restart, and the report has what both workers did"
-
-
-def a_killed_supervisor_costs_its_job_and_no_other(slurm: Cluster) -> str:
-    data = dataset(slurm, "killed")
-    script = (
-        "cd $MONARCHFS_ROOT; echo reading\n"
-        "while cat file* >/dev/null 2>&1; do sleep 0.1; done; echo failed\n"
-    )
-    job = slurm.sbatch(script, *on("n1", data))
-    slurm.wait_for(lambda: "reading" in slurm.output(job), "the job to read")
-    point = slurm.mount_of("n1", data)
-    registered = slurm.run("n1", "sh", "-c", "cat /run/monarchfs/*.json").stdout
-    (entry,) = (json.loads(line) for line in registered.replace("}{", "}\n{").splitlines())
-    assert entry["mountpoint"] == point
-    slurm.run("n1", "kill", "-KILL", str(entry["supervisor_pid"]))
-    slurm.wait(job)
-    assert slurm.output(job).endswith("failed\n"), slurm.logs()
-    assert report_of(slurm, job, "n1")["answered"] is False
-    verified(slurm, "n1", data)
-    return "the job read on to an error, the next job's bytes are right"
-
-
 def a_node_that_was_switched_off_serves_the_next_job(slurm: Cluster) -> str:
     data = dataset(slurm, "switchedoff")
     first = after(slurm, "n2", data)
@@ -360,85 +304,6 @@ def nobody_else_gets_anything_of_a_mount_or_its_cache(slurm: Cluster) -> str:
     return "another user and root: 0 files readable, permission denied, report refused"
 
 
-def prometheus_tells_a_jobs_local_share(slurm: Cluster) -> str:
-    """Two jobs on the same nodes: one reads its dataset twice, one's is never copied."""
-    assert PROMETHEUS is not None, NO_PROMETHEUS
-    data, other = dataset(slurm, "watched"), dataset(slurm, "uncached")
-    nodes = [f"{slurm.address(node)}:9465" for node in NODES]
-    for node, address in zip(NODES, nodes, strict=True):
-        slurm.daemon(node, f"{slurm.base}/monarchfs", "exporter", "--listen", address)
-    directory = slurm.base / "prometheus"
-    directory.mkdir()
-    listen = f"{slurm.address('ctl')}:9090"
-    slurm.daemon("ctl", *server(directory, nodes, listen))
-    go_on = slurm.work(USERS[0]) / "go on"
-    script = (
-        "srun sh -c 'cat $MONARCHFS_ROOT/* >/dev/null; echo read; "
-        'while ! test -e "$0"; do sleep 0.1; done; cat $MONARCHFS_ROOT/* >/dev/null; sleep 60\' '
-        f"'{go_on}'\n"
-    )
-    # Where the kernel asks to open each file again, all readings are counted.
-    jobs = {
-        slurm.sbatch(script, "-N3", f"--comment=monarchfs={data}:freshness=ttl=60"),
-        slurm.sbatch(script, "-N3", f"--comment=monarchfs={other}:freshness=ttl=60:prefetch=none"),
-    }
-    twice, never = sorted(jobs)
-    try:
-        for job in jobs:
-            slurm.wait_for(lambda: slurm.output(job).count("read\n") == 3, "it to read")  # noqa: B023
-        for node in NODES:
-            slurm.wait_for(lambda: _resident(slurm, node, data) == 12, "copies")  # noqa: B023
-        go_on.touch()
-        asked = documented_queries((REPOSITORY / "docs" / "PROMETHEUS.md").read_text())[0]
-
-        def share(job: int) -> float | None:
-            found = _query(slurm, listen, asked.replace("4711", str(job)))
-            return found[0][1] if found else None
-
-        opened = (
-            'sum by (job_id) (monarchfs_mount_job_info{job_id="4711"} * on (instance, user, source,'
-            " mount) group_left sum without (served) (monarchfs_opens_total))"
-        )
-
-        def opens(job: int) -> float:
-            found = _query(slurm, listen, opened.replace("4711", str(job)))
-            return found[0][1] if found else 0
-
-        for job in jobs:
-            slurm.wait_for(lambda: opens(job) == 2 * 3 * 12, "all to be scraped")  # noqa: B023
-        local, nothing = share(twice), share(never)
-        assert (local, nothing) == (0.5, 0)
-    finally:
-        for job in jobs:
-            slurm.run("ctl", "scancel", str(job))
-    slurm.wait(*jobs)
-    # What the report says is the same.
-    reported = sum(report_of(slurm, twice, node)["local_opens"] for node in NODES) / (2 * 3 * 12)
-    assert reported == local
-    for name in ("prometheus", "exporter"):
-        for machine in ("ctl", *NODES):
-            slurm.run(machine, "pkill", "-f", f"{name} --")
-    nothing_left(slurm)
-    return f"local shares of two jobs at once: {local:.3f} and {nothing:.3f}"
-
-
-def _resident(slurm: Cluster, node: str, data: Path) -> int:
-    point = slurm.mount_of(node, data)
-    assert point is not None
-    status = slurm.run(node, f"{slurm.base}/monarchfs", "status", point, "--json").stdout
-    return int(json.loads(status)["files"]["resident"])
-
-
-def _query(slurm: Cluster, listen: str, query: str) -> list[tuple[dict[str, str], float]]:
-    """An instant query; nothing while the server does not answer yet."""
-    fetch = (
-        "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=10).read().decode())"
-    )
-    url = f"http://{listen}/api/v1/query?" + urllib.parse.urlencode({"query": query})
-    done = slurm.run("ctl", sys.executable, "-I", "-c", fetch, url)
-    return samples(json.loads(done.stdout)["data"]) if done.returncode == 0 else []
-
-
 def without_an_administrator_a_step_runs_its_own_mount(slurm: Cluster) -> str:
     """``srun monarchfs run``: no prolog has to do with it, and no privilege."""
     data = dataset(slurm, "ownmount")
@@ -472,57 +337,3 @@ def without_an_administrator_a_step_runs_its_own_mount(slurm: Cluster) -> str:
         noted = [row for segment in on_disk.segments(kept) for row in on_disk.noted(segment)]
         assert len(on_disk.own_files(kept)) + len(noted) == 12
     return f"3 of 3 nodes: sha256 equal at the source's own path, 12 files kept; {seconds:.1f} s"
-
-
-def a_mount_of_run_outlives_the_job_that_made_it(slurm: Cluster) -> str:
-    """All processes of a job are killed, the mount's daemon too, as with cgroups; another job of
-    the user reads on."""
-    data = dataset(slurm, "outlived")
-    own = slurm.local_of("n1") / "outlived"
-    own.mkdir()
-    shutil.chown(own, USERS[0])
-    place = f"{slurm.local}/outlived"
-    words = f"--strict --freshness immutable --tier {place}/tier=32M --state-dir {place}/state"
-    begun, stop = (slurm.work(USERS[0]) / f"outlived.{name}" for name in ("begun", "stop"))
-
-    def submit(command: str) -> int:
-        script = (
-            f"export XDG_RUNTIME_DIR={place}\n"
-            f"srun {slurm.base}/monarchfs run {data} {words} -- sh -c '{command}'\n"
-        )
-        return slurm.sbatch(script, "-N1", "-w", "n1")
-
-    read = f"cd {data} && find . -type f | LC_ALL=C sort | xargs sha256sum | sha256sum"
-    first = submit(f"cat {data}/* >/dev/null; touch {begun}; exec sleep 600")
-    slurm.wait_for(begun.exists, "the first job to read")
-    second = submit(
-        f"until test -e {stop}; do {read}; done; {slurm.base}/monarchfs status {data} --json"
-    )
-    slurm.wait_for(lambda: slurm.output(second).count(digest(data)) >= 2, "the second job to read")
-    killed = _kill(slurm, "n1", first)
-    slurm.wait(first)
-    before = slurm.output(second).count(digest(data))
-    slurm.wait_for(lambda: slurm.output(second).count(digest(data)) >= before + 3, "it to read on")
-    stop.touch()
-    slurm.wait(second)
-    *sums, told = slurm.output(second).splitlines()
-    assert {line.split()[0] for line in sums} == {digest(data)}, sums
-    status = json.loads(told)
-    assert status["worker"]["restarts"] == 1, told
-    assert status["source_io"]["read_bytes"] == size_of(data)
-    nothing_left(slurm)
-    return f"{killed} processes of the job killed, {len(sums)} reads by another job right"
-
-
-def _kill(slurm: Cluster, node: str, job: int) -> int:
-    """Kill all processes of a job at once, and all that came from them; how many."""
-    mine: set[psutil.Process] = set()
-    for process in psutil.Process(slurm.machines[node].pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if process.environ().get("SLURM_JOB_ID") == str(job):
-                mine |= {process, *process.children(recursive=True)}
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for process in mine:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(number)
-    return len(mine)

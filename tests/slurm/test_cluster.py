@@ -4,34 +4,51 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.slurm.cluster import Cluster
-from tests.slurm.proofs import (
-    VERIFY,
-    dataset,
-    digest,
-    nothing_left,
-    on,
-    prometheus_tells_a_jobs_local_share,
-)
-from tests.slurm.prove import FOR_USERS, PROOFS
+from tests.slurm import proofs
+from tests.slurm.cluster import Cluster, cannot_start, site_cluster
+from tests.slurm.proofs import VERIFY, dataset, digest, nothing_left, on
 from tests.support.fake_mounts import device_mode
-from tests.support.prometheus import NO_PROMETHEUS, PROMETHEUS
+
+PROOFS: tuple[Callable[[Cluster], str], ...] = (
+    proofs.a_job_on_three_nodes_reads_its_dataset_through_mounts,
+    proofs.the_nodes_of_a_job_share_what_each_has_read,
+    proofs.twenty_jobs_in_a_burst_share_two_datasets,
+    proofs.the_jobs_of_an_array_use_one_mount_that_lingers,
+    proofs.a_source_that_hangs_delays_a_job_for_no_longer_than_the_deadline,
+    proofs.an_epilog_ends_though_a_process_sits_in_the_mount,
+    proofs.a_node_that_was_switched_off_serves_the_next_job,
+    proofs.nobody_else_gets_anything_of_a_mount_or_its_cache,
+    proofs.without_an_administrator_a_step_runs_its_own_mount,
+)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    if reason := cannot_start():
+        pytest.skip(reason)
+    with site_cluster() as running:
+        yield running
 
 
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: proof.__name__)
-def test_what_is_to_be_shown(slurm: Cluster, proof: Callable[[Cluster], str]) -> None:
-    if proof is prometheus_tells_a_jobs_local_share and PROMETHEUS is None:
-        pytest.skip(NO_PROMETHEUS)
+def test_what_is_to_be_shown(
+    slurm: Cluster, proof: Callable[[Cluster], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
     # An ordinary user's mounts want the device open to everybody, as it is on most machines.
-    with device_mode(0o666) if proof in FOR_USERS else nullcontext():
-        assert proof(slurm)
+    with device_mode(0o666) if proof is PROOFS[-1] else nullcontext():
+        measured = proof(slurm)
+    with capsys.disabled():
+        name, seconds = proof.__name__.replace("_", " "), time.monotonic() - began
+        print(f"\nok  {name} ({seconds:.0f} s): {measured}", flush=True)
 
 
 def test_the_plugin_hands_a_request_to_the_prolog(slurm: Cluster) -> None:

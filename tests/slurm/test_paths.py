@@ -22,7 +22,7 @@ from monarchfs.slurm.site import read_site
 from monarchfs.types import OperationError
 from tests.slurm.test_node import Node, node
 from tests.support.flipping import Bait
-from tests.support.mounting import as_user, requires_fuse, requires_root, run
+from tests.support.mounting import as_user, assert_one_line, requires_fuse, requires_root, run
 from tests.support.programs import execute
 
 __all__ = ["node"]
@@ -102,7 +102,4 @@ def test_a_look_is_right_or_an_error(bait: Bait) -> None:
     ],
 )
 def test_a_wrong_descriptor_is_told(tmp_path: Path, value: str, said: str) -> None:
-    done = run("mount", "/usr", str(tmp_path), "--source-fd", value)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert_one_line(run("mount", "/usr", str(tmp_path), "--source-fd", value), 2, said)

@@ -2,26 +2,37 @@
 
     python -I fake_cli.py MODE ARGUMENTS...
 
-In mode ``patient`` the worker is as in ``serve``, and replaced when it has hung for minutes.
+In these modes the worker is as in ``serve``: ``patient``, it is replaced when it has hung for
+minutes; ``trying``, safe mode is left soon; ``unseen``, the kernel does not say who waits.
+``FAKE_WORKER`` in the environment is another program for the worker.
 Needs the standard library only, so that any user's interpreter can run it.
 """
 
 import functools
+import os
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 if __name__ == "__main__":
     from monarchfs.cli import main, mount
-    from monarchfs.supervisor import vital_signs
+    from monarchfs.supervisor import restart_policy, vital_signs
+    from monarchfs.supervisor.mounted import Mounted
 
     mode = sys.argv[1]
+    if mode == "trying":
+        restart_policy.RETRY_SECONDS = (0.5, 1.0, 600.0)
+    if mode == "unseen":
+        changed: Any = Mounted
+        changed.waiting = lambda _mounted: None
     if mode == "patient":
-        mode = "serve"
         for limit in ("SILENT_SECONDS", "ASLEEP_SECONDS", "DEAD_SILENT_SECONDS", "STARVED_SECONDS"):
             setattr(vital_signs, limit, 300.0)
-    worker = (sys.executable, "-I", str(HERE / "fake_worker.py"), mode)
+    mode = "serve" if mode in ("patient", "trying", "unseen") else mode
+    program = os.environ.get("FAKE_WORKER", str(HERE / "fake_worker.py"))
+    worker = (sys.executable, "-I", program, mode)
     mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
     sys.exit(main.main(sys.argv[2:]))

@@ -52,9 +52,9 @@ def needs_mounts(test: Test) -> Test:
     return marked
 
 
-def free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return int(probe.getsockname()[1])
 
 
@@ -175,12 +175,19 @@ def run(
     )
 
 
-def assert_one_line(done: subprocess.CompletedProcess[str], code: int, words: str) -> None:
+def asked(*words: str, code: int = 0, user: str | None = None) -> Any:
+    """What a command says with ``--json``."""
+    done = run(*words, "--json", user=user)
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def assert_one_line(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
     """A command that failed says so in one line with these words, and nothing else."""
     assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.startswith("monarchfs: ")
-    assert done.stderr.count("\n") == 1
-    assert words in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert [part for part in words if part not in done.stderr] == [], done.stderr
 
 
 def assert_refused(
@@ -255,6 +262,16 @@ class Bench:
         mount = Mount(source, mountpoint, user)
         self.mounts.append(mount)
         return mount
+
+    def storage(self, tier: str = "1G", name: str = "") -> list[str]:
+        """Options of a mount; with a name it has a tier and a state of its own."""
+        at = self.path
+        return ["--tier", f"{at}/tier{name}={tier}", "--state-dir", f"{at}/state{name}"]
+
+    def try_to_mount(self, source: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
+        """On ``mnt``, with such options; whoever calls it unmounts."""
+        (self.path / "mnt").mkdir(exist_ok=True)
+        return run("mount", str(source), f"{self.path}/mnt", *self.storage(), *options)
 
     def log(self) -> str:
         texts = [p.read_text(errors="replace") for p in (self.path / "log",) if p.exists()]

@@ -14,6 +14,12 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """The lines of /proc/PID/status."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
 def nice_of(pid: int, thread: int) -> int:
     """Field 19 of /proc/PID/task/TID/stat."""
     stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
