@@ -79,12 +79,6 @@ def test_growth_of_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # Other programs.
 
 
-def test_totals_count_what_had_to_be_waited_for_first() -> None:
-    found = programs.Found(ready=[1.0, 2.0], seconds=[[3.0, 4.0], [5.0, 6.0]])
-    assert found.totals == [8.0, 13.0]
-    assert found.epoch(1) == [4.0, 6.0]
-
-
 @requires_fuse
 @requires_root
 @pytest.mark.timeout(120)

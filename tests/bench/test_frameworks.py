@@ -46,18 +46,6 @@ def test_a_smaller_shape_asks_as_much_of_the_storage(name: str) -> None:
         assert getattr(shape, field) == getattr(published, field)
 
 
-def test_overrides_name_each_setting_once(tmp_path: Path) -> None:
-    words = dlio.overrides(TINY, tmp_path / "data", tmp_path / "out", generate=True, epochs=3)
-    settings = dict(word.lstrip("+").split("=", 1) for word in words)
-    assert len(settings) == len(words)
-    assert settings["workload"] == "unet3d_v100"
-    assert settings["workload.workflow.generate_data"] == "True"
-    assert settings["workload.workflow.train"] == "False"
-    assert settings["workload.dataset.record_length"] == "1024"
-    assert settings["workload.dataset.data_folder"] == str(tmp_path / "data")
-    assert settings["workload.train.epochs"] == "3"
-
-
 def test_an_epoch_is_told_of_once_it_is_logged(tmp_path: Path) -> None:
     log = tmp_path / "dlio.log"
     begun: list[int] = []

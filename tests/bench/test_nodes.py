@@ -34,12 +34,6 @@ def test_a_sampler_divides_the_files_anew_in_each_epoch() -> None:
     assert all(sorted(order) == list(range(10)) for order in nodes.whole_orders(10, 3, 0))
 
 
-def test_what_a_lost_owner_costs() -> None:
-    assert nodes.expected_when_lost(3, 0.0) == nodes.expected_when_lost(3, 1.0) == 1
-    assert nodes.expected_when_lost(2, 0.5) == pytest.approx(9 / 8)
-    assert 1.02 < nodes.expected_when_lost(8, 0.25) < 1.04
-
-
 NODES = scale.cluster(8)
 OWNERSHIP = Ownership(NODES)
 EVEN = Dataset("even", [1] * BUCKETS)
@@ -47,17 +41,6 @@ EVEN = Dataset("even", [1] * BUCKETS)
 
 def without(number: int) -> Ownership:
     return Ownership([node for n, node in enumerate(NODES) if n != number])
-
-
-def test_balance() -> None:
-    owned = scale.owned_bytes(OWNERSHIP, EVEN)
-    assert sum(owned) == BUCKETS
-    assert 1.0 < scale.imbalance(owned, NODES) < 1.1
-    uneven = scale.cluster(8, weighted=True)
-    owned = scale.owned_bytes(Ownership(uneven), EVEN)
-    assert owned[1] > 1.7 * owned[0]
-    assert 1.0 < scale.imbalance(owned, uneven) < 1.1
-    assert scale.imbalance([3, 1], scale.cluster(2)) == 1.5
 
 
 def test_lists_that_agree_read_everything_once() -> None:

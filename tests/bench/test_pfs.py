@@ -42,31 +42,12 @@ from tests.support.mounting import (
     wait_for,
 )
 from tests.support.programs import Running, execute
+from tests.support.trees import differences
 
 pytestmark = [requires_fuse, surroundings.program("gcc"), surroundings.requires_own_clone]
 
 MIB = 1 << 20
 SECONDS = 60
-
-DESCRIBE = """
-import hashlib, json, os, sys
-root, found = sys.argv[1], {}
-for folder, folders, files in os.walk(root):
-    for name in (".", *folders, *files):
-        path = os.path.normpath(os.path.join(folder, name))
-        about = os.lstat(path)
-        facts = [about.st_ino, about.st_mode, about.st_nlink, about.st_uid, about.st_gid,
-                 about.st_size, about.st_blocks, about.st_mtime_ns, about.st_ctime_ns]
-        if os.path.islink(path):
-            facts.append(os.readlink(path))
-        else:
-            facts += [[key, os.getxattr(path, key).hex()] for key in sorted(os.listxattr(path))]
-        if os.path.isfile(path) and not os.path.islink(path):
-            with open(path, "rb") as file:
-                facts.append(hashlib.sha256(file.read()).hexdigest())
-        found[os.path.relpath(path, root)] = facts
-print(json.dumps(found))
-"""
 
 
 def python(script: str, *arguments: object, user: str | None = None) -> Any:
@@ -129,7 +110,7 @@ print(json.dumps(found.hexdigest()))
 """
     pfs = mounted()
     os.setxattr(backing / "large", "user.kind", b"\0random")
-    assert python(DESCRIBE, pfs.path) == python(DESCRIBE, backing)
+    assert differences(backing, pfs.path) == []
     assert python(script, pfs.path / "large") == python(script, backing / "large")
     with pytest.raises(FileNotFoundError):
         (pfs.path / "missing").stat()

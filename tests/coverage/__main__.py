@@ -43,9 +43,6 @@ class Covered(NamedTuple):
     branches: int
     branches_run: int
 
-    def plus(self, other: Covered) -> Covered:
-        return Covered(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 def measured(copy: Copy) -> None:
     """From now on the copy's processes leave counts in ``data`` and beside the objects."""
@@ -106,7 +103,7 @@ def by_package(files: dict[str, Covered]) -> dict[str, Covered]:
         parts = Path(name).parts
         package = parts[1] if len(parts) > 2 else PACKAGE
         for row in (f"{package} ({language})", f"all ({language})"):
-            rows[row] = rows[row].plus(covered)
+            rows[row] = Covered(*map(sum, zip(rows[row], covered, strict=True)))
     return dict(sorted(rows.items(), key=lambda row: (row[0].startswith("all"), row[0])))
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from monarchfs.cache.index import Index, problems
-from tests.index.tools import DIRECTORY, NOW, ROOT_SOURCE_INO, open_index, source_stat
+from tests.index.tools import rooted
 
 
 @pytest.fixture
 def index(tmp_path: Path) -> Iterator[Index]:
-    opened = open_index(tmp_path)
-    opened.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    opened = rooted(tmp_path)
     yield opened
     opened.close()
     assert problems(str(tmp_path)) == []

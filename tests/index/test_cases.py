@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from monarchfs.types import (
     Listing,
     Node,
     ReplicaState,
-    SourceStat,
     TierTotals,
 )
 from tests.index.tools import (
@@ -28,6 +26,7 @@ from tests.index.tools import (
     SEGMENT,
     add_listing,
     finish_listing,
+    found,
     name_of,
     names_in,
     open_index,
@@ -45,7 +44,7 @@ def directory_found(index: Index, parent: int, name: bytes, source_ino: int) -> 
 
 
 def test_equal_source_numbers_on_two_devices_are_two_files(index: Index) -> None:
-    a = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    a = found(index, b"a", 10)
     b = record_found(index, ROOT_INO, b"b", source_stat(10, device=77), b"", NOW)
     assert a.ino != b.ino
 
@@ -89,7 +88,7 @@ def test_the_root_may_change_but_another_one_is_another_source(index: Index) -> 
 
 
 def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
-    ino = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW).ino
+    ino = found(index, b"a", 10).ino
     known: dict[bytes, bytes | int] = {
         b"user." + b"x" * 250: b"",
         b"user.big": bytes(65536),
@@ -103,32 +102,13 @@ def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
     assert index.xattrs.xattr(ino, b"user.other") is None
 
 
-def test_a_directorys_xattrs_are_forgotten_with_its_ctime(index: Index) -> None:
-    other = directory_found(index, ROOT_INO, b"e", 21)
-    index.xattrs.put_xattr(other, b"user.a", b"1")
-    ways: list[tuple[int, Callable[[SourceStat], Node]]] = [
-        (ROOT_SOURCE_INO, lambda stat_: index.nodes.record_root(stat_, NOW)),
-        (20, lambda stat_: record_found(index, ROOT_INO, b"d", stat_, b"", NOW)),
-    ]
-    for number, record in ways:
-        old, new = (source_stat(number, mode=DIRECTORY, version=v) for v in (0, 1))
-        d = record(old).ino
-        index.xattrs.put_xattr(d, b"user.a", b"1")
-        index.xattrs.put_xattr(d, b"user.b", b"2")
-        for stat_ in (old, new):
-            assert index.xattrs.xattr(d, b"user.b") == b"2"
-            record(stat_)
-        assert [index.xattrs.xattr(d, name) for name in (b"user.a", b"user.b")] == [None, None]
-    assert index.xattrs.xattr(other, b"user.a") == b"1"
-
-
 # Listings.
 
 
 def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
-    record_found(index, ROOT_INO, b"before", source_stat(10), b"", NOW)
+    found(index, b"before", 10)
     sequence = index.listings.begin_listing(ROOT_INO)
-    record_found(index, ROOT_INO, b"meanwhile", source_stat(11), b"", NOW)
+    found(index, b"meanwhile", 11)
     index.listings.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
     finish_listing(index, ROOT_INO, sequence)
     assert names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
@@ -138,7 +118,7 @@ def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: In
     """Where listings lack names that look-ups find, those are not shown."""
     sequence = index.listings.begin_listing(ROOT_INO)
     for name, ino in ((b"a", 10), (b".snapshot", 11)):
-        record_found(index, ROOT_INO, name, source_stat(ino), b"", NOW)
+        found(index, name, ino)
     index.listings.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], NOW)
     finish_listing(index, ROOT_INO, sequence, lists_all=False)
     shown = index.listings.entries(ROOT_INO, 2, 10, only_listed=True)
@@ -181,10 +161,10 @@ def test_a_name_seen_after_a_crash_is_removed_by_a_later_listing(tmp_path: Path)
     """Numbers leap after a crash, and names are dated by them: the leap is recorded with it."""
     index = open_index(tmp_path)
     add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11))
-    record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    found(index, b"a", 10)
     index.close(clean=False)
     index = open_index(tmp_path, trust=True)
-    record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    found(index, b"a", 10)
     index.close()
     index = open_index(tmp_path)
     add_listing(index, ROOT_INO, (b"b", 11))
@@ -193,10 +173,6 @@ def test_a_name_seen_after_a_crash_is_removed_by_a_later_listing(tmp_path: Path)
 
 
 # Pins, and the end of outdated nodes.
-
-
-def found(index: Index, name: bytes, ino: int, version: int = 0, parent: int = ROOT_INO) -> Node:
-    return record_found(index, parent, name, source_stat(ino, version=version), b"", NOW + version)
 
 
 def test_a_pin_holds_all_below_a_directory(index: Index) -> None:
@@ -231,16 +207,6 @@ def test_a_pin_goes_with_the_file_and_with_the_name(index: Index) -> None:
     assert index.pins.pins() == [newest.ino]
     other = found(index, b"b", 11)
     assert index.pins.pins() == [other.ino]
-
-
-def test_only_old_outdated_nodes_without_replicas_are_purged(index: Index) -> None:
-    good, held, late, gone = (found(index, b"%d" % i, 10 + i).ino for i in range(4))
-    index.replicas.put_replica(held, replica(1))
-    # The last one counts from the first time on.
-    for ino, since in ((held, NOW), (late, NOW + 5), (gone, NOW), (gone, NOW + 9)):
-        index.nodes.mark_outdated(ino, since)
-    assert [index.nodes.purge_outdated(NOW + after, 10) for after in (0, 5)] == [0, 1]
-    assert [index.nodes.node(n) is None for n in (good, held, late, gone)] == [False] * 3 + [True]
 
 
 @pytest.mark.parametrize("listed", [None, FileType.REGULAR, FileType.UNKNOWN])

@@ -37,16 +37,18 @@ from tests.index.tools import (
     SEGMENT,
     add_listing,
     finish_listing,
+    found,
     name_of,
     names_in,
     open_index,
     replica,
+    rooted,
     shared,
     source_stat,
     tier_file,
 )
 from tests.support import surroundings
-from tests.support.indexing import record_found
+from tests.support.programs import execute
 
 Tables = dict[bytes, Any]
 
@@ -131,10 +133,9 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
 
 
 def filled(directory: Path) -> Path:
-    index = open_index(directory)
-    index.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    index = rooted(directory)
     for i in range(500):
-        node = record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+        node = found(index, b"%d" % i, 10 + i)
         index.replicas.put_replica(node.ino, replica(i))
     index.close()
     return directory / "index" / "data.mdb"
@@ -169,9 +170,7 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
             index = open_index(tmp_path)
             assert len(index.listings.entries(ROOT_INO, 0, 1000)) == 500
             for number in range(20):
-                record_found(
-                    index, ROOT_INO, b"new%d" % number, source_stat(900 + number), b"", NOW
-                )
+                found(index, b"new%d" % number, 900 + number)
             index.close(clean=False)
         else:
             rejected += 1
@@ -180,12 +179,8 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
 
 def full(directory: Path) -> None:
     """An index with rows in every table, and nothing wrong with it."""
-    index = open_index(directory)
-    index.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
-    inos = [
-        record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW).ino
-        for i in range(10)
-    ]
+    index = rooted(directory)
+    inos = [found(index, b"%d" % i, 10 + i).ino for i in range(10)]
     for i, ino in enumerate(inos):
         index.replicas.put_replica(ino, replica(i))
     index.nodes.mark_outdated(inos[3])
@@ -312,9 +307,7 @@ def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: 
         "    try: print(check(sys.argv[1]))\n"
         "    except OSError as error: print(error.strerror)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, check=True
-    )
+    done = execute([sys.executable, "-c", program, tmp_path], check=True)
     assert done.stdout.splitlines() == 2 * ["the index cannot be checked"]
 
 
@@ -418,7 +411,7 @@ def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> N
         syncing = other.submit(sync)
         try:
             for i in range(3000):
-                record_found(index, ROOT_INO, b"%d" % i, source_stat(10 + i), b"", NOW)
+                found(index, b"%d" % i, 10 + i)
                 assert index.nodes.dirent(ROOT_INO, b"%d" % i) is not None
             index.close()
         finally:
@@ -429,7 +422,7 @@ def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> N
     index = open_index(tmp_path, map_bytes=1 << 18)
     inos = {node.ino for _, node in index.listings.entries(ROOT_INO, 0, 4000) if node is not None}
     assert len(inos) == 3000
-    record_found(index, ROOT_INO, b"new", source_stat(9999), b"", NOW)
+    found(index, b"new", 9999)
     index.close()
 
 
@@ -460,18 +453,18 @@ def test_suspicion_is_no_way_out_of_the_directory(tmp_path: Path) -> None:
 
 
 def test_numbers_leap_where_a_mount_may_know_some_that_are_not_recorded(tmp_path: Path) -> None:
-    def found(name: bytes) -> int:
+    def number_of(name: bytes) -> int:
         index = open_index(tmp_path, trust=True)
-        ino = record_found(index, ROOT_INO, name, source_stat(len(name)), b"", NOW).ino
+        ino = found(index, name, len(name)).ino
         index.close(clean=name != b"bb")
         return ino
 
-    first, second = found(b"a"), found(b"bb")
+    first, second = number_of(b"a"), number_of(b"bb")
     assert first == 16
     assert second < 30
-    assert found(b"ccc") > second + 1_000_000
+    assert number_of(b"ccc") > second + 1_000_000
     set_aside(str(tmp_path))
-    assert found(b"d") > 1_000_000
+    assert number_of(b"d") > 1_000_000
 
 
 # Disks below the index that are full, fail, or become read-only: real ones, on loop devices
@@ -540,7 +533,7 @@ def record_until_frozen(index: Index) -> list[int]:
     """Names are recorded without an error, whatever the disk does."""
     inos = []
     for i in range(100_000):
-        inos.append(record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW).ino)
+        inos.append(found(index, b"%d" % i, 100 + i).ino)
         if index.environment.frozen is not None:
             return inos
     raise AssertionError("the disk never failed")
@@ -557,7 +550,7 @@ FAILURES = {
 def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: str) -> None:
     fail, message = FAILURES[how]
     index = prepared(disk)
-    known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
+    known = found(index, b"known", 10)
     assert index.nodes.node(known.ino) == known
     fail(disk)
     inos = record_until_frozen(index)
@@ -612,7 +605,7 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     index = prepared(disk)
     fill(disk)
     inos = record_until_frozen(index)
-    later = record_found(index, ROOT_INO, b"later", source_stat(5), b"", NOW)
+    later = found(index, b"later", 5)
     index.close()
     for path in disk.glob("filler-*"):
         path.unlink()
@@ -628,7 +621,7 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     assert index.nodes.node(inos[-2]) is not None
     assert index.nodes.node(later.ino) is None
     # Numbers that only the frozen one gave out are not given to others.
-    new = record_found(index, ROOT_INO, b"new", source_stat(6), b"", NOW)
+    new = found(index, b"new", 6)
     assert new.ino > later.ino
     index.close()
     assert last_close(str(disk)) is LastClose.CLEAN
@@ -638,7 +631,7 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
 @pytest.mark.parametrize("clean", [True, False])
 def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, clean: bool) -> None:
     index = prepared(disk)
-    known = record_found(index, ROOT_INO, b"known", source_stat(10), b"", NOW)
+    known = found(index, b"known", 10)
     index.close(clean=clean)
     FAILURES[how][0](disk)
     numbers = set()
@@ -649,7 +642,7 @@ def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, c
         index.replicas.begin_boot(b"one")
         assert index.nodes.node(known.ino) == known
         assert index.replicas.replica(21) == replica(21)
-        numbers.add(record_found(index, ROOT_INO, b"new", source_stat(11), b"", NOW).ino)
+        numbers.add(found(index, b"new", 11).ino)
         index.close(clean=False)
     if how == "read-only":
         # Each was given in memory only; the kernel may have heard of both.
@@ -663,22 +656,22 @@ def test_others_may_fill_the_disk_without_stopping_commits(disk: Path) -> None:
     assert ahead >= 1 << 20
     fill(disk)
     for i in range(1000):
-        record_found(index, ROOT_INO, b"%d" % i, source_stat(100 + i), b"", NOW)
+        found(index, b"%d" % i, 100 + i)
     assert index.environment.frozen is None
     index.close(clean=False)
 
 
 def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
     index = open_index(tmp_path)
-    known = record_found(index, ROOT_INO, b"a", source_stat(10), b"", NOW)
+    known = found(index, b"a", 10)
     # Not even a copy in memory can be made.
     with surroundings.no_file_larger_than(4096):
         with pytest.raises(IndexWriteError):
-            record_found(index, ROOT_INO, b"b", source_stat(11), b"", NOW)
+            found(index, b"b", 11)
         assert index.environment.frozen is None
         assert index.nodes.dirent(ROOT_INO, b"b") is None
         assert index.nodes.node(known.ino) == known
-    after = record_found(index, ROOT_INO, b"after", source_stat(5000), b"", NOW)
+    after = found(index, b"after", 5000)
     assert after.ino > known.ino
     index.close()
     assert problems(str(tmp_path)) == []

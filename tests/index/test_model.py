@@ -433,7 +433,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.replicas_agree()
         assert self.index.pins.pins() == sorted(self.pins)
         for ino in self.nodes:
-            assert self.index.pins.pinned(ino) == self.expected_pin(ino)
+            assert self.index.pins.pinned(ino) == bool(self.pins & self.climb(ino))
 
     @invariant()
     def what_others_have_seen_holds(self) -> None:
@@ -486,9 +486,6 @@ class IndexMachine(RuleBasedStateMachine):
                 )
         sharing = sum(1 for record, _ in self.replicas.values() if record.segment)
         assert self.index.segments.segment_replicas() == sharing
-
-    def expected_pin(self, ino: int) -> bool:
-        return not self.pins.isdisjoint(self.climb(ino))
 
     def climb(self, ino: int) -> set[int]:
         """It, and all above it."""

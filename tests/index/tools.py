@@ -11,14 +11,17 @@ from pathlib import Path
 
 from monarchfs.cache.index import Index
 from monarchfs.types import (
+    ROOT_INO,
     FileType,
     Listing,
+    Node,
     Replica,
     ReplicaState,
     SourceStat,
     SourceVersion,
     TierFile,
 )
+from tests.support.indexing import record_found
 
 NOW = 1_700_000_000_000_000_000
 ROOT_SOURCE_INO = 2
@@ -62,6 +65,16 @@ def open_index(directory: Path, map_bytes: int = 1 << 30, *, trust: bool = False
     return Index.open(
         str(directory), source_id="lustre:/data", map_bytes=map_bytes, trust_after_kill=trust
     )
+
+
+def found(index: Index, name: bytes, ino: int, version: int = 0, parent: int = ROOT_INO) -> Node:
+    return record_found(index, parent, name, source_stat(ino, version=version), b"", NOW + version)
+
+
+def rooted(directory: Path) -> Index:
+    index = open_index(directory)
+    index.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
+    return index
 
 
 def add_listing(index: Index, parent: int, *names: tuple[bytes, int]) -> None:

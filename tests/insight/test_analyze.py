@@ -92,6 +92,10 @@ def reads_and_computes() -> Job:
     return Job(always(SOURCE, 0.01), readers=1, compute=0.0125)
 
 
+def room(mib: int) -> dict[str, Any]:
+    return {"tiers": [{"path": "/scratch", "capacity": mib * MIB}]}
+
+
 def slow_now_and_then(slow: Callable[[Job, int], bool]) -> Answer:
     return lambda job, _now, ino, _size: (SOURCE, 0.5 if slow(job, ino) else 0.005)
 
@@ -135,9 +139,24 @@ def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
     ):
         job = Job(always(TIER, 0.001), compute=0.02)
         yield f"computing, and the recording says {facts}", job, facts
+    unseen: dict[str, Any] = {"hidden": ["reads"], "data_path": "passthrough"}
     job = Job(always(TIER, 0.001), compute=0.02)
-    facts = {"hidden": ["reads"], "data_path": "passthrough"}
-    yield "the kernel reads by itself", with_events(job, handed(job.events())), facts
+    yield "the kernel reads by itself", with_events(job, handed(job.events())), unseen
+    job = Job(source_until_copied(0.5, 0.02), many_files(400, MIB), request_bytes=MIB)
+    yield "... half of the files", with_events(job, handed(job.events())), unseen | room(201)
+    thousand = many_files(1000, 100 * KIB)
+    yield "56% fit", Job(source_until_copied(0.56, 0.02), thousand), room(55)
+    facts = room(49) | {"sampled": 4}
+    yield "one of four was sampled", Job(source_until_copied(0.5, 0.02), thousand), facts
+    for nodes in (2, 5):
+        facts = room(25) | {"nodes": nodes}
+        yield f"{nodes} nodes could share", Job(source_until_copied(0.25, 0.02), thousand), facts
+    job = Job(always(TIER, 0.01))
+    events = job.events()
+    hot = [e._replace(ino=101, offset=0) for e in events[::10]]
+    yield "each tenth read is of one file", with_events(job, sorted([*events, *hot])), {}
+    opens = [e._replace(kind=Kind.OPEN, source_of=MEMORY, size=0) for e in events]
+    yield "opens take as long as reads", with_events(job, sorted([*opens, *events])), {}
 
 
 def test_what_is_said_of_jobs(tmp_path: Path, golden: Golden) -> None:
@@ -145,50 +164,6 @@ def test_what_is_said_of_jobs(tmp_path: Path, golden: Golden) -> None:
         f"# {what}\n{text_of(analyzed(job, tmp_path, **facts))}\n" for what, job, facts in jobs()
     ]
     golden("analyze.txt", "\n".join(texts))
-
-
-def test_shares_are_those_of_the_job(tmp_path: Path) -> None:
-    found = analyzed(Job(bandwidth(100 * MIB), many_files(400, 600 * KIB)), tmp_path)
-    assert found.epochs[1].bandwidth == pytest.approx(100 * MIB, rel=0.02)
-    found = analyzed(reads_and_computes(), tmp_path)
-    assert found.epochs[1].waited_share == pytest.approx(0.444, abs=0.01)
-    assert found.epochs[1].span.idle == pytest.approx(found.epochs[1].seconds * 0.556, rel=0.02)
-    found = analyzed(with_open(SOURCE), tmp_path)
-    assert [epoch.hit_ratio for epoch in found.epochs] == [0, 0]
-    assert found.epochs[1].source_files == 400
-
-
-def test_what_does_not_fit(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.56, 0.02), many_files(1000, 100 * KIB))
-    tiers = [{"path": "/scratch", "capacity": int(1000 * 0.56 * 100 * KIB + 4 * KIB)}]
-    found = analyzed(job, tmp_path, tiers=tiers)
-    assert found.verdict.kind == "input-bound"
-    assert found.epochs[1].hit_ratio == pytest.approx(0.56, abs=0.001)
-    assert "440 files (43M) that do not fit into the tiers were read from it again" in said(found)
-    assert "43M more on /scratch would bring that to an estimated" in said(found)
-    all_local = found.outcomes[-1]
-    assert all_local.hit_ratio == 1
-    assert all_local.epoch_seconds == pytest.approx(1000 * 0.001 / 4, rel=0.1)
-    as_it_was = found.outcomes[0]
-    assert as_it_was.hit_ratio == pytest.approx(0.56, abs=0.03)
-    assert as_it_was.epoch_seconds == pytest.approx(found.epochs[1].seconds, rel=0.1)
-
-
-def test_what_nodes_that_share_would_bring(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.25, 0.02), many_files(1000, 100 * KIB))
-    tiers = [{"path": "/scratch", "capacity": int(1000 * 0.25 * 100 * KIB + 4 * KIB)}]
-    outcomes = {
-        one.change.removeprefix("--peers of "): one
-        for nodes in (2, 5)
-        for one in analyzed(job, tmp_path, tiers=tiers, nodes=nodes).outcomes
-    }
-    assert outcomes["2 nodes"].hit_ratio == pytest.approx(0.5, abs=0.03)
-    assert outcomes["5 nodes"].hit_ratio == 1
-    from_peers = 0.8 * (0.0005 + 100 * KIB / 1e9)
-    assert outcomes["5 nodes"].epoch_seconds == pytest.approx(
-        1000 * (0.001 + from_peers) / 4, rel=0.1
-    )
-    assert all(not one.change.startswith("--peers") for one in analyzed(job, tmp_path).outcomes)
 
 
 @pytest.mark.parametrize("compute", [0.0, 0.003, 0.03])
@@ -235,17 +210,6 @@ def test_what_immutable_would_bring(fits: float, compute: float, tmp_path: Path)
     assert "--freshness immutable" not in text_of(real)
 
 
-def test_what_the_kernel_reads_by_itself_counts_as_local(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.5, 0.02), many_files(400, MIB), request_bytes=MIB)
-    tiers = [{"path": "/scratch", "capacity": 201 * MIB}]
-    facts: dict[str, Any] = {"tiers": tiers, "hidden": ["reads"], "data_path": "passthrough"}
-    found = analyzed(with_events(job, handed(job.events())), tmp_path, **facts)
-    assert [epoch.hit_ratio for epoch in found.epochs] == pytest.approx([0, 0.5], abs=0.01)
-    assert found.outcomes[0].hit_ratio == pytest.approx(0.5, abs=0.02)
-    assert found.epochs[1].files == 400
-    assert "200 files (200M) that do not fit" in said(found)
-
-
 def test_readers_that_are_forked_for_each_epoch_do_not_idle_in_others(tmp_path: Path) -> None:
     found = analyzed(Job(always(SOURCE, 0.02), epochs=3, forks=True), tmp_path)
     assert [round(epoch.readers) for epoch in found.epochs] == [4, 4, 4]
@@ -258,15 +222,6 @@ def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
     found = analyze(open_recording(path))
     assert found.verdict.kind == "input-bound"
     assert "The recorder was killed" in found.verdict.reservations[-1]
-
-
-def test_a_sample_of_files_is_replayed_in_a_part_of_the_tiers(tmp_path: Path) -> None:
-    job = Job(source_until_copied(0.5, 0.02), many_files(1000, 100 * KIB))
-    tiers = [{"path": "/scratch", "capacity": 500 * 100 * KIB}]
-    found = analyzed(job, tmp_path, tiers=tiers, sampled=4)
-    assert found.epochs[1].files == pytest.approx(250, abs=30)
-    assert found.outcomes[0].hit_ratio == pytest.approx(0.5, abs=0.06)
-    assert found.verdict.lines[0].startswith("No verdict (sampled)")
 
 
 INTERVALS = st.lists(
@@ -391,15 +346,6 @@ def test_processes_that_read_the_same_are_no_epochs(readers: int, together: bool
     assert len(survey(in_order(events)).begins) == 1
 
 
-def test_a_hot_file_makes_no_epoch_and_is_named(tmp_path: Path) -> None:
-    job = Job(always(TIER, 0.01))
-    events = job.events()
-    hot = [e._replace(ino=101, offset=0) for e in events[::10]]
-    found = analyzed(with_events(job, sorted([*events, *hot])), tmp_path)
-    assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins, abs=0.02)
-    assert [file.path for file in found.pattern.hot] == ["train/0001.jpg"]
-
-
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run("analyze", *map(str, arguments))
 
@@ -437,16 +383,6 @@ def test_a_recording_that_makes_no_sense(tmp_path: Path) -> None:
     done = command(path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "makes no sense" in done.stderr
-
-
-def test_look_ups_and_opens_are_waited_for_too(tmp_path: Path) -> None:
-    job = Job(always(TIER, 0.01))
-    events = job.events()
-    opens = [e._replace(kind=Kind.OPEN, source_of=MEMORY, size=0) for e in events]
-    found = analyzed(with_events(job, sorted([*opens, *events])), tmp_path)
-    assert [epoch.span.begin for epoch in found.epochs] == pytest.approx(job.begins)
-    assert found.epochs[0].span.shared[NAMES] == pytest.approx(found.epochs[0].seconds / 2, rel=0.1)
-    assert "50% of the waiting was for look-ups and opens" in said(found)
 
 
 def test_a_header_that_is_read_twice_is_no_epoch() -> None:

@@ -192,16 +192,6 @@ def test_what_is_said_of_jobs(golden: Golden) -> None:
     golden("analyze-darshan.txt", "\n".join(texts))
 
 
-def test_epochs_read_again() -> None:
-    found = analyze_darshan(job_of(*dataset(4)), "/d", None)
-    assert found.rooms[-1].local_share == pytest.approx(0.75)
-    assert found.rooms[-1].next_local_share == pytest.approx(1.0)
-    assert found.rooms[0].local_share == pytest.approx(0.75 / 4, rel=0.02)
-    once = analyze_darshan(job_of(*dataset(1)), "/d", None)
-    assert once.rooms[-1].local_share == 0
-    assert once.waited_share == pytest.approx(0.55)
-
-
 def test_the_list_has_the_order_of_the_job() -> None:
     """Without names that no list can hold, and large files of which little was read."""
     odd, shard = read_file("/d/train/a\nb", first=1.0), read_file("/d/shard", size=64 * MIB)

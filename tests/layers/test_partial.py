@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import random
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from monarchfs.prefetch.queue import Priority
 from monarchfs.types import ReplicaState, SourceStat
 from tests.support.faults import disk_is_full
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
+from tests.support.runner import allocated_bytes
 
 LARGE = content(5 * MIB + 5, 2)
 
@@ -214,19 +214,11 @@ def make_sparse(area: Area, name: str, pieces: list[tuple[int, bytes]], size: in
     return path.read_bytes()
 
 
-def occupied(mirror: Mirror) -> int:
-    total = 0
-    for path in Path(mirror.tier.path).rglob("*"):
-        with suppress(FileNotFoundError):  # it has its final name now
-            total += path.stat().st_blocks * 512 if path.is_file() else 0
-    return total
-
-
 def watch_capacity(mirror: Mirror, capacity: int) -> None:
     """After each write the tier holds no more."""
 
     def look() -> None:
-        assert occupied(mirror) <= capacity
+        assert allocated_bytes(Path(mirror.tier.path)) <= capacity
 
     mirror.tier.faults.before("after_write", look)
 
@@ -254,7 +246,7 @@ async def test_holes_are_not_read(area: Area) -> None:
             await mirror.idle()
         assert mirror.residency.state(await mirror.ino("f")) == "resident"
         assert sum(read.size for read in mirror.posix.reads) <= 4 * 256 * KIB
-        assert occupied(mirror) < MIB
+        assert allocated_bytes(Path(mirror.tier.path)) < MIB
         handle = await mirror.open("f")
         for at in (0, 3 * MIB, far, size - 4096):
             found = await mirror.read(handle, at, 4096)

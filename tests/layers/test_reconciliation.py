@@ -42,13 +42,6 @@ async def read_both(mirror: Mirror) -> None:
     await mirror.idle()
 
 
-async def left_behind(files: Area) -> None:
-    """Both were copied, and synced."""
-    async with files.mount() as mirror:
-        await read_both(mirror)
-        await mirror.cache.accounts.sync()
-
-
 async def test_after_a_reboot_what_was_not_synced_is_gone(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +75,9 @@ async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: A
 
 
 async def test_another_version_is_not_taken_over_and_makes_room(files: Area) -> None:
-    await left_behind(files)
+    async with files.mount() as mirror:
+        await read_both(mirror)
+        await mirror.cache.accounts.sync()
     set_aside(str(files.state))
     files.write("large", content(len(LARGE), 77))
     async with files.mounted([4 * MIB]) as mirror:

@@ -21,22 +21,18 @@ def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
 FILES = ("a", "d/b", "d/c")
 
 
-def touching(mirror: Mirror) -> Touch:
-    touch = Touch(
-        *(mirror.source, mirror.cache, mirror.metrics, mirror.tree.known),
-        *(mirror.opens.inodes, 0.001),
-    )
-    mirror.files._touch = touch
-    return touch
-
-
 @asynccontextmanager
 async def resident(area: Area, *names: str) -> AsyncIterator[tuple[Mirror, Touch]]:
     """A mount that has copied these files, which nobody has opened since."""
     async with area.mount() as mirror:
         for name in names:
             await mirror.copied(name)
-        yield mirror, touching(mirror)
+        touch = Touch(
+            *(mirror.source, mirror.cache, mirror.metrics, mirror.tree.known),
+            *(mirror.opens.inodes, 0.001),
+        )
+        mirror.files._touch = touch
+        yield mirror, touch
 
 
 def touches(mirror: Mirror) -> tuple[int, int]:

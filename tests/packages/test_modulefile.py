@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import execute
 from tests.support.surroundings import REPOSITORY
 
 PROGRAMS = {
@@ -33,14 +33,10 @@ def test_it_finds_the_directory_in_which_it_lies(package: str, tmp_path: Path) -
         "HOME": str(tmp_path),
         "MODULEPATH": str(root / "share" / "modulefiles"),
     }
-    loads = subprocess.run(
-        [program, "sh" if package == "environment-modules" else "bash", "load", "monarchfs"],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    shell = "sh" if package == "environment-modules" else "bash"
+    loads = execute([program, shell, "load", "monarchfs"], env=environment, check=True)
     then = f"{loads.stdout}\ncommand -v monarchfs; monarchfs; echo $MANPATH"
-    done = subprocess.run(
-        ["bash", "-c", then], env=environment, capture_output=True, text=True, check=True
-    )
+    done = execute(["bash", "-c", then], env=environment, check=True)
     where, says, manual = done.stdout.splitlines()
     assert where == str(root / "bin" / "monarchfs"), loads.stderr
     assert says == "it runs"

@@ -7,44 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import trio
 
 from monarchfs.source import PosixSource
-from tests.source.tools import HangingPosix, open_descriptors
-from tests.support.asynchronous import arguments_of
+from tests.source.tools import HangingPosix
+from tests.support.asynchronous import nursery as nursery
+from tests.support.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.support.open_directories import keep_no_directories
+from tests.support.processes import nothing_left_open as nothing_left_open
 from tests.support.timing import wait_for
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """An asynchronous test runs in trio. Its ``nursery`` is cancelled at its end."""
-    arguments = arguments_of(pyfuncitem)
-    if arguments is None:
-        return None
-
-    async def main() -> None:
-        with trio.fail_after(30):
-            async with trio.open_nursery() as nursery:
-                if "nursery" in arguments:
-                    arguments["nursery"] = nursery
-                await pyfuncitem.obj(**arguments)
-                nursery.cancel_scope.cancel()
-
-    trio.run(main)
-    return True
-
-
-@pytest.fixture
-def nursery() -> None:
-    """See above."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_open() -> Iterator[None]:
-    before = open_descriptors()
-    yield
-    wait_for(lambda: open_descriptors() <= before, "the descriptors to be closed")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.fake_mounts import NOBODY, device_mode, interpreter_for
 from tests.support.mounting import REPOSITORY, as_user, bench, requires_fuse, requires_root
+from tests.support.programs import execute
 
 pytestmark = requires_root
 
@@ -63,9 +64,7 @@ trio.run(main, {"any": run_sync, "low priority": run_sync_at(5)}[sys.argv[2]], i
 @pytest.mark.parametrize("kind", ["any", "low priority"])
 def test_calls_wait_for_the_threads_that_there_are(kind: str, threads: int) -> None:
     words = [interpreter_for(NOBODY), "-c", CALLS, str(REPOSITORY), kind, str(threads)]
-    done = subprocess.run(
-        as_user(NOBODY, words), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = execute(as_user(NOBODY, words))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("calls wait for threads: can't start new thread") == 1
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,7 @@ import pytest
 from monarchfs.cache.store import Tier
 from tests.store.tools import open_tier
 from tests.support import surroundings
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_open() -> Iterator[None]:
-    before = set(os.listdir("/proc/self/fd"))
-    yield
-    assert set(os.listdir("/proc/self/fd")) <= before  # what others left may be closed meanwhile
+from tests.support.processes import nothing_left_open as nothing_left_open
 
 
 @pytest.fixture

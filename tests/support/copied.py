@@ -107,14 +107,10 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def _ended(_number: int, _frame: object) -> None:
-    sys.exit(1)
-
-
 @contextmanager
 def copied() -> Iterator[Copy]:
     """A copy that is removed at the end, also if that comes by SIGTERM."""
-    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="monarchfs-copy-") as directory:
         os.chmod(directory, 0o755)  # some tests run as another user
         yield Copy(Path(directory, "tree"))

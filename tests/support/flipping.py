@@ -79,18 +79,14 @@ _before_call: Callable[[], None] | None = None
 _installed = False
 
 
-def _hook(event: str, _arguments: object) -> None:
-    if event in _EVENTS and _before_call is not None:
-        _before_call()
-
-
 def at_each_call(bait: Bait, act: Callable[[], None], check: Callable[[], None]) -> int:
     """Runs ``act`` again and again: the first time the flip comes before its first system call, the
     next time before its second, until there are no more; ``check`` looks at each outcome. Returns
     how many there were. ``act`` must not raise."""
     global _before_call, _installed
     if not _installed:
-        sys.addaudithook(_hook)  # for good: there is no way to remove one
+        # For good: there is no way to remove one.
+        sys.addaudithook(lambda event, _: event in _EVENTS and _before_call and _before_call())
         _installed = True
     turn = 0
     while True:

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ from monarchfs.types import (
     Replica,
     ReplicaState,
     SourceStat,
-    SourceVersion,
     TierSize,
     TierTotals,
 )
@@ -101,7 +99,7 @@ class Area:
         root = self.source.stat().st_dev
         for path in self.source.rglob("*"):
             version = SourceStat.of(path.lstat(), root).version
-            await until(partial(_is_settled, version), "the clock to tick")
+            await until(lambda: version.past_racy_window(time.time_ns()), "the clock to tick")  # noqa: B023
 
     @asynccontextmanager
     async def mount(
@@ -440,20 +438,19 @@ class Mirror:
             assert recorded.keys() == occupied.keys()
             # ext4 gives a file's extents a block of their own, or takes it back, when it writes the
             # file back.
-            differing = {
-                name: (allocated, occupied[name])
-                for name, allocated in recorded.items()
-                if abs(allocated - occupied[name]) > 4096
-            }
-            assert not differing, differing
+            differing = [n for n, taken in recorded.items() if abs(taken - occupied[n]) > 4096]
+            assert not differing, (recorded, occupied)
             in_segments: Counter[int] = Counter()
             for r in sharing:
                 in_segments[r.segment] += r.allocated_bytes
             there = tier.segments.found()
             assert in_segments.keys() <= set(there) <= self.index.segments.segments(tier.id).keys()
-            assert {segment: data_bytes(tier, segment) for segment in there} == {
-                segment: in_segments[segment] for segment in there
-            }
+            align = tier.segments.align
+            for segment in there:
+                # Without the blocks in which a file system notes where they are.
+                data = tier.segments.data_ranges(segment)
+                held = sum(allocated(stop, align) - start for start, stop in data)
+                assert held == in_segments[segment]
             blocks = sum(recorded.values()) + in_segments.total()
             assert self.placement.ledger(tier.id).usage[0] == blocks, (recorded, tier.id)
             totals = self.index.replicas.tier_totals().get(tier.id, TierTotals())
@@ -475,16 +472,6 @@ class Mirror:
     async def want_each(self, paths: Iterable[str]) -> None:
         for path in paths:
             await self.want(path)
-
-
-def data_bytes(tier: FaultyTier, segment: int) -> int:
-    """What a segment occupies, without the blocks in which a file system notes where that is."""
-    align = tier.segments.align
-    return sum(allocated(stop, align) - start for start, stop in tier.segments.data_ranges(segment))
-
-
-def _is_settled(version: SourceVersion) -> bool:
-    return version.past_racy_window(time.time_ns())
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

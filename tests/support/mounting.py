@@ -196,12 +196,8 @@ def assert_refused(
     """One clear line says so, and nothing else is said. ``{mnt}`` stands for the mount point, in
     the arguments and in ``words``."""
     named = [argument.replace("{mnt}", str(mount.path)) for argument in arguments]
-    assert main(named) == code
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("monarchfs: ")
-    assert captured.err.count("\n") == 1
-    assert words.replace("{mnt}", str(mount.path)) in captured.err
+    done = subprocess.CompletedProcess(named, main(named), *capsys.readouterr())
+    assert_one_line(done, code, words.replace("{mnt}", str(mount.path)))
 
 
 @dataclass

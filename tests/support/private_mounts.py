@@ -130,20 +130,13 @@ def make_place(work: Bench, *, user: bool) -> Place:
     (work.path / "run").mkdir(mode=0o700)
     if user:
         os.chown(work.path / "run", NOBODY.pw_uid, NOBODY.pw_gid)
-    if user:
         work.path.chmod(0o1777)
     place = Place(work.path, user)
-    if user:
-        _skip_without_user_namespaces(place)
-    return place
-
-
-def _skip_without_user_namespaces(place: Place) -> None:
     # Both are refused in a chroot, say, or where /tmp is mounted nodev.
     probe = ["unshare", "--user", "sh", "-c", "exec 3<>/dev/fuse"]
-    done = execute([*place.wrapper(), *probe])
-    if done.returncode != 0:
+    if user and execute([*place.wrapper(), *probe]).returncode != 0:
         pytest.skip("needs user namespaces of ordinary users, and TMPDIR without nodev: no chroot")
+    return place
 
 
 @contextmanager

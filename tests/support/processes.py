@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from monarchfs.fuse.handle_table import HEADER_BYTES
 from tests.support.mounting import Mount
+from tests.support.timing import Stopwatch
 
 
 def parent_of(pid: int) -> int:
@@ -48,6 +53,17 @@ def descriptors() -> set[tuple[str, str]]:
         except FileNotFoundError:
             continue  # the one that lists them
     return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_open() -> Iterator[None]:
+    """For the conftest of a folder whose tests open things in this process. Threads may be late."""
+    before = descriptors()
+    yield
+    watch = Stopwatch()
+    while left := descriptors() - before:
+        watch.check(5, f"{left} is not closed")
+        time.sleep(0.002)
 
 
 def open_slots(mount: Mount) -> int:

@@ -162,19 +162,11 @@ def _held(names: list[str]) -> dict[str, str]:
     return found
 
 
-def _held_sizes(names: list[str]) -> list[int]:
-    return [os.fstat(_fds[name]).st_size for name in names]
-
-
 def _close(names: list[str]) -> None:
     for name in names:
         if name in _maps:
             _maps.pop(name).close()
         os.close(_fds.pop(name))
-
-
-def _list(path: str) -> list[str]:
-    return sorted(os.listdir(path))
 
 
 def _list_some(path: str) -> None:
@@ -185,14 +177,6 @@ def _list_some(path: str) -> None:
 def _list_rest(path: str) -> list[str]:
     names, entries = _listings.pop(path)
     return sorted([*names, *(entry.name for entry in entries)])
-
-
-def _differences(source: str, mount: str) -> list[str]:
-    return trees.differences(Path(source), Path(mount))
-
-
-def _stat(path: str) -> int:
-    return os.stat(path).st_size
 
 
 def _loop(root: str, names: Sequence[str], truth: str, seed: int) -> tuple[int, float]:
@@ -245,17 +229,15 @@ def _compare(fd: int, name: str, contents: bytes, chance: random.Random) -> None
 
 CALLS: dict[str, Callable[..., Any]] = {
     **{"read": _read, "read at once": _read_at_once, "part": _part, "open": _open, "held": _held},
-    **{
-        "held sizes": _held_sizes,
-        "close": _close,
-        "list": _list,
-        "list some": _list_some,
-        "list rest": _list_rest,
-        "stat": _stat,
-        "differences": _differences,
-        "loop": _loop,
-        "end": lambda: None,
-    },
+    "held sizes": lambda names: [os.fstat(_fds[name]).st_size for name in names],
+    "close": _close,
+    "list": lambda path: sorted(os.listdir(path)),
+    "list some": _list_some,
+    "list rest": _list_rest,
+    "stat": lambda path: os.stat(path).st_size,
+    "differences": lambda source, mount: trees.differences(Path(source), Path(mount)),
+    "loop": _loop,
+    "end": lambda: None,
 }
 
 

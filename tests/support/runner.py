@@ -17,7 +17,7 @@ import trio.testing
 from monarchfs.cache.index.recovery import set_aside
 from monarchfs.fs.files import FileHandle
 from monarchfs.types import IndexUnusable, IndexWriteError
-from tests.support.faults import FaultyTier, Gate
+from tests.support.faults import Gate
 from tests.support.mirror import Area, Mirror, until
 
 log = logging.getLogger(__name__)
@@ -36,18 +36,21 @@ SEGMENT_CALLS = (
 class Runner:
     """One mount and its trio run. All methods are for the test's thread."""
 
+    mirror: Any
+    _error: BaseException | None = None
+
     def __init__(self, area: Area, **options: Any) -> None:
         self.violations: list[str] = []
         self.gates: list[Gate] = []
         self.synced_index: bytes | None = None
         self._area = area
         self._options = options
-        self._error: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self._ready.wait()
-        self._raise_error()
+        if self._error is not None:
+            self._join()
 
     def _run(self) -> None:
         try:
@@ -60,15 +63,12 @@ class Runner:
     async def _main(self) -> None:
         self._end = trio.Event()
         self._token = trio.lowlevel.current_trio_token()
-        async with self._mounted() as mirror:
-            self.mirror = mirror
+        mounted: Any = self._area.mount(sound=False, **self._options)
+        async with mounted as self.mirror:
             self._watch_evictions()
             self._watch_syncs()
             self._ready.set()
             await self._end.wait()
-
-    def _mounted(self) -> Any:
-        return self._area.mount(sound=False, **self._options)
 
     def _watch_evictions(self) -> None:
         cache = self.mirror.cache
@@ -134,9 +134,9 @@ class Runner:
             if self._threads_wait() and (self.waiting or mirror._is_idle()):
                 return
 
-    def _raise_error(self) -> None:
+    def _join(self) -> None:
+        self._thread.join()
         if self._error is not None:
-            self._thread.join()
             raise self._error
 
     def _threads_wait(self) -> bool:
@@ -174,9 +174,7 @@ class Runner:
 
     def unmount(self) -> None:
         self.do_now(self._end.set)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._join()
 
     def give_up(self) -> None:
         """After a failure, which is what is to be reported."""
@@ -195,9 +193,7 @@ class Runner:
                 handle.release()
 
         self.do_now(die)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._join()
 
     def _die(self) -> None:
         mirror = self.mirror
@@ -268,6 +264,3 @@ def allocated_bytes(directory: Path) -> int:
             if path.is_file():
                 total += path.stat().st_blocks * 512
     return total
-
-
-__all__ = ["FaultyTier", "Runner", "allocated_bytes", "mounted", "open_path", "retried", "walk"]

@@ -47,7 +47,8 @@ def no_fuse() -> str:
         return "needs leave to open /dev/fuse: chmod 666 /dev/fuse, or run as root"
     if os.geteuid() != 0 and shutil.which("fusermount3") is None:
         return "needs fusermount3: apt-get install fuse3"
-    tried = _trial_as_root() if os.geteuid() == 0 else _trial_as_user()
+    as_root = [sys.executable, "-I", "-c", _TRIAL_MOUNT]
+    tried = execute(as_root) if os.geteuid() == 0 else _trial_as_user()
     if tried.returncode == 0:
         return ""
     return f"needs leave to mount ({_last(tried)}): for a container: --cap-add SYS_ADMIN"
@@ -55,11 +56,6 @@ def no_fuse() -> str:
 
 def _last(tried: subprocess.CompletedProcess[str]) -> str:
     return (tried.stderr.strip().splitlines() or ["no reason given"])[-1]
-
-
-def _trial_as_root() -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-I", "-c", _TRIAL_MOUNT]
-    return execute(words)
 
 
 def _trial_as_user() -> subprocess.CompletedProcess[str]:

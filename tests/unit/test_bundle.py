@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +12,7 @@ import pytest
 
 from bundle import check, no_tls
 from monarchfs.core import _session, _units
+from tests.support.programs import execute
 from tests.support.surroundings import REPOSITORY
 
 BUNDLE = REPOSITORY / "packaging" / "bundle"
@@ -35,15 +35,7 @@ def program(tmp_path: Path) -> Path:
 
 def said(*words: str | Path, path: str = "/usr/bin:/bin", cwd: Path | None = None) -> list[str]:
     environment = {"PATH": path, "CDPATH": "/"}
-    done = subprocess.run(
-        [str(word) for word in words],
-        env=environment,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.splitlines()
+    return execute(words, env=environment, cwd=cwd, check=True).stdout.splitlines()
 
 
 def python_of(program: Path) -> str:

@@ -49,6 +49,7 @@ from monarchfs.types import EvictionPolicy, TierSize, UsageError
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, Area, area, device_mode
 from tests.support.mounting import MONARCHFS, requires_fuse, requires_root
+from tests.support.programs import execute
 
 GIB = 1 << 30
 DAY = 86400
@@ -179,7 +180,13 @@ def test_every_option_from_everywhere(tmp_path: Path, key: str) -> None:
     value, default = option.parse(text), getattr(Settings(), key)
     assert value != default
     (tmp_path / "monarchfs.toml").write_text(f'{key} = "{text}"\n')
-    config = config_of(merge({key: value}))
+    config = build_config(
+        merge({key: value}),
+        source="/lustre/\udcff",
+        mountpoint="/mnt",
+        user=User("alice", 1000, 1000, (1000, 27)),
+        places=DefaultPlaces("/cache", "/run/x"),
+    )
     assert Config.from_json(config.to_json().encode("ascii").decode()) == config
     ways = [["--config", str(tmp_path / "monarchfs.toml")], ["-o", f"{key}={text}"]]
     ways.append(["-o", f"{key.replace('_', '-')}={text}"])
@@ -289,16 +296,6 @@ def test_the_machines_file_is_roots_alone(tmp_path: Path, mode: int, word: str) 
 
 
 # What the worker is told
-
-
-def config_of(settings: Settings) -> Config:
-    return build_config(
-        settings,
-        source="/lustre/\udcff",
-        mountpoint="/mnt",
-        user=User("alice", 1000, 1000, (1000, 27)),
-        places=DefaultPlaces("/cache", "/run/x"),
-    )
 
 
 def test_a_users_cache_is_local(tmp_path: Path) -> None:
@@ -464,9 +461,7 @@ def test_a_prolog_and_mount8_hand_nothing_on(
     assert not [name for name in daemon.clean_environment() if name.startswith("MONARCHFS_")]
     (tmp_path / "mnt").mkdir()
     helper = [sys.executable, "-m", "monarchfs.cli.mount_helper", "-f"]
-    done = subprocess.run(
-        [*helper, f"{tmp_path}/none", f"{tmp_path}/mnt"], capture_output=True, text=True
-    )
+    done = execute([*helper, f"{tmp_path}/none", f"{tmp_path}/mnt"])
     assert "none does not exist" in done.stderr
 
 
@@ -492,15 +487,7 @@ def test_an_ordinary_users_own_count(users_area: Area) -> None:
     environment["MONARCHFS_TIER"] = f"{work.path}/tier=10M"
 
     def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            work.command(*words),
-            capture_output=True,
-            text=True,
-            cwd=work.path,
-            env={**environment, **more},
-            timeout=60,
-            check=False,
-        )
+        return execute(work.command(*words), cwd=work.path, env={**environment, **more})
 
     done = command("mount", "src", "mnt", MONARCHFS_FRESHNESS="soon")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -526,7 +513,5 @@ def test_switches_of_run_have_variables(tmp_path: Path) -> None:
     environment.pop("SUDO_UID", None)
     command = [*MONARCHFS, "run", str(tmp_path), "--tier", f"{tmp_path}/no/such=1G"]
     for more, code in (([], 2), (["--user", NOBODY], 0 if os.geteuid() == 0 else 2)):
-        done = subprocess.run(
-            [*command, *more, "--", "true"], env=environment, capture_output=True, check=False
-        )
+        done = execute([*command, *more, "--", "true"], env=environment)
         assert done.returncode == code

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +21,7 @@ from monarchfs.config.settings import Settings, is_known_option
 from tests.support import surroundings
 from tests.support.fake_daemon import healthy
 from tests.support.mounting import REPOSITORY, Bench, requires_fuse, requires_root
+from tests.support.programs import execute
 
 USAGE = (REPOSITORY / "docs" / "USAGE.md").read_text()
 CONFIGURATION = (REPOSITORY / "docs" / "CONFIGURATION.md").read_text()
@@ -39,11 +39,6 @@ systemctl's, rclone's, pip's or packaging/bundle/check.py's."""
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
     return {word for action in parser._actions for word in action.option_strings} - {"-h"}
-
-
-def long_options() -> set[str]:
-    parsers = (build_parser(), build_helper_parser(), *COMMANDS.values())
-    return {o for parser in parsers for o in options_of(parser) if o.startswith("--")}
 
 
 def sections(text: str, mark: str) -> dict[str, str]:
@@ -88,7 +83,8 @@ def test_usage_has_every_command_and_option(command: str) -> None:
 @pytest.mark.parametrize("document", ABOUT_USE, ids=lambda p: p.name)
 def test_documents_name_no_option_and_no_command_that_there_is_not(document: Path) -> None:
     text = document.read_text()
-    unknown = set(LONG_OPTION.findall(text)) - long_options() - OF_OTHER_PROGRAMS
+    parsers = (build_parser(), build_helper_parser(), *COMMANDS.values())
+    unknown = set(LONG_OPTION.findall(text)) - OF_OTHER_PROGRAMS.union(*map(options_of, parsers))
     if document.name == "BENCHMARKS.md":
         unknown -= options_of(bench.run.build_parser())
     assert not unknown, f"{document.name} has options that no command has"
@@ -187,13 +183,8 @@ def test_every_key_is_documented_and_in_the_report_of_the_fake_daemon(work: Benc
 
 @pytest.fixture
 def pages(tmp_path: Path) -> list[Path]:
-    subprocess.run(
-        [sys.executable, "-m", "monarchfs.cli.man", str(tmp_path / "man")],
-        cwd=REPOSITORY,
-        check=True,
-        capture_output=True,
-        timeout=30,
-    )
+    words = [sys.executable, "-m", "monarchfs.cli.man", str(tmp_path / "man")]
+    execute(words, cwd=REPOSITORY, check=True)
     return sorted((tmp_path / "man").iterdir())
 
 
@@ -215,13 +206,8 @@ def test_the_man_pages_have_every_command_and_option(pages: list[Path]) -> None:
 @surroundings.program("groff", "groff-base")
 def test_groff_has_nothing_to_complain_about(pages: list[Path]) -> None:
     for page in pages:
-        done = subprocess.run(
-            ["groff", "-man", "-ww", "-Tascii", "-P-cbou", str(page)],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
+        words = ["groff", "-man", "-ww", "-Tascii", "-P-cbou", str(page)]
+        done = execute(words, check=True)
         assert done.stderr == ""
         assert "monarchfs mount" in done.stdout or page.name == "mount.monarchfs.8"
         assert "/lustre/imagenet" in done.stdout

@@ -93,7 +93,12 @@ def busy() -> MountView:
         report = changed(
             well,
             served={"local_opens": 10 + 9 * second, "source_opens": 10 + second},
-            source_io={"prefetch_read_bytes": second << 20, "read_bytes": second << 20},
+            source_io={
+                **{"prefetch_read_bytes": second << 20, "read_bytes": second << 20},
+                **{"demand_read_bytes": 70 * second, "operations": 2 * second},
+                "operation_seconds": 0.1 * second,
+            },
+            evictions={"policy": 2 + second},
             prefetch={"queued": 40, "active": 10, "left_bytes": 5 << 20, "completed": 5 * second},
             requests={"waiting": 3},
             uptime_seconds=100.0 + second,

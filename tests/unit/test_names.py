@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.protocol import (
@@ -29,16 +26,10 @@ from monarchfs.fuse.protocol import (
     parse_init_request,
 )
 from monarchfs.fuse.session import hooks
-from monarchfs.metadata.freshness import FOREVER_SECONDS
 from monarchfs.metadata.tree import Entry
 from monarchfs.types import Node, SourceStat
 from tests.support.fuse_init import LINUX_6_18, request
 
-PARENTS = st.integers(1, 2)
-NAMES = st.sampled_from([b"a", b"b", b"\xff", b"n" * 255])
-INOS = st.integers(10, 13)
-SECONDS = st.sampled_from([0.0, 1e-4, 364 * 86_400.0, FOREVER_SECONDS])
-FOREVER = (math.inf, math.inf)
 ENTRY_BYTES = 128
 
 library = ctypes.CDLL(hooks.__file__)
@@ -62,54 +53,6 @@ def node_of(ino: int, **other: int) -> Node:
         "blocks": 2**40, "blksize": 4096,
     } | other  # fmt: skip
     return Node(ino, SourceStat(**whole), 1, b"elsewhere", 0, False, b"target")
-
-
-class TableMachine(RuleBasedStateMachine):
-    """The table answers what a dictionary would, for as long as it may. tests/c/names.c has names
-    that stand for one file, and their attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        hooks.names_forget_all()
-        self.known: dict[tuple[int, bytes], tuple[int, float, float]] = {}
-        # While the oldest one stays, no room is used again, for which others would have to go.
-        hooks.names_put(3, b"the oldest", FOREVER_SECONDS, node_of(9))
-
-    @rule(parent=PARENTS, name=NAMES, ino=INOS, seconds=SECONDS)
-    def put(self, parent: int, name: bytes, ino: int, seconds: float) -> None:
-        before = time.monotonic()
-        hooks.names_put(parent, name, seconds, node_of(ino))
-        times = (before + seconds, time.monotonic() + seconds)
-        self.known[parent, name] = (ino, *(FOREVER if seconds == FOREVER_SECONDS else times))
-
-    @rule(parent=PARENTS, name=NAMES)
-    def forget(self, parent: int, name: bytes) -> None:
-        hooks.names_forget(parent, name)
-        self.known.pop((parent, name), None)
-
-    @rule(parent=PARENTS, name=NAMES)
-    def look_up(self, parent: int, name: bytes) -> None:
-        ino, least, most = self.known.get((parent, name), (0, 0.0, 0.0))
-        before = time.monotonic()
-        answer = answered(parent, name)
-        after = time.monotonic()
-        if answer is None:
-            assert after >= least
-            return
-        assert before <= most
-        number, _, seconds, _, rest_ns, _ = struct.unpack_from("=QQQQII", answer)
-        assert number == ino
-        if least == math.inf:
-            assert (seconds, rest_ns) == (FOREVER_SECONDS, 0)
-        else:
-            assert least - after <= seconds + rest_ns / 1e9 <= most - before + 1e-6
-        assert answer[40:] == fast_path._entry(Entry(node_of(ino), 0.0, 0.0))[40:]
-
-    def teardown(self) -> None:
-        hooks.names_forget_all()
-
-
-TestTable = TableMachine.TestCase
 
 
 def test_what_does_not_fit_is_not_answered() -> None:

@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -25,9 +24,11 @@ from monarchfs.cache.store.files import fan_out, replica_file
 from monarchfs.fuse import fast_path
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
+from monarchfs.metadata.freshness import FOREVER_SECONDS
 from monarchfs.metadata.tree import Entry
 from monarchfs.types import Node, SourceStat
 from tests.support.mounting import REPOSITORY, wait_for
+from tests.support.programs import execute
 
 BOUNDS = (10**9, 2 * 10**9)
 IN = struct.Struct("=IIQQIIIHH")
@@ -215,11 +216,6 @@ class Threads:
     def read_by_python(self, ino: int, offset: int = 0, size: int = 10) -> None:
         self.left_to_python(lambda: self.ask(99, ino, offset, size))
 
-    def released_by_python(self, number: int, ino: int) -> None:
-        body = RELEASE.pack(number, 0, 0, 0)
-        self.left_to_python(lambda: self.send(FUSE_RELEASE, 4, ino, body))
-        assert self.hooks.table_end(number) == ino
-
     def opened_by_python(self, ino: int, flags: int = os.O_RDONLY) -> None:
         self.left_to_python(lambda: self.send(FUSE_OPEN, 99, ino, OPEN.pack(flags, 0)))
 
@@ -294,7 +290,8 @@ def opens(directory: Path) -> None:
     assert threads.hooks.resident_used(7)
     # One that Python has something for is ended there.
     assert threads.hooks.table_own(again)
-    threads.released_by_python(again, 7)
+    threads.left_to_python(lambda: threads.send(FUSE_RELEASE, 4, 7, RELEASE.pack(again, 0, 0, 0)))
+    assert threads.hooks.table_end(again) == 7
     assert threads.hooks.table_length() == 0
 
     # Opened by Python: where it is too late to believe what is known, or the clock was set back.
@@ -678,13 +675,14 @@ def names(directory: Path) -> None:
     threads = Threads(directory)
     stat = SourceStat(0, 9, 1000, -1, 5, 10**18, 0o100640, 2, 3, 4, 0, 8, 4096)
     node = Node(77, stat, 1, b"a", 0, False, b"")
-    threads.hooks.names_put(1, b"a", 100.0, node)
-    threads.send(FUSE_LOOKUP, 4, 1, b"a\0")
-    unique, error, body = threads.answer()
-    assert (unique, error) == (4, 0)
     expected = fast_path._entry(Entry(node, 0, 0))
-    assert body[:16] + body[40:] == expected[:16] + expected[40:]
-    assert struct.unpack_from("=QQ", body, 16) == (99, 99)
+    for name, seconds, left in ((b"a", 100.0, 99), (b"ever", FOREVER_SECONDS, FOREVER_SECONDS)):
+        threads.hooks.names_put(1, name, seconds, node)
+        threads.send(FUSE_LOOKUP, 4, 1, name + b"\0")
+        unique, error, body = threads.answer()
+        assert (unique, error) == (4, 0)
+        assert body[:16] + body[40:] == expected[:16] + expected[40:]
+        assert struct.unpack_from("=QQ", body, 16) == (left, left)
 
     # Anything else is Python's.
     threads.hooks.names_put(1, b"over", 1e-9, node)
@@ -692,17 +690,15 @@ def names(directory: Path) -> None:
         threads.left_to_python(partial(threads.send, FUSE_LOOKUP, 6, parent, name))
     threads.hooks.names_forget_ino(77)
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 6, 1, b"a\0"))
-    assert sum(threads.durations["lookup"][1]) == 1
+    assert sum(threads.durations["lookup"][1]) == 2
 
 
 @pytest.mark.parametrize(
     "what", [*(reads, opens, trouble, segments, holding), *(from_source, filling, names)]
 )
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys, tests.unit.test_relay as t; from pathlib import Path;"
-         f" t.{what.__name__}(Path(sys.argv[1])); print('done')", str(tmp_path)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    name = f"tests.unit.test_relay as t; t.{what.__name__}"
+    code = f"import sys; from pathlib import Path; import {name}(Path(sys.argv[1])); print('done')"
+    done = execute([sys.executable, "-c", code, str(tmp_path)], cwd=REPOSITORY, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.observation import Expected, recorded, unmet
+from tests.support.programs import execute
 from tests.support.scenario import Script
 from tests.support.surroundings import REPOSITORY
 
@@ -71,13 +71,8 @@ def test_only_what_failed_by_a_limit_of_time_is_run_again(
         path.write_text(ONCE + CASES[case])
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.support.repeating"]\n')
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {REPOSITORY}\n")
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_EACH, options, *map(str, paths)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = [sys.executable, "-c", RUN_EACH, options, *map(str, paths)]
+    done = execute(words, cwd=tmp_path, timeout=240)
     *shown, rest = re.split(r"^exit code (\d)$\n", done.stdout, flags=re.M)
     assert (len(shown), rest) == (2 * len(cases), ""), done.stdout + done.stderr
     for case, text, code in zip(cases, shown[::2], shown[1::2], strict=True):

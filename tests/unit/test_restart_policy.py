@@ -386,16 +386,13 @@ def served(handover: Handover, tmp_path: Path) -> Iterator[Served]:
         made.standbys.end()
 
 
-def same_files(one: Handover, other: Handover) -> bool:
-    pairs = zip(one.all_descriptors, other.all_descriptors, strict=True)
-    return all(os.path.sameopenfile(a, b) and a != b for a, b in pairs)
-
-
 def test_a_standby_has_what_the_supervisor_has(handover: Handover, served: Served) -> None:
     served.standbys.tell(3, [os.getpid()])
     with closing(served.stand_by()) as standby:
         got = standby.handover
-        assert same_files(got, handover)
+        for mine, its in zip(got.all_descriptors, handover.all_descriptors, strict=True):
+            assert os.path.sameopenfile(mine, its)
+            assert mine != its
         assert replace(got, descriptors=handover.descriptors, locks=handover.locks) == handover
         assert (standby.restarts, len(standby.workers), standby.ended) == (3, 1, False)
         assert standby.lives()

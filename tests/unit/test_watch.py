@@ -24,7 +24,7 @@ import pytest
 from rich.console import Console
 
 from monarchfs.cli.main import main
-from monarchfs.cli.rates import HISTORY, History, number, rates_between
+from monarchfs.cli.rates import HISTORY, History, number
 from monarchfs.cli.screen import draw
 from monarchfs.cli.status_text import format_report
 from monarchfs.cli.text import ASCII_SPARKS, format_share, sparkline
@@ -38,8 +38,8 @@ from tests.support.mounting import (
     Bench,
     Mount,
     bench,
+    needs_mounts,
     requires_fuse,
-    requires_mounts,
     requires_root,
     run,
     wait_for,
@@ -66,24 +66,6 @@ def later(seconds: float, **sections: Any) -> dict[str, Any]:
 
 
 # Rates
-
-
-def test_rates_between_two_reports() -> None:
-    now = later(
-        2,
-        source_io={"demand_read_bytes": 20, "prefetch_read_bytes": 200, "operations": 4},
-        served={"local_opens": 3, "source_opens": 1, "relayed_bytes": 50, "local_file_bytes": 7},
-        prefetch={"completed": 8},
-        evictions={"policy": 1, "pressure": 1},
-    )
-    now["source_io"]["operation_seconds"] = 1.2
-    rates = rates_between(5.0, REPORT, 7.0, now)
-    assert rates.local_share == 0.75
-    assert rates.local_bytes_share == 1.0
-    assert (rates.demand_bytes, rates.prefetch_bytes, rates.source_bytes) == (10, 100, 110)
-    assert (rates.operations, rates.served_bytes) == (2, 25)
-    assert rates.latency_seconds == pytest.approx(0.05)
-    assert (rates.copied_files, rates.evicted_files) == (4, 1)
 
 
 def history_of(*reports: tuple[float, dict[str, Any]]) -> History:
@@ -302,13 +284,7 @@ def mounted(served: tuple[Bench, Mount]) -> Mount:
     return served[1]
 
 
-def live(test: Any) -> Any:
-    for mark in requires_mounts:
-        test = mark(test)
-    return test
-
-
-@live
+@needs_mounts
 def test_the_terminal_is_left_as_it_was(mounted: Mount) -> None:
     for end in ("ctrl-c", "SIGTERM"):
         with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
@@ -324,7 +300,7 @@ def test_the_terminal_is_left_as_it_was(mounted: Mount) -> None:
             assert screen.process.returncode == expected
 
 
-@live
+@needs_mounts
 def test_another_size_of_the_terminal_and_no_colours(mounted: Mount) -> None:
     with terminal("status", "--watch", "60", str(mounted.path), NO_COLOR="1") as screen:
         screen.wait_for("5 resident")
@@ -348,7 +324,7 @@ def test_another_size_of_the_terminal_and_no_colours(mounted: Mount) -> None:
         assert "╭" in screen.text()
 
 
-@live
+@needs_mounts
 def test_keys_are_heard_while_nothing_answers(mounted: Mount) -> None:
     with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
         screen.wait_for("5 resident")
@@ -364,7 +340,7 @@ def test_keys_are_heard_while_nothing_answers(mounted: Mount) -> None:
             os.kill(supervisor, signal.SIGCONT)
 
 
-@live
+@needs_mounts
 def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Mount) -> None:
     command = [*MONARCHFS, "status", str(mounted.path), "--watch", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
@@ -386,7 +362,7 @@ def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Moun
         assert process.wait(60) == 0
 
 
-@live
+@needs_mounts
 def test_a_worker_that_hangs_and_a_mount_that_goes_and_comes_back(
     served: tuple[Bench, Mount],
 ) -> None:
@@ -474,7 +450,7 @@ def storage(work: Bench) -> list[str]:
     return ["--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"]
 
 
-@live
+@needs_mounts
 @pytest.mark.parametrize("end", ENDS)
 def test_run_ends_as_its_command_did(work: Bench, storage: list[str], end: str) -> None:
     options = [*storage, "--report", "--json", "/dev/full"]
@@ -500,7 +476,7 @@ def test_without_streams_nothing_else_changes(command: str) -> None:
     assert closed == (code, "", "")
 
 
-@live
+@needs_mounts
 @pytest.mark.parametrize("end", ["full", "all closed", "no reader"])
 def test_a_mount_is_made_and_served_all_the_same(work: Bench, storage: list[str], end: str) -> None:
     source, point = work.path / "source", work.path / "mnt"
@@ -513,7 +489,7 @@ def test_a_mount_is_made_and_served_all_the_same(work: Bench, storage: list[str]
         assert run("umount", f"{point}").returncode == 0
 
 
-@live
+@needs_mounts
 def test_a_mount_in_the_foreground_logs_to_a_full_disk(work: Bench, storage: list[str]) -> None:
     point = work.path / "mnt"
     command = [*MONARCHFS, "mount", f"{work.path}/source", f"{point}", *storage]
