@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_mounts import FAKE_CLI
 from tests.support.mounting import Bench, requires_mounts, wait_for
 from tests.support.scenario import Scenario, play, playing
 
@@ -234,6 +233,15 @@ with open(int(sys.argv[sys.argv.index("--bootstrap-fd") + 1]), "rb") as file:
         worker.Worker._begin_background = die
     main()
 """
+CLI = """
+import functools, sys
+
+from monarchfs.cli import main, mount
+
+command = (sys.executable, "-I", {worker!r})
+mount.mount_command = functools.partial(mount.mount_command, worker_command=command)
+sys.exit(main.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.parametrize(("freshness", "way"), [("ttl=0.1", "journal"), ("immutable", "kernel")])
@@ -241,10 +249,10 @@ def test_safe_mode_serves_the_source(
     work: Bench, monkeypatch: pytest.MonkeyPatch, freshness: str, way: str
 ) -> None:
     """With ``immutable``, files are read without having been opened."""
-    poison, worker = work.path / "poison", work.path / "worker.py"
+    poison, worker, cli = (work.path / name for name in ("poison", "worker.py", "cli.py"))
     worker.write_text(DYING_WORKER.format(poison=str(poison)))
-    cli = ["env", f"FAKE_WORKER={worker}", sys.executable, FAKE_CLI, "serve"]
-    monkeypatch.setattr("tests.support.mounting.MONARCHFS", cli)
+    cli.write_text(CLI.format(worker=str(worker)))
+    monkeypatch.setattr("tests.support.mounting.MONARCHFS", [sys.executable, str(cli)])
     with playing(work, *HANDED_OVER[way]) as scenario:
         scenario.play(f"file f{{0..4}} 50000; mount --freshness {freshness}; read; list; idle")
         (mount,) = work.mounts

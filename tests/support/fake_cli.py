@@ -4,12 +4,10 @@
 
 In these modes the worker is as in ``serve``: ``patient``, it is replaced when it has hung for
 minutes; ``trying``, safe mode is left soon; ``unseen``, the kernel does not say who waits.
-``FAKE_WORKER`` in the environment is another program for the worker.
 Needs the standard library only, so that any user's interpreter can run it.
 """
 
 import functools
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ if __name__ == "__main__":
         for limit in ("SILENT_SECONDS", "ASLEEP_SECONDS", "DEAD_SILENT_SECONDS", "STARVED_SECONDS"):
             setattr(vital_signs, limit, 300.0)
     mode = "serve" if mode in ("patient", "trying", "unseen") else mode
-    program = os.environ.get("FAKE_WORKER", str(HERE / "fake_worker.py"))
-    worker = (sys.executable, "-I", program, mode)
+    worker = (sys.executable, "-I", str(HERE / "fake_worker.py"), mode)
     mount.mount_command = functools.partial(mount.mount_command, worker_command=worker)
     sys.exit(main.main(sys.argv[2:]))
