@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
 from monarchfs.slurm.site import Site
 from monarchfs.types import OperationError
 from tests.support import surroundings
+from tests.support.programs import Running
 from tests.support.timing import Stopwatch
 
 ALICE = User("alice", 1000, 1000, (1000, 20))
@@ -132,3 +135,42 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
     os.unlink(path)
     os.symlink("/etc/passwd", path)
     assert read_record(path) is None
+
+
+WORKER = """
+import os, random, sys, time
+from monarchfs.slurm.records import locked
+from monarchfs.slurm.shares import Share
+from monarchfs.slurm.site import Site
+layout = Site(sys.argv[1], sys.argv[2])
+share = Share(layout, sys.argv[3])
+mounted = layout.run_dir + "/mounted"
+first, seed = int(sys.argv[4]), random.Random(int(sys.argv[4]))
+for number in range(15):
+    job = first + number
+    with locked(share.lock, time.monotonic() + 60):
+        share.enter(job)
+        if not share.record():
+            share.write({"source": "/data"})
+            open(mounted, "x").close()
+        assert job in share.jobs()
+    time.sleep(seed.random() / 200)
+    with locked(share.lock, time.monotonic() + 60):
+        assert os.path.exists(mounted)
+        assert share.leave(job)
+        if not share.jobs():
+            os.unlink(mounted)
+            share.clear()
+print("done", flush=True)
+"""
+
+
+def test_many_processes_keep_one_set(layout: Site) -> None:
+    command = [sys.executable, "-c", WORKER, layout.run_dir, layout.cache_dir, KEY]
+    firsts = [str(1000 * number) for number in range(1, 9)]
+    running = [Running([*command, first], stderr=subprocess.PIPE) for first in firsts]
+    for process in running:
+        output, errors = process.communicate(timeout=60)
+        assert output == "done\n", errors
+    assert every_share(layout) == []
+    assert not os.path.exists(f"{layout.run_dir}/mounted")
