@@ -18,6 +18,7 @@ import trio
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from monarchfs.metadata.tree import Tree
+from monarchfs.peers.copy_service import CopyService
 from monarchfs.peers.following import Following, ask, avoided
 from monarchfs.peers.messages import (
     MOST_NAMES,
@@ -28,7 +29,6 @@ from monarchfs.peers.messages import (
     encode_names_question,
 )
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import Supply
 from monarchfs.system.threads import run_sync
 from monarchfs.types import DirRef, Lane, MonarchError, Node, PeerListing, PeerNames
 
@@ -147,16 +147,16 @@ def _answer_seconds(question: NamesQuestion) -> float:
     return DEMAND_SECONDS if question.demand else BACKGROUND_SECONDS
 
 
-class NameSupply:
+class NameService:
     """Constant: what is known, and asks the source; where directories are; who owns them. Changing:
     ``_running``, how many questions wait for the source."""
 
     def __init__(
-        self, tree: Tree, supply: Supply, owners: NameOwners, nursery: trio.Nursery
+        self, tree: Tree, copies: CopyService, owners: NameOwners, nursery: trio.Nursery
     ) -> None:
         self._tree = tree
         self._index = tree.index
-        self._supply = supply
+        self._copies = copies
         self._owners = owners
         self._nursery = nursery
         self._running = 0
@@ -212,7 +212,7 @@ class NameSupply:
     ) -> tuple[int, list[bytes]]:
         """The directory, and those of the names that this node owns, or stands in for."""
         try:
-            ino = await self._supply.directory(question.path, lane)
+            ino = await self._copies.directory(question.path, lane)
         except (OSError, MonarchError):
             return 0, []  # the peer will meet the same error in the source
         node = None if ino is None else self._index.nodes.node(ino)

@@ -16,6 +16,7 @@ import trio
 
 from monarchfs.cache.index.nodes import NodeTables
 from monarchfs.peers import _replicas
+from monarchfs.peers.copy_service import MOST_SECONDS
 from monarchfs.peers.following import Following, ask
 from monarchfs.peers.messages import (
     MAX_WANTED,
@@ -25,7 +26,6 @@ from monarchfs.peers.messages import (
     encode_wanted,
 )
 from monarchfs.peers.node_share import NodeShare
-from monarchfs.peers.supply import MOST_SECONDS
 from monarchfs.system.threads import run_sync
 from monarchfs.types import Node
 

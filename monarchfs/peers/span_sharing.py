@@ -21,6 +21,7 @@ from monarchfs.cache.store.checksum import combine
 from monarchfs.cache.store.files import part_path, replica_path
 from monarchfs.core.units import Unit
 from monarchfs.peers import _replicas
+from monarchfs.peers.copy_service import CopyService
 from monarchfs.peers.following import Following, ask, avoided
 from monarchfs.peers.messages import (
     MOST_SPANS,
@@ -31,7 +32,6 @@ from monarchfs.peers.messages import (
     encode_spans,
 )
 from monarchfs.peers.node_share import NodeShare
-from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
@@ -120,10 +120,15 @@ class SpanService:
     record of a large part from the index, with its inode number and until when it is used."""
 
     def __init__(
-        self, supply: Supply, jobs: CopyJobs, cache: Cache, digests: SpanDigests, share: NodeShare
+        self,
+        copies: CopyService,
+        jobs: CopyJobs,
+        cache: Cache,
+        digests: SpanDigests,
+        share: NodeShare,
     ) -> None:
         self._digests = digests
-        self._supply = supply
+        self._copies = copies
         self._jobs = jobs
         self._cache = cache
         self._places = {tier: place for place, tier in enumerate(cache.tiers)}
@@ -135,7 +140,7 @@ class SpanService:
         to copy the rest."""
         node = None
         with trio.move_on_after(FIND_SECONDS):
-            node = await self._supply.node_of(wanted.path, wanted.name)
+            node = await self._copies.node_of(wanted.path, wanted.name)
         if node is None:
             return HeldSpan(coming=False)
         held = self._held(node.ino, wanted)
@@ -167,7 +172,7 @@ class SpanService:
                 if not fetched:
                     fill.fetch_now(first, last)
                 fetched = True
-            await self._supply.change(ino)
+            await self._copies.change(ino)
 
     def _held(self, ino: int, wanted: WantedSpan) -> HeldSpan:
         """``coming``: this node lacks some of the span."""

@@ -19,13 +19,13 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.metrics import Metrics
-from monarchfs.prefetch.arrivals import Arrivals, Batch
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.governor import Governor, RateLimiter, TargetWindow
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.small_files import Batch, SmallFiles
 from monarchfs.prefetch.spans import Nodes
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import at_normal_priority
@@ -124,7 +124,7 @@ class Copier:
         is mounted."""
         self.jobs = jobs
         self.files = Fills(jobs, source, cache, metrics, nursery, nodes, trusts_times=trusts_times)
-        self.small: Arrivals | None = None
+        self.small: SmallFiles | None = None
         self.unit_bytes = AdaptiveSize(
             1 << 20, MIN_UNIT_BYTES, MAX_UNIT_BYTES, LONG_SECONDS / 2, LONG_SECONDS
         )
@@ -141,7 +141,7 @@ class Copier:
         self._slots: set[CopySlot] = set()
         self._lent = 0
 
-    def bind(self, small: Arrivals) -> None:
+    def bind(self, small: SmallFiles) -> None:
         """``small`` reads small files from now on. It needs ``jobs`` and ``files`` to be made."""
         self.small = small
 

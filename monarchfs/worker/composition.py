@@ -32,13 +32,13 @@ from monarchfs.metadata.load import Load
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
-from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.order import Orders
 from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.small_files import SmallFiles
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
 from monarchfs.prefetch.window import Window
@@ -226,7 +226,7 @@ class Composition:
             files.racy_opens.opens_until,
             shares=nodes is not None,
         )
-        self.arrivals = Arrivals(
+        self.small_files = SmallFiles(
             self.misses,
             source,
             cache,
@@ -254,7 +254,7 @@ class Composition:
                 layouts=posix.has_layouts,
                 nice=config.copy_nice,
             )
-            self.copier.bind(self.arrivals)
+            self.copier.bind(self.small_files)
 
         # Who answers the kernel: threads of C, the fast path, pyfuse3's adapter.
         self.interrupts = Interrupts(metrics)
@@ -344,7 +344,7 @@ class Composition:
         """Bring the counts up to date, and store them. Called before they are shown."""
         for reads in count_threads(self.metrics):
             self.source.count_elsewhere(*reads)
-        self.arrivals.take_events()
+        self.small_files.take_events()
         self.window.count(self.metrics)
         if self.peering is not None:
             self.peering.count(self.metrics)

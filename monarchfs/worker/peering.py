@@ -17,16 +17,16 @@ from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Catalogue
+from monarchfs.peers.copy_service import CopyService
 from monarchfs.peers.following import Following
 from monarchfs.peers.foreign import drop_foreign
-from monarchfs.peers.names import NameOwners, NameSupply
+from monarchfs.peers.names import NameOwners, NameService
 from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import Peers
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.service import Service
+from monarchfs.peers.request_handler import RequestHandler
 from monarchfs.peers.span_sharing import SpanDigests, SpanNodes, SpanService
-from monarchfs.peers.supply import Supply
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.system.http_server import serve
@@ -78,15 +78,15 @@ class Peering:
         self._catalogue = Catalogue(
             tree.index.replicas, cache.tiers, ownership, secrets.randbits(63)
         )
-        supply = Supply(tree, copier, self._catalogue, nodes.share)
-        copier.jobs.on_step.add(supply.changed)
+        copies = CopyService(tree, copier, self._catalogue, nodes.share)
+        copier.jobs.on_step.add(copies.changed)
         self._counted = [0, 0, 0, 0, 0]
-        span_service = SpanService(supply, copier.jobs, cache, spans.digests, nodes.share)
+        span_service = SpanService(copies, copier.jobs, cache, spans.digests, nodes.share)
         self._spans = spans
         names = None
         if tree.freshness.serves_stale:
-            names = NameSupply(tree, supply, nodes.name_owners, nursery)
-        self._service = Service(self._catalogue, supply, span_service, names)
+            names = NameService(tree, copies, nodes.name_owners, nursery)
+        self._requests = RequestHandler(self._catalogue, copies, span_service, names)
         self._cache = cache
         self._mode = mode
         _replicas.owners(ownership.tables, ownership.own)
@@ -112,7 +112,7 @@ class Peering:
     async def _serve(self) -> None:
         await serve(
             self._listener,
-            self._service.answer,
+            self._requests.answer,
             connections=CONNECTIONS,
             most_body_bytes=MOST_BODY_BYTES,
         )

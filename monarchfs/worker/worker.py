@@ -144,7 +144,7 @@ class Worker:
         start(parts.relay.run)
         start(parts.relay.walk)
         if parts.relay.misses is not None:
-            start(parts.arrivals.run)
+            start(parts.small_files.run)
             start(parts.window.run)
             start(self._announcing.resume)
         start(parts.adapter.handleless.run)

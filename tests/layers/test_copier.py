@@ -451,15 +451,15 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(
     area: Area, names: list[str]
 ) -> None:
     async with area.mount(copies=False) as mirror:
-        mirror.arrivals._patience = 3600
+        mirror.small_files._patience = 3600
         gate = mirror.posix.gate_at(area.source / names[5])
         await begin(mirror, names, together=6)
         await gate.arrived()
-        await until(lambda: len(mirror.arrivals._waiting) == 5, "the others to be read")
+        await until(lambda: len(mirror.small_files._waiting) == 5, "the others to be read")
         await mirror.copier.suspend()
         gate.open()
         await until(lambda: not mirror.whole.busy, "the last one to be read")
-        mirror.arrivals.take_events()
+        mirror.small_files.take_events()
         await trio.testing.wait_all_tasks_blocked()
         assert mirror.metrics.copies_completed == 0
         accounts = mirror.cache.accounts.placement.ledger(mirror.tier.id)
@@ -470,7 +470,7 @@ async def test_files_wait_to_be_stored_together_but_not_for_the_end(
 
 async def test_what_somebody_waits_for_needs_no_turn(area: Area, names: list[str]) -> None:
     async with area.mount(copies=False) as mirror:  # the copier does not run at all
-        mirror.arrivals._patience = 3600
+        mirror.small_files._patience = 3600
         await mirror.want_each(names)
         inos = [await mirror.ino(name) for name in names[2:4]]
         mirror.copier.hurry(inos)

@@ -26,7 +26,7 @@ from monarchfs.peers.messages import (
     encode_names,
     encode_names_question,
 )
-from monarchfs.peers.names import NameSupply
+from monarchfs.peers.names import NameService
 from monarchfs.types import (
     ROOT_INO,
     DirRef,
@@ -73,7 +73,7 @@ class Owner:
                 ino = node.ino
             return ino
 
-        self._supply = NameSupply(
+        self._copies = NameService(
             tree,
             SimpleNamespace(directory=directory),  # type: ignore[arg-type]
             Everything(),  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class Owner:
             await trio.lowlevel.checkpoint()
             return self.lies
         question = self._question(directory, names[:MOST_NAMES], most_age_ns, lane)
-        return decode_names(encode_names(await self._supply.answer(question)))
+        return decode_names(encode_names(await self._copies.answer(question)))
 
     async def list(
         self, _owner: int, directory: DirRef, most_age_ns: int, lane: Lane
@@ -103,7 +103,7 @@ class Owner:
             await trio.lowlevel.checkpoint()
             return self.listing
         question = self._question(directory, [], most_age_ns, lane)
-        answer = await self._supply.listing(question)
+        answer = await self._copies.listing(question)
         return None if answer is None else decode_listing(encode_listing(answer))
 
     def _question(

@@ -10,6 +10,7 @@ import trio
 import trio.testing
 
 from monarchfs.peers import _replicas, owners
+from monarchfs.peers.copy_service import MOST_SECONDS
 from monarchfs.peers.following import START_SECONDS, Following
 from monarchfs.peers.messages import (
     Page,
@@ -22,7 +23,6 @@ from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.supply import MOST_SECONDS
 from monarchfs.types import DirRef, Node, SourceStat
 
 PEERS = Peers(tuple(parse_nodes(["a", "b", "c"], 1)), 0, "secret")

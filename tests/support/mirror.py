@@ -26,11 +26,11 @@ from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.shared_names import NamePeers
 from monarchfs.metadata.tree import Missing, Tree
 from monarchfs.metrics import Metrics
-from monarchfs.prefetch.arrivals import Arrivals
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fetch import State
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.small_files import SmallFiles
 from monarchfs.source.source import Source
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import (
@@ -264,12 +264,12 @@ class Mirror:
         assert isinstance(cache.readers, WholeReaders)
         cache.readers.misses = self.misses
         whole.count = self.source.count_elsewhere
-        self.arrivals = Arrivals(
+        self.small_files = SmallFiles(
             self.misses, self.source, cache, self.copier.jobs, self.copier.files, metrics, nursery,
             self.files.opened_elsewhere,
         )  # fmt: skip
-        self.copier.bind(self.arrivals)
-        nursery.start_soon(self.arrivals.run, 0, 0)
+        self.copier.bind(self.small_files)
+        nursery.start_soon(self.small_files.run, 0, 0)
         self._copying = False
 
     def start_copying(self) -> None:

@@ -70,7 +70,7 @@ Arrived = tuple[Node, memoryview, Batch | None]
 """A file that was read, all of its bytes, and for which batch of the copier."""
 
 
-class Arrivals:
+class SmallFiles:
     """Constant: its parts. Changing: ``_wanted``, files that the copier wants and that have not
     arrived; ``_asked``, those of them that their owners are asked for; ``_batches``, how many are
     under way; ``_waiting``, files to be stored once a batch is complete (``_complete``) or at a

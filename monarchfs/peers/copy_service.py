@@ -24,7 +24,7 @@ MOST_SECONDS = 2.0
 _DIRECTORIES = 4096
 
 
-class Supply:
+class CopyService:
     """Constant: what looks up names, what copies, and what knows which replicas are here or should
     be. Changing: ``_waiting``, what tasks wait for, by inode number; ``_directories``, the numbers
     of the directories used last, by path."""
@@ -37,7 +37,9 @@ class Supply:
         self._waiting: dict[int, trio.Event] = {}
         self._directories: OrderedDict[bytes, int] = OrderedDict()
 
-    async def supply(self, wanted: Sequence[WantedReplica], seconds: float | None = None) -> None:
+    async def copy_wanted(
+        self, wanted: Sequence[WantedReplica], seconds: float | None = None
+    ) -> None:
         """Copy what can be copied in ``seconds``; None: readers wait. Raises nothing but Cancelled.
 
         Does not copy what other nodes are to serve by this node's list. What it copies is read from

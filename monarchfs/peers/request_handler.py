@@ -6,6 +6,7 @@ from http import HTTPStatus
 from urllib.parse import parse_qs
 
 from monarchfs.peers.catalogue import Catalogue
+from monarchfs.peers.copy_service import MOST_SECONDS, CopyService
 from monarchfs.peers.messages import (
     Page,
     PeerError,
@@ -17,25 +18,28 @@ from monarchfs.peers.messages import (
     encode_names,
     encode_page,
 )
-from monarchfs.peers.names import NameSupply
+from monarchfs.peers.names import NameService
 from monarchfs.peers.span_sharing import SpanService
-from monarchfs.peers.supply import MOST_SECONDS, Supply
 from monarchfs.system.http_server import HttpRequest, HttpResponse
 
 BINARY = "application/octet-stream"
 JSON = "application/json"
 
 
-class Service:
+class RequestHandler:
     """Constant: what knows this node's replicas, what copies wanted files, what answers about
     large files, and what about names."""
 
     def __init__(
-        self, catalogue: Catalogue, supply: Supply, spans: SpanService, names: NameSupply | None
+        self,
+        catalogue: Catalogue,
+        copies: CopyService,
+        spans: SpanService,
+        names: NameService | None,
     ) -> None:
         """``names``: None if this mount says nothing about names."""
         self._catalogue = catalogue
-        self._supply = supply
+        self._copies = copies
         self._spans = spans
         self._names = names
 
@@ -47,7 +51,7 @@ class Service:
                     page = self._page(request.query)
                 case "POST", "/ask/want":
                     wanted = decode_wanted(request.body)
-                    await self._supply.supply(wanted, _seconds(request.query))
+                    await self._copies.copy_wanted(wanted, _seconds(request.query))
                     page = self._catalogue.rows([one.name for one in wanted])
                 case "POST", "/ask/spans":
                     held = [await self._spans.answer(one) for one in decode_spans(request.body)]

@@ -10,9 +10,9 @@ import pytest
 import trio
 import trio.testing
 
+from monarchfs.peers.copy_service import CopyService
 from monarchfs.peers.messages import Row, WantedReplica
 from monarchfs.peers.node_share import NodeShare
-from monarchfs.peers.supply import Supply
 from monarchfs.types import ROOT_INO, DirRef, Lane, Node, SourceStat
 
 DIRECTORY, FILE = 0o40755, 0o100644
@@ -89,7 +89,7 @@ def copies() -> Copies:
 
 
 @pytest.fixture
-def supply(tree: Tree, copies: Copies) -> Supply:
+def supply(tree: Tree, copies: Copies) -> CopyService:
     """Of a node that has nothing, and owns all."""
     return make(tree, copies)
 
@@ -98,7 +98,7 @@ def make(
     tree: Tree,
     copies: Copies,
     serves: Callable[[bytes], bool] = lambda name: True,
-) -> Supply:
+) -> CopyService:
     def dirref(ino: int) -> DirRef | None:
         return DirRef(tree.paths[ino], 1000 + ino) if ino in tree.paths else None
 
@@ -106,23 +106,23 @@ def make(
         names=tree, index=SimpleNamespace(nodes=SimpleNamespace(dirref=dirref))
     )
     catalogue, ownership = SimpleNamespace(row=Row), SimpleNamespace(serves=serves)
-    return Supply(metadata, copies, catalogue, NodeShare(ownership))  # type: ignore[arg-type]
+    return CopyService(metadata, copies, catalogue, NodeShare(ownership))  # type: ignore[arg-type]
 
 
-def run(supply: Supply, *wanted: WantedReplica, seconds: float | None = None) -> float:
+def run(supply: CopyService, *wanted: WantedReplica, seconds: float | None = None) -> float:
     """Seconds that it took, on a clock that jumps to what is waited for."""
 
     async def main() -> float:
         began = trio.current_time()
-        await supply.supply(wanted, seconds)
+        await supply.copy_wanted(wanted, seconds)
         return trio.current_time() - began
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-async def test_it_waits_until_the_copies_are_there(supply: Supply, copies: Copies) -> None:
+async def test_it_waits_until_the_copies_are_there(supply: CopyService, copies: Copies) -> None:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(supply.supply, [FILE4, OTHER5])
+        nursery.start_soon(supply.copy_wanted, [FILE4, OTHER5])
         await trio.testing.wait_all_tasks_blocked()
         assert sorted(copies.hurried) == [4, 5]
         for ino in (5, 4):
@@ -134,15 +134,15 @@ async def test_it_waits_until_the_copies_are_there(supply: Supply, copies: Copie
             await trio.testing.wait_all_tasks_blocked()
 
 
-def test_it_does_not_wait_for_ever(supply: Supply) -> None:
+def test_it_does_not_wait_for_ever(supply: CopyService) -> None:
     assert run(supply, FILE4) == pytest.approx(0.5)
 
 
-async def test_what_peers_wait_for_is_read_of_the_source(supply: Supply) -> None:
+async def test_what_peers_wait_for_is_read_of_the_source(supply: CopyService) -> None:
     assert not supply._share.copies(FILE4.name)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(supply.supply, [FILE4])
-        nursery.start_soon(supply.supply, [FILE4])
+        nursery.start_soon(supply.copy_wanted, [FILE4])
+        nursery.start_soon(supply.copy_wanted, [FILE4])
         await trio.testing.wait_all_tasks_blocked()
         assert supply._share.copies(FILE4.name)
         assert not supply._share.copies(OTHER5.name)
@@ -150,7 +150,7 @@ async def test_what_peers_wait_for_is_read_of_the_source(supply: Supply) -> None
     assert not supply._share.copies(FILE4.name)
 
 
-def test_who_is_no_reader_waits_in_turn_and_longer(supply: Supply, copies: Copies) -> None:
+def test_who_is_no_reader_waits_in_turn_and_longer(supply: CopyService, copies: Copies) -> None:
     assert run(supply, FILE4, seconds=2) == pytest.approx(2)
     assert (copies.queued, copies.hurried) == ([4], [])
 
@@ -164,7 +164,7 @@ def test_who_is_no_reader_waits_in_turn_and_longer(supply: Supply, copies: Copie
     ids=["no file", "no directory", "file for a directory", "directory", "another version"],
 )
 def test_what_is_not_there_is_not_copied(
-    supply: Supply, copies: Copies, one: WantedReplica
+    supply: CopyService, copies: Copies, one: WantedReplica
 ) -> None:
     assert run(supply, one) == 0
     assert not copies.hurried
@@ -179,6 +179,6 @@ def test_what_another_node_serves_is_not_copied(tree: Tree, copies: Copies) -> N
     assert copies.hurried == [5]
 
 
-def test_an_error_of_the_source_is_the_peers_to_meet(tree: Tree, supply: Supply) -> None:
+def test_an_error_of_the_source_is_the_peers_to_meet(tree: Tree, supply: CopyService) -> None:
     tree.error = OSError(errno.EIO, "I/O error")
     assert run(supply, FILE4) == 0
