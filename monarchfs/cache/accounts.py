@@ -279,7 +279,7 @@ class Accounts:
                 if any(eviction.tier == action.to for eviction in stay):
                     self.handle(MoveFailed(action.ino))  # there is no room for it
                 else:
-                    self._mover.begin(action)
+                    self._mover.begin_move(action)
             elif not isinstance(action, Evict):
                 answers.append(action)
         return self._withdraw(answers, stay) if stay else answers
@@ -357,7 +357,7 @@ class Mover:
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
 
-    def begin(self, action: Move) -> None:
+    def begin_move(self, action: Move) -> None:
         record = self._accounts.index.replicas.replica(action.ino)
         if (
             record is None

@@ -82,11 +82,11 @@ class Cache:
                 accounts.all_tiers.failed(tier, "looking at what it holds", exc)
                 needed = True
             if needed:
-                accounts.reconciliation.begin(tier)
+                accounts.reconciliation.begin_tier(tier)
         reopen()
         accounts.all_tiers.measure()
         for tier in self.tiers.values():
-            accounts.segments.begin(tier)
+            accounts.segments.begin_tier(tier)
             if tier.id not in accounts.reconciliation.running:
                 accounts.nursery.start_soon(accounts.reconciliation.settle, tier)
         if accounts.placement.tracks:
@@ -238,7 +238,7 @@ class Cache:
         for tier in await accounts.all_tiers.probe(accounts.threads):
             if tier.id not in accounts.reconciliation.running:
                 accounts.segments.replaced(tier)
-                accounts.reconciliation.begin(tier)
+                accounts.reconciliation.begin_tier(tier)
         accounts.removals.retry(accounts.busy.values())
 
     async def scrub(self, rate: int) -> None:

@@ -130,7 +130,7 @@ class Reconciliation:
             os.close(fd)
         return False
 
-    def begin(self, tier: Tier) -> None:
+    def begin_tier(self, tier: Tier) -> None:
         """Reconcile the tier in the background. Until that is done its records are not to be
         trusted, also by the next mount."""
         self.running.add(tier.id)

@@ -196,7 +196,7 @@ class Reservations:
         reservation.reserved_bytes += size
         return True
 
-    def take(self, reservation: Reservation, size: int) -> bool:
+    def take_room(self, reservation: Reservation, size: int) -> bool:
         """``size`` bytes of what is reserved for a file with holes, or more room; False where there
         is none. No checkpoint."""
         missing = max(reservation.needed, reservation.written) + size - reservation.reserved_bytes

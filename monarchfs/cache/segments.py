@@ -90,7 +90,7 @@ class SegmentRecords:
 
     # -- replicas that come
 
-    def begin(self, tier: Tier) -> None:
+    def begin_tier(self, tier: Tier) -> None:
         """Find out whether a tier can free a part of a file. From then on it takes small replicas,
         in files of their own if it cannot. Blocks for as long as the disk takes for 64 KiB. Raises
         nothing."""
@@ -115,7 +115,7 @@ class SegmentRecords:
     def replaced(self, tier: Tier) -> None:
         """It has another directory, without the segments that were written to."""
         self._own.pop(tier.id, None)
-        self.begin(tier)
+        self.begin_tier(tier)
 
     def takes(self, tier_id: int, size: int) -> bool:
         """Whether a replica of ``size`` bytes that is written whole shares a file with others."""

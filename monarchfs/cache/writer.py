@@ -60,7 +60,7 @@ class CopyWriter:
         with reservation.using():
             if reservation.sparse:
                 await read.wait()
-                if not self._reservations.take(
+                if not self._reservations.take_room(
                     reservation, await self._accounts.threads.run(unit.needed)
                 ):
                     return False

@@ -78,7 +78,7 @@ def _new(output: str) -> Iterator[BinaryIO]:
 
 def _record(recorder: EventRecorder, mountpoint: str, output: str, seconds: float | None) -> int:
     with _signals() as end, Progress() as progress:
-        for _ in recorder.follow(recorder.begin(), end, seconds):
+        for _ in recorder.follow(recorder.connect(), end, seconds):
             progress.show(
                 f"recording {mountpoint}: {format_seconds(recorder.seconds)},"
                 f" {recorder.events:,} events, {format_bytes(recorder.written)}"
@@ -120,7 +120,7 @@ def _record_command(recorder: EventRecorder, output: str, argv: Sequence[str]) -
 def _record_in_child(recorder: EventRecorder, output: str, end: int, tells: int) -> int:
     with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
         try:
-            connection = recorder.begin()
+            connection = recorder.connect()
             print('""', file=answers, flush=True)
         except Exception as error:  # noqa: BLE001 - the parent says it
             print(json.dumps(str(error)), file=answers, flush=True)

@@ -99,7 +99,7 @@ class EventRecorder:
     def seconds(self) -> float:
         return (time.monotonic_ns() - self._origin_ns) / 1e9 if self._origin_ns else 0.0
 
-    def begin(self) -> Connection:
+    def connect(self) -> Connection:
         """Raises OperationError if the mount cannot be recorded."""
         connection, head = open_events(self._mountpoint, self._search, {"sample": self.sample})
         if self._writer is None:
@@ -137,7 +137,7 @@ class EventRecorder:
         deadline = time.monotonic() + _BACK_SECONDS
         while True:
             try:
-                return self.begin()
+                return self.connect()
             except OperationError as error:
                 if time.monotonic() > deadline:
                     self.stopped = str(error)

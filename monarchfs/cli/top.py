@@ -165,7 +165,7 @@ class Feed:
         self._interval.add(content, progress["sampled"])
 
     def _rows(self, seconds: float) -> list[tuple[int | str, str, LiveRates]]:
-        found = self._interval.end(seconds)
+        found = self._interval.close(seconds)
         order = sorted(found, key=lambda key: self._order(found[key]))
         return [(key, self._processes.get(key, ""), found[key]) for key in reversed(order)]
 

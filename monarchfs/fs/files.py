@@ -214,7 +214,7 @@ class Files:
             self.invalidation.notify(ino)
         handle = self._unopened(ino)
         if not handle.local and self._copies.jobs.keeps:
-            self._copies.jobs.opened(ino)
+            self._copies.jobs.want_opened(ino)
         return handle
 
     def first_read(self, ino: int) -> FileHandle:
@@ -246,7 +246,7 @@ class Files:
     ) -> FileHandle:
         self._count(node, resident=replica is not None)
         if self._touch is not None and (nonresident is None or nonresident.copy.partial):
-            self._touch.opened(node.ino)
+            self._touch.note_open(node.ino)
         self.opens.add(node.ino)
         # If the file is truncated and its attributes come in the same moment, the kernel pads what
         # is missing with zeros (fs/fuse/file.c, fuse_short_read).
@@ -273,7 +273,7 @@ class Files:
         """They opened a resident file. No checkpoint."""
         self.cache.accessed(ino)
         if self._touch is not None:
-            self._touch.opened(ino)
+            self._touch.note_open(ino)
 
     def opened_elsewhere(self, node: Node, opens: int, from_peer: bool) -> None:
         """They opened a file that is not resident, ``opens`` times, in the source or, without
@@ -316,7 +316,7 @@ class Files:
         nonresident = await self.open_nonresident(ino)
         if keeps and not nonresident.arriving:
             nonresident.copy.start_filling()
-            self._copies.jobs.opened(ino)
+            self._copies.jobs.want_opened(ino)
         nonresident.copy.allow_direct_reads()
         return nonresident
 

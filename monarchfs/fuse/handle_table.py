@@ -163,7 +163,7 @@ class HandleTable:
         where too many files are open."""
         return int(self._hooks.table_add(ino, unique, backing_id))
 
-    def end(self, number: int) -> int | None:
+    def end_handle(self, number: int) -> int | None:
         """The inode number of the handle, which is open no more; None if it was not."""
         ino: int | None = self._hooks.table_end(number)
         return ino

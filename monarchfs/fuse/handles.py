@@ -42,7 +42,7 @@ class Handles:
         if (before := self._open.get(number)) is not None:
             before.release()  # taken over from a worker that died before it answered
         else:
-            self._passthrough.opened(handle, backing_id)
+            self._passthrough.note_open(handle, backing_id)
         self._open[number] = handle
         return number
 
@@ -63,7 +63,7 @@ class Handles:
             handle.release()
             raise OSError(errno.EBADF, "unknown handle")
         self._open[number] = handle
-        self._passthrough.opened(handle, backing_id)
+        self._passthrough.note_open(handle, backing_id)
 
     def get(self, number: int) -> FileHandle | None:
         """None for a number that this process' Python does not have: see ``table.ino``."""
@@ -71,7 +71,7 @@ class Handles:
 
     def pop(self, number: int) -> FileHandle | None:
         """None for a number that is not open: a second RELEASE is not an error."""
-        ino = self.table.end(number)
+        ino = self.table.end_handle(number)
         if ino is not None:
             self._passthrough.closed(ino)
         return self._open.pop(number, None)

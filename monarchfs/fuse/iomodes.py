@@ -28,7 +28,7 @@ class IoModes:
         """What the next open must be answered with; None for an inode that is not open."""
         return self._modes.get(ino)
 
-    def opened(self, ino: int, mode: int) -> bool:
+    def note_open(self, ino: int, mode: int) -> bool:
         """An open is about to be answered, or was by an earlier worker; whether it is the first of
         this inode. Raises ValueError for one that the kernel would refuse."""
         known = self._modes.setdefault(ino, mode)

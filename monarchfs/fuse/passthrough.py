@@ -163,7 +163,7 @@ class Passthrough:
         """Who opened it before it was resident, without Python, sets the mode."""
         if self._modes.get(ino) is None:
             for _ in range(hooks.backed_cached(ino)):
-                self._modes.opened(ino, CACHED)
+                self._modes.note_open(ino, CACHED)
 
     async def decided(self, handle: FileHandle, open_it: Callable[[int], T]) -> T:
         """Call ``open_it``, which must not wait, with the backing id for ``handle``, or CACHED.
@@ -242,14 +242,14 @@ class Passthrough:
 
     # -- opens, told by the table of handles
 
-    def opened(self, handle: FileHandle, mode: int) -> None:
+    def note_open(self, handle: FileHandle, mode: int) -> None:
         """An open is about to be answered, or was by an earlier worker."""
         if mode != CACHED:
             self._metrics.passthrough_opens += 1
         if not self.counts:
             return
         self.reclaim(handle.ino)
-        if not self._modes.opened(handle.ino, mode) or mode == CACHED:
+        if not self._modes.note_open(handle.ino, mode) or mode == CACHED:
             return
         ino, replica, cache = handle.ino, handle.replica, self._files.cache
         if (idle := self._idle.pop(ino, mode)) != mode:
@@ -294,7 +294,7 @@ class Passthrough:
             return
         opens = hooks.backed_reclaim(ino)
         for _ in range(opens):
-            self._modes.opened(ino, backing_id)
+            self._modes.note_open(ino, backing_id)
         if opens:
             self._held[ino] = self._files.resident(ino)
         else:

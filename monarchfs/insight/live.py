@@ -104,7 +104,7 @@ class Interval:
                 one.answered[origin] += sample
             one.spans.append(begin << _TOOK_BITS | min(int(took * 1e9), _MOST_TOOK))
 
-    def end(self, seconds: float) -> dict[int | str, LiveRates]:
+    def close(self, seconds: float) -> dict[int | str, LiveRates]:
         """The interval took so long; the next one begins. By process, or by directory."""
         by_key: dict[int | str, _Sum] = {}
         for number, one in self._sums.items():

@@ -49,7 +49,7 @@ class CachedListings:
         """Another process showed listings until now."""
         self._settled_ns = now_ns + LATE_NS
 
-    def opened(self, ino: int, fetched_ns: int, now_ns: int) -> bool:
+    def note_open(self, ino: int, fetched_ns: int, now_ns: int) -> bool:
         """A directory is opened whose listing was fetched at ``fetched_ns``. Whether the kernel
         may use what it has of it; otherwise the kernel drops that and is shown the listing."""
         settled_ns = self._settled_ns

@@ -111,7 +111,7 @@ class Directories:
             return None
         if self._due(ino, now) is not None:
             return None
-        return self._recorder.cached_listings.opened(ino, listing.fetched_ns, now)
+        return self._recorder.cached_listings.note_open(ino, listing.fetched_ns, now)
 
     async def open(self, ino: int, lane: Lane = Lane.DEMAND) -> None:
         """Have the directory's entries in the index, as fresh as the mount promises."""

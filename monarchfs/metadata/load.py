@@ -46,7 +46,7 @@ class LoadedListing:
         self._sequence = 0
         self._times = (0, 0)
 
-    async def begin(self, mtime_ns: int, ctime_ns: int) -> None:
+    async def begin_directory(self, mtime_ns: int, ctime_ns: int) -> None:
         """The directory had these times then."""
         self._times = (mtime_ns, ctime_ns)
         index, cookie = self._tree.index, 0
@@ -141,7 +141,7 @@ class Load:
                         listing, ino = None, self._directory(names, taken_ns)
                         if ino is not None:
                             listing = LoadedListing(self._tree, ino, taken_ns, asked_ns)
-                            await listing.begin(mtime_ns, ctime_ns)
+                            await listing.begin_directory(mtime_ns, ctime_ns)
                     case Entries(found) if listing is not None:
                         listing.add(found)
                         self.entries += len(found)

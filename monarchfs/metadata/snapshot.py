@@ -108,7 +108,7 @@ class Writer:
         self._file = gzip.GzipFile("", "wb", 6, file, 0)
         self._put([FORMAT, VERSION, head.source, head.root_ino, head.taken_ns])
 
-    def begin(self, path: bytes, mtime_ns: int, ctime_ns: int) -> None:
+    def begin_directory(self, path: bytes, mtime_ns: int, ctime_ns: int) -> None:
         """A directory, after the one it lies in; ``path`` is relative to the root."""
         self.directories += 1
         self._put(["d", os.fsdecode(path), mtime_ns, ctime_ns])

@@ -48,7 +48,7 @@ def export(root: str, file: IO[bytes], progress: Callable[[Exported], None]) -> 
                 continue
             continue
         times = SourceStat.of(directory.stat, device).version
-        writer.begin(directory.path[prefix:], times.mtime_ns, times.ctime_ns)
+        writer.begin_directory(directory.path[prefix:], times.mtime_ns, times.ctime_ns)
         # A directory that changed during the walk may have changed again.
         complete = times.past_racy_window(taken_ns)
         for batch in directory.batches:

@@ -134,7 +134,7 @@ class Follower:
             return f"after={self._after.hex()}"
         return f"incarnation={self._incarnation}&since={self._sequence}"
 
-    def take(self, page: Page) -> tuple[bool, bool]:
+    def take_page(self, page: Page) -> tuple[bool, bool]:
         """Take the answer to the last query. Returns whether all former rows are void, and whether
         to ask again at once."""
         if self._sequence is not None and (

@@ -82,7 +82,7 @@ class CopyService:
             self._copier.hurry(inos)
         else:
             for ino in inos:
-                self._copier.jobs.opened(ino)
+                self._copier.jobs.want_opened(ino)
         for ino in inos:
             while self._copier.jobs.pending(ino):
                 await self.change(ino)

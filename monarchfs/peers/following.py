@@ -175,7 +175,7 @@ class Following:
         )
         page = decode_page(data)
         self.heard[number] = trio.current_time()
-        void, again = follower.take(page)
+        void, again = follower.take_page(page)
         if void:
             _replicas.remove_all(number)
         _replicas.put(number, page.rows)

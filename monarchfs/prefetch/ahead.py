@@ -83,7 +83,7 @@ class Allowance:
         """Whether there is room for many at a time."""
         return 8 * self.room > self.opened_bytes and len(self.waiting) < MOST_AHEAD * 7 // 8
 
-    def opened(self, size: int) -> None:
+    def note_open(self, size: int) -> None:
         """A small file was opened, and had to be read from the source."""
         self.opened_files += 1
         self.opened_bytes += size
@@ -94,10 +94,10 @@ class Allowance:
         if size is None:
             return False
         self.waiting_bytes -= size
-        self.opened(size)
+        self.note_open(size)
         return True
 
-    def take(self, ino: int, size: int) -> None:
+    def take_file(self, ino: int, size: int) -> None:
         """The file is copied ahead now."""
         self.waiting_bytes += size - self.waiting.get(ino, 0)
         self.waiting[ino] = size
@@ -135,7 +135,7 @@ class Walks:
         if directory in self._cookies:
             self._cookies[directory] = cookie
 
-    def end(self, directory: int) -> None:
+    def end_walk(self, directory: int) -> None:
         """The directory is not walked any more."""
         self._cookies.pop(directory, None)
         if len(self._ended) >= MOST_DIRECTORIES:
@@ -148,7 +148,7 @@ class Walks:
             self._found.setdefault(directory, deque()).extend(files)
             self.found_files += len(files)
 
-    def take(self, count: int, size: int) -> list[tuple[int, int]]:
+    def take_files(self, count: int, size: int) -> list[tuple[int, int]]:
         """The next files found: at most ``count``, until they have ``size`` bytes."""
         files: list[tuple[int, int]] = []
         while self._found and len(files) < count and size > 0:
@@ -174,7 +174,7 @@ class Ahead:
         self._jobs = jobs
         self._news = trio.lowlevel.ParkingLot()
 
-    def opened(self, node: Node, local: bool) -> None:
+    def note_open(self, node: Node, local: bool) -> None:
         """A file was opened; ``local``: all of it was on this node. No checkpoint."""
         allowance = self.allowance
         if local:
@@ -183,7 +183,7 @@ class Ahead:
         elif 0 < node.stat.size <= SMALL_BYTES:
             # If it still waited for its copy, it is not counted as waiting any more.
             if not allowance.hit(node.ino):
-                allowance.opened(node.stat.size)
+                allowance.note_open(node.stat.size)
         else:
             return
         self._walks.opened_in(node.parent)
@@ -223,7 +223,7 @@ class Ahead:
         except (OSError, IndexWriteError) as exc:
             # Readers that open something there get the error from the source.
             log.debug("nothing is copied ahead in directory inode %d: %s", directory, exc)
-            walks.end(directory)
+            walks.end_walk(directory)
             return True
         await trio.lowlevel.checkpoint()
         if spare:
@@ -234,7 +234,7 @@ class Ahead:
         if batch:
             walks.reached(directory, batch[-1][0].cookie)
         else:
-            walks.end(directory)
+            walks.end_walk(directory)
         return True
 
     async def _find(self, directory: int, batch: list[Listed]) -> list[Node]:
@@ -254,11 +254,11 @@ class Ahead:
     def _want_some(self) -> bool:
         """Have some of the files found copied, unless they are here or on their way. Returns
         whether there is room for more."""
-        found = self._walks.take(BATCH, self.allowance.room)
+        found = self._walks.take_files(BATCH, self.allowance.room)
         held = self._cache.index.replicas.replicas_of([ino for ino, _ in found])
         for ino, size in found:
             if ino not in held and not self._jobs.pending(ino):
-                self.allowance.take(ino, size)
+                self.allowance.take_file(ino, size)
                 self._jobs.want(ino, Priority.SCANNED)
         return self.allowance.room > 0
 
@@ -269,7 +269,7 @@ class Ahead:
         return 2 * sum(room.room.bytes for room in rooms) > capacity
 
     async def _check(self) -> None:
-        """Find files that were opened without a call of ``opened``."""
+        """Find files that were opened without a call of ``note_open``."""
         waiting = list(self.allowance.waiting)
         for at in range(0, len(waiting), LOOK_BATCH):
             for ino in filter(self._cache.readers.seen, waiting[at : at + LOOK_BATCH]):

@@ -226,7 +226,7 @@ class Copier:
                 return True
             if self._is_over(fill):
                 self.jobs.forget_failures(fill.copy.node.ino)
-                self.jobs.end(fill)
+                self.jobs.end_copy(fill)
         if len(self.jobs.background) >= MOST_BEGUN:
             return False  # they wait for other nodes' copies
         return self._begin_file(now, Priority.NOBODY, paced=new)
@@ -268,7 +268,7 @@ class Copier:
             return False  # there may be more room in a moment
         if not paced:
             before = min(before, Priority.HINTED)
-        while self.jobs.queue.first < before and (job := self.jobs.take()) is not None:
+        while self.jobs.queue.first < before and (job := self.jobs.take_next()) is not None:
             ino, priority = job
             if (node := self._copyable(ino, self._cache.index.nodes.node(ino))) is not None:
                 is_paced = priority is not Priority.OPENED
@@ -309,7 +309,7 @@ class Copier:
         past_racy_window = fill.copy.past_racy_window
         evicts = priority <= Priority.HINTED
         if not fill.copy.in_background and fill.copy.start_filling(evicts=evicts):
-            self.jobs.begin(fill, priority)
+            self.jobs.begin_copy(fill, priority)
             fetch = self._claim(fill)
         elif not past_racy_window:
             self._cache.reasons.put(
@@ -402,7 +402,7 @@ class Copier:
         nodes = [node for ino in inos if (node := self._copyable(ino, known.get(ino))) is not None]
         others = [node for node in nodes if not self._is_small(node)]
         for node in others:
-            self.jobs.opened(node.ino)
+            self.jobs.want_opened(node.ino)
         begun = [node for node in nodes if node not in others]
         if begun and (batch := self._begin_small(begun, Priority.OPENED)) is not None:
             self._nursery.start_soon(self._copy_small, batch)
@@ -427,6 +427,6 @@ class Copier:
         if fetch.error is not None and fill.copy.in_background:
             # The first failed fetch is reported for all fetches of the file that are under way.
             self.jobs.failed(fill.copy.node.ino, fill.copy.priority, fetch.error)
-            self.jobs.end(fill)
+            self.jobs.end_copy(fill)
         elif fetch.seconds is not None and fetch.end - fetch.start >= self.unit_bytes.value:
             self.unit_bytes.record_latency(fetch.seconds)

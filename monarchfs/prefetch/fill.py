@@ -314,9 +314,9 @@ class Fill:
                 if data is not None and self._is_current(fetch):
                     await self._keep_whole(fetch, data, lane)
         finally:
-            self.end(fetch)
+            self.end_fetch(fetch)
 
-    def end(self, fetch: Fetch) -> None:
+    def end_fetch(self, fetch: Fetch) -> None:
         """A claimed fetch is over, whatever came of it. No checkpoint."""
         self._fetches.remove(fetch)
         if fetch.unit is not None:

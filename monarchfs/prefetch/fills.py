@@ -102,7 +102,7 @@ class Fills:
         if fill is None:
             self._cache.writer.cancel(place)
         elif fill.copy.begin_filling(place):
-            self._jobs.begin(fill, priority)
+            self._jobs.begin_copy(fill, priority)
         self._jobs.end_arrivals([node.ino])
 
     def _make(self, node: Node) -> Fill:

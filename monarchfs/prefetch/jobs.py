@@ -95,11 +95,11 @@ class CopyJobs:
         if fill is not None and fill.copy.in_background:
             if priority < fill.copy.priority:
                 self.background.remove(fill)
-                self.begin(fill, priority)
+                self.begin_copy(fill, priority)
         elif self.queue.push(ino, priority) and self.wakes:
             self.wakes.unpark_all()
 
-    def opened(self, ino: int) -> None:
+    def want_opened(self, ino: int) -> None:
         """A file was opened: it is wanted before anything that was only scanned."""
         self.want(ino, Priority.OPENED)
 
@@ -111,7 +111,7 @@ class CopyJobs:
         if not wanted_here and self.pending(ino):
             self.supplied.add(ino)
 
-    def take(self) -> tuple[int, Priority] | None:
+    def take_next(self) -> tuple[int, Priority] | None:
         """The next one of the queue."""
         self._shrunk.unpark_all()
         return self.queue.pop()
@@ -129,13 +129,13 @@ class CopyJobs:
 
     # -- the background list
 
-    def begin(self, fill: Fill, priority: Priority) -> None:
+    def begin_copy(self, fill: Fill, priority: Priority) -> None:
         """It is copied from now on."""
         fill.copy.in_background, fill.copy.priority = True, priority
         insort(self.background, fill, key=lambda fill: fill.copy.priority)
         self.wakes.unpark_all()
 
-    def end(self, fill: Fill) -> None:
+    def end_copy(self, fill: Fill) -> None:
         """Nothing more is to be fetched of it."""
         if fill.copy.in_background:
             fill.copy.in_background = False

@@ -67,7 +67,7 @@ class LearnedOrder:
         """Whether files are opened as they were before. It is so until ``lost``."""
         return self._agreed >= self._sure
 
-    def opened(self, ino: int) -> None:
+    def note_open(self, ino: int) -> None:
         """A file was opened that is not on this node. 1 us."""
         if self._at >= 0 and not self.followed:
             self._compare(ino)
@@ -120,7 +120,7 @@ class LearnedOrder:
         if (self._given_out if self.followed else self._at) < self._forgotten:
             self._forget_place()
 
-    def take(self, ahead: int) -> list[int]:
+    def take_inos(self, ahead: int) -> list[int]:
         """Inode numbers of files that will be opened next, if the order is followed, and only so
         many (``ahead``) that were given out before are still to be opened."""
         first = self._given_out - self._forgotten

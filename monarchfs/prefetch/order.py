@@ -114,7 +114,7 @@ class Order:
         """Whether enough of it was taken to tell what it does not need for long."""
         return self.ahead >= LAG // 2 or self._at >= len(self._names)
 
-    def take(self, most: int) -> list[bytes]:
+    def take_names(self, most: int) -> list[bytes]:
         """The next names, unless LAG files were found already that nobody has come to."""
         names: list[bytes] = []
         most = min(most, LAG - self.ahead)
@@ -179,7 +179,7 @@ class Order:
         before = range(place - reach, place)
         return before.start <= 0 or not self._read.isdisjoint(before)
 
-    def opened(self, ino: int, size: int, now: float) -> None:
+    def note_open(self, ino: int, size: int, now: float) -> None:
         """A file was opened that it ``expects``, or one that is local."""
         place = self._take_out(ino)
         if place:

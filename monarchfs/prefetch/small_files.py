@@ -263,7 +263,7 @@ class SmallFiles:
         ino = node.ino
         if served.data is None:
             if served.opens and not (ino in self._jobs.arriving or self._cache.resident(node)):
-                self._jobs.opened(ino)  # its bytes must be read again
+                self._jobs.want_opened(ino)  # its bytes must be read again
         elif not node.outdated and self._jobs.begin_arrival(ino):
             self._wait((node, served.data, None))
 

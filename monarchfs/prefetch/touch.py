@@ -55,7 +55,7 @@ class Touch:
         self._open_now = open_now
         self._interval = interval_seconds
 
-    def opened(self, ino: int) -> None:
+    def note_open(self, ino: int) -> None:
         """A file was opened without asking the source. No checkpoint."""
         if len(self.used) < MOST_REMEMBERED:
             self.used.add(ino)

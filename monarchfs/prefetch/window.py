@@ -129,7 +129,7 @@ class Window:
         self.orders[name] = order
         self._news.unpark_all()
 
-    def opened(self, node: Node, local: bool) -> None:
+    def note_open(self, node: Node, local: bool) -> None:
         """A file was opened; ``local``: all of it was on this node. No checkpoint."""
         if self.orders:
             self._pass_on(node, local)
@@ -141,7 +141,7 @@ class Window:
         agree = list(orders) if local else [order for order in orders if order.expects(ino)]
         for order in agree:
             order.opened_at = trio.current_time()
-            order.opened(ino, node.stat.size, order.opened_at)
+            order.note_open(ino, node.stat.size, order.opened_at)
             self.size.agreed += not local
         self._to_tier.discard(ino)
         self._opened.append(ino)
@@ -153,12 +153,12 @@ class Window:
     def _learn(self, ino: int) -> None:
         """A file was opened that is not on this node, and no order was announced."""
         learned, times = self._learned, self._learned.times_learned
-        learned.opened(ino)
+        learned.note_open(ino)
         if learned.times_learned > times:
             log.info("files are read in the same order as before: it is followed")
             self._follow(LEARNED, Order(b""))
         order = self.orders.get(LEARNED)
-        if order is not None and (inos := learned.take(order.ahead)):
+        if order is not None and (inos := learned.take_inos(order.ahead)):
             known = self._cache.index.nodes.nodes_of(inos)
             nodes = [known.get(ino) for ino in inos]
             order.found([node if is_file(node) else None for node in nodes])
@@ -225,7 +225,7 @@ class Window:
         self._lost.clear()
         for ino in list(filter(self._cache.readers.seen, self._to_tier)):
             if (opened := self._cache.index.nodes.node(ino)) is not None:
-                self.opened(opened, local=True)
+                self.note_open(opened, local=True)
             self._to_tier.discard(ino)
         self._refused = {
             ino for ino in self._refused if any(ino in order.fetched for order in orders)
@@ -279,7 +279,7 @@ class Window:
     async def _fetch_some(self, order: Order) -> bool:
         """Have the next files fetched. Whether there may be more."""
         await trio.lowlevel.checkpoint()
-        names = order.take(BATCH)
+        names = order.take_names(BATCH)
         if names:
             before = len(self._opened)
             order.found(found := await self._files.nodes(names))
@@ -287,7 +287,7 @@ class Window:
             for ino in self._opened[before:]:
                 # It was opened while its name was looked up.
                 if ino in sizes and order.expects(ino):
-                    order.opened(ino, sizes[ino], trio.current_time())
+                    order.note_open(ino, sizes[ino], trio.current_time())
         refused = [ino for ino in self._refused if order.takes_back(ino)]
         self._refused.difference_update(refused)
         nodes = list(order.next_files(BATCH, self._distance_of_each))

@@ -141,7 +141,7 @@ class BackingFiles:
         # Not 2 everywhere: it would keep others from mounting an overlayfs on this mount.
         return 2 if any(m is not None and m.fstype in _STACKED for m in mounts) else 1
 
-    def begin(self) -> None:
+    def try_passthrough(self) -> None:
         """FUSE_INIT is answered: find out whether the kernel allows passthrough to this process and
         these tiers. Raises OperationError where it does not and passthrough is required."""
         if not self.stack_depth:
@@ -212,7 +212,7 @@ class BackingFiles:
         """The connection had another supervisor, which answered FUSE_INIT so. To be called while no
         worker serves. Ids of that one that no open uses are closed by and by (``tick``)."""
         self.stack_depth = stack_depth
-        self.begin()
+        self.try_passthrough()
         if not self._devices:
             return
         self._ids = backing_ids(self._handles)

@@ -234,7 +234,7 @@ class Failover:
             standby.wait_gone(1.0)  # it has the mount's descriptor
         self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
-            self.worker.end(patience)
+            self.worker.stop(patience)
 
     def _enter(self, phase: Phase, until: float = math.inf) -> None:
         self.phase, self._until = phase, until

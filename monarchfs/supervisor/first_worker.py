@@ -36,13 +36,13 @@ def serving_worker(
     checks the index, and can do without. ``init_answered``: the first one has answered FUSE_INIT.
     """
     worker = mounted.start_worker(restarts=restarts)
-    undo.callback(worker.end)
+    undo.callback(worker.stop)
     try:
         reply = _negotiate(worker, mounted, deadline)
         if not init_answered:
             os.write(mounted.fuse, reply)
             init_answered = True
-            mounted.backing.begin()
+            mounted.backing.try_passthrough()
         worker.channel.send({"do": "serve", "backing_ids": mounted.backing.most})
         while not _expect_alive(worker, deadline):
             continue
@@ -52,7 +52,7 @@ def serving_worker(
         message = _with_last_words(str(error), mounted)
     if worker.crashed:
         mounted.mark_suspect()
-        worker.end()
+        worker.stop()
     if restarts or not worker.crashed:
         raise OperationError(message)
     log.warning("%s: starting another one", message)

@@ -171,7 +171,7 @@ class WorkerProcess:
         """Whether it died as a process does whose mapped file is damaged: LMDB maps the index."""
         return self.exit_code in _CRASHES
 
-    def end(self, patience: float = 1.0) -> None:
+    def stop(self, patience: float = 1.0) -> None:
         """Tells it to stop; kills it after ``patience`` seconds; leaves it behind if it does not
         die within another. Idempotent."""
         self.channel.send({"do": "stop"})

@@ -72,7 +72,7 @@ class MountLease:
     _connection: socket.socket
 
     @classmethod
-    def take(cls, stem: str, search: Search) -> MountLease | None:
+    def take_lease(cls, stem: str, search: Search) -> MountLease | None:
         """From the daemon with the files ``stem``; None if there is none, or it is about to end.
         The directory used here comes first; other processes may use another one: without a
         session, or since somebody else took the name in /tmp."""

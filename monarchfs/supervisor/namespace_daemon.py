@@ -89,7 +89,7 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
     attempts = 0
     try:
         while attempts < _ATTEMPTS:
-            lease = MountLease.take(stem, search)
+            lease = MountLease.take_lease(stem, search)
             if lease is not None:
                 return lease
             timeout = deadline - time.monotonic() + MOST_END_SECONDS + _DAEMON_GRACE_SECONDS
@@ -126,8 +126,8 @@ def _run_daemon(
         lock = take_named_lock(stem + KEPT, deadline, overdue)
         undo.callback(release_named_lock, stem + KEPT, lock)
         daemon = NamespaceDaemon(spec, stem, search)
-        undo.callback(daemon.end)
-        daemon.begin(deadline)
+        undo.callback(daemon.let_go)
+        daemon.mount_or_join(deadline)
         if os.getppid() == starter:
             report()
             daemon.run()
@@ -158,7 +158,7 @@ class NamespaceDaemon:
         self._selector = selectors.DefaultSelector()
         self._leases = LeaseServer(self._selector)
 
-    def begin(self, deadline: float) -> None:
+    def mount_or_join(self, deadline: float) -> None:
         """Join the mount of another job, or mount. Raises UsageError or OperationError."""
         lease = self._joined(deadline)
         if lease is None:
@@ -177,7 +177,7 @@ class NamespaceDaemon:
     def _joined(self, deadline: float) -> MountLease | None:
         """Stand by the mount of another job. None if there is none. Raises OperationError if its
         supervisor does not answer by ``deadline``, or is of another release."""
-        while (lease := MountLease.take(self._mount_stem, self._search)) is not None:
+        while (lease := MountLease.take_lease(self._mount_stem, self._search)) is not None:
             try:
                 self._stands_by(lease, StandbyConnection(lease.control))
                 return lease
@@ -242,7 +242,7 @@ class NamespaceDaemon:
                 log.warning("the mount of %s has ended", self._spec.source)
                 return
 
-    def end(self) -> None:
+    def let_go(self) -> None:
         """Lets go of the mount; the owner unmounts, in MOST_END_SECONDS at most. Whoever comes now
         waits for the lock."""
         self._leases.close()
@@ -286,7 +286,7 @@ class NamespaceDaemon:
             if self._ownership is not None:
                 self._take_over(standby)
                 return
-            lease = MountLease.take(self._mount_stem, self._search)
+            lease = MountLease.take_lease(self._mount_stem, self._search)
             if lease is not None:
                 with suppress(OperationError):
                     self._stands_by(lease, StandbyConnection(lease.control))

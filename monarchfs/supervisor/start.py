@@ -190,7 +190,7 @@ def _resume(
     command = module_command("monarchfs.worker")
     mounted = _mounted(handover, command, connection, backing, peer_server, undo)
     worker = mounted.start_worker(restarts=restarts)
-    undo.callback(worker.end)
+    undo.callback(worker.stop)
     control_socket = ControlSocket(config, config.state_dir, handover.mount_ns, connection.number)
     undo.callback(control_socket.close)
     return Supervisor(mounted, worker, restarts, control_socket, orphans=orphans)

@@ -298,7 +298,7 @@ class Supervisor:
     def _finish(self, code: int) -> None:
         """The order matters to a caller who mounts again at once: the lock is free, and the socket
         gone, before the reply says that it is done."""
-        self._standbys.end()
+        self._standbys.dismiss()
         now = time.monotonic()
         if self.mounted.peer_server is not None:
             self.mounted.peer_server.close()

@@ -181,7 +181,7 @@ class Standbys:
         self._connections = [one for one in self._connections if not _is_closed(one)]
         return bool(self._connections)
 
-    def end(self) -> None:
+    def dismiss(self) -> None:
         """The mount ends on purpose: none of them goes on. Waits a second at most, until they have
         let go of what they hold, the locks among it."""
         for connection in self._connections:

@@ -45,7 +45,7 @@ class Throttle:
         self._at: float | None = None
         self._refused_at = -_QUIET_SECONDS
 
-    def take(self, now: float) -> bool:
+    def allow(self, now: float) -> bool:
         """Whether one more line may be said. A line that may not is counted."""
         if self._take(now):
             return True
@@ -85,7 +85,7 @@ class WorkerLogging:
 
     def say(self, level: int, line: str) -> None:
         """A log line that a worker caused, unless there are too many. Its words are printable."""
-        if self._throttle.take(time.monotonic()):
+        if self._throttle.allow(time.monotonic()):
             self._count()
             log.log(level, "%s", line)
 
@@ -153,7 +153,7 @@ class WorkerOutput:
         os.close(self.end)
 
     def _line(self, line: bytes, now: float) -> str:
-        if not self._throttle.take(now):
+        if not self._throttle.allow(now):
             return ""
         return self._count() + self._shown(line)
 

@@ -188,7 +188,7 @@ class Composition:
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
             self.ahead = Ahead(tree, cache, jobs)
-            files.on_open.add(self.ahead.opened)
+            files.on_open.add(self.ahead.note_open)
         self.xattrs = Xattrs(tree, files.residency, source, nursery)
         self.xattrs.on_plain.add(fuse_session.hooks.absent_add)
 
@@ -246,7 +246,7 @@ class Composition:
             orders,
             evicts=config.evict is not EvictionPolicy.KEEP,
         )
-        files.on_open.add(self.window.opened)
+        files.on_open.add(self.window.note_open)
         if self.relays:
             self.misses.start(
                 posix.device,

@@ -233,7 +233,7 @@ HANDLES = [(16, 100, 0), (2**40, 102, 5)]
 def make_handles(to: Path) -> None:
     memory = make_table(4)
     table, c_part = HandleTable(memory, hooks), ctypes.PyDLL(hooks.__file__)
-    table.end(table.add(99, 98))
+    table.end_handle(table.add(99, 98))
     for handle in HANDLES:
         table.add(*handle)
     table.enter_worker(2)
@@ -378,7 +378,7 @@ ENTRIES = [
 def make_snapshot(to: Path) -> None:
     file = io.BytesIO()
     writer = snapshot.Writer(file, HEAD)
-    writer.begin(b"d", -5, 1 << 65)
+    writer.begin_directory(b"d", -5, 1 << 65)
     writer.add(ENTRIES)
     writer.complete()
     writer.close()

@@ -35,7 +35,7 @@ def one_after_the_other(*events: bytes, seconds: float = 1.0, sample: int = 1) -
     interval = Interval(by_directory=False)
     for event in events:
         interval.add(event, sample)
-    (found,) = interval.end(seconds).values()
+    (found,) = interval.close(seconds).values()
     return found
 
 
@@ -46,7 +46,7 @@ def test_rates_are_per_second_and_closing_is_nothing() -> None:
     assert (found.lookups, found.opens, found.reads, found.bytes) == (0.5, 0.5, 3, 3000)
     interval = Interval(by_directory=False)
     interval.add(opened[-1], 1)
-    assert interval.end(1.0) == {}
+    assert interval.close(1.0) == {}
 
 
 def test_what_a_sample_stands_for() -> None:
@@ -59,11 +59,11 @@ def test_bytes_that_came_with_the_open_are_of_who_answered_that() -> None:
     interval = Interval(by_directory=False)
     interval.add(packed(Kind.OPEN, AnsweredBy.SOURCE, ino=1), 1)
     interval.add(packed(Kind.OPEN, AnsweredBy.MEMORY, ino=2), 1)
-    interval.end(1.0)
+    interval.close(1.0)
     for ino, by in ((1, AnsweredBy.MEMORY), (2, AnsweredBy.MEMORY), (2, AnsweredBy.TIER)):
         interval.add(packed(Kind.READ, by, ino=ino), 1)
     interval.add(packed(Kind.OPEN, AnsweredBy.KERNEL, ino=3), 1)
-    (found,) = interval.end(1.0).values()
+    (found,) = interval.close(1.0).values()
     assert found.answered == dict.fromkeys(
         (AnsweredBy.SOURCE, AnsweredBy.MEMORY, AnsweredBy.TIER, AnsweredBy.KERNEL), 0.25
     )
@@ -85,7 +85,7 @@ def test_directories() -> None:
     interval.know({1: File("a/b/f", 1)})
     interval.add(packed_reads(1, 2, 3, 4), 1)
     interval.know({2: File("a/b/g", 1), 3: File("top", 1)})
-    found = interval.end(1.0)
+    found = interval.close(1.0)
     assert {key: one.bytes for key, one in found.items()} == {"a/b": 3, ".": 3, "?": 4}
 
 
@@ -95,15 +95,15 @@ def test_few_files_are_remembered() -> None:
         interval.know({n: File("d/f", 1) for n in range(ino, ino + 500)})
     interval.know({KEPT_FILES // 2: File("e/f", 1)})
     interval.add(packed_reads(KEPT_FILES // 2, 1), 1)
-    assert set(interval.end(1.0)) == {"e", "?"}
+    assert set(interval.close(1.0)) == {"e", "?"}
 
 
 def test_a_long_request_counts_when_it_ends_and_once() -> None:
     interval = Interval(by_directory=False)
     interval.add(packed(Kind.READ, at=0.5, took=0.5), 1)
-    assert interval.end(1.0)[1].waiting == pytest.approx(0.5)
+    assert interval.close(1.0)[1].waiting == pytest.approx(0.5)
     interval.add(packed(Kind.READ, at=0.75, took=3.25), 1)
-    found = interval.end(1.0)[1]
+    found = interval.close(1.0)[1]
     assert found.waiting == 1
     assert found.waited_seconds == pytest.approx(3)
 
@@ -122,6 +122,6 @@ def test_waiting_is_the_time_with_a_request_under_way(
         waited = len([tick for tick in slots if tick >= until])
         for begin, took in spans:
             interval.add(packed(Kind.READ, at=begin, took=float(took)), 1)
-        (found,) = interval.end(100.0).values()
+        (found,) = interval.close(100.0).values()
         assert found.waited_seconds == pytest.approx(waited, abs=1e-3)
         until = max(until, *(begin + took for begin, took in spans))

@@ -73,7 +73,7 @@ async def test_a_scanned_file_that_is_opened_goes_before_one_that_is_listed(area
         gate = mirror.posix.faults.gate("read")
         await mirror.want("scanned")
         await gate.arrived()
-        mirror.copier.jobs.opened(await mirror.ino("scanned"))
+        mirror.copier.jobs.want_opened(await mirror.ino("scanned"))
         await mirror.want("listed", Priority.LISTED)
         gate.open()
         await mirror.settled()
@@ -547,7 +547,7 @@ async def copying_ahead(mirror: Mirror) -> AsyncIterator[Ahead]:
     """Whoever opens ten opens many."""
     with mock.patch.object(ahead, "MANY", 10):
         found = Ahead(mirror.tree, mirror.cache, mirror.copier.jobs)
-        mirror.files.on_open.add(found.opened)
+        mirror.files.on_open.add(found.note_open)
         mirror.start_copying()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(found.run)

@@ -127,7 +127,7 @@ class Threads(NoReaders):
         self.held.pop(number, None)
         if self.own.pop(number, None) is None and self.missed.pop(number, None) is None:
             return False
-        self.slots.end(number)
+        self.slots.end_handle(number)
         return True
 
     def used(self, ino: int) -> bool:
@@ -171,7 +171,7 @@ class Passing:
         self._unique = 0
         self.slots = HandleTable(self.table, session.hooks)
         self.threads = Threads(self.random, self.slots)
-        self.threads.wanted = mirror.copier.jobs.opened
+        self.threads.wanted = mirror.copier.jobs.want_opened
         self.threads.missing = self._missing
         mirror.cache.readers = mirror.cache.lookup._readers = self.threads
         self._backed = (0, 0)

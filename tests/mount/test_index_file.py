@@ -67,7 +67,7 @@ def written(directories: list[tuple[list[bytes], list[FoundName], bool]]) -> byt
     file = io.BytesIO()
     writer = Writer(file, Head("/lustre/größe\udcff", 7, 123))
     for path, found, complete in directories:
-        writer.begin(b"/".join(path), -5, 1 << 65)
+        writer.begin_directory(b"/".join(path), -5, 1 << 65)
         writer.add(found)
         if complete:
             writer.complete()

@@ -73,7 +73,7 @@ class Following(RuleBasedStateMachine):
         else:
             page = self.catalogue.changes(int(query["incarnation"]), int(query["since"]))
         page = decode_page(encode_page(page))
-        void, again = self.follower.take(page)
+        void, again = self.follower.take_page(page)
         if void:
             self.known.clear()
         for row in page.rows:

@@ -70,7 +70,7 @@ class Copies:
         self.hurried += inos
         self.left.update(inos)
 
-    def opened(self, ino: int) -> None:
+    def want_opened(self, ino: int) -> None:
         self.queued.append(ino)
         self.left.add(ino)
 

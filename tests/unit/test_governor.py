@@ -316,7 +316,7 @@ def test_it_never_asks_for_less_than_the_read_or_more_than_the_window(
 def allowance(files: int, size: int = 1) -> Allowance:
     allowance = Allowance()
     for _ in range(files):
-        allowance.opened(size)
+        allowance.note_open(size)
     return allowance
 
 
@@ -327,7 +327,7 @@ def test_nothing_before_many_were_opened() -> None:
 def test_so_many_wait_at_most() -> None:
     some, ino = allowance(MANY, 1 << 30), 0
     while some.room > 0:
-        some.take(ino := ino + 1, 1)
+        some.take_file(ino := ino + 1, 1)
     assert ino == MOST_AHEAD
 
 
@@ -345,13 +345,13 @@ def test_what_waits_is_never_more_than_was_opened_and_one_file(
     opened, waiting = MANY * 10, dict[int, int]()
     for what, ino, size in events:
         if what == "miss":
-            some.opened(size)
+            some.note_open(size)
             opened += size
         elif what == "hit":
             assert some.hit(ino) == (ino in waiting)
             opened += waiting.pop(ino, 0)
         elif some.room > 0:
-            some.take(ino, size)
+            some.take_file(ino, size)
             waiting[ino] = size
         assert some.opened_bytes == opened
         assert some.waiting_bytes == sum(waiting.values())
@@ -360,15 +360,15 @@ def test_what_waits_is_never_more_than_was_opened_and_one_file(
 
 def test_what_was_found_where_something_was_opened_last_comes_first() -> None:
     walks = Walks()
-    assert walks.take(10, 100) == []
+    assert walks.take_files(10, 100) == []
     for directory in (1, 2):
         walks.opened_in(directory)
         walks.found(directory, [(10 * directory + n, 5) for n in range(4)])
     walks.found(3, [])
     assert walks.found_files == 8
-    assert walks.take(3, 100) == [(20, 5), (21, 5), (22, 5)]
+    assert walks.take_files(3, 100) == [(20, 5), (21, 5), (22, 5)]
     walks.opened_in(1)
-    assert walks.take(10, 6) == [(10, 5), (11, 5)], "until they have so many bytes"
-    assert walks.take(10, 0) == []
-    assert walks.take(10, 100) == [(12, 5), (13, 5), (23, 5)]
+    assert walks.take_files(10, 6) == [(10, 5), (11, 5)], "until they have so many bytes"
+    assert walks.take_files(10, 0) == []
+    assert walks.take_files(10, 100) == [(12, 5), (13, 5), (23, 5)]
     assert walks.found_files == 0

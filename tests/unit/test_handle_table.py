@@ -72,7 +72,7 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
             elif what == "close" and given_out:
                 number = sorted(given_out)[which % len(given_out)]
                 slot = expected.pop(number, None)
-                assert slots.end(number) == (None if slot is None else slot.ino)
+                assert slots.end_handle(number) == (None if slot is None else slot.ino)
             elif what == "die":
                 slots.close()
                 slots = view(fd)
@@ -100,7 +100,7 @@ def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
 
 def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     number = view(table).add(7, 100)
-    passthrough: Any = SimpleNamespace(opened=lambda *_: None, closed=lambda _: None)
+    passthrough: Any = SimpleNamespace(note_open=lambda *_: None, closed=lambda _: None)
     handles = Handles(view(table), passthrough)
     first, second = File(7), File(7)
     handles.take_over(number, cast(FileHandle, first))

@@ -61,7 +61,7 @@ class Reading:
         self.now = 0.0
 
     def look(self) -> None:
-        while names := self.order.take(32):
+        while names := self.order.take_names(32):
             self.order.found([node(int(name)) for name in names])
         while files := list(self.order.next_files(32, DISTANCE)):
             remote = [file for file in files if file.ino - 1000 not in self.local]
@@ -79,7 +79,7 @@ class Reading:
         ino = 1000 + number
         self.late += ino not in self.fetched
         if self.order.expects(ino):
-            self.order.opened(ino, SIZE, self.now)
+            self.order.note_open(ino, SIZE, self.now)
         elif self.order.strayed(ino):
             self.wasted += self.order.fetched
             self.given_up = not self.order.seek(b"%d" % number, 1000 + number)
@@ -170,8 +170,8 @@ def test_what_nobody_opens_is_given_up_when_readers_are_far() -> None:
 
 def test_names_are_taken_as_they_came() -> None:
     order = Order(b"a/b\0\0c\0/17\0a/b\0")
-    assert order.take(10) == [b"a/b", b"c", b"/17", b"a/b"]
-    assert order.take(10) == []
+    assert order.take_names(10) == [b"a/b", b"c", b"/17", b"a/b"]
+    assert order.take_names(10) == []
     order.found([node(1), None, node(2), node(1)])
     assert [found.ino for found in order.next_files(10, SIZE * 10)] == [1001, 1002]
 
@@ -180,29 +180,29 @@ def test_what_comes_next_is_awaited_until_it_was_opened_or_nobody_reads_on() -> 
     names = LAG + 100
     order = order_of(list(range(1, names + 1)))
     far = []
-    while taken := order.take(32):
+    while taken := order.take_names(32):
         far.append(order.sees_far)
         order.found([node(int(name)) for name in taken])
     assert (far[0], order.sees_far) == (False, True)
-    order.opened(1001, SIZE, 0.0)
+    order.note_open(1001, SIZE, 0.0)
     # The last one was not taken yet.
     expected = {1001: False, 1002: True, 1000 + LAG: True, 1000 + names: False}
     assert {ino: order.awaits(ino) for ino in expected} == expected
     order.suspend()
     assert not any(map(order.awaits, expected))
-    order.opened(1002, SIZE, 0.0)
+    order.note_open(1002, SIZE, 0.0)
     assert order.awaits(1003)
 
 
 def test_an_order_that_has_begun_is_found_by_its_first_open() -> None:
     order = Order(b"\0".join(b"%d" % number for number in range(1, 3000)), begun=True)
-    order.found([node(int(name)) for name in order.take(32)])
+    order.found([node(int(name)) for name in order.take_names(32)])
     assert not list(order.next_files(10, DISTANCE))  # nothing is known of its readers
     assert order.strayed(3000)
     assert order.seek(b"2000", 3000)
-    order.found([node(int(name)) for name in order.take(32)])
+    order.found([node(int(name)) for name in order.take_names(32)])
     assert order.expects(3001)
-    order.opened(3001, SIZE, 0.0)
+    order.note_open(3001, SIZE, 0.0)
     assert next(order.next_files(10, DISTANCE)).ino == 3002
 
 
@@ -234,8 +234,8 @@ class Learning:
         for ino in files:
             known += ino in self.given
             self.reached = max(self.reached, self.given.pop(ino, 0))
-            self.order.opened(ino)
-            taken = self.order.take(self.taken - self.reached)
+            self.order.note_open(ino)
+            taken = self.order.take_inos(self.taken - self.reached)
             assert not taken or self.order.followed
             self.given.update(
                 zip(taken, range(self.taken + 1, self.taken + 1 + len(taken)), strict=True)
@@ -485,7 +485,7 @@ class Following:
         if ino in self.memory.held:
             self.memory.hits.append(ino)
         self.memory.held.discard(ino)
-        self.window.opened(listed(ino), False)
+        self.window.note_open(listed(ino), False)
 
     async def wait(self, seconds: float = 2 * LOOK_SECONDS) -> None:
         """Until the window has done what there is to do, ``seconds`` from now."""

@@ -383,7 +383,7 @@ def served(handover: Handover, tmp_path: Path) -> Iterator[Served]:
         listener.listen()
         made = Served(handover, listener)
         yield made
-        made.standbys.end()
+        made.standbys.dismiss()
 
 
 def test_a_standby_has_what_the_supervisor_has(handover: Handover, served: Served) -> None:
@@ -405,7 +405,7 @@ def test_a_standby_has_what_the_supervisor_has(handover: Handover, served: Serve
 
 def test_the_end_is_told_and_waited_for(served: Served) -> None:
     standby = served.stand_by()
-    ending = threading.Thread(target=served.standbys.end)
+    ending = threading.Thread(target=served.standbys.dismiss)
     ending.start()
     while standby.lives() and not standby.ended:
         continue
@@ -442,7 +442,7 @@ def test_what_cannot_be_understood_is_refused(
         patch.setattr(Handover, "to_json", lambda self: original(self) | change)
         with pytest.raises(OperationError):
             served.stand_by()
-    served.standbys.end()
+    served.standbys.dismiss()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
