@@ -441,14 +441,11 @@ EVIL_REPLIES: dict[str, Serve] = {
 
 
 @pytest.mark.parametrize("name", EVIL_REPLIES)
-def test_a_client_survives_any_daemon(
-    place: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_survives_any_daemon(place: Path, name: str) -> None:
     def serve(connection: socket.socket) -> None:
         with suppress(OSError):
             EVIL_REPLIES[name](connection)
 
-    monkeypatch.setattr(control_client, "SILENCE_SECONDS", 0.3)
     place.chmod(0o755)
     evil = Daemon(place, serve)
     try:
@@ -457,7 +454,7 @@ def test_a_client_survives_any_daemon(
         with pytest.raises(OperationError, match=r"\w"):
             control_client.request(found, {"command": "status"}, 0.3)
         with control_client.connect(found, 5) as connection, pytest.raises(OperationError):
-            connection.request({"command": "refresh"}, progress=lambda _: None)
+            connection.request({"command": "refresh"}, 0.3, progress=lambda _: None)
         started.check(3)
     finally:
         evil.close()
