@@ -23,7 +23,7 @@ from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.recover import FoundMount, find_all, find_one
 from monarchfs.types import OperationError
 
-_STATUS_SECONDS = 3.0
+STATUS_SECONDS = 3.0
 _GIVE_UP_SECONDS = 2.0
 _FIT = frozenset({"serving", "source not responding", "restarting", "safe mode"})
 _BOOTED = "/run/systemd/system"
@@ -85,7 +85,7 @@ def find_below(directory: str) -> list[FoundMount]:
     return [one for one in found if one.mountpoint.startswith(directory + "/")]
 
 
-def status_of(found: FoundMount, timeout: float = _STATUS_SECONDS) -> dict[str, Any] | None:
+def status_of(found: FoundMount, timeout: float = STATUS_SECONDS) -> dict[str, Any] | None:
     """What a mount's daemon says of itself; None if it does not answer in time."""
     if found.registered is None or not found.supervisor_alive:
         return None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from monarchfs.config.model import User
 from monarchfs.config.settings import escape_option
@@ -20,7 +21,7 @@ from monarchfs.slurm.request import Request
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.sharing import follow_job, sharing_options
 from monarchfs.slurm.site import Site, is_below
-from monarchfs.supervisor.recover import remove_by_force, unmount_found
+from monarchfs.supervisor.recover import FoundMount, remove_by_force, unmount_found
 from monarchfs.types import MonarchError, OperationError
 
 ROOT_VARIABLE = "MONARCHFS_ROOT"
@@ -142,7 +143,7 @@ def _mount_for(
     source, dataset = request.path, None
     share = Share(site, share_key(source, user))
     # A dataset that is mounted under this name needs nothing of a source that may hang.
-    if not _known(share, source):
+    if not _known(share, source, deadline):
         dataset = resolved()
         source = dataset.path
         share = Share(site, share_key(source, user))
@@ -150,7 +151,7 @@ def _mount_for(
         share.enter(job.id)
         try:
             found = daemon.find(share.mountpoint(source))
-            before = daemon.status_of(found) if found is not None else None
+            before = _status(found, deadline)
             if not daemon.serves(before):
                 dataset = dataset or resolved()
                 if dataset.path != source:
@@ -201,13 +202,19 @@ def mount_options(site: Site, job: Job, wanted: WantedDataset) -> list[str]:
     return [*options, *site.options, *own]
 
 
-def _known(share: Share, source: str) -> bool:
+def _known(share: Share, source: str, deadline: float) -> bool:
     """Whether a dataset is mounted and well. Without the lock: who relies on it looks again with
     it."""
     if not share.record():
         return False
-    found = daemon.find(share.mountpoint(source))
-    return found is not None and daemon.serves(daemon.status_of(found))
+    return daemon.serves(_status(daemon.find(share.mountpoint(source)), deadline))
+
+
+def _status(found: FoundMount | None, deadline: float) -> dict[str, Any] | None:
+    """What its daemon says within a third of what is left: it may be asked twice, and if it hangs
+    there is something left to do."""
+    left = (deadline - time.monotonic()) / 3
+    return None if found is None else daemon.status_of(found, min(daemon.STATUS_SECONDS, left))
 
 
 def _mount(

@@ -137,7 +137,9 @@ class Supervisor:
         if not is_dead(self.mounted.fuse):
             self._tick_workers()
             pids = self.failover.reaper.pids(self.failover.worker)
-            self._standbys.tell(self.failover.restarts, pids)
+            server = self.mounted.peer_server
+            peers = None if server is None else server.peers
+            self._standbys.tell(self.failover.restarts, pids, peers)
             self.mounted.backing.tick()
         elif self._unmount is None:
             log.info("%s was unmounted", self.config.mountpoint)

@@ -19,13 +19,14 @@ import signal
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from monarchfs.config import Config
 from monarchfs.config.model import PROTOCOL_VERSION
 from monarchfs.control import messages
 from monarchfs.control.peers import peer_uid, short_socket_path
+from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.clients import reply
 from monarchfs.supervisor.launch import Descriptors, thread_states
 from monarchfs.types import OperationError
@@ -120,13 +121,13 @@ _PLAIN = ("locks", "mount_ns", "stack_depth", "source_root", "connection", "peer
 
 class Standbys:
     """The supervisor's side: connections of standbys. Changing: these; the workers that they were
-    told of, and after how many others the one that serves came (``_told``)."""
+    told of, after how many others the one that serves came, and the list of nodes (``_told``)."""
 
     def __init__(self, handover: Handover) -> None:
         self._handover = handover
         self._connections: list[socket.socket] = []
         self._workers: list[int] = []
-        self._told: tuple[int, list[int]] = (0, [])
+        self._told: tuple[int, list[int], Peers | None] = (0, [], None)
 
     def add(self, connection: socket.socket) -> None:
         """Give all to a client. Only the user of this process, or root, gets it: whoever has the
@@ -147,14 +148,15 @@ class Standbys:
             return
         self._connections.append(connection)
 
-    def tell(self, restarts: int, pids: list[int]) -> None:
+    def tell(self, restarts: int, pids: list[int], peers: Peers | None = None) -> None:
         """The worker that serves, after ``restarts`` others, and those that may still run: the next
-        supervisor must know when they have stopped. All are children of this process. Called often:
-        whoever has left makes room for others."""
+        supervisor must know when they have stopped. All are children of this process. ``peers``:
+        the list of nodes, which may have changed. Called often: whoever has left makes room for
+        others."""
         self._connections = [one for one in self._connections if not _is_closed(one)]
-        if (restarts, pids) == self._told:
+        if (restarts, pids, peers) == self._told:
             return
-        self._told = (restarts, list(pids))
+        self._told = (restarts, list(pids), peers)
         before, self._workers = self._workers, list(map(open_process, pids))
         for number in before:
             os.close(number)
@@ -171,8 +173,11 @@ class Standbys:
         return True
 
     def _send_workers(self, connection: socket.socket) -> None:
-        restarts, _ = self._told
-        line = json.dumps({"restarts": restarts, "workers": len(self._workers)}).encode() + b"\n"
+        restarts, _, peers = self._told
+        message: dict[str, Any] = {"restarts": restarts, "workers": len(self._workers)}
+        if peers is not None:
+            message["peers"] = peers.to_message()
+        line = json.dumps(message).encode() + b"\n"
         if socket.send_fds(connection, [line], self._workers) < len(line):
             raise BlockingIOError("it does not read")
 
@@ -254,9 +259,9 @@ class OrphanedWorker:
 
 
 class StandbyConnection:
-    """A standby's side. Constant: the handover. Changing: ``workers``, the one that serves, and
-    those that may still run; ``restarts``, how many came before it; ``ended``, whether the mount
-    ended on purpose."""
+    """A standby's side. Changing: the handover, if the list of nodes does; ``workers``, the one
+    that serves, and those that may still run; ``restarts``, how many came before it; ``ended``,
+    whether the mount ended on purpose."""
 
     def __init__(self, path: str) -> None:
         """Asks the supervisor whose control socket this is. Raises OperationError."""
@@ -331,6 +336,7 @@ class StandbyConnection:
             worker.close()
         self.workers = [OrphanedWorker(number) for number in numbers]
         self.restarts = int(message["restarts"])
+        self.handover = replace(self.handover, peers=message.get("peers", self.handover.peers))
 
     def close(self) -> None:
         """Let go of all."""

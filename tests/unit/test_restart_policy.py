@@ -21,6 +21,7 @@ from monarchfs.config import User
 from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.handle_table import make_table
+from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.supervisor.launch import Descriptors, WorkerProcess
 from monarchfs.supervisor.lock import LOCK, take_lock
 from monarchfs.supervisor.reaper import Reaper
@@ -401,6 +402,20 @@ def test_a_standby_has_what_the_supervisor_has(handover: Handover, served: Serve
         assert standby.lives()
         assert (standby.restarts, len(standby.workers)) == (4, 2)
     assert not served.standbys.wanted()
+
+
+def test_a_standby_knows_the_list_of_nodes_that_was_changed(served: Served) -> None:
+    before = Peers(tuple(parse_nodes(["a", "b"], 9466)), 0, "secret")
+    served.standbys.tell(0, [os.getpid()], before)
+    with closing(served.stand_by()) as standby:
+        assert Peers.from_message(standby.handover.peers or {}) == before
+        after = before.changed(["c"], ["b"], 9466)
+        served.standbys.tell(0, [os.getpid()], after)
+        assert standby.lives()
+        assert Peers.from_message(standby.handover.peers or {}) == after
+        served.standbys.tell(1, [os.getpid()], before)
+        assert standby.lives()
+        assert Peers.from_message(standby.handover.peers or {}) == before
 
 
 def test_the_end_is_told_and_waited_for(served: Served) -> None:
