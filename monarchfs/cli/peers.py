@@ -10,7 +10,7 @@ from typing import Any
 from monarchfs.cli.text import format_count, printable
 from monarchfs.config.places import search_of
 from monarchfs.control.client import request
-from monarchfs.supervisor.recover import required
+from monarchfs.supervisor.recover import require_daemon
 from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 from monarchfs.types import UsageError
 
@@ -22,7 +22,7 @@ def peers_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Shows the peers, or changes their list; 0. Raises UsageError or OperationError."""
     if bool(arguments.action) != bool(arguments.node):
         raise UsageError("say add or remove, and which nodes: see monarchfs peers --help")
-    daemon = required(arguments.mountpoint, search_of(environ)).daemon
+    daemon = require_daemon(arguments.mountpoint, search_of(environ))
     if arguments.action:
         message = {"command": "change_peers", arguments.action: arguments.node}
         timeout = arguments.timeout

@@ -19,7 +19,7 @@ from monarchfs.cli.text import counted, printable
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_seconds, parse_size
 from monarchfs.insight.recording import MOST_SAMPLE
-from monarchfs.supervisor.recover import required
+from monarchfs.supervisor.recover import require_daemon
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
@@ -36,7 +36,7 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     sample, most_bytes = _sample(arguments.sample), _size(arguments.max_size)
     mountpoint, output = arguments.mountpoint, arguments.output
     search = search_of(environ)
-    _ = required(mountpoint, search).daemon  # before the file is made
+    require_daemon(mountpoint, search)  # before the file is made
     with _new(output) as stream:
         facts = {} if arguments.argv is None else {"command": arguments.argv}
         recorder = EventRecorder(

@@ -12,7 +12,7 @@ from monarchfs.config.places import Search
 from monarchfs.control.client import Connection, connect
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.insight.recording import EVENT, File, RecordingWriter
-from monarchfs.supervisor.recover import required
+from monarchfs.supervisor.recover import require_daemon
 from monarchfs.types import OperationError
 
 AGAIN_SECONDS = 0.2
@@ -36,7 +36,7 @@ def open_events(
 ) -> tuple[Connection, dict[str, Any]]:
     """A connection on which events come, and what the mount says of itself before. Raises
     OperationError if it cannot be recorded, or is gone."""
-    connection = connect(required(mountpoint, search).daemon, CONNECT_SECONDS)
+    connection = connect(require_daemon(mountpoint, search), CONNECT_SECONDS)
     try:
         connection.ask({"command": "record", **options})
         return connection, connection.next(SILENCE_SECONDS)[0]["progress"]
@@ -143,7 +143,7 @@ class EventRecorder:
                     self.stopped = str(error)
                     return None
             try:
-                _ = required(self._mountpoint, self._search).daemon
+                require_daemon(self._mountpoint, self._search)
             except OperationError as error:
                 self.stopped = str(error)
                 return None

@@ -24,7 +24,7 @@ from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
 from monarchfs.insight.tables import Grid, aligned
-from monarchfs.supervisor.recover import required
+from monarchfs.supervisor.recover import require_daemon
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
@@ -140,7 +140,7 @@ class Feed:
         try:
             if self._connection is None:
                 time.sleep(min(seconds, AGAIN_SECONDS))
-                _ = required(self._mountpoint, self._search).daemon
+                require_daemon(self._mountpoint, self._search)
                 with suppress(OperationError):  # the next worker is not there yet
                     self._open()
             elif self._connection.received or select.select([self._connection], [], [], seconds)[0]:

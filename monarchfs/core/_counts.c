@@ -30,13 +30,6 @@ void counts_time(enum duration of, uint64_t took_ns)
 	__atomic_fetch_add(&durations->took[bucket], 1, __ATOMIC_RELAXED);
 }
 
-void counts_read(struct counts *to)
-{
-	const uint64_t *from = (const uint64_t *)&counts;
-	for (size_t i = 0; i < sizeof(counts) / sizeof(*from); i++)
-		((uint64_t *)to)[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
-}
-
 void counts_take(struct counts *to)
 {
 	uint64_t *from = (uint64_t *)&counts;

@@ -54,9 +54,7 @@ void counts_add(enum count of, uint64_t more);
 /* Count one that took so long. */
 void counts_time(enum duration of, uint64_t took_ns);
 
-void counts_read(struct counts *to);
-
-/* The same since this was called last; counts_read begins at 0 again. */
+/* What was counted since this was called last. */
 void counts_take(struct counts *to);
 
 static inline uint64_t monotonic_ns(void)

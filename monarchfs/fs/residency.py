@@ -8,11 +8,10 @@ from typing import Any
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause, Reason
 from monarchfs.cache.usage import TierRoom
+from monarchfs.metrics import NS
 from monarchfs.prefetch.copier import Copier
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import Node, Replica, ReplicaState
-
-NS = 1_000_000_000
 
 MOST_TIERS = 4
 """A sentence names so many tiers at most."""

@@ -9,10 +9,10 @@ from typing import Any
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.residency import NS, Residency
+from monarchfs.fs.residency import Residency
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.tree import Tree
-from monarchfs.metrics import Metrics
+from monarchfs.metrics import NS, Metrics
 from monarchfs.source.source import Source
 from monarchfs.types import Node
 

@@ -173,6 +173,11 @@ def required(path: str, search: Search) -> FoundMount:
     return found
 
 
+def require_daemon(path: str, search: Search) -> Registered:
+    """Where the mount there can be asked. Raises OperationError, with the remedy, if it cannot."""
+    return required(path, search).daemon
+
+
 def supervisor_lives(registered: Registered) -> bool:
     """Whether the registered supervisor is still the process of that number."""
     ticks = start_ticks(registered.entry.supervisor_pid)

@@ -169,7 +169,7 @@ static void *be_others(void *unused)
 			break;
 		case 8: {
 			struct counts counts;
-			counts_read(&counts);
+			counts_so_far(&counts);
 			break;
 		}
 		case 9 ... 13:
@@ -421,7 +421,7 @@ int main(int count, char **arguments)
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		fetch(ino, 2);
 	WAIT_UNTIL(all_are_told());
-	counts_read(&counts);
+	counts_so_far(&counts);
 	CHECK(counts.numbers[COUNT_AHEAD_BYTES]);
 	use_the_window();
 	if (no_opens)

@@ -178,7 +178,7 @@ static void *be_cache(void *unused)
 			break;
 		case 5: {
 			struct counts counts;
-			counts_read(&counts);
+			counts_so_far(&counts);
 			break;
 		}
 		case 6: {
