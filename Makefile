@@ -204,5 +204,5 @@ wheelhouse: $(STAMP)
 
 clean:
 	rm -rf $(VENV) .venv-programs $(FRAMEWORKS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-		bench/results monarchfs/*/*.so
+		bench/results monarchfs/*/*.so monarchfs/*/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -68,7 +68,7 @@ UNITS = ["monarchfs/core/_units.c", "monarchfs/core/_unit.c"]
 PEERS = ("_bindings", "_fetch", "_places", "_want")
 
 # Also what a source distribution takes along, so each has all of them.
-HEADERS = sorted(glob("monarchfs/*/*.h"))
+HEADERS = sorted(glob("monarchfs/**/*.h", recursive=True))
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64"]
 
 setup(
