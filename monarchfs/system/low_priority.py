@@ -11,10 +11,10 @@ import logging
 import os
 import platform
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import outcome
@@ -46,8 +46,10 @@ class LowPriorityThreads:
         """``nice`` as of nice(1), above 0; with it goes the lowest I/O priority of the best-effort
         class, which is for all but what is idle."""
         self.nice = nice
-        self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._jobs: deque[_Job] = deque()
+        # Not a SimpleQueue: CPython's get(timeout=…) may wait without end where another thread took
+        # what it was woken for (Modules/_queuemodule.c: what is left of the time becomes negative).
+        self._more_jobs = threading.Condition()
         self._idle = 0
         self._queue = ThreadQueue()
 
@@ -113,34 +115,27 @@ class LowPriorityThreads:
         return result
 
     def _start(self, job: _Job) -> None:
-        with self._lock:
-            promised = self._idle > 0
-            self._idle -= promised
-        if not promised:
-            threading.Thread(
-                target=self._serve, args=(job,), name="low priority", daemon=True
-            ).start()
-        else:
-            self._jobs.put(job)
+        with self._more_jobs:
+            if self._idle > 0:
+                self._idle -= 1
+                self._jobs.append(job)
+                self._more_jobs.notify()
+                return
+        threading.Thread(target=self._serve, args=(job,), name="low priority", daemon=True).start()
 
     def _serve(self, job: _Job) -> None:
         lower_this_thread(self.nice)
         while True:
             deliver = job()
             # First, so that who gets the result finds this thread free.
-            with self._lock:
+            with self._more_jobs:
                 self._idle += 1
             deliver()
-            while True:
-                try:
-                    job = self._jobs.get(timeout=_IDLE_SECONDS)
-                    break
-                except Empty:
-                    with self._lock:
-                        if self._idle > 0:
-                            self._idle -= 1
-                            return
-                    # A job is on its way for each that waits: one is ours.
+            with self._more_jobs:
+                if not self._more_jobs.wait_for(lambda: self._jobs, _IDLE_SECONDS):
+                    self._idle -= 1
+                    return
+                job = self._jobs.popleft()
 
 
 def lower_this_thread(nice: int) -> None:

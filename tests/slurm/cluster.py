@@ -89,6 +89,8 @@ def cannot_start() -> str:
     absent = [name for name in NEEDED if shutil.which(name, path=_PATH) is None]
     if absent:
         return f"needs {', '.join(absent)}: .ci/cluster-packages build/prometheus"
+    if not os.path.exists("/etc/hosts"):
+        return "needs /etc/hosts, in whose place each node gets its own"
     return no_fuse() or no_namespaces()
 
 
