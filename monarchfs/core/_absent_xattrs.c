@@ -3,9 +3,9 @@
  * `ls -l` asks for two attributes of each file, and the kernel caches no answer. Python says which inodes have no
  * such attribute. An inode number is one version of one file, so that remains true.
  *
- * The table has a bit for each inode, in blocks of 512 consecutive numbers (numbers are given out in sequence). A
- * block has one possible place, and replaces the block that is there. Python is asked again about inodes whose
- * block was replaced.
+ * The table has a bit for each inode, in ranges of 512 consecutive numbers (numbers are given out in sequence). A
+ * range has one possible place, and replaces the range that is there. Python is asked again about inodes whose
+ * range was replaced.
  */
 #include "_absent_xattrs.h"
 
@@ -14,13 +14,13 @@
 #include <stdbool.h>
 #include <string.h>
 
-#define BLOCKS 32768 /* 16 million consecutive numbers; 2.3 MB, of which only used pages are in memory */
-#define BLOCK_INOS 512
+#define RANGES 32768 /* 16 million consecutive numbers; 2.3 MB, of which only used pages are in memory */
+#define RANGE_INOS 512
 
-static struct block {
+static struct range {
 	uint64_t number;
-	uint64_t bits[BLOCK_INOS / 64];
-} blocks[BLOCKS];
+	uint64_t bits[RANGE_INOS / 64];
+} ranges[RANGES];
 
 static struct name {
 	char name[ABSENT_NAME_BYTES];
@@ -31,14 +31,14 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 void absent_add(uint64_t ino)
 {
-	uint64_t number = ino / BLOCK_INOS;
-	struct block *block = &blocks[number % BLOCKS];
+	uint64_t number = ino / RANGE_INOS;
+	struct range *range = &ranges[number % RANGES];
 	pthread_mutex_lock(&lock);
-	if (block->number != number) {
-		memset(block, 0, sizeof(*block));
-		block->number = number;
+	if (range->number != number) {
+		memset(range, 0, sizeof(*range));
+		range->number = number;
 	}
-	block->bits[ino % BLOCK_INOS / 64] |= (uint64_t)1 << ino % 64;
+	range->bits[ino % RANGE_INOS / 64] |= (uint64_t)1 << ino % 64;
 	pthread_mutex_unlock(&lock);
 }
 
@@ -62,12 +62,12 @@ int absent_name(const char *name, int error)
 
 int absent_errno(uint64_t ino, const char *name)
 {
-	uint64_t number = ino / BLOCK_INOS;
-	const struct block *block = &blocks[number % BLOCKS];
+	uint64_t number = ino / RANGE_INOS;
+	const struct range *range = &ranges[number % RANGES];
 	int error = 0;
 	pthread_mutex_lock(&lock);
-	bool known = block->number == number &&
-		     block->bits[ino % BLOCK_INOS / 64] >> ino % 64 & 1;
+	bool known = range->number == number &&
+		     range->bits[ino % RANGE_INOS / 64] >> ino % 64 & 1;
 	for (unsigned i = 0; known && i < ABSENT_NAMES && names[i].error; i++) {
 		if (strcmp(names[i].name, name) == 0) {
 			error = names[i].error;

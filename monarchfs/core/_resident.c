@@ -35,7 +35,7 @@ struct file {
 };
 
 /* The number is that of the first file, divided by NEIGHBOURS; the count is that of the resident files. */
-struct block {
+struct neighbours {
 	struct item item;
 	struct file files[NEIGHBOURS];
 };
@@ -60,7 +60,7 @@ _Static_assert(sizeof(struct file) == 16, "a million files would take too much m
 _Static_assert(MOST_TIERS <= 1 << 6 && MOST_RESIDENT < 1 << 22, "they fit into the fields of a file");
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct items blocks = {.bytes = sizeof(struct block), .most = MOST_RESIDENT};
+static struct items groups = {.bytes = sizeof(struct neighbours), .most = MOST_RESIDENT};
 static struct items uses = {.bytes = sizeof(struct use), .most = MOST_USED};
 static struct items alone = {.bytes = sizeof(struct alone), .most = MOST_RESIDENT};
 static struct items segments = {.bytes = sizeof(struct item), .most = MOST_RESIDENT}; /* their files are counted */
@@ -101,8 +101,8 @@ static int64_t from_ticks(uint32_t ticks)
 /* NULL if it is not resident. */
 static struct file *look_up(uint64_t ino)
 {
-	struct block *block = items_find(&blocks, ino / NEIGHBOURS);
-	struct file *file = block ? &block->files[ino % NEIGHBOURS] : NULL;
+	struct neighbours *group = items_find(&groups, ino / NEIGHBOURS);
+	struct file *file = group ? &group->files[ino % NEIGHBOURS] : NULL;
 	return file && file->resident ? file : NULL;
 }
 
@@ -242,9 +242,9 @@ static int take_away(uint64_t ino, struct file *file)
 		items_drop(places, place);
 	*file = (struct file){0};
 	resident_total--;
-	struct block *block = items_find(&blocks, ino / NEIGHBOURS);
-	if (--block->item.count == 0)
-		items_drop(&blocks, block);
+	struct neighbours *group = items_find(&groups, ino / NEIGHBOURS);
+	if (--group->item.count == 0)
+		items_drop(&groups, group);
 	renew(ino);
 	return to_close;
 }
@@ -253,15 +253,15 @@ static int take_away(uint64_t ino, struct file *file)
 static struct file *add(uint64_t ino, const struct replica *replica)
 {
 	struct items *places = replica->segment ? &segments : &alone;
-	struct block *block = items_make(&blocks, ino / NEIGHBOURS);
-	struct item *place = block ? items_make(places, replica->segment ? replica->segment : ino) :
+	struct neighbours *group = items_make(&groups, ino / NEIGHBOURS);
+	struct item *place = group ? items_make(places, replica->segment ? replica->segment : ino) :
 				     NULL;
 	if (!place) {
-		if (block && !block->item.count)
-			items_drop(&blocks, block);
+		if (group && !group->item.count)
+			items_drop(&groups, group);
 		return NULL;
 	}
-	struct file *file = &block->files[ino % NEIGHBOURS];
+	struct file *file = &group->files[ino % NEIGHBOURS];
 	*file = (struct file){.place = items_place(places, place), .tier = replica->tier,
 			      .resident = 1, .in_segment = replica->segment != 0};
 	if (file->in_segment) {
@@ -274,7 +274,7 @@ static struct file *add(uint64_t ino, const struct replica *replica)
 		own->size = replica->size;
 	}
 	place->count++;
-	block->item.count++;
+	group->item.count++;
 	resident_total++;
 	return file;
 }
