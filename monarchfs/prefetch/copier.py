@@ -281,8 +281,12 @@ class Copier:
                         self._start(now, partial(self._copy_small, batch), is_paced * size)
                     return True
                 if not self._cache.resident(node):
-                    size = min(node.stat.size, self.unit_bytes.value)
-                    self._start(now, self._begin_large(node, priority), is_paced * size)
+                    work = self._begin_large(node, priority)
+                    if work is None:
+                        self._start(now, trio.lowlevel.checkpoint, 0)
+                    else:
+                        size = min(node.stat.size, self.unit_bytes.value)
+                        self._start(now, work, is_paced * size)
                     return True
             self.jobs.on_step([ino])
         return False
@@ -299,12 +303,13 @@ class Copier:
             return None
         return node
 
-    def _begin_large(self, node: Node, priority: Priority) -> Work:
-        """Ask for room; the returned work fetches the first portion. The slot's task must not ask:
-        tasks that start together run in any order, and room is given in the queue's order."""
+    def _begin_large(self, node: Node, priority: Priority) -> Work | None:
+        """Ask for room; the returned work fetches the first portion (None: there is nothing to
+        fetch). The slot's task must not ask: tasks that start together run in any order, and room
+        is given in the queue's order."""
         fill = self.files.to_copy(node)
         if fill is None:
-            return trio.lowlevel.checkpoint
+            return None
         fetch = None
         past_racy_window = fill.copy.past_racy_window
         evicts = priority <= Priority.HINTED
@@ -318,7 +323,7 @@ class Copier:
             self.jobs.retry(node.ino, priority, YOUNG_SECONDS)
         fill.copy.settle()
         self.jobs.on_step([node.ino])
-        return trio.lowlevel.checkpoint if fetch is None else partial(self._fetch, fill, fetch)
+        return None if fetch is None else partial(self._fetch, fill, fetch)
 
     def _is_small(self, node: Node) -> bool:
         """Whether it is copied as a whole: nobody has it open, and it is not too young for that."""

@@ -307,6 +307,17 @@ async def test_scanned_files_keep_to_a_rate_and_opened_ones_do_not(
             clock.jump(1.0)
 
 
+async def test_a_file_without_room_costs_nothing_of_the_rate(
+    area: Area, clock: trio.testing.MockClock
+) -> None:
+    area.write("large", content(8 * MIB))
+    names = ["large", *area.write_files(1, MIB)]
+    async with area.mounted([4 * MIB], copy_workers=1, rate=MIB) as mirror:
+        await mirror.want_each(names)
+        await until(lambda: mirror.metrics.copies_completed == 1, "the small one")
+    assert trio.current_time() == 0, "no time has passed"
+
+
 async def test_each_node_scans_in_an_order_of_its_own(
     area: Area, clock: trio.testing.MockClock
 ) -> None:
