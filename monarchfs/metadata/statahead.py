@@ -98,10 +98,10 @@ class _Batch:
 
 
 @dataclass(eq=False, slots=True)
-class _Window:
+class _Readahead:
     """What was asked for in one directory. Changing: all. ``coming`` are the batches by name.
     ``end`` is the cookie up to which names were looked at, ``half`` the one from which the next
-    window is due, ``size`` the size of the last window; before ``paused_until`` (trio's clock)
+    names are due, ``size`` how many were asked for last; before ``paused_until`` (trio's clock)
     there is no next one. ``began_ns`` is when somebody began to go through the directory, or it was
     renewed.
 
@@ -133,7 +133,7 @@ class Statahead:
         self._count = index.listings.count_entries
         self._questions = questions
         self._batches = trio.CapacityLimiter(MOST_BATCHES)
-        self._windows: OrderedDict[int, _Window] = OrderedDict()
+        self._readaheads: OrderedDict[int, _Readahead] = OrderedDict()
         self._stuck: set[_Batch] = set()
 
     async def bring(self, parent: int, dirent: Dirent) -> None:
@@ -142,140 +142,140 @@ class Statahead:
         Returns at once where there is no such batch, and when it failed or takes too long. The
         caller then looks whether the name is known, and asks for it if not.
         """
-        window = self._window(parent)
-        if dirent.name not in window.coming:
-            window.missed += 1
-            if self._paused(window) or not self._follows(parent, window, dirent):
-                window.end, window.half = dirent.cookie, _FAR
-                if not self._paused(window):
-                    self._scatter(parent, window, dirent)
-        elif dirent.cookie >= window.half and not self._paused(window):
-            window.size = min(2 * window.size, MOST_AHEAD)
-            self._start(parent, window, window.end, window.size)
-        while (batch := window.coming.get(dirent.name)) is not None:
+        ahead = self._readahead(parent)
+        if dirent.name not in ahead.coming:
+            ahead.missed += 1
+            if self._paused(ahead) or not self._follows(parent, ahead, dirent):
+                ahead.end, ahead.half = dirent.cookie, _FAR
+                if not self._paused(ahead):
+                    self._scatter(parent, ahead, dirent)
+        elif dirent.cookie >= ahead.half and not self._paused(ahead):
+            ahead.size = min(2 * ahead.size, MOST_AHEAD)
+            self._start(parent, ahead, ahead.end, ahead.size)
+        while (batch := ahead.coming.get(dirent.name)) is not None:
             with trio.move_on_after(PATIENCE_SECONDS) as scope:
                 await batch.waiters.park()
-            if scope.cancelled_caught and window.coming.get(dirent.name) is batch:
+            if scope.cancelled_caught and ahead.coming.get(dirent.name) is batch:
                 self._stuck.add(batch)
-                self._end(window, batch)
+                self._end(ahead, batch)
 
     def missed(self, parent: int) -> int:
         """A name without an entry had to be asked for; returns how many of them there were."""
-        window = self._window(parent)
-        window.missed += 1
-        return window.missed
+        ahead = self._readahead(parent)
+        ahead.missed += 1
+        return ahead.missed
 
     def gone_through_before(self, parent: int, before_ns: int) -> bool:
         """Whether somebody went through the directory, or it was renewed, by ``before_ns``."""
-        window = self._windows.get(parent)
-        return window is not None and window.size >= BATCH and window.began_ns <= before_ns
+        ahead = self._readaheads.get(parent)
+        return ahead is not None and ahead.size >= BATCH and ahead.began_ns <= before_ns
 
     def renew(self, parent: int, before_ns: int) -> None:
         """Ask for what was asked for by ``before_ns`` in a directory, in the background."""
-        window = self._window(parent)
-        window.began_ns = time.time_ns()
-        self._nursery.start_soon(self._renew, parent, window, before_ns)
+        ahead = self._readahead(parent)
+        ahead.began_ns = time.time_ns()
+        self._nursery.start_soon(self._renew, parent, ahead, before_ns)
 
-    async def _renew(self, parent: int, window: _Window, before_ns: int) -> None:
+    async def _renew(self, parent: int, ahead: _Readahead, before_ns: int) -> None:
         after = 0
-        while not self._paused(window) and (rows := self._rows(parent, after, RENEWED)):
+        while not self._paused(ahead) and (rows := self._rows(parent, after, RENEWED)):
             after = rows[-1][0].cookie
             names = [
                 dirent.name
                 for dirent, node in rows
                 if node is not None
                 and min(dirent.checked_ns, node.fetched_ns) <= before_ns
-                and dirent.name not in window.coming
+                and dirent.name not in ahead.coming
             ]
             async with trio.open_nursery() as nursery:
-                for batch in self._batches_for(window, names):
-                    nursery.start_soon(self._run, parent, window, batch)
+                for batch in self._batches_for(ahead, names):
+                    nursery.start_soon(self._run, parent, ahead, batch)
 
-    def _paused(self, window: _Window) -> bool:
-        return bool(self._stuck) or trio.current_time() < window.paused_until
+    def _paused(self, ahead: _Readahead) -> bool:
+        return bool(self._stuck) or trio.current_time() < ahead.paused_until
 
-    def _batches_for(self, window: _Window, names: list[bytes]) -> list[_Batch]:
+    def _batches_for(self, ahead: _Readahead, names: list[bytes]) -> list[_Batch]:
         batches = [_Batch(names[at : at + BATCH]) for at in range(0, len(names), BATCH)]
         for batch in batches:
-            window.coming.update(dict.fromkeys(batch.names, batch))
+            ahead.coming.update(dict.fromkeys(batch.names, batch))
         return batches
 
-    def _window(self, parent: int) -> _Window:
-        window = self._windows.get(parent)
-        if window is None:
-            window = self._windows[parent] = _Window()
-            if len(self._windows) > DIRECTORIES_KEPT:
-                self._windows.popitem(last=False)
-        self._windows.move_to_end(parent)
-        return window
+    def _readahead(self, parent: int) -> _Readahead:
+        ahead = self._readaheads.get(parent)
+        if ahead is None:
+            ahead = self._readaheads[parent] = _Readahead()
+            if len(self._readaheads) > DIRECTORIES_KEPT:
+                self._readaheads.popitem(last=False)
+        self._readaheads.move_to_end(parent)
+        return ahead
 
-    def _follows(self, parent: int, window: _Window, dirent: Dirent) -> bool:
+    def _follows(self, parent: int, ahead: _Readahead, dirent: Dirent) -> bool:
         """Whether the name is the next one in the listing's order; then it is asked for with those
         that follow."""
-        if window.missed == 1:
+        if ahead.missed == 1:
             return False
-        following = self._rows(parent, window.end, 1)
+        following = self._rows(parent, ahead.end, 1)
         if following and following[0][0].cookie == dirent.cookie:
-            if window.size == 1:
-                window.began_ns = time.time_ns()
-            window.size = min(2 * window.size, MOST_AHEAD)
+            if ahead.size == 1:
+                ahead.began_ns = time.time_ns()
+            ahead.size = min(2 * ahead.size, MOST_AHEAD)
         else:
-            # Who goes through it again begins with the window size of last time.
-            first = self._rows(parent, 0, 1) if window.size > 1 else []
+            # Who goes through it again begins with the size of last time.
+            first = self._rows(parent, 0, 1) if ahead.size > 1 else []
             if not first or first[0][0].cookie != dirent.cookie:
                 return False
-            window.began_ns = time.time_ns()
-        self._start(parent, window, dirent.cookie - 1, window.size)
+            ahead.began_ns = time.time_ns()
+        self._start(parent, ahead, dirent.cookie - 1, ahead.size)
         return True
 
-    def _scatter(self, parent: int, window: _Window, dirent: Dirent) -> None:
+    def _scatter(self, parent: int, ahead: _Readahead, dirent: Dirent) -> None:
         """Ask for the name with others, if that is worth while: the next ones of the sweep."""
-        if (size := min(window.missed // RANDOM_SHARE, RANDOM_MOST)) < 1:
+        if (size := min(ahead.missed // RANDOM_SHARE, RANDOM_MOST)) < 1:
             return
-        if window.missed > RANDOM_FEW:
-            if not window.names:
-                window.names = self._count(parent, MOST_COUNTED)
-            if RANDOM_PART * window.missed >= window.names:
+        if ahead.missed > RANDOM_FEW:
+            if not ahead.names:
+                ahead.names = self._count(parent, MOST_COUNTED)
+            if RANDOM_PART * ahead.missed >= ahead.names:
                 size = RANDOM_MOST
         names = [dirent.name]
         looked_at, more = 0, True
         while more and len(names) < size and looked_at < MOST_LOOKED_AT:
             limit = min(size, BATCH)
-            rows = self._rows(parent, window.swept, limit)
+            rows = self._rows(parent, ahead.swept, limit)
             for row in rows:
-                window.swept, name = row[0].cookie, row[0].name
-                if name not in window.coming and name != names[0] and self._questions.lacks(*row):
+                ahead.swept, name = row[0].cookie, row[0].name
+                if name not in ahead.coming and name != names[0] and self._questions.lacks(*row):
                     names.append(name)
                     if len(names) == size:
                         break
             looked_at += len(rows)
             if len(rows) < limit and len(names) < size:
-                more = trio.current_time() >= window.sweeps_again
+                more = trio.current_time() >= ahead.sweeps_again
                 if more:
-                    window.swept, window.sweeps_again = 0, trio.current_time() + PAUSE_SECONDS
+                    ahead.swept, ahead.sweeps_again = 0, trio.current_time() + PAUSE_SECONDS
         if len(names) > 1:
             first = RANDOM_FIRST if len(names) > RANDOM_APART else len(names)
-            self._send(parent, window, names[:first])
-            self._send(parent, window, names[first:])
+            self._send(parent, ahead, names[:first])
+            self._send(parent, ahead, names[first:])
 
-    def _start(self, parent: int, window: _Window, after: int, size: int) -> None:
+    def _start(self, parent: int, ahead: _Readahead, after: int, size: int) -> None:
         """Of the next ``size`` entries, ask for those that have to be asked for, if several do."""
         lacking: list[bytes] = []
         rows = self._rows(parent, after, size)
         for dirent, node in rows:
-            if dirent.name not in window.coming and self._questions.lacks(dirent, node):
+            if dirent.name not in ahead.coming and self._questions.lacks(dirent, node):
                 lacking.append(dirent.name)
         if rows:
-            window.end = rows[-1][0].cookie
-            window.half = rows[len(rows) // 2][0].cookie
+            ahead.end = rows[-1][0].cookie
+            ahead.half = rows[len(rows) // 2][0].cookie
         if len(lacking) > 1:
-            self._send(parent, window, lacking)
+            self._send(parent, ahead, lacking)
 
-    def _send(self, parent: int, window: _Window, names: list[bytes]) -> None:
-        for batch in self._batches_for(window, names):
-            self._nursery.start_soon(self._run, parent, window, batch)
+    def _send(self, parent: int, ahead: _Readahead, names: list[bytes]) -> None:
+        for batch in self._batches_for(ahead, names):
+            self._nursery.start_soon(self._run, parent, ahead, batch)
 
-    async def _run(self, parent: int, window: _Window, batch: _Batch) -> None:
+    async def _run(self, parent: int, ahead: _Readahead, batch: _Batch) -> None:
         # After an error each waiting reader asks the source itself, and gets its own error.
         try:
             await self._batches.acquire_on_behalf_of(batch)
@@ -283,22 +283,22 @@ class Statahead:
             while batch not in self._stuck and batch.names:
                 done, found = await self._questions.ask_ahead(parent, batch.names)
                 if not found:
-                    window.pause()
+                    ahead.pause()
                 for name in done:
-                    window.coming.pop(name, None)
+                    ahead.coming.pop(name, None)
                 batch.names = [name for name in batch.names if name not in done]
                 batch.waiters.unpark_all()
         except (OSError, IndexWriteError):
-            window.pause()
+            ahead.pause()
         finally:
-            self._end(window, batch)
+            self._end(ahead, batch)
             self._stuck.discard(batch)
 
-    def _end(self, window: _Window, batch: _Batch) -> None:
+    def _end(self, ahead: _Readahead, batch: _Batch) -> None:
         """Nobody waits for the batch any more, and another one may run."""
         for name in batch.names:
-            if window.coming.get(name) is batch:
-                del window.coming[name]
+            if ahead.coming.get(name) is batch:
+                del ahead.coming[name]
         batch.waiters.unpark_all()
         if batch.runs:
             batch.runs = False

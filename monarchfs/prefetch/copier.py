@@ -22,7 +22,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
-from monarchfs.prefetch.governor import Governor, RateLimiter, TargetWindow
+from monarchfs.prefetch.governor import Governor, RateLimiter, TargetLimit
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.small_files import Batch, SmallFiles
@@ -81,17 +81,17 @@ class AdaptiveSize:
 
 @dataclass(eq=False, slots=True)
 class CopySlot:
-    """A background fetch under way. ``window``: where it counts, if nobody waits for it."""
+    """A background fetch under way. ``limit``: where it counts, if nobody waits for it."""
 
     started: float
-    window: TargetWindow | None
+    limit: TargetLimit | None
     lent: bool = False
 
-    def leave_window(self, now: float) -> None:
+    def release(self, now: float) -> None:
         """Another fetch may begin in its place."""
-        if self.window is not None:
-            self.window.ended(now, now - self.started)
-            self.window = None
+        if self.limit is not None:
+            self.limit.ended(now, now - self.started)
+            self.limit = None
 
 
 class Copier:
@@ -175,12 +175,12 @@ class Copier:
     def _start(self, now: float, work: Work, paced_bytes: int, target: int | None = None) -> None:
         """Do it in a slot. ``paced_bytes``: roughly how much the source must give for files that
         nobody has open; ``target``: which of its storage targets must."""
-        window = None
+        limit = None
         if paced_bytes:
             self._rate_limiter.began(now, paced_bytes)
-            window = self.governor.window(target)
-            window.began()
-        slot = CopySlot(now, window)
+            limit = self.governor.limit(target)
+            limit.began()
+        slot = CopySlot(now, limit)
         self._slots.add(slot)
         self._nursery.start_soon(self._in_slot, slot, work)
 
@@ -190,7 +190,7 @@ class Copier:
         finally:
             self._slots.discard(slot)
             self._lent -= slot.lent
-            slot.leave_window(trio.current_time())
+            slot.release(trio.current_time())
             self.jobs.wakes.unpark_all()
 
     async def _lend_slots(self) -> None:
@@ -203,7 +203,7 @@ class Copier:
                 if slot.started < now - STUCK_SECONDS and not slot.lent and self._lent < MAX_LENT:
                     slot.lent = True
                     self._lent += 1
-                    slot.leave_window(now)
+                    slot.release(now)
             if self._lent > lent:
                 self.jobs.wakes.unpark_all()
 

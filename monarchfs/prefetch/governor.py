@@ -84,13 +84,13 @@ class Round:
     bytes: int = 0
 
 
-class TargetWindow:
+class TargetLimit:
     """What may be under way of one storage target, or of a source without known ones.
 
     Constant: ``floor`` and ``most``, the least and the most reads at once; below 1, a single one
     has pauses. Changing: ``size``, how many may be now; how many are; until when none may begin;
     ``pressure``, how many times slower than usual the source is; ``slowed``, what that was when
-    the window was halved last, until it has grown back; the usual; the round; whether the number
+    it was halved last, until it has grown back; the usual; the round; whether the number
     still doubles, as at the beginning (``_starts``).
     """
 
@@ -218,29 +218,29 @@ def _kind(seconds: float, size: int) -> tuple[int, float]:
 
 
 class Governor:
-    """Constant: the limits. Changing: the window of each storage target (None: not known, or there
-    are none)."""
+    """Constant: the least and the most reads at once. Changing: the limit of each storage target
+    (None: not known, or there are none)."""
 
     def __init__(self, most: int, floor: float) -> None:
         """``most`` reads at once of each target, ``floor`` of that at least (0 to 1; with 1 nothing
         is ever held back)."""
         self._most = most
         self._floor = floor * most
-        self._windows: dict[int | None, TargetWindow] = {None: TargetWindow(self._floor, most)}
+        self._limits: dict[int | None, TargetLimit] = {None: TargetLimit(self._floor, most)}
 
-    def window(self, target: int | None) -> TargetWindow:
-        window = self._windows.get(target)
-        if window is None:
-            window = self._windows[target] = TargetWindow(self._floor, self._most)
-        return window
+    def limit(self, target: int | None) -> TargetLimit:
+        limit = self._limits.get(target)
+        if limit is None:
+            limit = self._limits[target] = TargetLimit(self._floor, self._most)
+        return limit
 
     def wait(self, now: float, target: int | None) -> float | None:
         """Seconds until another read of the target may begin; None: when one has ended."""
-        return self.window(target).wait(now)
+        return self.limit(target).wait(now)
 
     def rest(self, now: float) -> float:
         """Seconds until a read may begin that may not now; infinite where one has to end first."""
-        waits = (window.wait(now) for window in self._windows.values())
+        waits = (limit.wait(now) for limit in self._limits.values())
         return min((wait for wait in waits if wait), default=math.inf)
 
     def record(
@@ -252,25 +252,25 @@ class Governor:
         count: int,
         readers: tuple[int, int],
     ) -> None:
-        """As ``TargetWindow.record``."""
+        """As ``TargetLimit.record``."""
         if target is not None:
             readers = 0, 0  # which targets readers' reads went to is not known
-        self.window(target).record(now, seconds, size, count, readers)
+        self.limit(target).record(now, seconds, size, count, readers)
 
     @property
     def share(self) -> float:
         """How much of all its reads the target that is held back most may be given, 0 to 1."""
-        return min(window.share for window in self._windows.values())
+        return min(limit.share for limit in self._limits.values())
 
     @property
     def pressure(self) -> float:
         """How many times slower than usual the slowest target is."""
-        return max(window.pressure for window in self._windows.values())
+        return max(limit.pressure for limit in self._limits.values())
 
     @property
     def reason(self) -> str | None:
         """Why something is held back; None where nothing is."""
-        held = [(one.slowed, target) for target, one in self._windows.items() if one.slowed]
+        held = [(one.slowed, target) for target, one in self._limits.items() if one.slowed]
         if not held:
             return None
         times, target = max(held, key=lambda one: one[0])

@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from monarchfs.prefetch import copier
-from monarchfs.prefetch.governor import TargetWindow
+from monarchfs.prefetch.governor import TargetLimit
 from monarchfs.prefetch.queue import Priority
 from monarchfs.source.layout import ATTRIBUTE
 from monarchfs.types import Lane
@@ -129,13 +129,13 @@ async def test_a_file_on_tape_is_not_touched(area: Area, monkeypatch: pytest.Mon
 async def test_a_slow_target_alone_gives_way(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a window of one read for target 0, and of four for the other one."""
     monkeypatch.setattr(copier, "MAX_UNIT_BYTES", MIB)
-    monkeypatch.setattr(TargetWindow, "record", lambda *_: None)
+    monkeypatch.setattr(TargetLimit, "record", lambda *_: None)
     names = area.write_files(6, 8 * MIB)
     layouts = {name: plain([number % 2]) for number, name in enumerate(names)}
     async with area.mount(copy_workers=4, floor=0.25) as mirror:
         give_layouts(mirror, layouts, monkeypatch)
         for target, slots in ((None, 4), (0, 1), (1, 4)):
-            mirror.copier.governor.window(target).size = slots
+            mirror.copier.governor.limit(target).size = slots
         gate = mirror.posix.faults.gate("read")
         await mirror.want_each(names)
         most: Counter[int] = Counter()

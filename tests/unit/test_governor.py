@@ -71,7 +71,7 @@ def simulate(source: Source, parties: list[Party], seconds: float) -> None:
     def begin(party: Party, now: float) -> None:
         assert party.governor is not None
         while (wait := party.governor.wait(now, None)) == 0:
-            party.governor.window(None).began()
+            party.governor.limit(None).began()
             read(party, now)
         if wait is not None:
             heapq.heappush(heap, (now + wait + 1e-6, next(numbers), party, None))
@@ -82,7 +82,7 @@ def simulate(source: Source, parties: list[Party], seconds: float) -> None:
             party.done.append(now)
             if party.governor is not None:
                 party.governor.record(now, None, now - began, party.size, 1, (0, 0))
-                party.governor.window(None).ended(now, now - began)
+                party.governor.limit(None).ended(now, now - began)
         if now >= party.ends:
             continue
         if party.governor is not None:
@@ -152,9 +152,9 @@ def test_each_storage_target_for_itself() -> None:
     governor = Governor(4, 0.25)
 
     def read(now: float, target: int, seconds: float) -> None:
-        governor.window(target).began()
+        governor.limit(target).began()
         governor.record(now, target, seconds, MIB, 1, (0, 0))
-        governor.window(target).ended(now, seconds)
+        governor.limit(target).ended(now, seconds)
 
     for number in range(200):
         for target in (1, 2):
@@ -164,13 +164,13 @@ def test_each_storage_target_for_itself() -> None:
         read(10 + 0.2 * number, 1, 0.04)
         for part in range(4):
             read(10 + 0.2 * number + 0.05 * part, 2, 0.01)
-    assert governor.window(1).size == 1
-    assert governor.window(2).size == 4
+    assert governor.limit(1).size == 1
+    assert governor.limit(2).size == 4
     assert governor.reason is not None
     assert "storage target 1 was" in governor.reason
     for number in range(200):
         read(40 + 0.05 * number, 1, 0.01)
-    assert governor.window(1).size == 4
+    assert governor.limit(1).size == 4
     assert governor.reason is None
 
 
@@ -182,7 +182,7 @@ def test_readers_of_our_own_are_no_others() -> None:
     for number in range(200):  # a reader takes three of four
         reads = 3 * (number + 1)
         governor.record(2 + 0.04 * number, None, 0.1, MIB, 1, (reads, reads * MIB))
-    assert governor.window(None).size > 2
+    assert governor.limit(None).size > 2
     assert governor.reason is None
 
 
