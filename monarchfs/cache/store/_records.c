@@ -3,7 +3,6 @@
  * After each system call a thread of Python waits for the interpreter's lock, which costs more than
  * to write a small record: so here it is given up once for all of them.
  */
-#define _GNU_SOURCE /* fallocate */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
