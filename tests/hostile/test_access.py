@@ -82,10 +82,6 @@ def look(who: list[str], root: Path, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def facl(path: Path, entry: str) -> None:
-    subprocess.run(["setfacl", "-m", entry, str(path)], check=True)
-
-
 def guarded_tree(root: Path) -> list[str]:
     """Files and directories that some may read and others not; their names."""
     root.mkdir()
@@ -113,7 +109,8 @@ def guarded_tree(root: Path) -> list[str]:
             os.chown(path, owner, group)
             path.chmod(mode | (mode & 0o444) >> 2 if directory else mode)
             if acl is not None:
-                facl(path, acl + "x" * (directory and not acl.endswith("-")))
+                entry = acl + "x" * (directory and not acl.endswith("-"))
+                subprocess.run(["setfacl", "-m", entry, str(path)], check=True)
             names.append(path.name)
     for name, mode in (("names only", 0o744), ("search only", 0o711), ("private", 0o700)):
         (root / name).mkdir()
@@ -123,15 +120,18 @@ def guarded_tree(root: Path) -> list[str]:
     return sorted(names)
 
 
+Guarded = tuple[Bench, Path, list[str]]
+
+
 @pytest.fixture
-def guarded(work: Bench) -> tuple[Bench, Path, list[str]]:
+def guarded(work: Bench) -> Guarded:
     interpreter_for("nobody")
     names = guarded_tree(work.path / "src")
     work.path.chmod(0o1777)
     return work, work.path / "src", names
 
 
-def test_the_people_differ(guarded: tuple[Bench, Path, list[str]]) -> None:
+def test_the_people_differ(guarded: Guarded) -> None:
     """So that what is compared below is about something."""
     _, source, names = guarded
     seen = {json.dumps(look(who, source, names)) for who in PEOPLE.values()}
@@ -154,7 +154,7 @@ def mounted_by(work: Bench, source: Path, who: list[str]) -> Mount:
     return mount
 
 
-def test_a_users_own_mount(guarded: tuple[Bench, Path, list[str]]) -> None:
+def test_a_users_own_mount(guarded: Guarded) -> None:
     work, source, names = guarded
     user = PEOPLE["nobody in the group"]
     with device_mode(0o666):
@@ -168,7 +168,7 @@ def test_a_users_own_mount(guarded: tuple[Bench, Path, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=60"])
-def test_roots_mount_for_a_user(guarded: tuple[Bench, Path, list[str]], freshness: str) -> None:
+def test_roots_mount_for_a_user(guarded: Guarded, freshness: str) -> None:
     work, source, names = guarded
     options = ("--user", "nobody", "--prefetch", "all", "--freshness", freshness)
     mount = work.mount(source, *options)
@@ -192,9 +192,7 @@ def test_roots_mount_for_a_user(guarded: tuple[Bench, Path, list[str]], freshnes
     assert not os.path.ismount(mount.path)
 
 
-def test_a_worker_of_root_keeps_only_what_reading_needs(
-    guarded: tuple[Bench, Path, list[str]],
-) -> None:
+def test_a_worker_of_root_keeps_only_what_reading_needs(guarded: Guarded) -> None:
     work, source, _ = guarded
     mount = work.mount(source)
     assert (mount.path / "nobodys").read_bytes() == b"content of nobodys"
@@ -202,7 +200,7 @@ def test_a_worker_of_root_keeps_only_what_reading_needs(
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "open"])
-def test_a_mount_for_all(guarded: tuple[Bench, Path, list[str]], freshness: str) -> None:
+def test_a_mount_for_all(guarded: Guarded, freshness: str) -> None:
     """The kernel checks; the worker, which reads for all of them, has rights that they have not."""
     work, source, names = guarded
     options = ("-o", "allow_other", "--prefetch", "all", "--freshness", freshness)
@@ -216,15 +214,10 @@ def test_a_mount_for_all(guarded: tuple[Bench, Path, list[str]], freshness: str)
 def assert_denied(mount: Mount, other: list[str]) -> None:
     """Somebody else, root included, can neither enter the mount nor read its copies."""
     copies = mount.path.parent / "tier"
-    scripts = [
-        (other, f'ls "{mount.path}"'),
-        (other, f'ls "{mount.path.parent}/state"'),
-        (other, f'ls "{copies}"/*/*'),
-        ([], f'ls "{mount.path}"'),
-    ]
-    for who, script in scripts:
-        done = execute([*who, "sh", "-c", script], timeout=20)
-        assert done.returncode != 0, (who, script, done.stdout)
+    closed = [f'"{mount.path}"', f'"{mount.path.parent}/state"', f'"{copies}"/*/*']
+    for who, what in (*((other, what) for what in closed), ([], closed[0])):
+        done = execute([*who, "sh", "-c", f"ls {what}"], timeout=20)
+        assert done.returncode != 0, (who, what, done.stdout)
     for directory in (mount.path.parent / "state", *copies.iterdir()):
         st = directory.stat()
         assert (st.st_uid, st.st_mode & 0o777) == (NOBODY.pw_uid, 0o700)

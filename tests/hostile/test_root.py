@@ -33,7 +33,6 @@ from tests.support.surroundings import mounted_tmpfs
 pytestmark = requires_root
 
 NOBODY = pwd.getpwnam("nobody")
-MIB = 1 << 20
 
 
 @contextmanager
@@ -149,15 +148,8 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots
     os.mkfifo(run_dir / "three.json")
     (run_dir / "four.json").mkdir()
     nulls = json.dumps(dict.fromkeys(Registration.__slots__, None)).encode()
-    for content in (
-        b'{"a":' * 10_000,
-        b"",
-        b"junk",
-        b"{}",
-        b'{"mountpoint": 5}',
-        nulls,
-        bytes(MIB),
-    ):
+    odd = (b'{"a":' * 10_000, b"", b"junk", b"{}", b'{"mountpoint": 5}', nulls, bytes(1 << 20))
+    for content in odd:
         (run_dir / "five.json").write_bytes(content)
         as_the_users(run_dir / "five.json")
         found = find_all(lambda _owners: [str(run_dir)])
@@ -196,15 +188,9 @@ def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, la
 def test_a_link_on_the_way_is_not_mounted_through(users: Path, roots: Path) -> None:
     (roots / "data").mkdir()
     users_link(users / "a", roots)
+    point, uid, gid = f"{users}/a/data", NOBODY.pw_uid, NOBODY.pw_gid
     with pytest.raises(OperationError, match="Too many levels of symbolic links"):
-        mount(
-            source="/src",
-            mountpoint=str(users / "a" / "data"),
-            uid=NOBODY.pw_uid,
-            gid=NOBODY.pw_gid,
-            allow_other=False,
-            noexec=False,
-        )
+        mount(source="/src", mountpoint=point, uid=uid, gid=gid, allow_other=False)
     assert find_mount(str(roots / "data")) is None
 
 

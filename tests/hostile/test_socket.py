@@ -6,14 +6,13 @@ What single requests are answered is in tests/mount/test_control.py.
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
@@ -39,10 +38,10 @@ class Daemon:
     worker: int
 
     def memory(self) -> int:
-        return sum(resident_bytes(pid) for pid in (self.supervisor, self.worker))
+        return sum(psutil.Process(pid).memory_info().rss for pid in (self.supervisor, self.worker))
 
     def descriptors(self) -> int:
-        return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in (self.supervisor, self.worker))
+        return sum(psutil.Process(pid).num_fds() for pid in (self.supervisor, self.worker))
 
     def connect(self) -> socket.socket:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -64,11 +63,6 @@ class Daemon:
             return bool(result["state"] == "serving")
 
         wait_for(serving, "it to serve", ANSWER_SECONDS)
-
-
-def resident_bytes(pid: int) -> int:
-    words = Path(f"/proc/{pid}/statm").read_text().split()
-    return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def received(client: socket.socket) -> bytes:
@@ -193,21 +187,20 @@ def flood(daemon: Daemon, content: bytes, count: int, **how: Any) -> None:
         daemon.answers()
 
 
-@pytest.mark.parametrize(
-    ("content", "count"),
-    [
-        pytest.param(b'{"command": "status"}\n', 300, id="replies that nobody reads"),
-        pytest.param(b'{"command": "why", "paths": [""]}\n', 300, id="commands nobody waits for"),
-        pytest.param(b'{"comm', 300, id="half lines"),
-        pytest.param(b"x" * (60 << 10), 300, id="long half lines"),
-        pytest.param(b"", 300, id="nothing"),
-        pytest.param(
-            b'{"command": "pin", "paths": [' + b'"a",' * 10_000 + b'"a"]}\n', 60, id="lists"
-        ),
-        pytest.param(b'{"command":' + b"[" * 30_000 + b"\n", 60, id="depth"),
-    ],
-)
-def test_many_at_once(daemon: Daemon, content: bytes, count: int) -> None:
+MANY = {
+    "replies that nobody reads": (b'{"command": "status"}\n', 300),
+    "commands nobody waits for": (b'{"command": "why", "paths": [""]}\n', 300),
+    "half lines": (b'{"comm', 300),
+    "long half lines": (b"x" * (60 << 10), 300),
+    "nothing": (b"", 300),
+    "lists": (b'{"command": "pin", "paths": [' + b'"a",' * 10_000 + b'"a"]}\n', 60),
+    "depth": (b'{"command":' + b"[" * 30_000 + b"\n", 60),
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_many_at_once(daemon: Daemon, what: str) -> None:
+    content, count = MANY[what]
     flood(daemon, content, 20)  # what the first ones cost is no growth
     before = daemon.memory()
     for _ in range(3):

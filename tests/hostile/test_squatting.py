@@ -28,18 +28,6 @@ USUAL = Path(f"/tmp/monarchfs-{USER.pw_uid}")
 Start = Callable[..., Running]
 
 
-def a_directory(path: Path) -> None:
-    path.mkdir(0o755)
-
-
-def a_file(path: Path) -> None:
-    path.touch()
-
-
-def a_link(path: Path) -> None:
-    path.symlink_to("/nowhere")
-
-
 @pytest.fixture
 def usual() -> Iterator[Path]:
     """The user's name in /tmp, free; what has it is put aside meanwhile."""
@@ -63,7 +51,7 @@ def users_own(path: Path) -> Path:
     return path
 
 
-def squat(path: Path, make: Callable[[Path], None] = a_directory) -> None:
+def squat(path: Path, make: Callable[[Path], None] = Path.mkdir) -> None:
     make(path)
     os.chown(path, SQUATTER.pw_uid, SQUATTER.pw_gid, follow_symlinks=False)
 
@@ -96,11 +84,10 @@ def runs(work: Bench) -> Iterator[Start]:
     interpreter_for(USER.pw_name)
     source = trees.write_files(work.path / "src", {"file": b"content"})
     os.chown(work.path, USER.pw_uid, USER.pw_gid)
-    storage = ["--tier", f"{work.path}/tier=1G", "--state-dir", f"{work.path}/state"]
     outside = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_", "SLURM_"))}
 
     def start(*words: str, **environment: str) -> Running:
-        command = [*MONARCHFS, "run", "--strict", str(source), *storage, "--", *words]
+        command = [*MONARCHFS, "run", "--strict", str(source), *work.storage(), "--", *words]
         place: dict[str, Any] = {"env": {**outside, **environment}, "cwd": "/"}
         return Running(as_user(USER.pw_name, command), stderr=subprocess.PIPE, **place)
 
@@ -161,7 +148,7 @@ def test_a_run_joins_one_that_has_another_directory(
     assert [*owned[1].glob("run/*")] == []
 
 
-@pytest.mark.parametrize("make", [a_directory, a_file, a_link])
+@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("/nowhere")])
 def test_a_taken_name_is_passed_over(usual: Path, make: Callable[[Path], None]) -> None:
     assert own_directory("/tmp", USER.pw_uid) == str(usual)
     squat(usual, make)

@@ -42,7 +42,7 @@ from tests.support.mounting import (
     requires_root,
     wait_for,
 )
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 from tests.support.timing import Stopwatch
 from tests.support.trees import write_files
 
@@ -89,13 +89,12 @@ def test_root_may_ask_also_from_outside_of_a_user_namespace(place: Path) -> None
     place.chmod(0o777)
     path = f"{place}/socket"
     command = as_user(NOBODY, [*namespace, python, "-c", ASKED, path])
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as asked:
+    with Running(command, cwd=REPOSITORY) as asked:
         try:
-            assert asked.stdout is not None
-            assert asked.stdout.readline() == "ready\n"
+            assert asked.line() == "ready\n"
             with socket.socket(socket.AF_UNIX) as client:
                 client.connect(path)
-                assert asked.stdout.readline() == "True\n"
+                assert asked.line() == "True\n"
         finally:
             asked.kill()
 
@@ -181,52 +180,22 @@ def test_what_is_checked_fits_into_a_message_to_the_worker() -> None:
 # Reports, kept by the supervisor
 
 
-class Told(Reports):
-    """With what was asked of the worker, and which clients were answered."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.answered: list[Any] = []
-        self.due.add(self.answered.append)
-        self.channel = Mock()
-
-    @property
-    def asked(self) -> list[int]:
-        return [call.args[0]["number"] for call in self.channel.send.call_args_list]
-
-    def wanted_by(self, *clients: Any, now: float) -> None:
-        for client in clients:
-            self.want(client, self.channel, now)
-
-
 def test_a_report_answers_who_asked_before_it() -> None:
-    told = Told()
-    told.wanted_by("first", "second", now=0.0)
-    assert told.answered == []
-    told.arrived(1, {"state": "first"}, 0.2)
-    assert told.answered == ["first"], "the second asked later, and wants to see more"
-    told.wanted_by("third", now=0.3)
-    told.arrived(3, {"state": "third"}, 0.4)
-    assert told.answered == ["first", "second", "third"]
-    assert (told.latest, told.came) == ({"state": "third"}, 0.4)
-    assert not told.overdue(100)
+    reports, answered = Reports(), list[Any]()
+    reports.due.add(answered.append)
+    for client in ("first", "second"):
+        reports.want(client, Mock(), 0.0)
+    assert answered == []
+    reports.arrived(1, {"state": "first"}, 0.2)
+    assert answered == ["first"], "the second asked later, and wants to see more"
+    reports.want("third", Mock(), 0.3)
+    reports.arrived(3, {"state": "third"}, 0.4)
+    assert answered == ["first", "second", "third"]
+    assert (reports.latest, reports.came) == ({"state": "third"}, 0.4)
+    assert not reports.overdue(100)
 
 
 # A supervisor with a fake worker
-
-
-def ask(path: str, content: bytes) -> bytes:
-    """All that comes back on one connection."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(10)
-        client.connect(path)
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has heard enough
-            client.sendall(content)
-        answer = bytearray()
-        with suppress(ConnectionResetError):
-            while part := client.recv(1 << 16):
-                answer += part
-        return bytes(answer)
 
 
 def assert_refused(answer: bytes) -> str:

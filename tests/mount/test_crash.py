@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,6 +39,7 @@ from tests.support import on_disk
 from tests.support.lookups import names
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 from tests.support.mounting import REPOSITORY
+from tests.support.programs import Running
 
 TIERS = (400_000, ALL_ROOM)
 FILES = {
@@ -167,24 +167,14 @@ Kill = Callable[..., None]
 @pytest.fixture(scope="module")
 def kill() -> Iterator[Kill]:
     """Runs ``work`` in a process that dies there."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.mount.test_crash"],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        stdin, stdout = server.stdin, server.stdout
-        assert stdin is not None
-        assert stdout is not None
+    with Running([sys.executable, "-m", "tests.mount.test_crash"], cwd=REPOSITORY) as server:
 
         def ask(area: Area, boot_id: bytes, crash: Crash, *, shares: bool = False) -> None:
-            words = (str(area.path), boot_id.decode(), shares, crash)
-            print(json.dumps(words), file=stdin, flush=True)
-            assert int(stdout.readline()) == -signal.SIGKILL, "it did not get there"
+            server.tell(json.dumps((str(area.path), boot_id.decode(), shares, crash)))
+            assert int(server.line()) == -signal.SIGKILL, "it did not get there"
 
         yield ask
-        stdin.close()
+        server.stdin.close()
 
 
 def prepared(path: Path, *, shares: bool) -> Area:
@@ -205,14 +195,7 @@ def prepared(path: Path, *, shares: bool) -> Area:
 async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
     """The books are right, the bytes too, and what was resident is not read again."""
     async with area.mount(TIERS, boot_id=boot_id) as mirror:
-        await until(
-            lambda: (
-                not any(
-                    any(mirror.index.segments.segments(tier.id).values()) for tier in mirror.tiers
-                )
-            ),
-            "what was left in segments to be given back",
-        )
+        await until(lambda: not any(left_in_segments(mirror)), "segments to give back what is left")
         await mirror.idle()
         mirror.check_books()
         nothing_left_in_segments(mirror)
@@ -232,13 +215,18 @@ async def comes_up(area: Area, boot_id: bytes, *, kept: bool = True) -> None:
         assert mirror.metrics.tier_errors == 0
 
 
+def left_in_segments(mirror: Mirror) -> Iterator[bool]:
+    """Of each segment, whether it has what no record has."""
+    for tier in mirror.tiers:
+        yield from mirror.index.segments.segments(tier.id).values()
+
+
 def nothing_left_in_segments(mirror: Mirror) -> None:
     """Each segment has a record, each list a segment, and nothing else lies there."""
     for tier in mirror.tiers:
         recorded = {r.segment for _, r in mirror.index.replicas.all() if r.tier == tier.id} - {0}
-        assert (
-            set(tier.segments.found()) == recorded == mirror.index.segments.segments(tier.id).keys()
-        )
+        assert mirror.index.segments.segments(tier.id).keys() == recorded
+        assert set(tier.segments.found()) == recorded
         files = {path.name.removesuffix(".list") for path in Path(tier.path).glob("segments/*")}
         assert files == {f"{segment:016x}" for segment in recorded}
 

@@ -3,6 +3,7 @@ that die are in `tests.mount.test_restart`."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -198,12 +199,18 @@ def test_restart_of_a_worker_that_does_not_leave(work: Area) -> None:
 
 
 def test_a_dead_supervisor_leaves_no_worker_and_no_mount_in_the_way(work: Area) -> None:
+    """It is reported, and goes with its registration."""
     work.mount()
     kill_worker(work, signal.SIGKILL)
-    os.kill(registered(work).entry.supervisor_pid, signal.SIGKILL)
+    found = registered(work)
+    os.kill(found.entry.supervisor_pid, signal.SIGKILL)
     wait_for(lambda: not work.workers(), "the worker to follow", 10)
     assert run_as_owner(work, "stat", f"{work.path}/mnt") != 0
+    done = work.run("status", "mnt", "--json")
+    assert (done.returncode, json.loads(done.stdout)["state"]) == (1, "dead")
+    assert work.run("mount", "src", "mnt", *work.storage).returncode == 1
     umount(work)
+    assert not os.path.lexists(found.stem + ".json")
     work.mount()
     assert status(work)["worker"]["restarts"] == 0
     assert fuse_mounts(str(work.path)) == [f"{work.path}/mnt"]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support import on_disk
-from tests.support.mounting import MONARCHFS, fuse_mounts, needs_mounts
+from tests.support.mounting import ENVIRONMENT, MONARCHFS, Bench, needs_mounts
 
 ODD = b"a\x1b[31m\nb\xff\xe2\x80\xae\x07c"
 """A colour, a line break, a byte that is no text, a right-to-left override and a bell."""
 NAME = os.fsdecode(ODD)
-ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_", "SLURM_"))}
 
 
 class Oddities:
@@ -50,17 +45,6 @@ class Oddities:
         return json.loads(self.run(*words, "--json", code=code))
 
 
-@pytest.fixture
-def odd() -> Iterator[Oddities]:
-    path = Path(tempfile.mkdtemp(prefix="monarchfs-test-"))
-    try:
-        yield Oddities(path)
-    finally:
-        for point in fuse_mounts(os.fspath(path)):
-            subprocess.run(["umount", "-l", os.fsencode(point)], check=False)
-        shutil.rmtree(path)
-
-
 def texts(value: object) -> Iterator[str]:
     """All texts in an object of JSON."""
     if isinstance(value, str):
@@ -71,7 +55,8 @@ def texts(value: object) -> Iterator[str]:
 
 
 @needs_mounts
-def test_every_command_shows_them_escaped_and_gives_them_back(odd: Oddities) -> None:
+def test_every_command_shows_them_escaped_and_gives_them_back(work: Bench) -> None:
+    odd = Oddities(work.path)
     source, point, file = os.fspath(odd.source), os.fspath(odd.point), odd.file
     shown = r"a\x1b[31m"
     assert odd.run("mount", source, point, *odd.storage) == ""

@@ -306,20 +306,6 @@ def test_a_mount_without_a_registration(root_work: Area) -> None:
     assert_unmounted(root_work)
 
 
-def test_a_dead_supervisor_is_reported_and_its_registration_cleared(root_work: Area) -> None:
-    root_work.mount()
-    found = registered(root_work)
-    os.kill(found.entry.supervisor_pid, signal.SIGKILL)
-    wait_for(lambda: not root_work.workers(), "the worker to follow", 10)
-    done = root_work.run("status", "mnt", "--json")
-    assert (done.returncode, json.loads(done.stdout)["state"]) == (1, "dead")
-    assert root_work.run("mount", "src", "mnt", *root_work.storage).returncode == 1
-    subprocess.run(["umount", "-l", f"{root_work.path}/mnt"], check=True)
-    assert root_work.run("status", "mnt").returncode == 1
-    assert not os.path.lexists(found.stem + ".json")
-    assert_unmounted(root_work)
-
-
 # Known by its connection, wherever it is, and not by the path where it was made
 
 
