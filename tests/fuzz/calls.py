@@ -39,14 +39,7 @@ FILES = [
     "changing/0", "changing/1", "changing/2",
 ]  # fmt: skip
 LINKS = [
-    "link",
-    "dangling",
-    "loop",
-    "dirlink",
-    "absolute",
-    "long link",
-    "d/up",
-    "chain",
+    *("link", "dangling", "loop", "dirlink", "absolute", "long link", "d/up", "chain"),
     "dirlink/file",
 ]
 DIRECTORIES = ["d", "d/deep", "d/deep/er", "void", "many", "changing", "closed", "."]

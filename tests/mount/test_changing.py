@@ -17,6 +17,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,10 @@ def read_all(fd: int) -> bytes:
     return b"".join(iter(lambda: os.read(fd, 1 << 20), b""))
 
 
+def same_bytes(one: Path, other: Path) -> bool:
+    return one.read_bytes() == other.read_bytes()
+
+
 def read_each(root: Path, errors: Counter[str], found: list[str]) -> None:
     """All that is to succeed, of each file, once."""
     for name, check in CHECKS.items():
@@ -184,15 +189,10 @@ def test_no_call_fails_while_files_change(work: Bench, mode: str) -> None:
     assert errors == Counter()
     assert found == []
     # In the end all of it is what the source has, and still is when it was copied.
-    if mode != "immutable":
-        for _ in range(2):
-            for name in CHECKS:
-                through, there = mount.path / name, source / name
-                wait_for(
-                    lambda: through.read_bytes() == there.read_bytes(),  # noqa: B023
-                    f"{name} to be the source's",
-                )
-            mount.wait_idle()
+    for _ in range(2) if mode != "immutable" else ():
+        for name in CHECKS:
+            wait_for(partial(same_bytes, mount.path / name, source / name), f"the bytes of {name}")
+        mount.wait_idle()
 
 
 SIZE, AT, ASKED = 4 << 20, 2 << 20, 128 << 10
@@ -205,16 +205,15 @@ def slow_checks(pid: int) -> Iterator[None]:
     """Each thread of this process comes back from fstat(2) 0.3 s late."""
     calls = "fstat,newfstatat"
     command = ["strace", "-f", "-qq", "-p", str(pid), "-o", "/dev/null", "-e", f"trace={calls}"]
-    tracer = subprocess.Popen(
-        [*command, "-e", f"inject={calls}:delay_exit=1000000"], stderr=subprocess.PIPE
-    )
+    command += ["-e", f"inject={calls}:delay_exit=1000000"]
+    tracer = subprocess.Popen(command, stderr=subprocess.PIPE)
+
+    def is_traced() -> bool:
+        states = [task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/status")]
+        return all(f"TracerPid:\t{tracer.pid}\n" in state for state in states)
+
     try:
-        tasks = Path(f"/proc/{pid}/task")
-        wait_for(
-            lambda: all(f"TracerPid:\t{tracer.pid}\n" in (task / "status").read_text()
-                        for task in tasks.iterdir()),
-            "all threads to be traced",
-        )  # fmt: skip
+        wait_for(is_traced, "all threads to be traced")
         yield
     finally:
         tracer.terminate()

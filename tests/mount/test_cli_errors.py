@@ -19,12 +19,11 @@ from monarchfs.cli.umount import say_that_it_waits
 from monarchfs.fuse import mount as mount_module
 from monarchfs.fuse.connection import FuseConnection
 from monarchfs.fuse.mountinfo import Mount as Entry
-from monarchfs.fuse.mountinfo import find_mount
 from monarchfs.supervisor.probe import OpenedSource, seems_unmounted
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError
 from tests.support.fake_mounts import NOBODY, Area, area, assert_refused, device_mode
-from tests.support.mounting import Bench, assert_one_line, requires_mounts, run
+from tests.support.mounting import Bench, FaultySource, assert_one_line, requires_mounts, run
 
 pytestmark = requires_mounts
 
@@ -41,11 +40,11 @@ def mount_words(*arguments: str) -> list[str]:
 def odd_things() -> Iterator[Area]:
     """No row below changes them."""
     with TemporaryDirectory(prefix="monarchfs-test-") as path, area(Path(path), None) as work:
-        for name in ("src/inner", "mnt/below", "elsewhere", "foreign", "shared", "private"):
+        for name in ("src/inner", "mnt/below", "elsewhere", "foreign", "shared"):
             (work.path / name).mkdir()
+        (work.path / "private").mkdir(0o700)
         shutil.chown(work.path / "foreign", NOBODY)
         (work.path / "shared").chmod(0o777)
-        (work.path / "private").chmod(0o700)
         (work.path / "file").touch()
         os.mkfifo(work.path / "fifo")
         links = {"loop": "loop", "dangling": "nowhere", "link": "src", "state link": "elsewhere"}
@@ -182,9 +181,7 @@ def test_who_waits_for_an_unmount_is_told_that_requests_hang(
     waiting: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(FuseConnection, "waiting", waiting)
-    mounted = find_mount("/proc")
-    assert mounted is not None
-    found = FoundMount("/data", "/source", mounted._replace(mountpoint="/data"), None)
+    found = FoundMount("/data", "/source", entry("/data", "fuse.monarchfs"), None)
     monkeypatch.setattr("monarchfs.cli.umount.read_mountinfo", lambda: [found.mount])
     say_that_it_waits(found, time.monotonic() + 7)
     said = capsys.readouterr().err
@@ -277,12 +274,12 @@ def test_what_lies_beside_it_tells(mounts: list[Entry], beside: str | None) -> N
     assert seems_unmounted(source(device=9), mounts) is None
 
 
-def test_an_unmounted_source_is_told_and_refused_where_files_are_required(work: Bench) -> None:
-    (work.path / "backing").mkdir()
-    neighbour = work.faulty_source(work.path / "backing")
+def test_an_unmounted_source_is_told_and_refused_where_files_are_required(
+    work: Bench, faulty: FaultySource
+) -> None:
     dataset = work.path / "dataset"
     dataset.mkdir()
-    says = f"source {dataset} is empty, and no file system is mounted on it, as on {neighbour.path}"
+    says = f"source {dataset} is empty, and no file system is mounted on it, as on {faulty.path}"
     umount = ("umount", f"{work.path}/mnt")
 
     for form in (["--require-files"], ["-o", "require_files"]):

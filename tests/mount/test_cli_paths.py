@@ -7,13 +7,11 @@ tests/layers/test_reasons.py.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import select
 import signal
 import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from tests.support.mounting import (
     wait_for,
 )
 from tests.support.processes import parent_of
+from tests.support.programs import Running
 
 
 def test_paths_are_relative_to_the_mount() -> None:
@@ -81,12 +80,8 @@ def test_the_bar_and_the_pace() -> None:
     pace = RateEstimate()
     so_far = {"bytes": 400 << 20, "walked": True}
     assert pace.text({**so_far, "copied_bytes": 0}, 0.0) == ""
-    half = {
-        **so_far,
-        "copied_bytes": 90 << 20,
-        "resident_bytes": 90 << 20,
-        "moving_bytes": 10 << 20,
-    }
+    copied = 90 << 20
+    half = {**so_far, "copied_bytes": copied, "resident_bytes": copied, "moving_bytes": 10 << 20}
     assert pace.text(half, 10.0) == "10M/s, 30 s left"
     assert pace.text({**half, "walked": False}, 10.0) == "10M/s"
     for second in range(11, 40):
@@ -121,10 +116,6 @@ def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         yield start
 
 
-def parse(*arguments: str) -> argparse.Namespace:
-    return build_parser().parse_args(arguments)
-
-
 def test_progress_comes_before_the_result(daemon: Start) -> None:
     result = {"checked": 3, "changed": 0, "appeared": 0, "gone": 0}
 
@@ -152,7 +143,8 @@ def test_many_paths_go_in_several_requests(
 
     one = daemon(serve)
     paths = [f"\udcff{number}" * 40 for number in range(1000)]
-    assert ask_command(parse("pin", "/mnt/photos", *paths, "--json"), {}) == 0
+    words = build_parser().parse_args(["pin", "/mnt/photos", *paths, "--json"])
+    assert ask_command(words, {}) == 0
     assert [path for request in one.requests for path in request["paths"]] == paths
     for request in one.requests:
         assert len(messages.encode_message(request)) <= messages.MOST_REQUEST_BYTES
@@ -163,31 +155,20 @@ def test_many_paths_go_in_several_requests(
 # On real mounts.
 
 KIB = 1024
-FILES = 40
-BYTES = 30_000
 COMMANDS = ("warm", "evict", "pin", "unpin", "refresh")
-
-
-def fill(source: Path) -> Path:
-    data = trees.random_bytes(BYTES, 1)
-    return trees.write_files(source, {f"d{n % 4}/file {n}": data for n in range(FILES)})
 
 
 @needs_mounts
 def test_on_a_terminal_there_is_a_bar_and_an_interrupt_ends_the_waiting_only(work: Bench) -> None:
-    source = work.faulty_source(fill(work.path / "src"))
+    files = {f"d{n % 4}/file {n}": trees.random_bytes(30_000, 1) for n in range(40)}
+    source = work.faulty_source(trees.write_files(work.path / "src", files))
     mount = work.mount(source.path)
     source.faults(delay=0.02)
     ours, theirs = surroundings.open_terminal()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     environment.pop("NO_COLOR", None)
-    process = subprocess.Popen(
-        [*MONARCHFS, "warm", str(mount.path), "--wait"],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        cwd="/",
-        env=environment,
-    )
+    command = [*MONARCHFS, "warm", str(mount.path), "--wait"]
+    process = Running(command, stderr=theirs, cwd="/", env=environment)
     os.close(theirs)
     seen, interrupted = b"", False
     while select.select([ours], [], [], 30)[0]:
@@ -201,7 +182,7 @@ def test_on_a_terminal_there_is_a_bar_and_an_interrupt_ends_the_waiting_only(wor
             interrupted = True
     out, _ = process.communicate(timeout=20)
     os.close(ours)
-    assert (process.returncode, out) == (-signal.SIGINT, b"")
+    assert (process.returncode, out) == (-signal.SIGINT, "")
     assert b"monarchfs: interrupted the waiting; the mount goes on with it" in seen
     source.faults()
     wait_for(lambda: run("warm", str(mount.path), "--check").returncode == 0, "copying to end")

@@ -18,7 +18,7 @@ import pytest
 
 from monarchfs.doctor.system import release_of
 from tests.support.mounting import Bench, Mount, as_user, bench, requires_mounts, wait_for
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 from tests.support.trees import write_files
 
 pytestmark = requires_mounts
@@ -177,18 +177,15 @@ def test_there_are_no_ioctls(mounted: Mount) -> None:
 @contextmanager
 def mapped_users() -> Iterator[int]:
     """A user namespace in which user 0 is user 1000."""
-    process = subprocess.Popen(["unshare", "--user", "sh", "-c", "echo; read line"],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
+    process = Running(["unshare", "--user", "sh", "-c", "echo; read line"])
     try:
-        process.stdout.readline()
+        process.line()
         for kind in ("uid", "gid"):
             Path(f"/proc/{process.pid}/{kind}_map").write_text("0 1000 1")
         with open(f"/proc/{process.pid}/ns/user", "rb") as namespace:
             yield namespace.fileno()
     finally:
-        process.communicate(b"")
+        process.communicate("")
 
 
 def idmap_error(path: Path, namespace: int) -> int:

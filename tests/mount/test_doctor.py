@@ -46,6 +46,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.trees import write_files
 
 MIB, GIB = 1 << 20, 1 << 30
 OK, WARNING, PROBLEM = Severity.OK, Severity.WARNING, Severity.PROBLEM
@@ -207,11 +208,11 @@ def test_what_is_not_worth_a_word() -> None:
     assert leftovers.judge_caches([]) == []
 
 
-def test_who_shares_a_file_system(tmp_path: Path) -> None:
-    def mount(number: int, point: str, minor: int) -> Mount:
-        return Mount(number, 1, 8, minor, "/", point, "rw", "ext4", "/dev/x", "rw")
-
-    mounts = [mount(1, "/", 1), mount(2, "/scratch", 2), mount(3, "/scratch", 3)]
+def test_who_shares_a_file_system() -> None:
+    mounts = [
+        Mount(number, 1, 8, number, "/", point, "rw", "ext4", "/dev/x", "rw")
+        for number, point in ((1, "/"), (2, "/scratch"), (3, "/scratch"))
+    ]
     named = storage.scratch_directories({"TMPDIR": "/scratch/me", "SCRATCH": "relative"})
     assert named[0] == "/scratch/me"
     assert "relative" not in named
@@ -305,10 +306,8 @@ def by_name(result: dict[str, Any], name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def src(work: Bench) -> Path:
-    (work.path / "src").mkdir()
-    (work.path / "src" / "f").write_bytes(b"x" * 5000)
     (work.path / "file").write_bytes(b"no TOML, no directory")
-    return work.path / "src"
+    return write_files(work.path / "src", {"f": b"x" * 5000})
 
 
 @needs_mounts
@@ -433,11 +432,9 @@ def test_sockets_and_caches_from_the_past(work: Bench) -> None:
         with lock.open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             assert "orphan" not in states(list(examine(subject(work), 60))), "it is in use"
-    sockets = [check for check in found if check.name == "stale_socket"]
-    assert [check.numbers["path"] for check in sockets] == [f"{work.path}/run/dead.sock"]
-    orphans = [check for check in found if check.name == "orphan"]
-    assert [check.numbers["path"] for check in orphans] == [f"{work.path}/cache/state/one"]
-    assert orphans[0].state is WARNING
+    for name, path in (("stale_socket", "run/dead.sock"), ("orphan", "cache/state/one")):
+        (check,) = [check for check in found if check.name == name]
+        assert (check.numbers["path"], check.state) == (f"{work.path}/{path}", WARNING)
 
 
 def test_a_check_that_hangs_or_breaks_stops_no_other(

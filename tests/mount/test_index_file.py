@@ -207,23 +207,22 @@ def export(source: Path, file: Path) -> Path:
 
 @requires_fuse
 def test_an_interrupted_export_leaves_nothing(work: Bench, faulty: FaultySource) -> None:
-    slow = faulty
-    (slow.backing / "d").mkdir()
-    slow.faults(hang=["getattr d", "opendir d", "readdir d", "lookup d"])
+    (faulty.backing / "d").mkdir()
+    faulty.faults(hang=["getattr d", "opendir d", "readdir d", "lookup d"])
     out = work.path / "out"
     out.mkdir()
-    command = [*MONARCHFS, "index", "export", str(slow.path), f"{out}/index"]
+    command = [*MONARCHFS, "index", "export", str(faulty.path), f"{out}/index"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: os.listdir(out), "the export to begin")
         # An interrupt that comes while it forks is lost: Python ignores errors there.
-        wait_for(lambda: "lookup" in slow.counts()["operations"], "it to wait for the source")
+        wait_for(lambda: "lookup" in faulty.counts()["operations"], "it to wait for the source")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=20)
     finally:
         process.kill()
         process.communicate()
-        slow.faults()
+        faulty.faults()
     assert errors == "monarchfs: interrupted\n"
     assert process.returncode == -signal.SIGINT
     assert os.listdir(out) == []

@@ -29,6 +29,7 @@ from tests.support.mounting import (
     requires_mounts,
     run,
 )
+from tests.support.programs import execute
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
@@ -65,7 +66,7 @@ def run_after(
     state: str, *arguments: str, user: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     command = after(state, as_user(user, [*MONARCHFS, *arguments]))
-    return subprocess.run(command, capture_output=True, text=True, cwd="/", env=ENVIRONMENT)
+    return execute(command, cwd="/", env=ENVIRONMENT)
 
 
 @pytest.fixture
@@ -77,16 +78,15 @@ def src(work: Bench) -> Path:
 def test_every_command_does_what_it_does_elsewhere(work: Bench, src: Path, state: str) -> None:
     """And that of ``run`` gets what it would get."""
     program = [sys.executable, "-c", STATE_OF, str(src)]
-    alone = subprocess.run(after(state, program), capture_output=True, text=True, check=True)
-    mountpoint = work.path / "mnt"
-    mountpoint.mkdir()
-    tier = work.storage()[:2]
-    umount = ["umount", str(mountpoint)]
+    alone = execute(after(state, program), check=True)
+    (work.path / "mnt").mkdir()
+    mountpoint, tier = f"{work.path}/mnt", work.storage()[:2]
+    umount = ["umount", mountpoint]
     commands = [
         ["doctor", str(src), *tier, "--quick"],
         ["plan", str(src), *tier, "--quick"],
-        ["mount", str(src), str(mountpoint), *work.storage()],
-        ["warm", str(mountpoint), "--wait"],
+        ["mount", str(src), mountpoint, *work.storage()],
+        ["warm", mountpoint, "--wait"],
         ["cache", "list"],
         umount,
         ["fsck", f"{work.path}/state"],
@@ -97,9 +97,8 @@ def test_every_command_does_what_it_does_elsewhere(work: Bench, src: Path, state
         done = {words[0]: run_after(state, *words) for words in commands}
     finally:
         run_after("pass", *umount)
-    assert {name: (one.returncode, one.stderr) for name, one in done.items()} == dict.fromkeys(
-        done, (0, "")
-    )
+    failed = {name: one.stderr for name, one in done.items() if one.returncode or one.stderr}
+    assert failed == {}
     assert done["warm"].stdout.startswith("resident: 3 files")
     assert alone.stdout.endswith("] False\n")
     assert done["run"].stdout == alone.stdout.replace("] False", "] True")
@@ -170,10 +169,8 @@ def test_a_file_above_the_limit_of_sizes_is_refused_alone(work: Bench, src: Path
     work.mounts.append(mount)
     for name in ("file0", "file1", "file2"):
         run("warm", str(mount.path), str(mount.path / name), "--wait")
-    states = {
-        name: os.getxattr(mount.path / name, "user.monarchfs.state") for name in os.listdir(src)
-    }
-    assert states == {"file0": b"remote", "file1": b"resident", "file2": b"resident"}
+    for name, state in {"file0": b"remote", "file1": b"resident", "file2": b"resident"}.items():
+        assert os.getxattr(mount.path / name, "user.monarchfs.state") == state
     assert b"File too large" in os.getxattr(mount.path / "file0", "user.monarchfs.reason")
     assert (mount.path / "file1").read_bytes() == b"content" * 1000
     with open(mount.path / "file0", "rb") as file:
@@ -187,8 +184,7 @@ def test_a_worker_without_descriptors_does_not_die_of_a_request(work: Bench, src
     limits = _, most = resource.prlimit(worker, resource.RLIMIT_NOFILE)
     resource.prlimit(worker, resource.RLIMIT_NOFILE, (used, most))
     done = run("warm", str(mount.path))
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     resource.prlimit(worker, resource.RLIMIT_NOFILE, limits)
     assert mount.status()["state"] == "serving"
     assert run("warm", str(mount.path), "--wait").returncode == 0

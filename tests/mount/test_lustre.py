@@ -23,7 +23,7 @@ pytestmark = [*requires_mounts, surroundings.program("gcc"), surroundings.requir
 
 KIB, MIB = 1 << 10, 1 << 20
 
-Lustre = Callable[..., ParallelFileSystem]
+Lustre = Callable[[], ParallelFileSystem]
 
 
 @pytest.fixture
@@ -38,11 +38,9 @@ def lustre(work: Bench, backing: Path) -> Iterator[Lustre]:
     """Mounts ``backing``; unmounted after what uses it."""
     with ExitStack() as stack:
 
-        def mount(**options: Any) -> ParallelFileSystem:
-            options = {"targets": 4, **options}
-            return stack.enter_context(
-                ParallelFileSystem(backing, work.path / "lustre", INSTANT, **options)
-            )
+        def mount() -> ParallelFileSystem:
+            pfs = ParallelFileSystem(backing, work.path / "lustre", INSTANT, targets=4)
+            return stack.enter_context(pfs)
 
         yield mount
         for mounted in work.mounts:

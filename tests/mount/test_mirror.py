@@ -107,12 +107,9 @@ def ways_to_read(path: Path, data: bytes) -> None:
     assert ctypes.string_at(address, size) == data, "a map of a closed file"
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        with mmap.mmap(-1, 1 << 20) as buffer:
-            assert os.preadv(direct, [buffer], 4096) == 1 << 20
-            assert buffer[:] == data[4096 : 4096 + (1 << 20)]
-    finally:
-        os.close(direct)
+    with open(direct, "rb"), mmap.mmap(-1, 1 << 20) as buffer:
+        assert os.preadv(direct, [buffer], 4096) == 1 << 20
+        assert buffer[:] == data[4096 : 4096 + (1 << 20)]
 
 
 @pytest.mark.smoke

@@ -25,7 +25,7 @@ from tests.support.mounting import (
     requires_mounts,
     wait_for,
 )
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
@@ -151,13 +151,10 @@ def test_one_line_and_the_exit_code_of_mount(
 
 def test_another_mount_namespace(place: Bench) -> None:
     command = [*NAMESPACE, "/bin/sh", "-c", "echo there; read x"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as there:
-        assert there.stdout is not None
-        assert there.stdout.readline() == "there\n"
+    with Running(command) as there:
+        assert there.line() == "there\n"
         enter = ["nsenter", "--mount", f"--target={there.pid}"]
-        script = f"mount -N {there.pid} -t monarchfs -o $O $D/source $D/mnt"
-        done = run_there(place, script)
+        done = run_there(place, f"mount -N {there.pid} -t monarchfs -o $O $D/source $D/mnt")
         assert (done.returncode, done.stderr) == (0, "")
         assert fuse_mounts(str(place.path)) == []
         cat = [*enter, "cat", f"{place.path}/mnt/file"]

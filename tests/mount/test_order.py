@@ -9,7 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,9 @@ for line in sys.stdin:
 @contextmanager
 def job(*paths: str) -> Iterator[Reader]:
     """It may be killed before the end."""
-    process = Reader([sys.executable, "-c", JOB])
-    try:
+    with closing(Reader([sys.executable, "-c", JOB])) as process:
         process.tell(*paths)
         yield process
-    finally:
-        process.close()
 
 
 def window(mount: Mount) -> dict[str, Any]:
@@ -300,11 +297,6 @@ def test_an_order_goes_on_with_the_next_worker(work: Bench) -> None:
 
 
 FILES = 10
-ROOM = "816K"
-"""For four of the files, each of which takes 49 blocks."""
-WEIGHTED = ("--evict", "weighted", "--freshness", "immutable")
-
-
 CONTENTS = {f"dir/{number}": trees.random_bytes(200_000, number) for number in range(FILES)}
 
 
@@ -314,8 +306,9 @@ def dataset(work: Bench) -> Path:
 
 @pytest.fixture
 def mount(work: Bench) -> Mount:
-    """Four of the files fit; none is local."""
-    return work.mount(dataset(work), *WEIGHTED, "--prefetch", "access", tier=ROOM)
+    """Four of the files fit, each of which takes 49 blocks; none is local."""
+    options = ("--evict", "weighted", "--freshness", "immutable", "--prefetch", "access")
+    return work.mount(dataset(work), *options, tier="816K")
 
 
 @pytest.fixture(autouse=True)

@@ -70,12 +70,9 @@ def test_no_id_is_leaked(work: Bench) -> None:
         tiers=[f"{work.path}/fast=11M", f"{work.path}/slow=10M"],
     )
     assert run("warm", str(mount.path), "--wait").returncode == 0
-    rounds = 2
-    for _ in range(rounds):
-        subprocess.run(
-            [sys.executable, "-c", OPEN_AND_CLOSE, str(mount.path), str(OPENS // rounds)],
-            timeout=max(60, OPENS / 500), check=True,
-        )  # fmt: skip
+    for _ in range(2):
+        command = [sys.executable, "-c", OPEN_AND_CLOSE, str(mount.path), str(OPENS // 2)]
+        subprocess.run(command, timeout=max(60, OPENS / 500), check=True)
     status = mount.wait_idle()
     assert status["served"]["passthrough_opens"] > OPENS // 4
     assert status["evictions"]["policy"] > 0

@@ -174,10 +174,6 @@ def make_files(root: Path, sizes: list[int]) -> int:
     return sum(sizes)
 
 
-def plan(*arguments: str) -> Any:
-    return asked("plan", *arguments)
-
-
 def dealt_with(mount: Mount, files: int) -> Any:
     """Until each file was copied or refused; the status then. Between two files a mount may look
     idle."""
@@ -193,7 +189,7 @@ def dealt_with(mount: Mount, files: int) -> Any:
 def planned_and_done(work: Bench, source: Path, files: int, *tiers: str) -> tuple[Any, Mount, Any]:
     """What the plan says; a mount with these tiers, and its status when it is done."""
     options = [option for tier in tiers for option in ("--tier", tier)]
-    planned = plan(str(source), "--quick", *options)
+    planned = asked("plan", str(source), "--quick", *options)
     immutable = ("--prefetch", "all", "--freshness", "immutable")
     mount = work.mount(source, *immutable, tiers=list(tiers))
     return planned, mount, dealt_with(mount, files)
@@ -203,7 +199,7 @@ def assert_known_to_the_next(mount: Mount, planned: Any, *tiers: str) -> Any:
     """The next plan knows what is there."""
     assert mount.umount().returncode == 0
     options = [option for tier in tiers for option in ("--tier", tier)]
-    again = plan(str(mount.source), "--quick", *options)
+    again = asked("plan", str(mount.source), "--quick", *options)
     assert again["cached_before"] == again["resident"] == planned["resident"]
     return again
 
@@ -288,10 +284,10 @@ def test_files_with_holes(work: Bench) -> None:
 
 def test_measured_rates_make_times(place: Path) -> None:
     (place / "empty").mkdir()
-    found = plan(str(place / "empty"), "--tier", f"{place}/t=1G")
+    found = asked("plan", str(place / "empty"), "--tier", f"{place}/t=1G")
     assert (found["files"], found["bytes"], found["rates"]) == (0, 0, None)
     (place / "empty").rmdir()
-    found = plan(str(place / "src"), "--tier", f"{place}/t=1G", "--epochs", "3")
+    found = asked("plan", str(place / "src"), "--tier", f"{place}/t=1G", "--epochs", "3")
     assert found["rates"]["source_open_seconds"] > 0
     assert found["rates"]["tiers"][0]["write_bytes_per_second"] > 0
     seconds = found["seconds"]

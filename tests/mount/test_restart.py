@@ -129,6 +129,17 @@ def test_a_worker_that_cannot_be_reaped_holds_nobody_up(work: Bench, way: str) -
         wait_for(lambda: not Path(f"/proc/{first}/stat").exists(), "the old worker to go")
 
 
+def serving(scenario: Scenario, restarts: int = 0) -> Any:
+    """The worker that serves after so many were replaced."""
+
+    def found() -> dict[str, Any] | None:
+        now = scenario.asked()
+        serves = now["state"] == "serving" and now["worker"]["restarts"] >= restarts
+        return now["worker"] if serves else None
+
+    return wait_for(found, "a worker")
+
+
 def test_worker_and_standby_killed_together_again_and_again(work: Bench) -> None:
     """Also those that are only starting. Whoever does it, the mount stays, and stays whole. On a
     machine that does other things as well, a reader's round takes longer than the pauses."""
@@ -142,10 +153,9 @@ def test_worker_and_standby_killed_together_again_and_again(work: Bench) -> None
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             if chance.random() < 0.7:  # else the next one is killed while it starts
-                wait_for(lambda: scenario.asked()["state"] == "serving", "the next worker")
+                serving(scenario)
             time.sleep(chance.uniform(0, 0.3))
-        wait_for(lambda: scenario.asked()["state"] == "serving", "a worker")
-        scenario.restarts = scenario.deaths = scenario.asked()["worker"]["restarts"]
+        scenario.restarts = scenario.deaths = serving(scenario)["restarts"]
         assert scenario.restarts > KILLS / 2
         scenario.play("end reader within=20")
 
@@ -156,26 +166,10 @@ def test_a_busy_machine_does_not_look_like_a_hang(work: Bench) -> None:
         for _ in range(8):
             hog = hogs.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
             hogs.callback(hog.kill)
-        play(
-            work,
-            """
-file f{0..9} 110000; file long 1000000
-mount --freshness open
-loop one; loop another; idle; end one; end another
-""",
-        )
+        with playing(work) as scenario:
+            scenario.play("file f{0..9} 110000; file long 1000000; mount --freshness open")
+            scenario.play("loop one; loop another; idle; end one; end another")
     assert "the worker hangs" not in work.log()
-
-
-def serving(scenario: Scenario, restarts: int) -> Any:
-    """The worker that serves after so many were replaced."""
-
-    def found() -> dict[str, Any] | None:
-        now = scenario.asked()
-        serves = now["state"] == "serving" and now["worker"]["restarts"] >= restarts
-        return now["worker"] if serves else None
-
-    return wait_for(found, "a worker")
 
 
 @pytest.mark.parametrize("way", HANDED_OVER)

@@ -33,8 +33,9 @@ from tests.support.mounting import (
 )
 from tests.support.private_mounts import GROUP, NOBODY, Place, left_clean, lines_of, make_place
 from tests.support.processes import parent_of
-from tests.support.programs import Running
+from tests.support.programs import Running, execute
 from tests.support.timing import Stopwatch
+from tests.support.trees import write_files
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
@@ -163,9 +164,8 @@ def test_a_working_directory_that_is_gone(users: Place) -> None:
 
 def test_what_was_copied_is_there_the_next_time(users: Place) -> None:
     assert users.run(sys.executable, "-c", UNTIL_COPIED, "source/file").returncode == 0
-    done = users.run(
-        "cat", "source/file", options=["--report", "--json", str(users.path / "report")]
-    )
+    report_to = ["--report", "--json", f"{users.path}/report"]
+    done = users.run("cat", "source/file", options=report_to)
     assert done.stdout == "content"
     assert done.stderr == (
         f"monarchfs: {users.source}: 100% of 1 opens were local, 0 bytes read from the source,"
@@ -271,10 +271,10 @@ def test_a_mistyped_source_runs_nothing(users: Place) -> None:
 
 
 def test_a_source_in_a_directory_that_may_not_be_entered_is_no_mistyped_one(users: Place) -> None:
-    hidden = users.path / "hidden"
-    (hidden / "source").mkdir(parents=True)
-    hidden.chmod(0o700)
-    command = [str(hidden / "source") if w == str(users.source) else w for w in users.command("ls")]
+    hidden = users.path / "hidden" / "source"
+    hidden.mkdir(parents=True)
+    hidden.parent.chmod(0o700)
+    command = [str(hidden) if w == str(users.source) else w for w in users.command("ls")]
     done = users.call(command)
     assert done.returncode == 0, "the command decides what it can do without"
     assert "is read without a cache" in done.stderr
@@ -470,17 +470,14 @@ NAMESPACES = {
 
 @pytest.fixture
 def mount(work: Bench) -> Mount:
-    (work.path / "source").mkdir()
-    (work.path / "source" / "file").write_text("content")
-    return work.mount(work.path / "source")
+    return work.mount(write_files(work.path / "source", {"file": b"content"}))
 
 
 def inside(kind: str, script: str) -> str:
     """What a shell prints in a mount namespace of its own; ``m`` is the command."""
     proc = "mount -t proc proc /proc; " if "processes" in kind else ""
     script = f'm() {{ {shlex.join(MONARCHFS)} "$@"; }}; {proc}{script}'
-    command = ["unshare", *NAMESPACES[kind], "sh", "-ec", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = execute(["unshare", *NAMESPACES[kind], "sh", "-ec", script])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -518,13 +515,12 @@ def assert_not_stale(doctor: dict[str, Any], mount: Mount) -> None:
 
 
 def test_in_run_all_are_what_they_are(work: Bench, mount: Mount) -> None:
-    other = work.path / "other"
-    other.mkdir()
-    (other / "file").write_text("more")
-    storage = ["--tier", f"{work.path}/tier2=10M", "--state-dir", f"{work.path}/state2"]
+    other = write_files(work.path / "other", {"file": b"more"})
     script = f'for p in {mount.path} {other}; do "$@" status "$p" --json; done'
     script += '; "$@" doctor --quick --json || true'
-    done = run("run", str(other), *storage, "--", "sh", "-ec", script, "sh", *MONARCHFS)
+    done = run(
+        "run", str(other), *work.storage("10M", "2"), "--", "sh", "-ec", script, "sh", *MONARCHFS
+    )
     assert done.returncode == 0, done.stderr
     outer, own, doctor = map(json.loads, done.stdout.splitlines())
     assert [(m["state"], m["private"]) for m in (outer, own)] == [("serving", False)] * 2

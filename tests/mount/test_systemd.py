@@ -26,6 +26,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.programs import execute
 
 UNITS = REPOSITORY / "systemd"
 DOCUMENT = (REPOSITORY / "docs" / "SYSTEMD.md").read_text()
@@ -54,8 +55,7 @@ def units(tmp_path: Path) -> Path:
 
 
 def analyze(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = ["systemd-analyze", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=WAIT_SECONDS)
+    return execute(["systemd-analyze", *arguments], cwd=cwd)
 
 
 @needs_systemd
@@ -132,8 +132,7 @@ def read_all(mount: Mount) -> None:
 
 @needs_mounts
 def test_the_units_command_has_no_empty_word_without_options(tmp_path: Path) -> None:
-    words = command_of(Path("/nowhere"), tmp_path, "")
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    done = execute(command_of(Path("/nowhere"), tmp_path, ""))
     assert done.returncode == 2
     assert done.stderr == "monarchfs: source /nowhere does not exist: name an existing directory\n"
 
@@ -180,15 +179,13 @@ def test_the_system_calls_of_the_unit_are_enough(work: Bench) -> None:
         finally:
             process.terminate()
     lines = trace.read_text(errors="replace").splitlines()
-    used = {match[1] for line in lines if (match := re.match(r"\d+ +(\w+)\(", line))}
+    used = set(re.findall(r"^\d+ +(\w+)\(", "\n".join(lines), re.M))
     assert {"mount", "umount2", "setresuid", "capset", "ioctl"} & used
     assert used - allowed == set()
     both = [line for line in lines if "PROT_WRITE" in line and "PROT_EXEC" in line]
     assert both == [], "MemoryDenyWriteExecute= forbids it"
     (families,) = directives("monarchfs@.service")["RestrictAddressFamilies"]
-    asked = {
-        match[1] for line in lines if (match := re.search(r" socket(?:pair)?\((AF_\w+)", line))
-    }
+    asked = set(re.findall(r" socket(?:pair)?\((AF_\w+)", "\n".join(lines)))
     assert asked <= set(families.split())
 
 

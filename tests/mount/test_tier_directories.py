@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,10 +18,6 @@ from tests.support.mounting import Bench, Mount, as_user, asked, requires_mounts
 __all__ = ["work"]
 
 pytestmark = [*requires_mounts, pytest.mark.timeout(120)]
-
-
-def files_in(mount: Mount) -> int:
-    return int(mount.status()["tiers"][0]["files"])
 
 
 def copied(mount: Mount) -> int:
@@ -39,10 +34,6 @@ def ended(mount: Mount) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def fsck(state: Path) -> Any:
-    return asked("fsck", str(state))
-
-
 def test_two_state_directories_share_no_copies(work: Bench) -> None:
     """Not even where the other one's cannot be seen, as from another container."""
     one = mounted(work, "one")
@@ -50,28 +41,27 @@ def test_two_state_directories_share_no_copies(work: Bench) -> None:
     other = mounted(work, "two")
     assert copied(other) == FILES
     assert run("evict", str(other.path)).returncode == 0
-    wait_for(lambda: files_in(other) == 0, "the copies to be removed")
-    assert files_in(one) == FILES
+    wait_for(lambda: other.status()["tiers"][0]["files"] == 0, "the copies to be removed")
+    assert one.status()["tiers"][0]["files"] == FILES
     (work.path / "hidden").rename(work.path / "one")
     for mount in (one, other):
         ended(mount)
     for state, files in (("one", FILES), ("two", 0)):
-        report = fsck(work.path / state)
+        report = asked("fsck", f"{work.path}/{state}")
         assert (report["findings"], report["tiers"][0]["files"]) == ({}, files)
 
 
 def test_nobody_else_can_be_first(work: Bench) -> None:
     """In a directory that everybody may write to, another user has made what could be guessed."""
+    interpreter_for("bin")
     tier = work.path / "tier"
     tier.chmod(0o1777)
     source = str(work.path / "src")
-    for uid in (0, 2):
+    for uid, options in ((0, ()), (2, ("--user", "bin"))):
         name = dataset_id(source, uid)
         squatted = [tier / name, tier / f"{name}-{'0' * 16}"]
         for path in squatted:
             subprocess.run(as_user(NOBODY, ["mkdir", "-m", "777", str(path)]), check=True)
-        python_of = {0: None, 2: interpreter_for("bin")}
-        options = () if python_of[uid] is None else ("--user", "bin")
         mount = mounted(work, f"state{uid}", *options)
         own = [path for path in directories(tier) if path.stat().st_uid == uid]
         assert [path.stat().st_mode & 0o777 for path in own] == [0o700]
@@ -106,7 +96,7 @@ def test_copies_are_found_again(work: Bench) -> None:
     assert copied(mount) == FILES
     ended(mount)
     assert len(directories(work.path / "tier")) == 2
-    assert fsck(work.path / "another")["findings"] == {}
+    assert asked("fsck", f"{work.path}/another")["findings"] == {}
 
 
 def test_copies_of_the_former_layout_are_taken_over(work: Bench) -> None:
@@ -116,7 +106,7 @@ def test_copies_of_the_former_layout_are_taken_over(work: Bench) -> None:
     former = work.path / "tier" / dataset_id(str(work.path / "src"), 0)
     made.rename(former)
     (work.path / "state" / "tiers").unlink()
-    assert fsck(work.path / "state")["findings"] == {}
+    assert asked("fsck", f"{work.path}/state")["findings"] == {}
     mount = mounted(work)
     assert copied(mount) == 0
     assert "took over" in work.log()

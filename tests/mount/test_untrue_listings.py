@@ -79,8 +79,8 @@ def two_lowers(place: Place) -> tuple[Path, Filled]:
 
 def subvolumes(place: Place) -> tuple[Path, Filled]:
     image = place.path / "image"
-    with open(image, "wb") as file:
-        file.truncate(256 << 20)
+    image.touch()
+    os.truncate(image, 256 << 20)
     try:
         subprocess.run(["mkfs.btrfs", "-q", str(image)], check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -208,9 +208,8 @@ def test_no_file_has_the_copy_of_another_that_had_its_number(
             foreign.touch()
             assert mount.umount().returncode == 0
             checks = json.loads(run("doctor", str(source), "--json").stdout)["checks"]
-            shares = run(
-                "mount", str(source), str(mount.path), "--peers", "a,b", "--peer-name", "a"
-            )
+            peers = ("--peers", "a,b", "--peer-name", "a")
+            shares = run("mount", str(source), str(mount.path), *peers)
     assert foreign.exists()
     assert "copies of earlier mounts are gone" in work.log()
     known = [check for check in checks if check["name"] == "inode_numbers"]

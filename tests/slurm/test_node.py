@@ -49,8 +49,8 @@ from tests.support.timing import Stopwatch
 pytestmark = requires_mounts
 
 NOBODY = pwd.getpwnam("nobody")
-
-
+GROUPS = tuple(os.getgrouplist("nobody", NOBODY.pw_gid))
+USER = User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, GROUPS)
 SCRIPTS = REPOSITORY / "slurm"
 
 
@@ -143,11 +143,8 @@ class Node:
         subprocess.run(as_user("nobody", words), capture_output=True, timeout=30, check=True)
 
     def left(self) -> list[str]:
-        return [
-            str(path)
-            for part in ("shares", "env", "jobs")
-            for path in (self.path / "run" / part).rglob("*")
-        ]
+        run = self.path / "run"
+        return [str(path) for part in ("shares", "env", "jobs") for path in (run / part).rglob("*")]
 
     def log(self) -> str:
         path = self.path / "slurm.log"
@@ -166,11 +163,6 @@ def node(work: Bench) -> Iterator[Node]:
         print(made.log())
         for point in made.mounts():
             run("umount", point, "--timeout", "5")
-
-
-def _nobody() -> User:
-    groups = tuple(os.getgrouplist("nobody", NOBODY.pw_gid))
-    return User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, groups)
 
 
 def _supervisor(point: str) -> int:
@@ -302,17 +294,13 @@ def test_a_dataset_that_fails_spoils_no_other_and_two_names_are_one_mount(node: 
 
 @pytest.mark.parametrize(
     ("systemd_says", "ours_ran"),
-    [
-        # For reasons of its own: it is done without.
-        ("Failed to connect to bus", True),
-        # What the command itself says counts.
-        ("monarchfs: there is no room", False),
-    ],
+    [("Failed to connect to bus", True), ("monarchfs: there is no room", False)],
+    ids=["for reasons of its own", "for what the command says"],
 )
 def test_where_no_scope_can_be_had(
     systemd_says: str, ours_ran: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """tests/mount/test_systemd_boot.py has one where there is systemd."""
+    """Without systemd it is done without; tests/mount/test_systemd_boot.py has one where it is."""
     tool, ran = tmp_path / "systemd-run", tmp_path / "ran"
     tool.write_text(f"#!/bin/sh\necho {systemd_says} >&2; exit 1\n")
     tool.chmod(0o755)
@@ -323,7 +311,7 @@ def test_where_no_scope_can_be_had(
     about: dict[str, Any] = {"tiers": [], "state_dir": "/state", "options": [], "log_file": None}
     with nullcontext() if ours_ran else pytest.raises(OperationError, match=r"^there is no room$"):
         until = time.monotonic() + 10
-        daemon.start(dataset, "/mountpoint", _nobody(), **about, unit="x", deadline=until)
+        daemon.start(dataset, "/mountpoint", USER, **about, unit="x", deadline=until)
     assert ran.exists() is ours_ran
     dataset.close()
 
@@ -394,7 +382,7 @@ def test_unmounted_caches_make_room_within_the_budget(node: Node) -> None:
         node.read(node.begin(number + 1, f"monarchfs={data}"))
         if number < 2:
             node.end(number + 1)
-    keys = [share_key(str(data), _nobody()) for data in sets]
+    keys = [share_key(str(data), USER) for data in sets]
     # A cache that holds nearly nothing is no obstacle; make the first one a large one.
     noted = node.caches / keys[0] / "cache.json"
     write_record(str(noted), {**json.loads(noted.read_text()), "used": {str(node.tier): 100 << 20}})
@@ -436,6 +424,12 @@ def test_a_dead_daemon_is_replaced_and_one_that_hangs_is_left_to_those_who_use_i
 CALLS = "rename,mkdir,mkdirat,unlink,rmdir,flock,clone,fork,vfork"
 
 
+def _swept(node: Node) -> bool:
+    if node.mounts() or node.left():
+        subprocess.run(node.command("sweep", 1), check=True, timeout=60)
+    return not node.mounts() and not node.left()
+
+
 def ends_before(step: int, command: list[str]) -> bool:
     """Runs a command that is killed at this call of `CALLS`; whether it made fewer."""
     strace = ["strace", "-qq", "-o", "/dev/null", "-e", f"trace={CALLS}"]
@@ -465,13 +459,6 @@ def test_a_prolog_may_be_killed_at_any_point(node: Node) -> None:
         if survived:
             break
     assert step > 6, "it was killed too rarely"
-
-
-def _swept(node: Node) -> bool:
-    if not node.mounts() and not node.left():
-        return True
-    subprocess.run(node.command("sweep", 1), check=True, timeout=60)
-    return not node.mounts() and not node.left()
 
 
 @surroundings.program("strace")
@@ -542,7 +529,7 @@ def test_which_caches_go(
 def test_a_cache_that_is_in_use_stays(node: Node) -> None:
     data = node.dataset()
     root = node.begin(1, f"monarchfs={data}")
-    key = share_key(str(data), _nobody())
+    key = share_key(str(data), USER)
     assert not caches.discard(node.layout, key, "test")
     # Also where what is known of the mount was lost.
     shutil.rmtree(Share(node.layout, key).directory, ignore_errors=True)
@@ -590,10 +577,8 @@ def test_gc_removes_caches_of_users_that_are_gone(node: Node) -> None:
 
 def test_gc_keeps_to_the_budget(node: Node) -> None:
     node.configure(f'budget = ["{node.tier}=100M"]')
-    old, new = (
-        a_cache(node, f"/lustre/{days}", NOBODY.pw_uid, days=days, size=60 << 20) for days in (9, 3)
-    )
-    gone_at_once(node, old, new)
+    old = a_cache(node, "/lustre/old", NOBODY.pw_uid, days=9, size=60 << 20)
+    gone_at_once(node, old, a_cache(node, "/lustre/new", NOBODY.pw_uid, days=3, size=60 << 20))
 
 
 def test_the_cache_command_knows_caches_of_jobs(node: Node) -> None:

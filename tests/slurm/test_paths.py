@@ -4,14 +4,12 @@ found to lie below the site's roots."""
 from __future__ import annotations
 
 import os
-import pwd
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from monarchfs.config.model import User
 from monarchfs.slurm import daemon
 from monarchfs.slurm.identity import resolve
 from monarchfs.slurm.job import Job
@@ -20,7 +18,7 @@ from monarchfs.slurm.records import prepare
 from monarchfs.slurm.request import Request
 from monarchfs.slurm.site import read_site
 from monarchfs.types import OperationError
-from tests.slurm.test_node import Node, node
+from tests.slurm.test_node import USER, Node, node
 from tests.support.flipping import Bait
 from tests.support.mounting import as_user, assert_one_line, requires_fuse, requires_root, run
 from tests.support.programs import execute
@@ -28,9 +26,6 @@ from tests.support.programs import execute
 __all__ = ["node"]
 
 pytestmark = requires_root
-
-NOBODY = pwd.getpwnam("nobody")
-USER = User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, ())
 
 
 @pytest.fixture
@@ -44,11 +39,6 @@ def bait(node: Node) -> Bait:
         (directory / "data").mkdir(parents=True)
         (directory / "data" / "which").write_text(text)
     return made
-
-
-def what_is_mounted(point: str) -> str:
-    done = execute(as_user(USER.name, ["cat", f"{point}/which"]), check=True)
-    return done.stdout
 
 
 @requires_fuse
@@ -69,7 +59,8 @@ def test_a_link_that_comes_after_the_look_changes_nothing(
     wanted = WantedDataset(Request(data), "X", by_site=False)
     point = mount_for(site, job, wanted, USER, time.monotonic() + 30)
     assert bait.way.is_symlink()
-    assert what_is_mounted(point) == "inside"
+    look = as_user(USER.name, ["cat", f"{point}/which"])
+    assert execute(look, check=True).stdout == "inside"
     assert node.mounts() == [point]
     assert f'"source": "{data}"' in run("status", point, "--json").stdout
 

@@ -106,17 +106,14 @@ def test_a_planted_link_is_no_lock(layout: Site) -> None:
 
 @surroundings.requires_root
 def test_directories_that_others_can_change_are_refused(tmp_path: Path) -> None:
-    for path, spoil in (
-        (tmp_path / "open", lambda path: path.chmod(0o777)),
-        (tmp_path / "foreign", lambda path: os.chown(path, 65534, 65534)),
-    ):
-        path.mkdir()
-        spoil(path)
-        with pytest.raises(OperationError, match="root can change"):
-            make_directory(str(path), 0o755)
+    for name, mode, owner in (("open", 0o777, 0), ("foreign", 0o755, 65534)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+        os.chown(tmp_path / name, owner, owner)
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(OperationError, match="root can change"):
-        make_directory(str(tmp_path / "link"), 0o755)
+    for name in ("open", "foreign", "link"):
+        with pytest.raises(OperationError, match="root can change"):
+            make_directory(f"{tmp_path}/{name}", 0o755)
 
 
 def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:

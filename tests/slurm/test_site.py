@@ -63,9 +63,6 @@ def test_all_that_is_named_must_fit() -> None:
     assert site.given_to(job()) == []
 
 
-NO_SIZES: list[Any] = ["10%", "yes", "0", 5, [], ""]
-
-
 @pytest.mark.parametrize(
     ("table", "complaint"),
     [
@@ -93,7 +90,7 @@ NO_SIZES: list[Any] = ["10%", "yes", "0", 5, [], ""]
         ({"dataset": [{"path": "/a", "options": "x=1"}]}, "dataset: /x: 'x=1' is no option"),
         ({"dataset": [{"path": "/a", "options": "name=A,/b"}]}, "dataset: options holds a comma"),
         ({"log": ""}, "log: a path is empty"),
-        *(({"record": size}, "record: ") for size in NO_SIZES),
+        *(({"record": size}, "record: ") for size in ("10%", "yes", "0", 5, [], "")),
     ],
 )
 def test_mistakes_are_named(table: dict[str, Any], complaint: str) -> None:
@@ -182,16 +179,12 @@ def test_the_task_prolog_prints_what_the_prolog_wrote(installed: Path, tmp_path:
         assert done.stdout == said
 
 
-def test_the_example_is_there(installed: Path) -> None:
+def test_the_example_is_there_and_the_plugin_where_slurm_looks(installed: Path) -> None:
     example = installed / "usr/local/share/monarchfs/monarchfs-slurm.toml"
-    assert example.read_bytes() == (REPOSITORY / "slurm" / "monarchfs-slurm.toml").read_bytes()
-
-
-def test_the_plugin_goes_where_slurm_looks(installed: Path) -> None:
+    assert example.read_bytes() == EXAMPLE.read_bytes()
     plugin = installed / "plugins" / "monarchfs.so"
     assert plugin.exists() is HEADER.exists()
     if plugin.exists():
         assert os.stat(plugin).st_mode & 0o777 == 0o644
-        symbols = plugin.read_bytes()
-        assert b"slurm_spank_init_post_opt" in symbols
-        assert b"plugin_type" in symbols
+        for symbol in (b"slurm_spank_init_post_opt", b"plugin_type"):
+            assert symbol in plugin.read_bytes()
