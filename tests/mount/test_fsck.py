@@ -30,6 +30,7 @@ from tests.support import on_disk
 from tests.support.fake_mounts import NOBODY, interpreter_for
 from tests.support.indexing import record_found
 from tests.support.mounting import MONARCHFS, assert_one_line, requires_root, run, wait_for
+from tests.support.programs import Running
 
 DATASET = "0123456789abcdef"
 NOW = 1_700_000_000_000_000_000
@@ -100,10 +101,9 @@ class Cache:
             files, rows = [], []
             for number in range(own):
                 file = source_stat(100 + number)
-                allocated, total = tier.files.write_whole(
-                    file.version.replica_name, data_of(number)
-                )
-                row = TierFile(file.version.replica_name, total, SIZE, allocated, synced, NOW)
+                name = file.version.replica_name
+                allocated, total = tier.files.write_whole(name, data_of(number))
+                row = TierFile(name, total, SIZE, allocated, synced, NOW)
                 files.append((parent, names % number, file, row))
             if shared:
                 index.segments.begin_segments(tier.id, [SEGMENT])
@@ -113,8 +113,8 @@ class Cache:
                 name, total = file.version.replica_name, checksum(data)
                 rows.append(TierFile(name, total, SIZE, SHARE, synced, NOW, SEGMENT, at))
                 files.append((ROOT_INO, b"s%d" % number, file, rows[-1]))
-            for directory, name, file, row in files:
-                ino = record_found(index, directory, name, file, b"", NOW).ino
+            for directory, called, file, row in files:
+                ino = record_found(index, directory, called, file, b"", NOW).ino
                 record = Replica.found(tier.id, row)._replace(state=ReplicaState.RESIDENT)
                 index.replicas.put_replica(ino, record)
             if synced:
@@ -343,9 +343,7 @@ def assert_exact(cache: Cache) -> None:
         assert all(tier.verify_complete(record) for record in sharing)
         assert index.replicas.journal() == []
         both = {**files, **parts}
-        assert {n: r.allocated_bytes for n, r in known.items()} == {
-            name: file.allocated_bytes for name, file in both.items()
-        }
+        assert all(known[name].allocated_bytes == both[name].allocated_bytes for name in known)
         if known or sharing:
             totals = index.replicas.tier_totals()[tier.id]
             own = sum(file.allocated_bytes for file in both.values())
@@ -518,10 +516,9 @@ def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: str, fou
     with cache.open() as (index, _tier):
         index.nodes.record_root(source_stat(2, DIRECTORY), NOW)
         for number in range(20):
-            node = record_found(
-                index, ROOT_INO, b"f%d" % number, source_stat(100 + number), b"", NOW
-            )
-            claimed = index.replicas.claim(node.ino, node.stat.version.replica_name, SIZE)
+            file = source_stat(100 + number)
+            node = record_found(index, ROOT_INO, b"f%d" % number, file, b"", NOW)
+            claimed = index.replicas.claim(node.ino, file.version.replica_name, SIZE)
             assert claimed is not None
             assert claimed.durable
     again = fsck("--repair")
@@ -668,8 +665,7 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
     for path in cache.files():
         path.unlink()
     command = [*MONARCHFS, "fsck", str(cache.state), "--repair"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
+    with Running(command, stderr=subprocess.PIPE) as process:
         pipe = process.stdout.fileno()
         size = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ)
 
@@ -680,7 +676,7 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
         wait_for(is_full, "the command to be held up")
         process.send_signal(signal.SIGINT)
         _, complaint = process.communicate(timeout=20)
-    assert (process.returncode, complaint) == (-signal.SIGINT, b"monarchfs: interrupted\n")
+    assert (process.returncode, complaint) == (-signal.SIGINT, "monarchfs: interrupted\n")
     with cache.locked() as held:
         assert read_holder(held) == cache.holder
     assert fsck("--repair")["findings"]["missing"] < 300

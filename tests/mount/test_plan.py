@@ -32,7 +32,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
-from tests.support.trees import strange_tree
+from tests.support.trees import strange_tree, write_files
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PLENTY = Space(GIB << 10, GIB << 10, 1 << 20, 1 << 20)
@@ -55,23 +55,18 @@ def test_the_file_systems_reserve_and_its_inodes() -> None:
 # How long.
 
 
-def test_a_slow_source_pays_from_the_second_epoch() -> None:
+def test_from_which_epoch_it_pays() -> None:
     files = Amount(1000, 10**9)
     speeds = SourceRates(100e6, 0.001, 4), [TierRates(1e9, 1e9)]
     found = times([files], [Amount()], Amount(), *speeds)
-    assert found.plain_epoch == pytest.approx(10.25)
-    assert found.fill == found.first_epoch == pytest.approx(10.25)
-    assert found.later_epoch == pytest.approx(1.0)
-    assert found.pays_from_epoch == 2
+    assert found.fill == found.first_epoch == found.plain_epoch == pytest.approx(10.25)
+    assert (found.later_epoch, found.pays_from_epoch) == (pytest.approx(1.0), 2)
     assert found.plain_total(10) - found.total(10) == pytest.approx(9 * 9.25)
-
-
-def test_later_when_little_is_won() -> None:
+    # Later where little is won: 2 s plain; 5 + 1 first, 0.5 + 1 later: 4 s lost, then 0.5 s won
+    # each time.
     speeds = SourceRates(1e9, 0.0, 4), [TierRates(0.2e9, 2e9)]
     found = times([Amount(1, 10**9)], [Amount()], Amount(1, 10**9), *speeds)
-    # 2 s plain; 5 + 1 first, 0.5 + 1 later: 4 s lost, then 0.5 s won each time.
-    assert found.first_epoch == pytest.approx(6)
-    assert found.pays_from_epoch == 10
+    assert (found.first_epoch, found.pays_from_epoch) == (pytest.approx(6), 10)
     assert found.total(9) >= found.plain_total(9)
     assert found.total(10) < found.plain_total(10)
 
@@ -104,9 +99,7 @@ def test_time_that_is_up_is_said(tmp_path: Path) -> None:
     heard: list[object] = []
     nothing = ["/no/such/directory"]
     report = survey_and_fit(str(tmp_path), nothing, [room(MIB)], 10, 0.0, heard.append)
-    assert report["complete"] is False
-    assert report["files"] == 0
-    assert heard
+    assert (report["complete"], report["files"], bool(heard)) == (False, 0, True)
 
 
 def test_a_child_that_dies_is_an_error() -> None:
@@ -119,8 +112,7 @@ def test_a_child_that_dies_is_an_error() -> None:
 
 @pytest.fixture
 def place(work: Bench) -> Path:
-    (work.path / "src").mkdir()
-    (work.path / "src" / "f").write_bytes(b"x" * 5000)
+    write_files(work.path / "src", {"f": b"x" * 5000})
     return work.path
 
 

@@ -350,13 +350,10 @@ def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, 
     assert node.mounts() == []
 
 
-def test_wrong_usage_is_told() -> None:
+def test_wrong_usage_is_told_and_scripts_succeed_whatever_happens() -> None:
     assert_one_line(run("job", "prolog"), 2, "monarchfs: there is no SLURM_JOB_ID")
     assert_one_line(run("job", "prolog", user="nobody"), 2)
     assert run("job", "nonsense").returncode == 2
-
-
-def test_scripts_succeed_whatever_happens() -> None:
     for name in ("prolog", "epilog", "task_prolog"):
         for environment in ({}, {"MONARCHFS": "/nonexistent"}, {"SLURM_JOB_ID": "../../etc/x"}):
             done = execute([SCRIPTS / name], env={"PATH": "/usr/bin:/bin", **environment})
@@ -539,11 +536,7 @@ def test_a_cache_that_is_in_use_stays(node: Node) -> None:
     assert caches.discard(node.layout, key, "test")
 
 
-def age(path: Path, days: float) -> None:
-    then = time.time() - days * 86400
-    os.utime(path, (then, then), follow_symlinks=False)
-
-
+LONG_AGO = (1.6e9, 1.6e9)
 NOBODYS_UID = 3_999_999_999
 """Of no user."""
 
@@ -605,13 +598,13 @@ def test_gc_removes_what_plain_mounts_of_gone_users_left(node: Node) -> None:
         for path in (cache / "state" / name, cache / name):
             path.mkdir(parents=True)
             os.chown(path, uid, uid)
-            age(path, 2)
+            os.utime(path, LONG_AGO)
     (cache / "precious").mkdir()
-    age(cache / "precious", 99)
+    os.utime(cache / "precious", LONG_AGO)
     lock = cache / "state" / c / "lock"
     lock.touch()
     with open(lock, "rb") as held:
-        age(lock.parent, 2)
+        os.utime(lock.parent, LONG_AGO)
         fcntl.flock(held, fcntl.LOCK_EX)
         assert {path for _, path, _ in swept(node)} == {f"{cache}/state/{a}", f"{cache}/{a}"}
     assert sorted(os.listdir(cache / "state")) == [b, c]
