@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import surroundings
+from tests.support.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.support.fake_mounts import NOBODY, Area, area, device_mode
 from tests.support.mounting import Bench, FaultySource
 

@@ -11,13 +11,11 @@ import pytest
 
 from tests.support.mounting import Bench, FaultySource, assert_one_line, requires_mounts
 from tests.support.processes import status_of
+from tests.support.programs import execute
 from tests.support.scenario import play, playing
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
-
-MOST_KIB_A_REQUEST = 20
-
 
 LOCAL = """
 file r{{0..19}} 100000; file c{{0..499}} 4
@@ -55,13 +53,11 @@ def test_one_storage_target_that_hangs_is_waited_for_once(work: Bench, targets: 
 
 def cached(path: Path | str, seconds: float) -> str | None:
     """The mode as statx(2) with AT_STATX_DONT_SYNC shows it; None if that takes too long."""
-    command = ["stat", "--cached=always", "-c", "%f", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            return process.communicate(timeout=seconds)[0].strip()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return None
+    command = ["stat", "--cached=always", "-c", "%f", path]
+    try:
+        return execute(command, timeout=seconds).stdout.strip()
+    except subprocess.TimeoutExpired:
+        return None
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=0.1", "open"])
@@ -93,23 +89,19 @@ def test_statx_that_need_not_ask_waits_for_nothing(
     assert cached(mount.path / "not", 5) == mode
 
 
-def resident_kib(pid: int) -> int:
-    """Of a process' own memory, what is in RAM (RssAnon of proc(5)): in KiB."""
-    return int(status_of(pid)["RssAnon"].split()[0])
-
-
 def test_a_request_that_waits_takes_little_memory(work: Bench) -> None:
     """There are fewer threads than requests: what a thread takes that asks the source is not
     theirs."""
     with playing(work) as scenario:
         scenario.play("file c{0..1499} 4; mount -o source_threads=16; list; idle")
         (mount,) = work.mounts
-        before = resident_kib(mount.worker_pid())
+        worker = mount.worker_pid()
+        before = int(status_of(worker)["RssAnon"].split()[0])  # KiB of its own (proc(5))
         scenario.play("hang open *; begin_at_once waiting c*; until requests.waiting >= 1485")
-        each_kib = (resident_kib(mount.worker_pid()) - before) / 1500
+        each_kib = (int(status_of(worker)["RssAnon"].split()[0]) - before) / 1500
         print(f"{each_kib:.1f} KiB a request")
         scenario.play("heal; finish waiting")
-        assert each_kib < MOST_KIB_A_REQUEST
+        assert each_kib < 20
 
 
 KILLED = """

@@ -7,8 +7,6 @@ import os
 import platform
 import subprocess
 import threading
-from collections.abc import Awaitable, Callable
-from functools import partial
 
 import pytest
 import trio
@@ -16,6 +14,7 @@ import trio
 from monarchfs.system import low_priority
 from monarchfs.system.low_priority import LowPriorityThreads, at_normal_priority
 from tests.support import trees
+from tests.support.mirror import until
 from tests.support.mounting import Bench, requires_fuse, run
 from tests.support.processes import nice_of, threads_by_nice
 
@@ -39,20 +38,6 @@ def own_priorities() -> tuple[int, int, int]:
     return thread, nice_of(os.getpid(), thread), io_priority(thread)
 
 
-def in_trio(test: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-    async def bounded() -> None:
-        with trio.fail_after(30):
-            await test()
-
-    return partial(trio.run, bounded)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():  # noqa: ASYNC110
-        await trio.sleep(0.001)
-
-
-@in_trio
 async def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
     threads = LowPriorityThreads(NICE)
 
@@ -71,58 +56,47 @@ async def test_a_task_that_is_in_a_hurry_is_not_put_behind() -> None:
 
 
 @pytest.mark.parametrize("abandons", [True, False])
-def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> None:
-    go_on = threading.Event()
+async def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool) -> None:
+    go_on, left = threading.Event(), trio.Event()
+    threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(1)
 
-    @in_trio
-    async def main() -> None:
-        threads, limiter = LowPriorityThreads(NICE), trio.CapacityLimiter(1)
-        left = trio.Event()
+    async def asks(scope: trio.CancelScope) -> None:
+        with scope:
+            await threads.run_sync(go_on.wait, 20, abandon_on_cancel=abandons, limiter=limiter)
+        left.set()
 
-        async def asks(scope: trio.CancelScope) -> None:
-            with scope:
-                await threads.run_sync(go_on.wait, 20, abandon_on_cancel=abandons, limiter=limiter)
-            left.set()
-
-        async with trio.open_nursery() as nursery:
-            scope = trio.CancelScope()
-            nursery.start_soon(asks, scope)
-            await until(lambda: limiter.borrowed_tokens)
-            scope.cancel()
-            if abandons:
-                await left.wait()
-                assert limiter.borrowed_tokens == 1, "its thread is still at it"
-            else:
-                with trio.move_on_after(0.1):
-                    await left.wait()
-                assert not left.is_set()
-            go_on.set()
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+        nursery.start_soon(asks, scope)
+        await until(lambda: limiter.borrowed_tokens == 1, "a thread")
+        scope.cancel()
+        if abandons:
             await left.wait()
-            await until(lambda: not limiter.borrowed_tokens)
+            assert limiter.borrowed_tokens == 1, "its thread is still at it"
+        else:
+            with trio.move_on_after(0.1):
+                await left.wait()
+            assert not left.is_set()
+        go_on.set()
+        await left.wait()
+        await until(lambda: not limiter.borrowed_tokens, "the thread to end")
 
-    main()
 
-
-def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(low_priority, "_IDLE_SECONDS", 0.02)
-
+    threads = LowPriorityThreads(NICE)
     before = set(threading.enumerate())  # of other tests
 
     def left() -> list[threading.Thread]:
         return [one for one in set(threading.enumerate()) - before if one.name == "low priority"]
 
-    @in_trio
-    async def main() -> None:
-        threads = LowPriorityThreads(NICE)
-        for _ in range(20):
-            async with trio.open_nursery() as nursery:
-                for _ in range(3):
-                    nursery.start_soon(threads.run_sync, os.getpid)
-            await trio.sleep(0.01)  # about as long as they wait
-        await until(lambda: not left())
-        assert await threads.run_sync(os.getpid) == os.getpid()
-
-    main()
+    for _ in range(20):
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(threads.run_sync, os.getpid)
+        await trio.sleep(0.01)  # about as long as they wait
+    await until(lambda: not left(), "the threads to end")
+    assert await threads.run_sync(os.getpid) == os.getpid()
 
 
 @requires_fuse
