@@ -182,15 +182,16 @@ def test_what_is_checked_fits_into_a_message_to_the_worker() -> None:
 
 def test_a_report_answers_who_asked_before_it() -> None:
     reports, answered = Reports(), list[Any]()
+    first, _second, third = clients = [Mock(), Mock(), Mock()]
     reports.due.add(answered.append)
-    for client in ("first", "second"):
+    for client in clients[:2]:
         reports.want(client, Mock(), 0.0)
     assert answered == []
     reports.arrived(1, {"state": "first"}, 0.2)
-    assert answered == ["first"], "the second asked later, and wants to see more"
-    reports.want("third", Mock(), 0.3)
+    assert answered == [first], "the second asked later, and wants to see more"
+    reports.want(third, Mock(), 0.3)
     reports.arrived(3, {"state": "third"}, 0.4)
-    assert answered == ["first", "second", "third"]
+    assert answered == clients
     assert (reports.latest, reports.came) == ({"state": "third"}, 0.4)
     assert not reports.overdue(100)
 

@@ -25,7 +25,7 @@ file f{0..3} 1M; file held 2M
 mount --freshness open --prefetch none
 read; file f0 1M; replace f1 1M; truncate f2 1000; append f3 4; read; size
 read; open holder held; held holder; remove f3 held; missing f3 held
-held holder old=1; close holder
+held holder; close holder
 """,
     # No zeros where a file was truncated.
     "fstat and read of a descriptor agree": """

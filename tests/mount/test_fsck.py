@@ -495,10 +495,10 @@ def test_an_index_that_cannot_be_used(cache: Cache, fsck: Fsck, damage: str, fou
     cache.fill(20)
     directory, there = cache.state / "index", found != "missing"
     if damage == "scribble":
-        with open(directory / "data.mdb", "r+b") as file:
-            for at in range(2 * 4096, os.fstat(file.fileno()).st_size, 2 * 4096):
-                file.seek(at)
-                file.write(b"\xa5" * 4096)
+        with open(directory / "data.mdb", "r+b") as index_file:
+            for at in range(2 * 4096, os.fstat(index_file.fileno()).st_size, 2 * 4096):
+                index_file.seek(at)
+                index_file.write(b"\xa5" * 4096)
     else:
         shutil.rmtree(directory)
         if damage == "replace":
