@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from monarchfs.slurm.job import job_from, node_name, parse_job_id
+from monarchfs.slurm.job import job_from, node_name
 from monarchfs.slurm.prolog import datasets_of, environment_lines
 from monarchfs.slurm.request import (
     MOST_DATASETS,
@@ -146,20 +146,17 @@ def test_variables_are_plain_and_each_is_another() -> None:
     ]
 
 
+NO_JOBS = ("", "0", "-1", "1x", "1;reboot", "../1", "9" * 11, "\u0661", "4294967296")
+NO_USERS = ("", "root", "-1", "4294967295", "1 2")
+
+
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "1x", "1;reboot", "../1", "9" * 11, "\u0661", "4294967296"]
+    ("name", "text"),
+    [*(("JOB_ID", text) for text in NO_JOBS), *(("JOB_UID", text) for text in NO_USERS)],
 )
-def test_what_is_no_job(text: str) -> None:
+def test_what_is_no_job_and_no_user(name: str, text: str) -> None:
     with pytest.raises(UsageError):
-        parse_job_id(text)
-    with pytest.raises(UsageError):
-        job_from({**JOB, "SLURM_JOB_ID": text})
-
-
-@pytest.mark.parametrize("uid", ["", "root", "-1", "4294967295", "1 2"])
-def test_what_is_no_user(uid: str) -> None:
-    with pytest.raises(UsageError):
-        job_from({**JOB, "SLURM_JOB_UID": uid})
+        job_from({**JOB, f"SLURM_{name}": text})
 
 
 @pytest.mark.parametrize("name", ["../../etc/x", "", ".", "a/b", "a\nb"])

@@ -96,25 +96,6 @@ def test_a_job_on_several_nodes_shares(site: Site) -> None:
     }
 
 
-class Daemon:
-    """Instead of ``request``: a mount's list, and what it was asked to change."""
-
-    def __init__(self, listed: list[str]) -> None:
-        self.listed = listed
-        self.changes: list[tuple[list[str], list[str]]] = []
-
-    def request(self, _daemon: object, message: dict[str, Any], seconds: float) -> dict[str, Any]:
-        assert 0 < seconds <= 9
-        if not self.listed:
-            raise OperationError("the mount does not answer")
-        if message["command"] == "peers":
-            others = [{"name": name} for name in self.listed if name != "n02"]
-            return {"name": "n02", "peers": others}
-        assert (message["command"], message["timeout"]) == ("change_peers", seconds)
-        self.changes.append((message["add"], message["remove"]))
-        return {}
-
-
 @pytest.mark.parametrize(
     ("job", "listed", "alone", "changes"),
     [
@@ -135,13 +116,24 @@ def test_a_mount_of_an_earlier_job_shares_with_the_nodes_of_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    daemon = Daemon(listed)
-    monkeypatch.setattr(sharing, "request", daemon.request)
+    made: list[tuple[list[str], list[str]]] = []
+
+    def request(_daemon: object, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        assert 0 < seconds <= 9
+        if not listed:
+            raise OperationError("the mount does not answer")
+        if message["command"] == "peers":
+            return {"name": "n02", "peers": [{"name": one} for one in listed if one != "n02"]}
+        assert (message["command"], message["timeout"]) == ("change_peers", seconds)
+        made.append((message["add"], message["remove"]))
+        return {}
+
+    monkeypatch.setattr(sharing, "request", request)
     mount: Any = None
     follow_job(replace(site, peer_key=None), job, mount, 9, alone=alone)
-    assert not daemon.changes
+    assert not made
     follow_job(site, job, mount, 9, alone=alone)
-    assert daemon.changes == changes
+    assert made == changes
     assert bool(caplog.records) == (not listed)
 
 
