@@ -19,13 +19,6 @@ from tests.support.scenario import play
 pytestmark = requires_mounts
 
 CASES = {
-    # Of what is copied it is recorded (tests/scenarios/changed.txt).
-    "every new open shows a change": """
-file f{0..3} 1M
-mount --freshness open --prefetch none
-read; file f0 1M; replace f1 1M; truncate f2 1000; append f3 4; read; size
-read; remove f3; missing f3
-""",
     # No zeros where a file was truncated.
     "fstat and read of a descriptor agree": """
 file f{0..2} 2M
