@@ -95,9 +95,7 @@ def supply(tree: Tree, copies: Copies) -> CopyService:
 
 
 def make(
-    tree: Tree,
-    copies: Copies,
-    serves: Callable[[bytes], bool] = lambda name: True,
+    tree: Tree, copies: Copies, serves: Callable[[bytes], bool] = lambda name: True
 ) -> CopyService:
     def dirref(ino: int) -> DirRef | None:
         return DirRef(tree.paths[ino], 1000 + ino) if ino in tree.paths else None

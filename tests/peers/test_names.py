@@ -59,10 +59,7 @@ SPAN = WantedSpan(b"\xff" * 16, 2**32 - 1, 2**32 - 1, 2**32 - 1, 255, b"\xff/x y
 HOLDS = HeldSpan(coming=True, path="/tier/0/parts/00", digests=b"\xff" * 64)
 REPLICA = WantedReplica(b"\xff" * 16, 1 << 40, b"a/\xff/b c")
 TOLD: list[tuple[str, Any]] = [
-    *(
-        ("question", QUESTION),
-        ("question", NamesQuestion(b"", 1, [b"a"], 0, demand=False)),
-    ),
+    *(("question", QUESTION), ("question", NamesQuestion(b"", 1, [b"a"], 0, demand=False))),
     ("answer", PeerNames(LARGEST, [(b"\xff", STAT, b""), (b"a", STAT, b"")])),
     *(("answer", PeerNames(0, [])), ("listing", LISTING), ("held spans", [HOLDS] * HELD)),
     ("held spans", [HeldSpan(coming=False)] * HELD),

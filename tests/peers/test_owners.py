@@ -12,13 +12,7 @@ import trio.testing
 from monarchfs.peers import _replicas, owners
 from monarchfs.peers.copy_service import MOST_SECONDS
 from monarchfs.peers.following import START_SECONDS, Following
-from monarchfs.peers.messages import (
-    Page,
-    PageState,
-    Row,
-    decode_wanted,
-    encode_page,
-)
+from monarchfs.peers.messages import Page, PageState, Row, decode_wanted, encode_page
 from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.peers.owners import Owners

@@ -31,12 +31,7 @@ from monarchfs.config import (
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.options import OPTIONS
 from monarchfs.config.personal import read_personal
-from monarchfs.config.places import (
-    DefaultPlaces,
-    build_config,
-    default_places,
-    resolve_user,
-)
+from monarchfs.config.places import DefaultPlaces, build_config, default_places, resolve_user
 from monarchfs.config.settings import (
     Settings,
     escape_option,

@@ -34,13 +34,7 @@ from monarchfs.supervisor.restart_policy import (
     RETRY_SECONDS,
     RestartPolicy,
 )
-from monarchfs.supervisor.takeover import (
-    MOST_STANDBYS,
-    Handover,
-    StandbyConnection,
-    Standbys,
-    own,
-)
+from monarchfs.supervisor.takeover import MOST_STANDBYS, Handover, StandbyConnection, Standbys, own
 from monarchfs.supervisor.vital_signs import (
     ASLEEP_SECONDS,
     BUSY_SECONDS,
