@@ -70,7 +70,14 @@ CODES = st.sampled_from([errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 ABSENT = (errno.ENOENT, errno.ENOTDIR)
 
 T = TypeVar("T")
+Step = Callable[..., None]
 steps = 0
+
+
+def while_mounted(**given: Any) -> Callable[[Step], Step]:
+    """A rule for as long as there is a mount."""
+    as_rule: Any = rule(**given)
+    return lambda step: precondition(lambda self: self.mount is not None)(as_rule(step))
 
 
 @dataclass
@@ -197,8 +204,7 @@ class Model(RuleBasedStateMachine):
         self.reading_fails = self.source_fails = False
         self.at.end_faults()
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(killed=st.booleans())
+    @while_mounted(killed=st.booleans())
     def leave(self, killed: bool) -> None:
         """Unmount as the worker does, when readers have gone; or die."""
         if not killed:
@@ -369,8 +375,7 @@ class Model(RuleBasedStateMachine):
         path = self.pick(which, paths)
         return None if path is None else self.at.do(retried, walk, self.mirror, path)
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(which=WHICH, step=st.sampled_from([MIB, 128 * KIB, 50_000]), rest=st.booleans())
+    @while_mounted(which=WHICH, step=st.sampled_from([MIB, 128 * KIB, 50_000]), rest=st.booleans())
     def read_file(self, which: int, step: int, rest: bool) -> None:
         self.read_one(which, step, rest)
 
@@ -387,23 +392,20 @@ class Model(RuleBasedStateMachine):
 
     read_file_again = read_file
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(first=WHICH)
+    @while_mounted(first=WHICH)
     def read_all(self, first: int) -> None:
         """An epoch."""
         for number in range(len(self.source.file_paths())):
             self.read_one(first + number, MIB, True)
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(which=WHICH)
+    @while_mounted(which=WHICH)
     def open_file(self, which: int) -> None:
         path = self.pick(which, self.source.file_paths())
         if path is not None and (opened := self.open(path)) is not None:
             self.handles.append(opened)
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(which=WHICH, offset=OFFSETS, size=LENGTHS, rest=st.booleans())
+    @while_mounted(which=WHICH, offset=OFFSETS, size=LENGTHS, rest=st.booleans())
     def read_handle(self, which: int, offset: int, size: int, rest: bool) -> None:
         # No precondition: whether an open worked may depend on time.
         if opened := self.pick(which, self.handles):
@@ -411,16 +413,14 @@ class Model(RuleBasedStateMachine):
         if rest:
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(which=WHICH)
+    @while_mounted(which=WHICH)
     def close_file(self, which: int) -> None:
         if opened := self.pick(which, self.handles):
             self.handles.remove(opened)
             self.at.do_now(opened.handle.release)
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(reads=st.lists(st.tuples(WHICH, OFFSETS, LENGTHS), min_size=2, max_size=5))
+    @while_mounted(reads=st.lists(st.tuples(WHICH, OFFSETS, LENGTHS), min_size=2, max_size=5))
     def read_at_once(self, reads: list[tuple[int, int, int]]) -> None:
         if not self.handles:
             return
@@ -444,8 +444,7 @@ class Model(RuleBasedStateMachine):
             self.compare(opened, offset, size, data)
         self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None)
-    @rule()
+    @while_mounted()
     def look_at_names(self) -> None:
         """Every directory's names and every name's attributes, as scandir and lstat have them."""
         if self.source_fails:
@@ -485,65 +484,61 @@ class Model(RuleBasedStateMachine):
 
     # -- what the cache is told
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(which=WHICH)
+    @while_mounted(which=WHICH)
     def drop(self, which: int) -> None:
         replicas = self.at.do_now(lambda: [ino for ino, _ in self.mirror.index.replicas.all()])
         if ino := self.pick(which, replicas):
             self.at.do_now(self.mirror.cache.accounts.drop, ino, "the test says so")
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None and not self.source_fails)
-    @rule(which=WHICH, directory=st.booleans(), pin=st.booleans())
+    @precondition(lambda self: not self.source_fails)
+    @while_mounted(which=WHICH, directory=st.booleans(), pin=st.booleans())
     def pin(self, which: int, directory: bool, pin: bool) -> None:
         paths = self.source.directory_paths() if directory else self.source.file_paths()
         if node := self.find(which, paths):
             index = self.mirror.cache.index
             self.at.do_now(index.pins.pin if pin else index.pins.unpin, node.ino)
 
-    @precondition(lambda self: self.mount is not None and not self.source_fails)
-    @rule(which=WHICH)
+    @precondition(lambda self: not self.source_fails)
+    @while_mounted(which=WHICH)
     def want(self, which: int) -> None:
         node = self.find(which, self.source.file_paths())
         if node is not None and node.stat.is_regular:
             self.at.do_now(self.mirror.copier.jobs.want, node.ino, Priority.SCANNED)
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None)
-    @rule()
+    @while_mounted()
     def sync(self) -> None:
         if not self.at.waiting:
             self.at.do(self.mirror.cache.accounts.sync)
 
-    @precondition(lambda self: self.mount is not None)
-    @rule()
+    @while_mounted()
     def look_after(self) -> None:
         if not self.at.waiting:
             self.at.do(self.mirror.cache.maintain)
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None)
-    @rule()
+    @while_mounted()
     def purge(self) -> None:
         self.at.do(purge, self.mirror.index, self.mount_ns)
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(available=st.sampled_from([1 << 34, (1 << 30) // 10 - MIB, (1 << 30) // 10 - 200_000]))
+    @while_mounted(
+        available=st.sampled_from([1 << 34, (1 << 30) // 10 - MIB, (1 << 30) // 10 - 200_000])
+    )
     def press(self, available: int) -> None:
         self.available = available
         if not self.at.waiting:
             self.at.do(self.mirror.cache.maintain)
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mount is not None and self.mode is FreshnessMode.TTL)
-    @rule(seconds=st.sampled_from([1.0, 40.0, 61.0]))
+    @precondition(lambda self: self.mode is FreshnessMode.TTL)
+    @while_mounted(seconds=st.sampled_from([1.0, 40.0, 61.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.hours.pass_by(seconds)
 
     # -- faults
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(
+    @while_mounted(
         call=st.sampled_from(TIER_FAULTS), code=CODES, which=WHICH, times=st.sampled_from([1, 99])
     )
     def tier_fails(self, call: str, code: int, which: int, times: int) -> None:
@@ -553,19 +548,18 @@ class Model(RuleBasedStateMachine):
         faults = self.mirror.tiers[which % len(self.mirror.tiers)].faults
         self.at.do_now(lambda: faults.fail(call, code, times=times))
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(call=st.sampled_from(HELD))
+    @while_mounted(call=st.sampled_from(HELD))
     def hold(self, call: str) -> None:
         self.at.hold(call)
 
-    @precondition(lambda self: self.mount is not None)
-    @rule(call=st.sampled_from(["read", "open", "found", "stat"]), times=st.sampled_from([1, 3]))
+    @while_mounted(
+        call=st.sampled_from(["read", "open", "found", "stat"]), times=st.sampled_from([1, 3])
+    )
     def source_errs(self, call: str, times: int) -> None:
         self.source_fails = True
         self.at.do_now(lambda: self.mirror.posix.faults.fail(call, errno.EIO, times=times))
 
-    @precondition(lambda self: self.mount is not None)
-    @rule()
+    @while_mounted()
     def mend(self) -> None:
         self.end_faults()
         self.at.do(self.mirror.mend)
@@ -657,8 +651,8 @@ class Model(RuleBasedStateMachine):
             (self.area.source / path).rename(self.area.source / target)
         self.source.edited()
 
-    @precondition(lambda self: self.mount is not None and self.mode is FreshnessMode.OPEN)
-    @rule(which=WHICH, times=st.integers(1, 3))
+    @precondition(lambda self: self.mode is FreshnessMode.OPEN)
+    @while_mounted(which=WHICH, times=st.integers(1, 3))
     def race(self, which: int, times: int) -> None:
         """Written and read again and again within a tick, by the clock as it is."""
         path = self.pick(which, self.source.file_paths())

@@ -14,7 +14,9 @@ def check_accounts(placement: Placement) -> None:
     moves = placement._traffic._moves.values()
     assert all(copy.tier in placement._ledgers for copy in copies)
     for tier, ledger in placement._ledgers.items():
-        _check_signs(ledger)
+        assert ledger.used_bytes >= ledger.departing_bytes, ledger
+        bytes_ = ledger.departing_bytes, ledger.reserved_bytes, ledger.leaving_bytes
+        assert min(*bytes_, ledger.files, ledger.copies, ledger.leaving_files) >= 0, ledger
         here = [copy for copy in copies if copy.tier == tier]
         coming = [move for move in moves if move.to == tier]
         reserved = [copy.reserved_bytes for copy in here] + [move.reserved_bytes for move in coming]
@@ -22,17 +24,7 @@ def check_accounts(placement: Placement) -> None:
         assert ledger.copies == sum(not copy.resumed for copy in here) + len(coming)
         assert ledger.used_bytes >= sum(copy.base_bytes for copy in here)
         assert ledger.files >= sum(copy.resumed for copy in here)
-    usable = [(tier, ledger) for tier, ledger in placement._ledgers.items() if ledger.usable]
-    assert placement._usable == usable
-
-
-def _check_signs(ledger: Ledger) -> None:
-    assert ledger.used_bytes >= ledger.departing_bytes >= 0, ledger
-    assert ledger.reserved_bytes >= 0, ledger
-    assert ledger.leaving_bytes >= 0, ledger
-    assert ledger.files >= 0, ledger
-    assert ledger.copies >= 0, ledger
-    assert ledger.leaving_files >= 0, ledger
+    assert placement._usable == [one for one in placement._ledgers.items() if one[1].usable]
 
 
 def _check_traffic(traffic: Traffic) -> None:

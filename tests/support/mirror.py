@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -196,55 +197,49 @@ class Area:
                 await mirror.settled()
 
 
+@dataclass(eq=False)
 class Mirror:
     """One mount. ``posix`` and ``tiers`` are where faults are put in."""
 
-    def __init__(
-        self,
-        area: Area,
-        index: Index,
-        posix: FaultySource,
-        whole: WholeReads,
-        tiers: Sequence[FaultyTier],
-        cache: Cache,
-        threads: TierThreads,
-        metrics: Metrics,
-        freshness: Freshness,
-        nursery: trio.Nursery,
-        *,
-        keeps: bool,
-        deadline: float,
-        workers: int,
-        rate: int,
-        floor: float,
-        peers: NamePeers | None,
-    ) -> None:
-        self.area = area
-        self.index = index
-        self.posix = posix
-        self.whole = whole
-        self.tiers = tiers
-        self.nursery = nursery
-        self.metrics = metrics
+    area: Area
+    index: Index
+    posix: FaultySource
+    whole: WholeReads
+    tiers: Sequence[FaultyTier]
+    cache: Cache
+    threads: TierThreads
+    metrics: Metrics
+    freshness: Freshness
+    nursery: trio.Nursery
+    keeps: bool
+    deadline: float
+    workers: int
+    rate: int
+    floor: float
+    peers: NamePeers | None
+
+    def __post_init__(self) -> None:
+        index, cache, nursery = self.index, self.cache, self.nursery
         self.source = Source(
-            posix, background_threads=workers + 8, stuck_seconds=0.25, deadline=deadline
+            self.posix,
+            background_threads=self.workers + 8,
+            stuck_seconds=0.25,
+            deadline=self.deadline,
         )
-        self.local = threads.limiter
-        self.cache = cache
+        self.local = self.threads.limiter
         self.placement = cache.accounts.placement
         self.copier = Copier(
-            CopyJobs(cache, metrics, nursery, keeps=keeps),
-            self.source,
-            self.cache,
-            self.metrics,
-            nursery,
-            workers=workers,
-            rate=rate,
-            floor=floor,
-            trusts_times=freshness.mode is FreshnessMode.IMMUTABLE,
+            CopyJobs(cache, self.metrics, nursery, keeps=self.keeps),
+            *(self.source, cache, self.metrics, nursery),
+            workers=self.workers,
+            rate=self.rate,
+            floor=self.floor,
+            trusts_times=self.freshness.mode is FreshnessMode.IMMUTABLE,
         )
         self.tree = Tree(
-            index, self.source, freshness, self.metrics, nursery, deadline=deadline, peers=peers
+            *(index, self.source, self.freshness, self.metrics, nursery),
+            deadline=self.deadline,
+            peers=self.peers,
         )
         self.kernel = RecordingKernel()
         self.opens = OpenCounts(cache.readers)
@@ -254,20 +249,20 @@ class Mirror:
         self.residency = self.files.residency
         self.xattrs = Xattrs(self.tree, self.residency, self.source, nursery)
         self.misses = Misses(
-            whole,  # type: ignore[arg-type]
+            self.whole,  # type: ignore[arg-type]
             index.nodes,
-            posix.opened_directory,
+            self.posix.opened_directory,
             self.files.only_remote,
             self.files.racy_opens.opens_until,
         )
-        self.misses.start(posix.device, keeps=keeps, layouts=False)
+        self.misses.start(self.posix.device, keeps=self.keeps, layouts=False)
         assert isinstance(cache.readers, WholeReaders)
         cache.readers.misses = self.misses
-        whole.count = self.source.count_elsewhere
+        self.whole.count = self.source.count_elsewhere
         self.small_files = SmallFiles(
-            self.misses, self.source, cache, self.copier.jobs, self.copier.files, metrics, nursery,
-            self.files.opened_elsewhere,
-        )  # fmt: skip
+            *(self.misses, self.source, cache, self.copier.jobs, self.copier.files),
+            *(self.metrics, nursery, self.files.opened_elsewhere),
+        )
         self.copier.bind(self.small_files)
         nursery.start_soon(self.small_files.run, 0, 0)
         self._copying = False
@@ -358,7 +353,7 @@ class Mirror:
         return self.index.replicas.replica(ino)
 
     def replica(self, ino: int) -> Replica:
-        found = self.index.replicas.replica(ino)
+        found = self.record(ino)
         assert found is not None
         return found
 
@@ -413,15 +408,11 @@ class Mirror:
         for tier in self.tiers:
             path = Path(tier.path)
             records = [r for _ino, r in self.index.replicas.all() if r.tier == tier.id]
-            parts = {r.name.hex() for r in records if r.state is ReplicaState.PARTIAL}
             sharing = [r for r in records if r.segment]
-            records = [r for r in records if not r.segment]
-            whole = {
-                f"{r.name.hex()}.{r.checksum:016x}"
-                for r in records
-                if r.state is not ReplicaState.PARTIAL
-            }
-            found = sum(r.state is ReplicaState.FOUND for r in records + sharing)
+            own = {_file_name(r): r for r in records if not r.segment}
+            parts = {name for name, r in own.items() if r.state is ReplicaState.PARTIAL}
+            whole = own.keys() - parts
+            found = sum(r.state is ReplicaState.FOUND for r in records)
             assert {file.name for file in (path / "parts").iterdir()} == parts
             assert {file.name for file in path.glob("??/*")} == whole
             occupied = {
@@ -429,17 +420,11 @@ class Mirror:
                 for f in path.rglob("*")
                 if f.is_file() and f.parent.name != "segments"
             }
-            recorded = {
-                r.name.hex()
-                if r.state is ReplicaState.PARTIAL
-                else f"{r.name.hex()}.{r.checksum:016x}": r.allocated_bytes
-                for r in records
-            }
-            assert recorded.keys() == occupied.keys()
+            assert own.keys() == occupied.keys()
             # ext4 gives a file's extents a block of their own, or takes it back, when it writes the
             # file back.
-            differing = [n for n, taken in recorded.items() if abs(taken - occupied[n]) > 4096]
-            assert not differing, (recorded, occupied)
+            differing = [n for n, r in own.items() if abs(r.allocated_bytes - occupied[n]) > 4096]
+            assert not differing, (own, occupied)
             in_segments: Counter[int] = Counter()
             for r in sharing:
                 in_segments[r.segment] += r.allocated_bytes
@@ -451,8 +436,8 @@ class Mirror:
                 data = tier.segments.data_ranges(segment)
                 held = sum(allocated(stop, align) - start for start, stop in data)
                 assert held == in_segments[segment]
-            blocks = sum(recorded.values()) + in_segments.total()
-            assert self.placement.ledger(tier.id).usage[0] == blocks, (recorded, tier.id)
+            blocks = sum(r.allocated_bytes for r in records)
+            assert self.placement.ledger(tier.id).usage[0] == blocks, (own, tier.id)
             totals = self.index.replicas.tier_totals().get(tier.id, TierTotals())
             assert totals == (len(whole) + len(sharing) - found, len(parts), found, blocks)
 
@@ -472,6 +457,12 @@ class Mirror:
     async def want_each(self, paths: Iterable[str]) -> None:
         for path in paths:
             await self.want(path)
+
+
+def _file_name(replica: Replica) -> str:
+    """That of a replica which is no record of a segment."""
+    is_part = replica.state is ReplicaState.PARTIAL
+    return replica.name.hex() + ("" if is_part else f".{replica.checksum:016x}")
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:
