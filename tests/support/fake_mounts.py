@@ -23,21 +23,11 @@ from monarchfs.control import registration
 from monarchfs.fuse.mount import DEVICE
 from monarchfs.supervisor.namespace import bind, leave_for_own
 from monarchfs.types import OperationError
-from tests.support import surroundings
-from tests.support.mounting import (
-    as_user,
-    assert_one_line,
-    fuse_mounts,
-    kill_each,
-    processes_about,
-    report_on,
-    wait_for,
-)
+from tests.support import mounting, surroundings
 from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
 FAKE_CLI = str(Path(__file__).with_name("fake_cli.py"))
-FAKE_WORKER = str(Path(__file__).with_name("fake_worker.py"))
 NOBODY = "nobody"
 
 
@@ -46,7 +36,7 @@ def interpreter_for(user: str | None) -> str:
     for python in (sys.executable, "/usr/bin/python3"):
         # By way of a shell, because setpriv looks programs up with root's capabilities.
         shell = ["/bin/sh", "-c", 'exec "$0" "$@"']
-        probe = as_user(user, [*shell, python, "-I", FAKE_CLI, "serve", "--version"])
+        probe = mounting.as_user(user, [*shell, python, "-I", FAKE_CLI, "serve", "--version"])
         try:
             if subprocess.run(probe, capture_output=True, check=False).returncode == 0:
                 return python
@@ -75,7 +65,7 @@ class Area:
 
     def command(self, *arguments: str, mode: str = "serve") -> list[str]:
         surroundings.skip_unless_named(arguments)
-        return as_user(self.user, [self.python, "-I", FAKE_CLI, mode, *arguments])
+        return mounting.as_user(self.user, [self.python, "-I", FAKE_CLI, mode, *arguments])
 
     def run(
         self, *arguments: str, mode: str = "serve", timeout: float = 90
@@ -93,7 +83,7 @@ class Area:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def files(self) -> set[str]:
-        mounted = set(fuse_mounts(str(self.path)))
+        mounted = set(mounting.fuse_mounts(str(self.path)))
         found = set()
         for directory, names, files in os.walk(self.path):
             found |= {os.path.join(directory, name) for name in (*names, *files)}
@@ -101,14 +91,16 @@ class Area:
         return found
 
     def assert_nothing_runs(self) -> None:
-        wait_for(lambda: not processes_about(str(self.path)), "processes to end", 5)
-        wait_for(lambda: not self.workers(), "workers to end", 5)
-        assert fuse_mounts(str(self.path)) == []
+        mounting.wait_for(
+            lambda: not mounting.processes_about(str(self.path)), "processes to end", 5
+        )
+        mounting.wait_for(lambda: not self.workers(), "workers to end", 5)
+        assert mounting.fuse_mounts(str(self.path)) == []
 
     def workers(self) -> list[int]:
         """Fake workers and supervisors that have something of the area open."""
         found = []
-        for pid in processes_about(FAKE_CLI.removesuffix("fake_cli.py")):
+        for pid in mounting.processes_about(FAKE_CLI.removesuffix("fake_cli.py")):
             try:
                 links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
             except OSError:
@@ -131,13 +123,13 @@ def area(path: Path, user: str | None) -> Iterator[Area]:
     work = Area(path, user, interpreter_for(user))
     try:
         yield work
-        for point in fuse_mounts(str(path)):
+        for point in mounting.fuse_mounts(str(path)):
             done = work.run("umount", point)
             assert done.returncode == 0, done.stderr
         work.assert_nothing_runs()
     finally:
-        kill_each({*processes_about(str(path)), *work.workers()})
-        for point in fuse_mounts(str(path)):
+        mounting.kill_each({*mounting.processes_about(str(path)), *work.workers()})
+        for point in mounting.fuse_mounts(str(path)):
             subprocess.run(["umount", "-l", point], check=False)
 
 
@@ -193,7 +185,7 @@ def registered(work: Area) -> registration.Registered:
 
 def status(work: Area, name: str = "mnt") -> dict[str, Any]:
     uid = None if work.user is None else pwd.getpwnam(work.user).pw_uid
-    return report_on(work.path / name, uid, work.environment)
+    return mounting.report_on(work.path / name, uid, work.environment)
 
 
 def kill_worker(work: Area, number: signal.Signals) -> dict[str, Any]:
@@ -204,7 +196,7 @@ def kill_worker(work: Area, number: signal.Signals) -> dict[str, Any]:
         now = status(work)
         return now if now["worker"]["restarts"] > before["restarts"] and serves(now) else None
 
-    result: dict[str, Any] = wait_for(served, "another worker", 10)
+    result: dict[str, Any] = mounting.wait_for(served, "another worker", 10)
     return result
 
 
@@ -268,7 +260,7 @@ def assert_refused(
     before = work.files()
     done = work.run(*arguments, mode=mode)
     for word in words:
-        assert_one_line(done, code, word)
+        mounting.assert_one_line(done, code, word)
     assert done.stderr.endswith("\n")
     work.assert_nothing_runs()
     assert work.files() == before

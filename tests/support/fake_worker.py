@@ -146,12 +146,8 @@ def serve(mode: str, channel: socket.socket, bootstrap: Bootstrap) -> int:
                     number = b"%d" % message["number"]
                     channel.send(bootstrap["report"].replace(b"NUMBER", number))
                 elif message["do"] == "status":
-                    answer = {
-                        "event": "status",
-                        "number": message["number"],
-                        "status": report(bootstrap),
-                    }
-                    channel.send(json.dumps(answer).encode())
+                    answer = {"event": "status", "number": message["number"]}
+                    channel.send(json.dumps({**answer, "status": report(bootstrap)}).encode())
                 if message["do"] == "client":
                     if mode == "mad":
                         go_mad(channel, bootstrap, message["request"])

@@ -61,18 +61,14 @@ class Job:
         for number in range(self.epochs):
             self.epoch = number
             self.begins.append(self.end)
-            for share in self._shares():
-                found += self._reads([(self.end, pid) for pid in self._pids()], share)
+            first = 1000 + self.readers * number * self.forks
+            order = self.random.sample(list(self.files), len(self.files))
+            if self.shared:
+                order = [ino for ino in order for _ in range(self.readers)]
+            pids = range(first, first + self.readers)
+            found += self._reads([(self.end, pid) for pid in pids], order)
             self.end = max(event.begin + event.duration for event in found)
         return sorted(found, key=lambda event: event.begin + event.duration)
-
-    def _pids(self) -> range:
-        first = 1000 + self.readers * self.epoch * self.forks
-        return range(first, first + self.readers)
-
-    def _shares(self) -> Iterable[list[int]]:
-        order = self.random.sample(list(self.files), len(self.files))
-        yield [ino for ino in order for _ in range(self.readers)] if self.shared else order
 
     def _reads(self, free: list[tuple[float, int]], order: Sequence[int]) -> Iterable[Event]:
         heapify(free)

@@ -295,11 +295,9 @@ class Bench:
             done = mount.umount()
             if done.returncode != 0:
                 complaints.append(f"umount {mount.path}: {done.stderr.strip()}")
-        left = [p for p in processes_about(str(self.path)) if p not in self._faulty_pids()]
         watch = Stopwatch()
-        while left and watch.seconds() < 5:
+        while (left := self._processes()) and watch.seconds() < 5:
             time.sleep(0.02)
-            left = [p for p in processes_about(str(self.path)) if p not in self._faulty_pids()]
         complaints += [f"process {pid} was left behind" for pid in left]
         kill_each(left)
         for source in self.faulty:
@@ -314,8 +312,10 @@ class Bench:
         """A test hangs in the kernel, where nothing reaches it: kill what it waits for."""
         kill_each(processes_about(str(self.path)))
 
-    def _faulty_pids(self) -> set[int]:
-        return {source.process.pid for source in self.faulty}
+    def _processes(self) -> set[int]:
+        """But those of the faulty sources."""
+        faulty = {source.process.pid for source in self.faulty}
+        return set(processes_about(str(self.path))) - faulty
 
 
 @contextmanager

@@ -19,10 +19,15 @@ from tests.support import mounting
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import ENVIRONMENT, Bench, fuse_mounts, processes_about, wait_for
 from tests.support.programs import execute
+from tests.support.trees import write_files
 
 NOBODY = pwd.getpwnam("nobody")
 GROUP = 4
 """A supplementary group that nobody is in by default."""
+
+
+def as_nobody(groups: str) -> list[str]:
+    return ["setpriv", f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", groups]
 
 
 @dataclass
@@ -52,9 +57,8 @@ class Place:
         """Where /dev/fuse is open to everybody, as on most machines, and for others as it was."""
         if not self.user:
             return []
-        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", f"--groups={GROUP}"]
         script = f'mount --bind {shlex.quote(str(self.path / "fuse"))} /dev/fuse && exec "$@"'
-        inner = ["sh", "-c", script, "sh", "setpriv", *ids]
+        inner = ["sh", "-c", script, "sh", *as_nobody(f"--groups={GROUP}")]
         return ["unshare", "--mount", "--propagation", "slave", *inner]
 
     @property
@@ -75,22 +79,16 @@ class Place:
 
     def start(self, *words: str, job: int | None = None, **more: Any) -> subprocess.Popen[str]:
         environment = self.environment | ({} if job is None else {"SLURM_JOB_ID": str(job)})
-        options = more.pop("options", None)
-        process = subprocess.Popen(
-            self.command(*words, options=options),
-            env=environment,
-            cwd=self.path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            **more,
+        command = self.command(*words, options=more.pop("options", None))
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
+        process: subprocess.Popen[str] = subprocess.Popen(
+            command, env=environment, cwd=self.path, text=True, **streams
         )
         self.started.append(process)
         return process
 
     def status(self, *words: str) -> subprocess.CompletedProcess[str]:
-        ids = [f"--reuid={NOBODY.pw_uid}", f"--regid={NOBODY.pw_gid}", "--clear-groups"]
-        as_user = ["setpriv", *ids] if self.user else []
+        as_user = as_nobody("--clear-groups") if self.user else []
         return self.call([*as_user, *mounting.MONARCHFS, "status", *words])
 
     def told(self) -> dict[str, Any]:
@@ -120,11 +118,7 @@ class Place:
 
 def make_place(work: Bench, *, user: bool) -> Place:
     interpreter_for("nobody" if user else None)
-    source = work.path / "source"
-    source.mkdir()
-    (source / "file").write_text("content")
-    (source / "below").mkdir()
-    (source / "below" / "other").write_text("deeper")
+    write_files(work.path / "source", {"file": b"content", "below/other": b"deeper"})
     os.mknod(work.path / "fuse", 0o020666, os.makedev(10, 229))
     (work.path / "fuse").chmod(0o666)
     (work.path / "run").mkdir(mode=0o700)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import operator
 import os
 import random
 import re
@@ -33,7 +34,7 @@ import subprocess
 import textwrap
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -66,11 +67,7 @@ FOREIGN = "foreign"
 _CHECK = re.compile(r"(?:^|; *)check ([^;#]+)(?:#.*)?$")
 """What the indented lines after a line belong to."""
 SERVING = ("serving", "source not responding")
-RELATIONS: Mapping[str, Callable[[int, int], bool]] = {
-    "=": lambda now, wanted: now == wanted,
-    ">=": lambda now, wanted: now >= wanted,
-    "<=": lambda now, wanted: now <= wanted,
-}
+RELATIONS = {"=": operator.eq, ">=": operator.ge, "<=": operator.le}
 
 
 def allocated(directory: Path) -> int:
@@ -211,11 +208,8 @@ class Scenario:
 
     def until(self, key: str, relation: str, value: str) -> None:
         """A value of the status, or ``source.OP`` since the last check, is so: =, >= or <=."""
-
-        def is_so() -> bool:
-            return RELATIONS[relation](self._value(key), bytes_of(value))
-
-        wait_for(is_so, f"{key} {relation} {value}")
+        is_so = RELATIONS[relation]
+        wait_for(lambda: is_so(self._value(key), bytes_of(value)), f"{key} {relation} {value}")
 
     def idle(self) -> None:
         self._mnt.wait_idle()
@@ -383,16 +377,6 @@ class Scenario:
         stat = Path(f"/proc/{process.pid}/stat")
         if state:
             wait_for(lambda: _state(stat) == state, f"{who}: {state}")
-
-    def stuck(self, who: str, threads: str) -> None:
-        """So many threads of a reader wait for the kernel, and cannot be woken (proc(5): D)."""
-        tasks = Path(f"/proc/{self._readers[who].process.pid}/task")
-
-        def waiting() -> int:
-            states = [_state(task / "stat") for task in tasks.iterdir()]
-            return states.count("D")
-
-        wait_for(lambda: waiting() >= int(threads), f"{threads} threads to be stuck")
 
     def part(self, name: str, offset: str, size: str, way: str = "whole") -> None:
         at, count = bytes_of(offset), bytes_of(size)

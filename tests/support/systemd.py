@@ -115,13 +115,11 @@ class Booted:
         for entry in os.listdir("/proc"):
             try:
                 lines = Path("/proc", entry, "status").read_text().splitlines()
-                same = os.readlink(f"/proc/{entry}/ns/pid") == os.readlink(
-                    f"/proc/{self.init}/ns/pid"
-                )
+                own, inside = (os.readlink(f"/proc/{n}/ns/pid") for n in (entry, self.init))
             except OSError:
                 continue
             numbers = next((line.split() for line in lines if line.startswith("NSpid:")), [])
-            if same and numbers[-1:] == [pid]:
+            if own == inside and numbers[-1:] == [pid]:
                 return int(entry)
         pytest.fail(f"there is no process {pid} inside")
 
@@ -131,11 +129,8 @@ def _control_groups() -> Path:
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         left, _, right = line.partition(" - ")
         if right.split()[0] == "cgroup2":
-            inside = next(
-                own[3:]
-                for own in Path("/proc/self/cgroup").read_text().splitlines()
-                if own.startswith("0::")
-            )
+            groups = Path("/proc/self/cgroup").read_text().splitlines()
+            inside = next(group[3:] for group in groups if group.startswith("0::"))
             path = Path(left.split()[4] + inside.rstrip("/"))
             if os.access(path, os.W_OK):
                 return path
