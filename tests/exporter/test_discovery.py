@@ -268,62 +268,42 @@ def test_a_users_file_system_that_hangs_is_never_entered(work: Bench, where: str
 # Jobs
 
 
+def jobs(node: Node) -> list[tuple[str, ...]]:
+    found = []
+    for mount in Discovery(node.roots).mounts():
+        found.append(mount.jobs)
+        mount.close()
+    return sorted(found)
+
+
 def test_jobs_beside_a_mount_point_of_roots_are_found(node: Node) -> None:
     share = node.path / "run" / "slurm" / "shares" / "0123"
     (share / "jobs").mkdir(parents=True)
     for name in ("17", "18_4", ".17.new", "a b", "x" * 65):
         (share / "jobs" / name).touch()
     node.register(node.directory(), mountpoint=f"{share}/data")
-    node.register(node.directory(), mountpoint=f"{node.path}/elsewhere/data")
-
-    def told() -> list[tuple[str, ...]]:
-        found = []
-        for mount in Discovery(node.roots).mounts():
-            found.append(mount.jobs)
-            mount.close()
-        return sorted(found)
-
-    assert told() == [(), ("17", "18_4")]
+    assert jobs(node) == [("17", "18_4")]
     # Somebody else could have made them.
     share.chmod(0o777)
-    assert told() == [(), ()]
+    assert jobs(node) == [()]
     share.chmod(0o755)
+    for number in range(discovery.MOST_JOBS + 10):
+        (share / "jobs" / str(number)).touch()
+    assert len(jobs(node)[0]) == discovery.MOST_JOBS
     (share / "jobs").rename(share / "real")
     (share / "jobs").symlink_to("real")
-    assert told() == [(), ()]
+    assert jobs(node) == [()]
 
 
-def test_jobs_of_a_users_registration_are_not_looked_for(node: Node) -> None:
-    (node.path / "run" / "x" / "jobs").mkdir(parents=True)
-    (node.path / "run" / "x" / "jobs" / "1").touch()
+def test_jobs_are_looked_for_below_the_directory_alone_and_for_roots_mounts(node: Node) -> None:
+    for beside in ("run", "run/x", "runx/x", "elsewhere"):
+        (node.path / beside / "jobs").mkdir(parents=True)
+        (node.path / beside / "jobs" / "1").touch()
     node.register(node.directory("tmp", USER), USER, mountpoint=f"{node.path}/run/x/data")
-    (mount,) = Discovery(node.roots).mounts()
-    assert mount.jobs == ()
-    mount.close()
-
-
-@pytest.mark.parametrize(
-    ("mountpoint", "names"),
-    [
-        ("/run/monarchfs/slurm/shares/k/data", ["slurm", "shares", "k", "jobs"]),
-        ("/run/monarchfs/k/data", ["k", "jobs"]),
-        ("/run/monarchfs/data", []),
-        ("/run/monarchfsx/k/data", []),
-        ("/run/monarchfs/../../etc/x", []),
-        ("/run/monarchfs//x", []),
-        ("/mnt/k/data", []),
-    ],
-)
-def test_the_way_to_jobs_stays_below_the_directory(mountpoint: str, names: list[str]) -> None:
-    assert discovery.way_to_jobs(mountpoint, "/run/monarchfs") == names
-
-
-def test_jobs_are_bounded(tmp_path: Path) -> None:
-    for number in range(discovery.MOST_JOBS + 10):
-        (tmp_path / str(number)).touch()
-    descriptor = os.open(tmp_path, os.O_RDONLY)
-    assert len(discovery.jobs_in(descriptor)) == discovery.MOST_JOBS
-    os.close(descriptor)
+    places = ("elsewhere/x", "run/data", "runx/x/data", "run/../elsewhere/x", "run//x")
+    for place in places:
+        node.register(node.directory(), mountpoint=f"{node.path}/{place}")
+    assert jobs(node) == [()] * (1 + len(places))
 
 
 def test_a_user_whose_name_was_taken_is_found_and_gets_no_more(node: Node) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import pytest
@@ -43,15 +43,12 @@ async def served(get: Callable[[], Awaitable[bytes]] = page) -> AsyncIterator[in
 
 async def ask(port: int, request: bytes) -> bytes:
     """The whole answer; what a connection reset leaves of it."""
-    stream = await trio.open_tcp_stream("127.0.0.1", port)
     answer = b""
-    async with stream:
-        try:
+    async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+        with suppress(trio.BrokenResourceError):
             await stream.send_all(request)
             async for part in stream:
                 answer += part
-        except trio.BrokenResourceError:
-            pass
     return answer
 
 

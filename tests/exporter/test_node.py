@@ -337,24 +337,17 @@ def test_each_ends_with_the_other(killed: str, code: int, said: str) -> None:
 # The command line
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "words"),
-    [
+def test_wrong_calls_are_told_in_one_line() -> None:
+    for options, code, words in (
         (["--listen", "192.0.2.1:9465"], 1, "cannot serve metrics on 192.0.2.1:9465: Cannot"),
         (["--user", "no such user"], 2, "there is no user 'no such user'"),
         (["--user", "root"], 2, "what users' mounts say is not for root to read"),
-    ],
-)
-def test_wrong_calls_are_told_in_one_line(options: list[str], code: int, words: str) -> None:
-    assert_one_line(run("exporter", *options), code, words)
-
-
-def test_a_port_that_is_taken_is_told_and_user_is_for_root() -> None:
+    ):
+        assert_one_line(run("exporter", *options), code, words)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = run("exporter", "--listen", where)
-    told = f"cannot serve metrics on {where}: Address already in use: give another --listen"
-    assert_one_line(done, 1, told)
+        told = f"cannot serve metrics on {where}: Address already in use: give another --listen"
+        assert_one_line(run("exporter", "--listen", where), 1, told)
     interpreter_for("nobody")
     done = run("exporter", "--user", "daemon", "--once", user="nobody")
     assert_one_line(done, 2, "only root can run it as another user")

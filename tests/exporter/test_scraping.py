@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -42,10 +41,10 @@ pytestmark = requires_mounts
 DOCUMENT = Path(__file__).parents[2] / "docs" / "METRICS.md"
 
 
-def mounted(work: Bench, *options: str, **more: Any) -> tuple[Mount, int]:
+def mounted(work: Bench, *options: str) -> tuple[Mount, int]:
     make_files(work.path / "src")
     port = free_port()
-    return work.mount(work.path / "src", "--metrics-port", str(port), *options, **more), port
+    return work.mount(work.path / "src", "--metrics-port", str(port), *options), port
 
 
 def mounted_faulty(work: Bench, *options: str) -> tuple[Mount, int, FaultySource]:
