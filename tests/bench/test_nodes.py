@@ -53,9 +53,8 @@ def test_who_lists_a_lost_node_reads_its_files_alone() -> None:
     own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
     after = without(3)
     everybody = frozenset(range(7))
-    assert scale.read_with_old_lists(OWNERSHIP, after, everybody, EVEN) == pytest.approx(
-        1 + 6 * own
-    )
+    read = scale.read_with_old_lists(OWNERSHIP, after, everybody, EVEN)
+    assert read == pytest.approx(1 + 6 * own)
     # One that is no owner of any of them: it reads them besides the new owners.
     one = scale.read_with_old_lists(OWNERSHIP, after, frozenset([0]), EVEN)
     assert 1 + own < one < 1 + 2 * own

@@ -31,20 +31,11 @@ from bench.probes import Data
 from bench.report import Result
 from bench.task import Task
 from monarchfs.source.layout import parse
-from tests.support import surroundings
-from tests.support.mounting import (
-    REPOSITORY,
-    as_user,
-    fuse_mounts,
-    processes_about,
-    requires_fuse,
-    requires_root,
-    wait_for,
-)
+from tests.support import mounting, surroundings
 from tests.support.programs import Running, execute
 from tests.support.trees import differences
 
-pytestmark = [requires_fuse, surroundings.program("gcc"), surroundings.requires_own_clone]
+pytestmark = [mounting.requires_fuse, surroundings.program("gcc"), surroundings.requires_own_clone]
 
 MIB = 1 << 20
 SECONDS = 60
@@ -52,7 +43,9 @@ SECONDS = 60
 
 def python(script: str, *arguments: object, user: str | None = None) -> Any:
     """What a script prints as JSON. In a process of its own: what reads a mount can hang."""
-    done = execute(as_user(user, [sys.executable, "-c", script, *map(str, arguments)]), cwd="/")
+    done = execute(
+        mounting.as_user(user, [sys.executable, "-c", script, *map(str, arguments)]), cwd="/"
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout or "null")
 
@@ -63,8 +56,8 @@ def place() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as path:
         os.chmod(path, 0o755)
         yield Path(path)
-        assert fuse_mounts(path) == []
-        assert processes_about(path) == []
+        assert mounting.fuse_mounts(path) == []
+        assert mounting.processes_about(path) == []
 
 
 @pytest.fixture
@@ -116,14 +109,7 @@ print(json.dumps(found.hexdigest()))
         (pfs.path / "missing").stat()
 
 
-READ = """
-import json, os, sys
-for path in sys.argv[1:]:
-    with open(path, "rb") as file:
-        file.read()
-"""
-
-
+READ = "import sys\nfor path in sys.argv[1:]: open(path, 'rb').read()"
 TIMED = """
 import json, os, sys, threading, time
 threads, work, *paths = sys.argv[1:]
@@ -194,7 +180,7 @@ except OSError as error:
 """
 
 
-@requires_root
+@mounting.requires_root
 def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> None:
     """A reader of one that hangs waits, whatever becomes of the others."""
     set_layout(backing / "large", 3)
@@ -207,7 +193,7 @@ def test_targets_hang_and_fail_one_by_one(backing: Path, mounted: Mounter) -> No
     try:
         hanging = readers[1]
         hanging.tell("")
-        wait_for(lambda: waits(hanging.pid), "the reader to wait for its target")
+        mounting.wait_for(lambda: waits(hanging.pid), "the reader to wait for its target")
         said = [readers[n].communicate("\n", SECONDS)[0].strip() for n in (0, 2)]
         assert said == ["100", "Input/output error"]
         assert waits(hanging.pid)
@@ -248,7 +234,7 @@ def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
     def asked_requests(script: str) -> Requests:
         before = pfs.requests()
         python(script, *names)
-        wait_for(lambda: (pfs.requests() - before).close >= 50, "the files to be closed")
+        mounting.wait_for(lambda: (pfs.requests() - before).close >= 50, "the files to be closed")
         return pfs.requests() - before
 
     directory = 1  # it is looked up
@@ -328,19 +314,19 @@ def test_it_ends_with_the_harness(backing: Path, place: Path) -> None:
     """Killed; also where a child of it, which lives on, still has the other end of the pipe."""
     pfs = place / "pfs"
     command = [sys.executable, "-c", HARNESS, str(backing), str(pfs)]
-    harness = Running(command, cwd=REPOSITORY, start_new_session=True)
+    harness = Running(command, cwd=mounting.REPOSITORY, start_new_session=True)
     try:
         emulator = int(harness.line())
-        assert fuse_mounts(str(place)) == [str(pfs)]
+        assert mounting.fuse_mounts(str(place)) == [str(pfs)]
         harness.kill()
-        wait_for(lambda: not fuse_mounts(str(place)), "the mount to go")
-        wait_for(lambda: not Path(f"/proc/{emulator}").exists(), "the emulator to end")
+        mounting.wait_for(lambda: not mounting.fuse_mounts(str(place)), "the mount to go")
+        mounting.wait_for(lambda: not Path(f"/proc/{emulator}").exists(), "the emulator to end")
     finally:
         os.killpg(harness.pid, signal.SIGKILL)
         harness.communicate(timeout=SECONDS)
 
 
-@requires_root
+@mounting.requires_root
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_all_threads_at_once(
     sanitizer: str,
@@ -375,7 +361,7 @@ def test_all_threads_at_once(
 # What the calibration finds where the answer is known on any machine
 
 
-@requires_root
+@mounting.requires_root
 @surroundings.program("strace")
 def test_the_counters_say_what_strace_saw(place: Path) -> None:
     (place / "data").mkdir()
@@ -388,13 +374,13 @@ def test_the_counters_say_what_strace_saw(place: Path) -> None:
     assert not any(row.what.endswith("of 0") for row in result.rows), result.rows
 
 
-@requires_root
+@mounting.requires_root
 @surroundings.program("bindfs")
 @surroundings.program("strace")
 def test_a_delayed_mirror_leaves_nothing(place: Path) -> None:
     (place / "data").mkdir()
     with delayed_mirror(place / "data", place / "mirror", 0.001, 0.001) as mirror:
-        assert fuse_mounts(str(place)) == [str(mirror)]
+        assert mounting.fuse_mounts(str(place)) == [str(mirror)]
 
 
 def test_what_the_noise_leaves_is_the_bandwidth_less_the_shares() -> None:

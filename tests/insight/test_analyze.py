@@ -368,18 +368,15 @@ def test_the_command(tmp_path: Path) -> None:
     assert [epoch["files"] for epoch in found["epochs"]] == [400, 400]
 
 
-def test_names_do_nothing_to_a_terminal_or_a_page(tmp_path: Path) -> None:
-    job = Job(always(TIER, 0.01), many_files(50, 4 * KIB))
-    path = job.record(tmp_path / "job.rec", source="/l\x1b[2J<script>alert(1)</script>\udcff")
-    page = tmp_path / "job.html"
+def test_odd_names_and_recordings_that_make_no_sense(tmp_path: Path) -> None:
+    """They do nothing to a terminal or a page."""
+    job, path, page = Job(always(TIER, 0.01)), tmp_path / "job.rec", tmp_path / "job.html"
+    job.record(path, source="/l\x1b[2J<script>alert(1)</script>\udcff")
     done = command(path, "--html", page)
     assert done.returncode == 0
     assert "\x1b" not in done.stdout
     assert "<script>" not in page.read_text()
-
-
-def test_a_recording_that_makes_no_sense(tmp_path: Path) -> None:
-    path = Job(always(TIER, 0.01)).record(tmp_path / "job.rec", policy="none of ours")
+    job.record(path, policy="none of ours")
     done = command(path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "makes no sense" in done.stderr

@@ -17,21 +17,11 @@ from hypothesis import strategies as st
 from monarchfs.peers import messages
 from monarchfs.peers import names as peer_names
 from monarchfs.peers.following import Following
-from monarchfs.peers.messages import (
-    MAX_WANTED,
-    MOST_NAMES,
-    MOST_SPANS,
-    HeldSpan,
-    NamesQuestion,
-    PeerError,
-    WantedReplica,
-    WantedSpan,
-)
 from monarchfs.peers.nodes import PeerNode, Peers
 from monarchfs.peers.ownership import Ownership
 from monarchfs.types import DirRef, FileType, PeerListing, PeerNames, SourceStat
 from tests.peers.nodes import FILES, Nodes, files_of, requires_peers
-from tests.support.mounting import Bench, FaultySource, Mount, wait_for
+from tests.support.mounting import Bench, Mount, wait_for
 
 DIRECTORIES = 14
 HELD = 3
@@ -40,31 +30,32 @@ LARGEST = 2**63 - 1
 STAT = SourceStat(0, 2**64 - 1, 2**62, -(2**70), 2**70, -1, 0o100644, *[2**31] * 6)
 
 
-def decode_some_held(data: bytes) -> list[HeldSpan]:
-    return messages.decode_held(data, HELD)
-
-
 MESSAGES: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     "question": (messages.encode_names_question, messages.decode_names_question),
     "answer": (messages.encode_names, messages.decode_names),
     "listing": (messages.encode_listing, messages.decode_listing),
-    "held spans": (messages.encode_held, decode_some_held),
+    "held spans": (messages.encode_held, lambda data: messages.decode_held(data, HELD)),
     "wanted spans": (messages.encode_spans, messages.decode_spans),
     "wanted replicas": (messages.encode_wanted, messages.decode_wanted),
 }
-QUESTION = NamesQuestion(b"\xff/b c", 2**64 - 1, [b"\xff\n", b"b" * 255], LARGEST, demand=True)
+QUESTION = messages.NamesQuestion(
+    b"\xff/b c", 2**64 - 1, [b"\xff\n", b"b" * 255], LARGEST, demand=True
+)
 ENTRIES = [(b"\xff%d" % n, kind, 2**64 - 1) for n, kind in enumerate(FileType)]
 LISTING = PeerListing(LARGEST, -LARGEST, LARGEST, True, ENTRIES)
-SPAN = WantedSpan(b"\xff" * 16, 2**32 - 1, 2**32 - 1, 2**32 - 1, 255, b"\xff/x y")
-HOLDS = HeldSpan(coming=True, path="/tier/0/parts/00", digests=b"\xff" * 64)
-REPLICA = WantedReplica(b"\xff" * 16, 1 << 40, b"a/\xff/b c")
+SPAN = messages.WantedSpan(b"\xff" * 16, 2**32 - 1, 2**32 - 1, 2**32 - 1, 255, b"\xff/x y")
+HOLDS = messages.HeldSpan(coming=True, path="/tier/0/parts/00", digests=b"\xff" * 64)
+REPLICA = messages.WantedReplica(b"\xff" * 16, 1 << 40, b"a/\xff/b c")
 TOLD: list[tuple[str, Any]] = [
-    *(("question", QUESTION), ("question", NamesQuestion(b"", 1, [b"a"], 0, demand=False))),
+    *(
+        ("question", QUESTION),
+        ("question", messages.NamesQuestion(b"", 1, [b"a"], 0, demand=False)),
+    ),
     ("answer", PeerNames(LARGEST, [(b"\xff", STAT, b""), (b"a", STAT, b"")])),
     *(("answer", PeerNames(0, [])), ("listing", LISTING), ("held spans", [HOLDS] * HELD)),
-    ("held spans", [HeldSpan(coming=False)] * HELD),
-    *(("wanted spans", [SPAN] * count) for count in (0, 1, MOST_SPANS)),
-    *(("wanted replicas", [REPLICA] * count) for count in (0, 1, MAX_WANTED)),
+    ("held spans", [messages.HeldSpan(coming=False)] * HELD),
+    *(("wanted spans", [SPAN] * count) for count in (0, 1, messages.MOST_SPANS)),
+    *(("wanted replicas", [REPLICA] * count) for count in (0, 1, messages.MAX_WANTED)),
 ]
 
 
@@ -75,7 +66,7 @@ def test_a_message_is_read_as_it_was_written_and_as_a_whole(kind: str, message: 
     assert decode(sent) == message
     for length in range(len(sent)):
         if not kind.startswith("wanted"):  # whose first rows are a message, too
-            with pytest.raises(PeerError):
+            with pytest.raises(messages.PeerError):
                 decode(sent[:length])
 
 
@@ -89,7 +80,7 @@ json_values = st.recursive(
 @given(st.binary(max_size=100) | json_values.map(lambda value: json.dumps(value).encode()))
 def test_bytes_that_are_no_message(data: bytes) -> None:
     for kind, (encode, decode) in MESSAGES.items():
-        with suppress(PeerError):
+        with suppress(messages.PeerError):
             message = decode(data)
             assert kind != "wanted replicas" or encode(message) == data
 
@@ -98,13 +89,13 @@ ELSEWHERE = (b"/", b"/etc", b"a/", b"a//b", b"../x", b"a/../b", b".", b"a/.", b"
 REFUSED: list[tuple[str, Any]] = [
     *(("question", QUESTION._replace(path=path)) for path in ELSEWHERE),
     *(("question", QUESTION._replace(names=[name])) for name in (*ELSEWHERE, b"a/b", b"n" * 256)),
-    ("question", QUESTION._replace(names=[b"a"] * (MOST_NAMES + 1))),
+    ("question", QUESTION._replace(names=[b"a"] * (messages.MOST_NAMES + 1))),
     *(("question", QUESTION._replace(ino=0)), ("question", QUESTION._replace(most_age_ns=-1))),
     *(("listing", None), ("listing", LISTING._replace(entries=ENTRIES * 2))),
     *(("wanted spans", [SPAN._replace(path=path)]) for path in (b"", *ELSEWHERE)),
-    ("wanted spans", [SPAN] * (MOST_SPANS + 1)),
+    ("wanted spans", [SPAN] * (messages.MOST_SPANS + 1)),
     *(("wanted replicas", [REPLICA._replace(path=path)]) for path in (b"", *ELSEWHERE)),
-    ("wanted replicas", [REPLICA] * (MAX_WANTED + 1)),
+    ("wanted replicas", [REPLICA] * (messages.MAX_WANTED + 1)),
     *(
         ("held spans", [HOLDS._replace(path=path)] * HELD)
         for path in ("@elsewhere/x", "x", "/a b", "/a?b", "/a\0")
@@ -117,7 +108,7 @@ REFUSED: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("kind", "message"), REFUSED)
 def test_what_a_node_would_not_say_is_refused(kind: str, message: Any) -> None:
     encode, decode = MESSAGES[kind]
-    with pytest.raises(PeerError):
+    with pytest.raises(messages.PeerError):
         decode(encode(message))
 
 
@@ -151,8 +142,13 @@ async def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
                 assert set(asked) <= set(served[number])
 
 
-def go_through(mount: Mount, source: Path) -> None:
-    """As ``find -ls``; everything is as in the source."""
+def go_through(source: Path, *mounts: Mount) -> None:
+    """All at once, as ``find -ls``; everything is as in the source."""
+    with ThreadPoolExecutor(len(mounts)) as pool:
+        list(pool.map(lambda mount: compare(mount, source), mounts))
+
+
+def compare(mount: Mount, source: Path) -> None:
     for base, directories, files in os.walk(mount.path):
         directories.sort()
         for name in files:
@@ -162,43 +158,32 @@ def go_through(mount: Mount, source: Path) -> None:
                 assert getattr(here, field) == getattr(there, field), path
 
 
-def at_once(mounts: list[Mount], source: Path) -> None:
-    with ThreadPoolExecutor(len(mounts)) as pool:
-        for done in [pool.submit(go_through, mount, source) for mount in mounts]:
-            done.result()
-
-
 def operations(nodes: Nodes) -> int:
     return sum(mount.status()["source_io"]["operations"] for mount in nodes.mounts.values())
-
-
-def slow_source(work: Bench, source: Path) -> FaultySource:
-    """Nobody asks peers instead of a faster one."""
-    slow = work.faulty_source(source)
-    slow.faults(delay=0.005, delayed=["lookup"])
-    return slow
 
 
 class TestMounts:
     pytestmark = requires_peers
 
     def test_nodes_that_go_through_a_source_ask_it_once(self, work: Bench, source: Path) -> None:
-        nodes = Nodes(work, slow_source(work, source).path, 3, "--prefetch", "none")
+        slow = work.faulty_source(source)
+        slow.faults(delay=0.005, delayed=["lookup"])  # nobody asks peers instead of a faster one
+        nodes = Nodes(work, slow.path, 3, "--prefetch", "none")
         *first, last = nodes.mounts.values()
         before = operations(nodes)
-        at_once(first, source)
+        go_through(source, *first)
         asked = operations(nodes) - before
         # A busy machine misses a deadline now and then, and asks the source.
         assert FILES <= asked < 1.4 * (FILES + 4 * DIRECTORIES)
         before = operations(nodes)
-        go_through(last, source)
+        go_through(source, last)
         assert operations(nodes) - before < 0.3 * FILES, "it comes later"
         assert nodes.served("peer_names") > 1.2 * FILES
 
     def test_changes_show_after_the_ttl(self, work: Bench, source: Path) -> None:
         nodes = Nodes(work, source, 2, "--prefetch", "none", "--freshness", "ttl=4")
         a, b = nodes.mounts.values()
-        at_once([a, b], source)
+        go_through(source, a, b)
         changed = files_of(source)[0]
         name = changed.relative_to(source)
         changed.write_bytes(b"changed")

@@ -66,14 +66,14 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> Asked:
 def ask(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
     found: list[Node] = []
 
-    async def ask(asking: Owners) -> None:
-        found.extend(await asking.ask(nodes))
-
     async def main() -> None:
         following = Following(PEERS)
-        asking = make_owners(following)
+
+        async def ask() -> None:
+            found.extend(await make_owners(following).ask(nodes))
+
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, asking)
+            nursery.start_soon(ask)
             await trio.sleep(start_seconds)
             for event in following.answered:
                 event.set()

@@ -267,8 +267,7 @@ async def test_readers_at_different_places_fetch_nothing_ahead_and_little_is_kep
 
 async def test_what_the_owner_does_not_give_is_not_made_up() -> None:
     spans = Spans()
-    spans.gives = 1000
-    spans.own = 4 * PASSED_BYTES
+    spans.gives, spans.own = 1000, 4 * PASSED_BYTES
     async with trio.open_nursery() as nursery:
         reads = passing(spans, nursery)
         assert await reads.read(0, 5000) == bytes(1000)

@@ -15,15 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.fs.files import FileHandle
-from monarchfs.fuse.handle_table import (
-    RESENT,
-    HandleSlot,
-    HandleTable,
-    backing_ids,
-    make_memory,
-    make_table,
-    open_slots,
-)
+from monarchfs.fuse import handle_table
 from monarchfs.fuse.handles import Handles
 from monarchfs.fuse.passthrough import kernel_reads
 from monarchfs.fuse.session import hooks
@@ -33,13 +25,13 @@ from monarchfs.source.lanes import SourceCounters
 from monarchfs.types import Lane
 
 
-def view(table: int) -> HandleTable:
-    return HandleTable(table, hooks)
+def view(table: int) -> handle_table.HandleTable:
+    return handle_table.HandleTable(table, hooks)
 
 
 @pytest.fixture
 def table() -> Iterator[int]:
-    fd = make_table(4)
+    fd = handle_table.make_table(4)
     yield fd
     os.close(fd)
 
@@ -56,9 +48,9 @@ class File:
 @given(st.lists(st.tuples(st.sampled_from(["open", "close", "die"]), st.integers(0, 7))))
 def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
     """Also as the supervisor reads it, and where one worker goes on with what another has left."""
-    fd = make_table(4)
+    fd = handle_table.make_table(4)
     try:
-        slots, expected, given_out = view(fd), dict[int, HandleSlot](), set[int]()
+        slots, expected, given_out = view(fd), dict[int, handle_table.HandleSlot](), set[int]()
         for unique, (what, which) in enumerate(steps, 1):
             if what == "open" and len(expected) == 4:
                 with pytest.raises(OSError, match=os.strerror(errno.ENFILE)):
@@ -68,7 +60,7 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
                 assert number
                 assert number not in given_out
                 given_out.add(number)
-                expected[number] = HandleSlot(number, which + 1, unique, which)
+                expected[number] = handle_table.HandleSlot(number, which + 1, unique, which)
             elif what == "close" and given_out:
                 number = sorted(given_out)[which % len(given_out)]
                 slot = expected.pop(number, None)
@@ -77,8 +69,8 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
                 slots.close()
                 slots = view(fd)
             assert {slot.number: slot for slot in slots} == expected
-            assert {slot.number: slot for slot in open_slots(fd)} == expected
-            assert backing_ids(fd) == {slot.backing_id for slot in slots} - {0}
+            assert {slot.number: slot for slot in handle_table.open_slots(fd)} == expected
+            assert handle_table.backing_ids(fd) == {slot.backing_id for slot in slots} - {0}
             assert len(slots) == len(expected)
             for number in given_out:
                 known = expected.get(number)
@@ -92,8 +84,8 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
 def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
     number = view(table).add(7, 100)
     slots = view(table)
-    assert slots.add(7, 100 | RESENT) == number
-    assert slots.add(7, 102 | RESENT) != number
+    assert slots.add(7, 100 | handle_table.RESENT) == number
+    assert slots.add(7, 102 | handle_table.RESENT) != number
     assert slots.add(7, 100) != number  # not a repetition: the kernel says so where it is one
     assert len(slots) == 3
 
@@ -104,7 +96,7 @@ def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     handles = Handles(view(table), passthrough)
     first, second = File(7), File(7)
     handles.take_over(number, cast(FileHandle, first))
-    assert handles.add(cast(FileHandle, second), 100 | RESENT) == number
+    assert handles.add(cast(FileHandle, second), 100 | handle_table.RESENT) == number
     assert first.released == 1
     assert cast(File, handles.pop(number)) is second
     assert handles.pop(number) is None
@@ -139,7 +131,7 @@ SIZE = 64 << 10
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    fd = make_memory("test-counts", SIZE)
+    fd = handle_table.make_memory("test-counts", SIZE)
     yield fd
     os.close(fd)
 
@@ -160,9 +152,7 @@ def counted() -> dict[str, object]:
 
 
 def metrics_of(parts: dict[str, object]) -> Metrics:
-    metrics = parts["mount"]
-    assert isinstance(metrics, Metrics)
-    return metrics
+    return cast(Metrics, parts["mount"])
 
 
 def fresh() -> dict[str, object]:
@@ -181,9 +171,7 @@ def test_the_next_one_goes_on_from_what_was_saved(memory: int) -> None:
     before = counted()
     PersistentCounts(memory, before).save()
     after = restored(memory)
-    source = before["source"]
-    assert isinstance(source, SourceCounters)
-    source.stuck = 0  # what is so now, not what was counted
+    cast(SourceCounters, before["source"]).stuck = 0  # what is so now, not what was counted
     assert repr(plain(after)) == repr(plain(before))
     PersistentCounts(memory, after).save()
     # Counted once, however many go on from it.

@@ -9,24 +9,13 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monarchfs.cache import tier_comparison as comparison
 from monarchfs.cache.health import (
     CALM_SECONDS,
     FIRST_PROBE_SECONDS,
     LAST_PROBE_SECONDS,
     NOT_THE_TIERS,
     Health,
-)
-from monarchfs.cache.tier_comparison import (
-    Ambiguous,
-    Finding,
-    MissingFile,
-    NotSynced,
-    Orphan,
-    Row,
-    WrongBlocks,
-    WrongChecksumName,
-    WrongSize,
-    compare,
 )
 from monarchfs.types import Replica, ReplicaState, TierFile
 
@@ -142,33 +131,37 @@ files_of_names = st.dictionaries(
 )
 
 
-def expected(rows: list[Row], files: list[TierFile]) -> set[Finding]:
+def expected(rows: list[comparison.Row], files: list[TierFile]) -> set[comparison.Finding]:
     """The same by looking up each name, without any order."""
     lying: dict[bytes, list[TierFile]] = defaultdict(list)
     for one in files:
         lying[one.name].append(one)
-    found: set[Finding] = set()
+    found: set[comparison.Finding] = set()
     for name, ino, record in rows:
         here = lying.pop(name, [])
         complete = record.state is not ReplicaState.PARTIAL
         own = [one for one in here if complete and one.checksum == record.checksum]
-        found |= {WrongChecksumName(ino, record, one) for one in here if one not in own}
+        found |= {comparison.WrongChecksumName(ino, record, one) for one in here if one not in own}
         if complete and not own:
-            found.add(MissingFile(ino, record))
+            found.add(comparison.MissingFile(ino, record))
         for one in own:
             if one.size != record.size:
-                found.add(WrongSize(ino, record, one))
+                found.add(comparison.WrongSize(ino, record, one))
             elif one.allocated_bytes != record.allocated_bytes:
-                found.add(WrongBlocks(ino, record, one.allocated_bytes))
+                found.add(comparison.WrongBlocks(ino, record, one.allocated_bytes))
             if record.durable and not one.synced:
-                found.add(NotSynced(ino, record))
+                found.add(comparison.NotSynced(ino, record))
     for here in lying.values():
-        found |= {Orphan(one) if len(here) == 1 else Ambiguous(one) for one in here}
+        found |= {
+            comparison.Orphan(one) if len(here) == 1 else comparison.Ambiguous(one) for one in here
+        }
     return found
 
 
 @given(rows_of_names, files_of_names)
-def test_the_merge_finds_what_looking_up_finds(rows: list[Row], files: list[TierFile]) -> None:
-    found = compare(rows, files)
+def test_the_merge_finds_what_looking_up_finds(
+    rows: list[comparison.Row], files: list[TierFile]
+) -> None:
+    found = comparison.compare(rows, files)
     assert len(found) == len(set(found))
     assert set(found) == expected(rows, files)

@@ -36,14 +36,18 @@ DISTANCE = 40 * SIZE
 NO_TIME = 10**18
 
 
-def node(number: int) -> Node:
-    """The file of that number; inode numbers are larger by 1000."""
-    stat = SourceStat(0, number, SIZE, NO_TIME, NO_TIME, NO_TIME, 0o100644, 1, 0, 0, 0, 0, 4096)
-    return Node(1000 + number, stat, 1, b"%d" % number, 0, False, b"")
+def node(number: int, more: int = 1000, size: int = SIZE) -> Node:
+    """The file of that number; inode numbers are larger."""
+    stat = SourceStat(0, number, size, NO_TIME, NO_TIME, NO_TIME, 0o100644, 1, 0, 0, 0, 0, 4096)
+    return Node(number + more, stat, 1, b"%d" % number, 0, False, b"")
 
 
-def order_of(numbers: list[int]) -> Order:
-    return Order(b"\0".join(b"%d" % number for number in numbers))
+def joined(numbers: Iterable[int]) -> bytes:
+    return b"\0".join(b"%d" % number for number in numbers)
+
+
+def order_of(numbers: Iterable[int]) -> Order:
+    return Order(joined(numbers))
 
 
 class Reading:
@@ -92,8 +96,8 @@ def in_turns(numbers: list[int], readers: int, batch: int, rng: random.Random) -
     than two batches ahead of the slowest: what PyTorch's DataLoader asks for (``prefetch_factor``).
     """
     queues = [
-        [n for start in range(at * batch, len(numbers), readers * batch) for n in
-         numbers[start : start + batch]]
+        [n for start in range(at * batch, len(numbers), readers * batch)
+         for n in numbers[start : start + batch]]
         for at in range(readers)
     ]  # fmt: skip
     while longest := max(map(len, queues)):
@@ -195,7 +199,7 @@ def test_what_comes_next_is_awaited_until_it_was_opened_or_nobody_reads_on() -> 
 
 
 def test_an_order_that_has_begun_is_found_by_its_first_open() -> None:
-    order = Order(b"\0".join(b"%d" % number for number in range(1, 3000)), begun=True)
+    order = Order(joined(range(1, 3000)), begun=True)
     order.found([node(int(name)) for name in order.take_names(32)])
     assert not list(order.next_files(10, DISTANCE))  # nothing is known of its readers
     assert order.strayed(3000)
@@ -404,8 +408,7 @@ WINDOW_BYTES = 64 * EACH
 
 
 def listed(ino: int) -> Node:
-    stat = SourceStat(0, ino, EACH, NO_TIME, NO_TIME, NO_TIME, 0o100644, 1, 0, 0, 0, 0, 4096)
-    return Node(ino, stat, 1, b"%d" % ino, 0, False, b"")
+    return node(ino, 0, EACH)
 
 
 class Memory:
@@ -476,7 +479,7 @@ class Following:
         return [listed(int(name)) for name in names]
 
     def announce(self, stream: str, inos: Iterable[int], pid: int = LIVING) -> None:
-        self.window.announce(stream, b"\0".join(b"%d" % ino for ino in inos), pid, 1)
+        self.window.announce(stream, joined(inos), pid, 1)
 
     def start_ticks(self, pid: int) -> int | None:
         return None if pid in self.exited else 1
@@ -497,7 +500,7 @@ class Following:
         await trio.testing.wait_all_tasks_blocked()
 
 
-def follow(test: Callable[[Following], Awaitable[None]]) -> None:
+def in_a_window(test: Callable[[Following], Awaitable[None]]) -> Callable[[], None]:
     clock = trio.testing.MockClock()
 
     async def main() -> None:
@@ -508,11 +511,7 @@ def follow(test: Callable[[Following], Awaitable[None]]) -> None:
                 await test(following)
             nursery.cancel_scope.cancel()
 
-    trio.run(main, clock=clock)
-
-
-def in_a_window(test: Callable[[Following], Awaitable[None]]) -> Callable[[], None]:
-    return lambda: follow(test)
+    return lambda: trio.run(main, clock=clock)
 
 
 @in_a_window
@@ -577,7 +576,7 @@ async def test_a_slow_source_brings_the_readers_nearer(following: Following) -> 
 @in_a_window
 async def test_orders_of_processes_that_exited_go_first(following: Following) -> None:
     inos = list(range(1, FILES + 1))
-    most = 3 * len(b"\0".join(b"%d" % ino for ino in inos)) + 16
+    most = 3 * len(joined(inos)) + 16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(window, "MOST_NAME_BYTES", most)
         for stream in ("first", "second", "third"):

@@ -75,9 +75,7 @@ END = Verdict(safe=True, pause_seconds=None)
 
 
 def verdict_of(policy: RestartPolicy, life: Life) -> Verdict:
-    pause = policy.died(
-        life.seconds, answered=life.answered, waited=life.waited, killed=life.killed
-    )
+    pause = policy.died(**life._asdict())
     return Verdict(policy.safe, pause)
 
 

@@ -16,20 +16,16 @@ import subprocess
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import pytest
 from rich.console import Console
 
-from monarchfs.cli.main import main
 from monarchfs.cli.rates import HISTORY, History, number
 from monarchfs.cli.screen import draw
 from monarchfs.cli.status_text import format_report
 from monarchfs.cli.text import ASCII_SPARKS, format_share, sparkline
 from monarchfs.cli.watch import MountsView
-from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.system.sizes import format_bytes, format_seconds
 from tests.support import surroundings
 from tests.support.fake_daemon import changed, healthy
@@ -44,6 +40,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
+from tests.support.processes import parent_of
 from tests.support.timing import Stopwatch
 from tests.support.trees import write_files
 
@@ -173,32 +170,26 @@ def test_words(shown: str, text: str) -> None:
     assert shown == text
 
 
-# In a chroot it is none.
-ROOT_IS_A_MOUNT = any(mount.mountpoint == "/" for mount in read_mountinfo())
-
-
-def test_umount_of_the_root(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["umount", "/"])
-    captured = capsys.readouterr()
-    if ROOT_IS_A_MOUNT:
-        assert (code, captured.out, "use umount" in captured.err) == (2, "", True)
-    else:
-        assert (code, captured.out, captured.err) == (0, "/ is not mounted\n", "")
-
-
 # Live
 
 
-@dataclass
 class Terminal:
     """A monarchfs command on a terminal of its own."""
 
-    process: subprocess.Popen[bytes]
-    master: int
-    slave: int
-    before: list[Any]
-    output: bytearray
-    seen: int = 0
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.output, self.seen = bytearray(), 0
+        self.master, self.slave = surroundings.open_terminal()
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        self.before = termios.tcgetattr(self.slave)
+        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
+        self.process = subprocess.Popen(
+            ["setsid", "--ctty", *MONARCHFS, *arguments],
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=self.slave,
+            cwd="/",
+            env={**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", **environment},
+        )
 
     def read(self) -> None:
         while select.select([self.master], [], [], 0)[0]:
@@ -246,27 +237,14 @@ class Terminal:
 
 @contextmanager
 def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
-    master, slave = surroundings.open_terminal()
-    fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    before = termios.tcgetattr(slave)
-
-    kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        ["setsid", "--ctty", *MONARCHFS, *arguments],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        cwd="/",
-        env={**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", **environment},
-    )
-    opened = Terminal(process, master, slave, before, bytearray())
+    opened = Terminal(*arguments, **environment)
     try:
         yield opened
     finally:
-        process.kill()
-        process.wait()
-        os.close(master)
-        os.close(slave)
+        opened.process.kill()
+        opened.process.wait()
+        os.close(opened.master)
+        os.close(opened.slave)
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +306,7 @@ def test_another_size_of_the_terminal_and_no_colours(mounted: Mount) -> None:
 def test_keys_are_heard_while_nothing_answers(mounted: Mount) -> None:
     with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
         screen.wait_for("5 resident")
-        supervisor = psutil.Process(mounted.worker_pid()).ppid()
+        supervisor = parent_of(mounted.worker_pid())
         os.kill(supervisor, signal.SIGSTOP)
         try:
             wait_for(screen.is_still, "a question that is not answered")
@@ -444,10 +422,9 @@ def through(end: str, *arguments: str) -> tuple[int, str]:
 
 @pytest.fixture
 def storage(work: Bench) -> list[str]:
-    (work.path / "source").mkdir()
-    (work.path / "source" / "file").write_text("content")
+    write_files(work.path / "source", {"file": b"content"})
     (work.path / "mnt").mkdir()
-    return ["--tier", f"{work.path}/tier=10M", "--state-dir", f"{work.path}/state"]
+    return work.storage("10M")
 
 
 @needs_mounts
