@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -81,7 +82,9 @@ def test_the_check_sees_what_is_too_new_or_not_there(
     tmp_path: Path, part: ModuleType, glibc: str, said: str
 ) -> None:
     (tmp_path / "part.so").write_bytes(Path(str(part.__file__)).read_bytes())
-    lines = list(check.complaints(tmp_path, check.elf_files(tmp_path), glibc))
+    found = check.complaints(tmp_path, check.elf_files(tmp_path), glibc)
+    # What pyenv builds looks for libraries beside this Python.
+    lines = [line for line in found if f"in {sys.base_prefix}/lib" not in line]
     assert len(lines) == bool(said)
     assert re.fullmatch(said, "".join(lines))
 
