@@ -9,42 +9,12 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from monarchfs.cache.placement.events import (
-    Abandoned,
-    Accessed,
-    Action,
-    Dropped,
-    Evict,
-    Evicted,
-    EvictionFailed,
-    EvictionReason,
-    Grant,
-    Known,
-    Loaded,
-    Move,
-    Moved,
-    MoveFailed,
-    Owner,
-    Place,
-    PlacementEvent,
-    RefusalReason,
-    Refuse,
-    Resized,
-    Resumed,
-    RoomWanted,
-    Stored,
-    Suspended,
-    TierBack,
-    TierLost,
-    TierSeen,
-    Wanted,
-    WantedEach,
-    Weighed,
-)
+from monarchfs.cache.placement import events
+from monarchfs.cache.placement.events import Action, Evict, EvictionReason, Owner
 from monarchfs.cache.placement.ledger import reservation
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
-from tests.placement.tools import BLOCK, MIB, FakeLookup, placed
+from tests.placement.tools import BLOCK, MIB, FakeLookup
 from tests.support.accounts import check_accounts, writable_bytes
 
 TIERS = st.integers(0, 2)
@@ -102,7 +72,6 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         self.leaving: list[Leaving] = []
         self.stuck: list[Leaving] = []
         self.lost: set[int] = set()
-        self.evictees: list[Leaving] = []
         self.owner = Owner.NOBODY
 
     @initialize(
@@ -119,7 +88,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             self.next_ino += 1
         for tier in range(3):
             held = [allocated for at, allocated in self.replicas.values() if at == tier]
-            assert self.placement.handle(Loaded(tier, len(held), sum(held))) == []
+            assert self.placement.handle(events.Loaded(tier, len(held), sum(held))) == []
             assert self.see(tier) == []
 
     # The disks.
@@ -163,10 +132,10 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             free_bytes=FILE_SYSTEM.free_bytes - used - other_bytes,
             free_inodes=FILE_SYSTEM.free_inodes - files - other_files,
         )
-        seen = TierSeen(tier, self.capacity[tier], space, self.written(tier), demote)
+        seen = events.TierSeen(tier, self.capacity[tier], space, self.written(tier), demote)
         return self.carry_out(self.placement.handle(seen), {EvictionReason.PRESSURE})
 
-    def handle(self, event: PlacementEvent, *reasons: EvictionReason) -> list[Action]:
+    def handle(self, event: events.PlacementEvent, *reasons: EvictionReason) -> list[Action]:
         return self.carry_out(self.placement.handle(event), set(reasons))
 
     def carry_out(self, actions: list[Action], reasons: set[EvictionReason]) -> list[Action]:
@@ -180,7 +149,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
                 case Evict(ino, tier, allocated):
                     assert self.replicas.pop(ino) == (tier, allocated)
                     self.leaving.append(Leaving(ino, tier, allocated, True))
-                case Move(ino, tier, to, reserved):
+                case events.Move(ino, tier, to, reserved):
                     at, allocated = self.replicas[ino]
                     assert at == tier
                     assert ino not in self.moves
@@ -245,13 +214,13 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         else:
             self.next_ino += 1
         reasons = [EvictionReason.POLICY] if evicts else []
-        actions = self.placement.handle(Wanted(ino, size, evicts, owner))
-        assert not any(isinstance(action, Move) for action in actions)
+        actions = self.placement.handle(events.Wanted(ino, size, evicts, owner))
+        assert not any(isinstance(action, events.Move) for action in actions)
         gone_bytes = [action.allocated_bytes for action in actions if isinstance(action, Evict)]
         (action,) = self.carry_out(actions, set(reasons))
         self.owner = Owner.NOBODY
         match action:
-            case Place(placed_ino, tier, reserved, whole):
+            case events.Place(placed_ino, tier, reserved, whole):
                 assert placed_ino == ino
                 assert tier not in self.lost
                 assert reserved == (reservation(size) if whole else 0)
@@ -264,11 +233,11 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
                     ledger = self.placement._ledgers[tier]
                     room = ledger.room_bytes() + (0 if whole else -16 * MIB)
                     assert room < gone_bytes[-1] or ledger.room_inodes() <= 0
-            case Refuse(refused, reason, missing):
+            case events.Refuse(refused, reason, missing):
                 assert refused == ino
                 assert not gone_bytes
-                assert (missing > 0) == (reason is RefusalReason.NO_ROOM)
-                assert (reason is RefusalReason.NO_TIER) == (len(self.lost) == 3)
+                assert (missing > 0) == (reason is events.RefusalReason.NO_ROOM)
+                assert (reason is events.RefusalReason.NO_TIER) == (len(self.lost) == 3)
             case _:
                 raise AssertionError(action)
 
@@ -279,16 +248,16 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         files = [(self.next_ino + n, size) for n, size in enumerate(sizes)]
         self.next_ino += len(files)
         self.owner = owner
-        actions = self.placement.handle(WantedEach(files, evicts, owner))
+        actions = self.placement.handle(events.WantedEach(files, evicts, owner))
         gone_bytes = [action.allocated_bytes for action in actions if isinstance(action, Evict)]
-        places: list[Place] = []
+        places: list[events.Place] = []
         for (ino, size), place in zip(
             files,
             self.carry_out(actions, {EvictionReason.POLICY} if evicts else set()),
             strict=False,
         ):
-            assert isinstance(place, Place)
-            assert place == Place(ino, place.tier, reservation(size), True)
+            assert isinstance(place, events.Place)
+            assert place == events.Place(ino, place.tier, reservation(size), True)
             assert place.tier not in self.lost
             self.copies[ino] = Copy(place.tier, place.reserved_bytes, owner=owner)
             places.append(place)
@@ -306,16 +275,6 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             need = reservation(files[len(places)][1])
             assert not any(ledger.takes(need) for _, ledger in self.placement._usable)
 
-    @rule(count=st.integers(1, 8))
-    def come_to_rest_together(self, count: int) -> None:
-        created = [ino for ino in sorted(self.copies) if self.copies[ino].created][:count]
-        stored = []
-        for ino in created:
-            copy = self.copies.pop(ino)
-            stored.append((ino, copy.base + copy.written))
-            self.replicas[ino] = (copy.tier, copy.base + copy.written)
-        assert self.handle(Stored(stored)) == []
-
     @rule(sizes=st.lists(SMALL, min_size=3, max_size=12))
     def filled(self, sizes: list[int]) -> None:
         """Files are opened and copied one after the other, and what goes for them is gone at once,
@@ -332,21 +291,21 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
                 self.check_written(copy.tier)
                 del self.copies[ino]
                 self.replicas[ino] = (copy.tier, copy.written)
-                assert self.handle(Stored([(ino, copy.written)])) == []
+                assert self.handle(events.Stored([(ino, copy.written)])) == []
 
     @rule(pick=PICK, size=SIZES)
     def room_wanted(self, pick: int, size: int) -> None:
         ino = self.pick(self.copies, pick)
         if ino is not None:
             self.owner = self.copies[ino].owner
-            (action,) = self.handle(RoomWanted(ino, size), EvictionReason.POLICY)
+            (action,) = self.handle(events.RoomWanted(ino, size), EvictionReason.POLICY)
             self.owner = Owner.NOBODY
-            if isinstance(action, Grant):
-                assert action == Grant(ino, size)
+            if isinstance(action, events.Grant):
+                assert action == events.Grant(ino, size)
                 assert self.copies[ino].tier not in self.lost
                 self.copies[ino].granted += reservation(size)
             else:
-                assert isinstance(action, Refuse)
+                assert isinstance(action, events.Refuse)
                 assert action.ino == ino
 
     @rule(pick=PICK, share=st.floats(0, 1))
@@ -362,15 +321,19 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             copy.written += more
             self.check_written(copy.tier)
 
-    @rule(pick=PICK, whole=st.booleans())
-    def comes_to_rest(self, pick: int, whole: bool) -> None:
-        ino = self.pick((ino for ino, copy in self.copies.items() if copy.created), pick)
-        if ino is not None:
+    @rule(count=st.integers(1, 8), whole=st.booleans())
+    def come_to_rest(self, count: int, whole: bool) -> None:
+        """Complete, several together; or one that is not."""
+        created = [ino for ino in sorted(self.copies) if self.copies[ino].created]
+        stored = []
+        for ino in created[: count if whole else 1]:
             copy = self.copies.pop(ino)
-            allocated = copy.base + copy.written
-            self.replicas[ino] = (copy.tier, allocated)
-            event = Stored([(ino, allocated)]) if whole else Suspended(ino, allocated)
-            assert self.handle(event) == []
+            stored.append((ino, copy.base + copy.written))
+            self.replicas[ino] = (copy.tier, copy.base + copy.written)
+        if whole:
+            assert self.handle(events.Stored(stored)) == []
+        elif stored:
+            assert self.handle(events.Suspended(*stored[0])) == []
 
     @rule(pick=PICK)
     def abandoned(self, pick: int) -> None:
@@ -378,14 +341,14 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         if ino is not None:
             del self.copies[ino]
             for _again in range(2):
-                assert self.handle(Abandoned(ino)) == []
+                assert self.handle(events.Abandoned(ino)) == []
 
     @rule(pick=PICK, evicts=st.booleans(), owner=OWNERS)
     def resumed(self, pick: int, evicts: bool, owner: Owner) -> None:
         ino = self.pick(set(self.replicas) - set(self.moves), pick)
         if ino is not None:
             tier, allocated = self.replicas.pop(ino)
-            assert self.handle(Resumed(ino, tier, allocated, evicts, owner)) == []
+            assert self.handle(events.Resumed(ino, tier, allocated, evicts, owner)) == []
             self.copies[ino] = Copy(tier, 0, allocated, resumed=True, created=True, owner=owner)
 
     @rule(pick=PICK, blocks=st.integers(-3, 3))
@@ -398,7 +361,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         more = max(-allocated, blocks * BLOCK)
         if more <= 0 or self.may_write(tier, more):
             self.replicas[ino] = (tier, allocated + more)
-            assert self.handle(Resized(ino, tier, more)) == []
+            assert self.handle(events.Resized(ino, tier, more)) == []
 
     @rule(pick=PICK)
     def dropped(self, pick: int) -> None:
@@ -408,7 +371,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             self.leaving.append(Leaving(ino, tier, allocated, False))
             if ino in self.moves:
                 self.moves[ino].dropped = True
-            assert self.handle(Dropped(ino, tier, allocated)) == []
+            assert self.handle(events.Dropped(ino, tier, allocated)) == []
 
     @rule(pick=PICK)
     def dropped_while_resumed(self, pick: int) -> None:
@@ -416,35 +379,35 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
         if ino is not None:
             copy = self.copies[ino]
             self.leaving.append(Leaving(ino, copy.tier, copy.base, False))
-            assert self.handle(Dropped(ino, copy.tier, copy.base)) == []
+            assert self.handle(events.Dropped(ino, copy.tier, copy.base)) == []
             # Another file from then on: nothing of the copy is in it.
             copy.base, copy.resumed, copy.created = 0, False, copy.written > 0
 
     # What leaves.
 
+    def take_leaving(self, pick: int, *, named: bool) -> Leaving:
+        """The first one of an inode, or that of its tier if that is ``named``."""
+        chosen = self.leaving[pick % len(self.leaving)]
+        tiers = [chosen.tier] if named else range(3)
+        item = next(o for o in self.leaving if o.ino == chosen.ino and o.tier in tiers)
+        self.leaving.remove(item)
+        return item
+
     @precondition(lambda self: self.leaving)
     @rule(pick=PICK, named=st.booleans())
     def evicted(self, pick: int, named: bool) -> None:
-        item = self.leaving[pick % len(self.leaving)]
-        first = next(other for other in self.leaving if other.ino == item.ino)
-        if not named:
-            item = first
-        else:
-            item = next(o for o in self.leaving if o.ino == item.ino and o.tier == item.tier)
-        self.leaving.remove(item)
-        assert self.handle(Evicted(item.ino, item.tier if named else None)) == []
+        item = self.take_leaving(pick, named=named)
+        assert self.handle(events.Evicted(item.ino, item.tier if named else None)) == []
 
     @precondition(lambda self: self.leaving)
     @rule(pick=PICK)
     def eviction_failed(self, pick: int) -> None:
-        item = self.leaving[pick % len(self.leaving)]
-        item = next(o for o in self.leaving if o.ino == item.ino and o.tier == item.tier)
-        self.leaving.remove(item)
+        item = self.take_leaving(pick, named=True)
         if item.recorded and item.ino not in self.replicas and item.ino not in self.copies:
             self.replicas[item.ino] = (item.tier, item.allocated)
         else:
             self.stuck.append(item)
-        assert self.handle(EvictionFailed(item.ino, item.tier)) == []
+        assert self.handle(events.EvictionFailed(item.ino, item.tier)) == []
 
     @precondition(lambda self: self.stuck)
     @rule()
@@ -454,7 +417,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
                 self.stuck.remove(item)
                 item.recorded = False
                 self.leaving.append(item)
-                assert self.handle(Dropped(item.ino, item.tier, item.allocated)) == []
+                assert self.handle(events.Dropped(item.ino, item.tier, item.allocated)) == []
                 return
 
     # What moves.
@@ -468,19 +431,19 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             if ino is not None:
                 # Now and then the replica is elsewhere by now.
                 tier = (self.replicas[ino][0] + (late == 0)) % 3
-                assert self.handle(Accessed(ino, tier), *reasons) == []
+                assert self.handle(events.Accessed(ino, tier), *reasons) == []
 
     @rule(
         weights=st.lists(st.tuples(st.integers(16, 60), st.integers(0, 5))), replace=st.booleans()
     )
     def weighed(self, weights: list[tuple[int, float]], replace: bool) -> None:
-        assert self.handle(Weighed(weights, replace)) == []
+        assert self.handle(events.Weighed(weights, replace)) == []
 
     @rule(pick=PICK, tier=TIERS)
     def known(self, pick: int, tier: int) -> None:
         ino = self.pick(self.replicas, pick)
         if ino is not None:
-            assert self.handle(Known(ino, tier)) == []
+            assert self.handle(events.Known(ino, tier)) == []
 
     @rule(pick=PICK, share=st.floats(0, 1))
     def moved(self, pick: int, share: float) -> None:
@@ -494,37 +457,24 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             self.replicas[ino] = (move.to, allocated)
             self.leaving.append(Leaving(ino, move.tier, move.allocated, False))
             self.check_written(move.to)
-            assert self.handle(Moved(ino, allocated)) == []
+            assert self.handle(events.Moved(ino, allocated)) == []
 
     @rule(pick=PICK)
     def move_failed(self, pick: int) -> None:
         ino = self.pick(self.moves, pick)
         if ino is not None:
             del self.moves[ino]
-            assert self.handle(MoveFailed(ino), EvictionReason.PRESSURE) == []
+            assert self.handle(events.MoveFailed(ino), EvictionReason.PRESSURE) == []
 
     # Around.
 
-    @rule(pick=PICK)
-    def opened(self, pick: int) -> None:
-        ino = self.pick(self.replicas, pick)
+    @rule(pick=PICK, what=st.sampled_from(["opened", "closed", "outdated"]))
+    def used(self, pick: int, what: str) -> None:
+        ino = self.pick(self.open if what == "closed" else self.replicas, pick)
         if ino is not None:
-            self.open.add(ino)
-
-    @precondition(lambda self: self.open)
-    @rule(pick=PICK)
-    def closed(self, pick: int) -> None:
-        self.open.discard(self.pick(self.open, pick) or 0)
-
-    @rule(pick=PICK)
-    def outdated_now(self, pick: int) -> None:
-        ino = self.pick(self.replicas, pick)
-        if ino is not None:
-            self.stale.add(ino)
-
-    @rule(tier=TIERS)
-    def seen(self, tier: int) -> None:
-        assert self.see(tier) == []
+            {"opened": self.open.add, "closed": self.open.remove, "outdated": self.stale.add}[what](
+                ino
+            )
 
     @rule(tier=TIERS, percent=st.integers(0, 100), demote=st.booleans())
     def resized(self, tier: int, percent: int, demote: bool) -> None:
@@ -572,10 +522,10 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             tier = self.pick(self.lost, tier) or 0
         if tier in self.lost:
             self.lost.discard(tier)
-            assert self.handle(TierBack(tier)) == []
+            assert self.handle(events.TierBack(tier)) == []
         elif not lose:
             self.lost.add(tier)
-            assert self.handle(TierLost(tier, "gone")) == []
+            assert self.handle(events.TierLost(tier, "gone")) == []
 
     @invariant()
     def accounts_are_true(self) -> None:
@@ -590,42 +540,12 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             leaving = [item.allocated for item in self.leaving if item.tier == tier]
             assert (accounts.used_bytes, accounts.files) == (sum(rest), len(rest))
             assert (accounts.leaving_bytes, accounts.leaving_files) == (sum(leaving), len(leaving))
-            assert self.placement.ledger(tier).usage[0] == sum(rest) + sum(leaving)
-
-    def teardown(self) -> None:
-        """Once everything is gone, every tier takes what it took at first."""
-        if not hasattr(self, "placement"):
-            return
-        for ino in list(self.moves):
-            del self.moves[ino]
-            self.handle(MoveFailed(ino), EvictionReason.PRESSURE)
-        for ino in list(self.copies):
-            self.placement.handle(Abandoned(ino))
-        self.copies.clear()
-        for ino, (tier, allocated) in self.replicas.items():
-            self.placement.handle(Dropped(ino, tier, allocated))
-            self.placement.handle(Evicted(ino, tier))
-        self.replicas.clear()
-        for item in self.stuck:
-            self.placement.handle(Dropped(item.ino, item.tier, item.allocated))
-        for item in self.leaving + self.stuck:
-            self.placement.handle(Evicted(item.ino, item.tier))
-        self.leaving.clear()
-        self.stuck.clear()
-        self.capacity = list(CAPACITIES)
-        self.others = [(0, 0)] * 3
-        for tier in range(3):
-            self.placement.handle(TierLost(tier, "not its turn"))
-        for tier in range(3):
-            ledger = self.placement.ledger(tier)
-            assert ledger.usage[0] == ledger.reserved_bytes == 0
-            assert ledger.files == ledger.leaving_files == 0
-            self.placement.handle(TierBack(tier))
-            assert self.see(tier) == []
-            (action,) = self.placement.handle(Wanted(tier, 40 * MIB - BLOCK))
-            assert action == placed(tier, tier, 40 * MIB - BLOCK)
-            self.placement.handle(TierLost(tier, "full"))
-        check_accounts(self.placement)
+            assert accounts.usage[0] == sum(rest) + sum(leaving)
+            copies = [copy for copy in self.copies.values() if copy.tier == tier]
+            granted = [copy.granted for copy in copies]
+            granted += [move.granted for move in self.moves.values() if move.to == tier]
+            assert accounts.reserved_bytes == sum(granted)
+            assert accounts.copies == len(granted) - sum(copy.resumed for copy in copies)
 
 
 TestPlacementMachine = PlacementMachine.TestCase

@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from monarchfs.cache.placement.events import (
-    Action,
-    Evict,
-    Evicted,
-    Loaded,
-    Move,
-    Moved,
-    Place,
-    PlacementEvent,
-    Stored,
-    Suspended,
-    TierSeen,
-    Wanted,
-    Weighed,
-)
+from monarchfs.cache.placement import events
+from monarchfs.cache.placement.events import Action, Evict, Move, Place
 from monarchfs.cache.placement.ledger import reservation
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.types import EvictionPolicy, Space
@@ -69,13 +56,13 @@ def placement_of(*capacities: int) -> Placement:
     """Tiers 0, 1, ... of these capacities on file systems with plenty of room."""
     placement = Placement(range(len(capacities)), FakeLookup(), reserve_percent=10)
     for tier, capacity in enumerate(capacities):
-        placement.handle(TierSeen(tier, capacity, ROOMY))
+        placement.handle(events.TierSeen(tier, capacity, ROOMY))
     return placement
 
 
-def run(placement: Placement, *events: PlacementEvent) -> list[Action]:
+def run(placement: Placement, *happened: events.PlacementEvent) -> list[Action]:
     actions = []
-    for event in events:
+    for event in happened:
         actions += placement.handle(event)
         check_accounts(placement)
     return actions
@@ -101,15 +88,15 @@ class Node:
             range(len(capacities)), self.lookup, eviction=eviction, reserve_percent=reserve_percent
         )
         for tier, capacity in enumerate(capacities):
-            self.run(TierSeen(tier, capacity, ROOMY))
+            self.run(events.TierSeen(tier, capacity, ROOMY))
 
-    def run(self, *events: PlacementEvent) -> list[Action]:
+    def run(self, *happened: events.PlacementEvent) -> list[Action]:
         actions = []
-        for event in events:
+        for event in happened:
             match event:
-                case Suspended(ino, size):
+                case events.Suspended(ino, size):
                     stored: Sequence[tuple[int, int]] = [(ino, size)]
-                case Stored(files):
+                case events.Stored(files):
                     stored = files
                 case _:
                     stored = ()
@@ -127,39 +114,39 @@ class Node:
 
     def store(self, ino: int, blocks: int) -> list[Action]:
         """Somebody opens a file, which is copied, and the removals for it are done."""
-        actions = self.run(Wanted(ino, (blocks - 1) * BLOCK, True))
+        actions = self.run(events.Wanted(ino, (blocks - 1) * BLOCK, True))
         if isinstance(actions[-1], Place):
             self.gone(actions)
-            self.run(Stored([(ino, blocks * BLOCK)]))
+            self.run(events.Stored([(ino, blocks * BLOCK)]))
         return actions
 
     def gone(self, actions: list[Action]) -> None:
-        self.run(*(Evicted(action.ino) for action in actions if isinstance(action, Evict)))
+        self.run(*(events.Evicted(action.ino) for action in actions if isinstance(action, Evict)))
 
     def moved(self, move: Action) -> list[Action]:
         """A move is done, and the old file removed."""
         assert isinstance(move, Move)
         _, allocated = self.lookup.replicas[move.ino]
         self.lookup.replicas[move.ino] = (move.to, allocated)
-        actions = self.run(Moved(move.ino, allocated))
-        self.run(Evicted(move.ino))
+        actions = self.run(events.Moved(move.ino, allocated))
+        self.run(events.Evicted(move.ino))
         return actions
 
     def load(self, tier: int, sizes: dict[int, int]) -> None:
         """Replicas (of so many blocks) that an earlier mount left."""
         for ino, blocks in sizes.items():
             self.lookup.replicas[ino] = (tier, blocks * BLOCK)
-        self.run(Loaded(tier, len(sizes), sum(sizes.values()) * BLOCK))
+        self.run(events.Loaded(tier, len(sizes), sum(sizes.values()) * BLOCK))
 
     def shrink(self, blocks: int, tier: int = 0, *, demote: bool = False) -> list[Action]:
-        return self.run(TierSeen(tier, blocks * BLOCK, ROOMY, 0, demote))
+        return self.run(events.TierSeen(tier, blocks * BLOCK, ROOMY, 0, demote))
 
 
 def full_node(eviction: EvictionPolicy, *more: int) -> Node:
     """Ten replicas, 20 to 29, of ten blocks each fill the first tier; the others have so many
     blocks. Later files weigh more."""
     node = Node(100 * BLOCK, *(blocks * BLOCK for blocks in more), eviction=eviction)
-    node.run(Weighed([(ino, float(ino)) for ino in range(20, 60)]))
+    node.run(events.Weighed([(ino, float(ino)) for ino in range(20, 60)]))
     for ino in range(20, 30):
         assert node.store(ino, 10) == [placed(ino, 0, 9 * BLOCK)]
     return node
