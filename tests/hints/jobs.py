@@ -25,7 +25,7 @@ print(json.dumps([epochs_of(plain, 1), epochs_of(mounted, count)]))
 TORCH = """
 import torch
 from torch.utils.data import (
-    BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
+    DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler,
     get_worker_info,
 )
 
@@ -59,14 +59,6 @@ def epochs_of(files, count):
     result = drawn(files, count, True)
     assert result == drawn(plain, count, False), "not what is drawn without hints"
     return result
-"""
-
-BATCH_SAMPLER = """
-def epochs_of(files, count):
-    dataset = Files(files)
-    sampler = hints.announce(BatchSampler(RandomSampler(dataset), 16, False), files)
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4, persistent_workers=True)
-    return [numbers(loader) for _ in range(count)]
 """
 
 DISTRIBUTED = """

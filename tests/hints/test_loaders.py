@@ -97,7 +97,6 @@ def run_job(work: Bench, module: str, code: str) -> tuple[list[list[int]], dict[
     ("module", "job"),
     [
         pytest.param("torch", jobs.SAMPLER, id="torch-sampler"),
-        pytest.param("torch", jobs.BATCH_SAMPLER, id="torch-batch-sampler"),
         pytest.param("torch", jobs.DISTRIBUTED, id="torch-distributed"),
         pytest.param("torch", jobs.ITERABLE, id="torch-iterable"),
         pytest.param("tensorflow", jobs.MAP, id="tfdata-map"),
