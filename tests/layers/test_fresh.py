@@ -345,33 +345,6 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else(
 # Errors of the source, and readers that are killed.
 
 
-async def test_all_who_wait_get_the_sources_error_and_the_next_reads_on(area: Area) -> None:
-    area.write("f", OLD)
-    async with area.mounted(copies=False) as mirror:
-        handles = [await mirror.open("f") for _ in range(3)]
-        gate = mirror.posix.faults.gate("read")
-        mirror.posix.faults.fail("read", errno.EIO, times=1)
-        errors = []
-
-        async def read(number: int) -> None:
-            with pytest.raises(OSError, match="Input/output") as raised:
-                await mirror.read(handles[number], 2 * MIB + number, 1000)
-            errors.append(raised.value.errno)
-
-        async with trio.open_nursery() as nursery:
-            for number in range(3):
-                nursery.start_soon(read, number)
-            await gate.arrived()
-            await trio.testing.wait_all_tasks_blocked()
-            assert gate.waiting == 1, "one read of the source for all three"
-            gate.open()
-        assert errors == [errno.EIO] * 3
-        assert await mirror.read(handles[0], 7, 1000) == OLD[7:1007]
-        assert mirror.metrics.tier_errors == 0
-        for handle in handles:
-            handle.release()
-
-
 async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
     files.write("large", OLD)
     files.write("empty", b"")
@@ -406,27 +379,6 @@ async def test_a_file_that_changes_while_it_is_copied(area: Area, change: Change
         # The kernel looks the name up again, and opens what it finds.
         new = await mirror.copied("f")
         assert new != ino
-        assert await mirror.read_file("f") == path.read_bytes()
-
-
-@pytest.mark.parametrize("change", CHANGES[:4])
-async def test_a_file_that_changes_while_it_is_read(area: Area, change: Change) -> None:
-    """An open file goes on as it would in the source itself."""
-    area.write("f", OLD)
-    path = area.source / "f"
-    async with area.mounted() as mirror:
-        gate = mirror.posix.faults.gate("read")
-        handle = await mirror.open("f")
-        with path.open("rb", buffering=0) as direct:
-            change(path)
-            gate.open()
-            for offset in (0, 2 * MIB, 1 * MIB - 5, 3 * MIB):
-                expected = os.pread(direct.fileno(), 100_000, offset)
-                assert await mirror.read(handle, offset, 100_000) == expected
-        await mirror.idle()
-        assert mirror.metrics.copies_outdated == 1
-        assert mirror.residency.state(handle.ino) == "remote"
-        handle.release()
         assert await mirror.read_file("f") == path.read_bytes()
 
 

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-import trio
-import trio.testing
 
 from monarchfs.fuse.estale_retries import MOST_KEPT, SHARED_NS, EstaleRetries
 from monarchfs.types import ROOT_INO
@@ -39,34 +37,6 @@ async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
         assert mirror.source.counters.operations - before == 2
         assert mirror.posix.faults.calls["open"] == 1
         assert mirror.residency.state(ino) == "resident"
-
-
-@pytest.mark.parametrize("killed", [0, 2], ids=["who wait for it", "who are killed"])
-async def test_two_who_open_it_share_the_read(area: Area, killed: int) -> None:
-    """What was fetched is kept all the same."""
-    data = area.write("small", content(SMALL))
-    async with area.mount() as mirror:
-        gate = mirror.posix.faults.gate("read")
-        found: list[bytes] = []
-
-        async def read_it() -> None:
-            found.append(await mirror.read_file("small"))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(read_it)
-            nursery.start_soon(read_it)
-            await gate.arrived()
-            await trio.testing.wait_all_tasks_blocked()
-            assert not found
-            if killed:
-                nursery.cancel_scope.cancel()
-            else:
-                gate.open()
-        gate.open()
-        assert found == [data] * (2 - killed)
-        await mirror.settled()
-        assert await mirror.state("small") == "resident"
-        assert mirror.bytes_read("small") == SMALL
 
 
 # What changes between the kernel's two tries.

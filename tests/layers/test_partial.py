@@ -13,7 +13,6 @@ from monarchfs.cache.placement import placement
 from monarchfs.cache.replicas import Reservation
 from monarchfs.cache.store.checksum import combine, digests
 from monarchfs.prefetch.fetch import CHUNK_BYTES
-from monarchfs.prefetch.queue import Priority
 from monarchfs.types import ReplicaState, SourceStat
 from tests.support.faults import disk_is_full
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
@@ -273,18 +272,6 @@ async def test_what_is_between_holes_is_copied(area: Area, seed: int) -> None:
         assert await mirror.read_file("f") == data
         most = sum(len(piece) + 3 * 256 * KIB for _at, piece in pieces)
         assert sum(read.size for read in mirror.posix.reads) <= most
-
-
-async def test_many_fit_where_their_sizes_would_not(area: Area) -> None:
-    for number in range(12):
-        make_sparse(area, f"f{number}", [(number * 5 * MIB, DATA)])
-    async with area.mounted([6 * MIB], copy_workers=8) as mirror:
-        watch_capacity(mirror, 6 * MIB)
-        for number in range(12):
-            await mirror.want(f"f{number}", Priority.SCANNED)
-        await mirror.idle()
-        for number in range(12):
-            assert mirror.residency.state(await mirror.ino(f"f{number}")) == "resident"
 
 
 @pytest.mark.usefixtures("lying")

@@ -370,44 +370,32 @@ async def read_relayed(kernel: Passing) -> None:
     assert await kernel.read_file("0") == (content(SIZE, 0), False)
 
 
-@pytest.mark.parametrize("opens", [1, 3])
-async def test_a_replica_that_goes_while_its_id_is_asked_for(passing: Mounted, opens: int) -> None:
+@pytest.mark.parametrize("why", ["corrupt", "corrupt, many wait", "late", "killed"])
+async def test_an_id_that_comes_when_nobody_can_use_it_is_given_back(
+    passing: Mounted, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    """The replica has gone, the reader has waited long enough, or waits no more."""
+    if why == "late":
+        monkeypatch.setattr(passthrough, "ANSWER_SECONDS", 0.01)
     async with passing("0") as kernel:
         mirror = kernel.mirror
-        ino = await mirror.ino("0")
         kernel.answers = False
         async with trio.open_nursery() as nursery:
-            for _ in range(opens):
+            for _ in range(3 if why == "corrupt, many wait" else 1):
                 nursery.start_soon(read_relayed, kernel)
             await until(lambda: bool(kernel.registry.files), "the question")
-            mirror.cache.accounts.corrupt(ino)
+            if why == "killed":
+                nursery.cancel_scope.cancel()
+            elif why != "late":
+                mirror.cache.accounts.corrupt(await mirror.ino("0"))
+                kernel.answer_at_last()
+        if why in ("late", "killed"):
             kernel.answer_at_last()
         await mirror.idle()
         assert mirror.metrics.passthrough_opens == 0
         await given_back(kernel)
-
-
-async def test_a_supervisor_that_is_late(passing: Mounted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passthrough, "ANSWER_SECONDS", 0.01)
-    async with passing("0") as kernel:
-        kernel.answers = False
-        one = await kernel.open("0")
-        assert one.backing_id == 0
-        kernel.answer_at_last()
-        await kernel.release(one)
-        await given_back(kernel)
-        assert await kernel.read_file("0") == (content(SIZE, 0), True)
-
-
-async def test_nobody_waits_for_the_answer_any_more(passing: Mounted) -> None:
-    async with passing("0") as kernel:
-        kernel.answers = False
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(kernel.open, "0")
-            await until(lambda: bool(kernel.registry.files), "the question")
-            nursery.cancel_scope.cancel()
-        kernel.answer_at_last()
-        await given_back(kernel)
+        if why == "late":
+            assert await kernel.read_file("0") == (content(SIZE, 0), True)
 
 
 async def test_refusals_end_the_asking(passing: Mounted, caplog: pytest.LogCaptureFixture) -> None:
