@@ -468,13 +468,22 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
 
     # Around.
 
-    @rule(pick=PICK, what=st.sampled_from(["opened", "closed", "outdated"]))
-    def used(self, pick: int, what: str) -> None:
-        ino = self.pick(self.open if what == "closed" else self.replicas, pick)
+    @rule(pick=PICK)
+    def opened(self, pick: int) -> None:
+        ino = self.pick(self.replicas, pick)
         if ino is not None:
-            {"opened": self.open.add, "closed": self.open.remove, "outdated": self.stale.add}[what](
-                ino
-            )
+            self.open.add(ino)
+
+    @precondition(lambda self: self.open)
+    @rule(pick=PICK)
+    def closed(self, pick: int) -> None:
+        self.open.discard(self.pick(self.open, pick) or 0)
+
+    @rule(pick=PICK)
+    def outdated_now(self, pick: int) -> None:
+        ino = self.pick(self.replicas, pick)
+        if ino is not None:
+            self.stale.add(ino)
 
     @rule(tier=TIERS, percent=st.integers(0, 100), demote=st.booleans())
     def resized(self, tier: int, percent: int, demote: bool) -> None:
