@@ -20,6 +20,7 @@
 #include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifndef NAMES_BYTES
 #define NAMES_BYTES (64U << 20) /* more than a million names of 16 bytes, whose times are all different */
@@ -56,7 +57,7 @@ enum { SIZE, BLOCKS, MTIME, ATIME, CTIME, UNTIL, NUMBERS };
 
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static uint32_t buckets[BUCKETS], of_ino[BUCKETS]; /* the places of records in `ring` */
-/* Keys are compared beyond a record's end. Whole pages, because madvise(2) clears whole pages. */
+/* Keys are compared beyond a record's end. */
 static _Alignas(PAGE) unsigned char ring[(NAMES_BYTES + MOST_KEY + PAGE - 1) / PAGE * PAGE];
 static uint32_t oldest = FIRST, end = FIRST; /* equal: the ring is empty */
 static uint32_t top;                         /* where the older part ends, if the newer lies before it */
@@ -367,13 +368,23 @@ void names_forget_ino(uint64_t ino)
 	pthread_rwlock_unlock(&lock);
 }
 
+/* Give the memory back. madvise(2) clears whole pages, of 4 to 64 KiB: others have a part of those at the ends. */
+static void clear_ring(void)
+{
+	const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+	const uintptr_t from = ((uintptr_t)ring + page - 1) / page * page;
+	const uintptr_t to = ((uintptr_t)ring + sizeof(ring)) / page * page;
+	if (from < to)
+		madvise((void *)from, to - from, MADV_DONTNEED);
+}
+
 void names_forget_all(void)
 {
 	pthread_rwlock_wrlock(&lock);
 	if (oldest != end) {
 		memset(buckets, 0, sizeof(buckets));
 		memset(of_ino, 0, sizeof(of_ino));
-		madvise(ring, sizeof(ring), MADV_DONTNEED); /* gives the memory back */
+		clear_ring();
 		oldest = end = FIRST;
 		class_count = 0;
 	}

@@ -18,15 +18,16 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define PAGE_BYTES 4096
 #define PIPE_BYTES (1 << 20) /* the limit for ordinary users: /proc/sys/fs/pipe-max-size */
 #define SPLICED_FROM_BYTES (32 * 1024)
 
 static int fuse_fd = -1;
+static size_t page_bytes = 4096; /* of memory, which is what a pipe counts in */
 
 void reply_start(int fd)
 {
 	fuse_fd = fd;
+	page_bytes = (size_t)sysconf(_SC_PAGESIZE);
 }
 
 size_t reply_size(const struct fuse_read_in *arg, uint64_t file_size)
@@ -61,7 +62,7 @@ static bool has_pipe(struct scratch *scratch, size_t pages)
 		int bytes = fcntl(scratch->pipe[0], F_SETPIPE_SZ, PIPE_BYTES);
 		if (bytes < 0) /* the user has too many pipes: this one stays small */
 			bytes = fcntl(scratch->pipe[0], F_GETPIPE_SZ);
-		scratch->pages = bytes > 0 ? (unsigned)bytes / PAGE_BYTES : 1;
+		scratch->pages = bytes > 0 ? (unsigned)((size_t)bytes / page_bytes) : 1;
 	}
 	return scratch->pipe[0] >= 0 && pages < scratch->pages;
 }
@@ -203,7 +204,7 @@ bool reply_from(struct scratch *scratch, const struct read_reply *of)
 {
 	if (of->size > MOST_READ_BYTES)
 		return false;
-	size_t pages = (of->offset % PAGE_BYTES + of->size + PAGE_BYTES - 1) / PAGE_BYTES;
+	size_t pages = (of->offset % page_bytes + of->size + page_bytes - 1) / page_bytes;
 	bool piped = !of->good && of->size >= SPLICED_FROM_BYTES && has_pipe(scratch, pages);
 	enum answered done = piped ? through_pipe(scratch, of) : through_buffer(scratch, of);
 	if (done == ANSWERED)

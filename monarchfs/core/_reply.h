@@ -12,7 +12,7 @@
 #include <stdint.h>
 #include <sys/uio.h>
 
-/* The largest read that the kernel asks for: FUSE_MAX_MAX_PAGES (fs/fuse/fuse_i.h). */
+/* The largest read that the kernel asks for: max_pages in the reply to INIT (fuse/protocol.py). */
 #define MOST_READ_BYTES (256 * 4096)
 
 /* A thread's own buffer and pipe, reused for each reply. */

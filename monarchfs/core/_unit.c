@@ -29,7 +29,7 @@
 
 #define HOLE_BYTES (64U << 10)
 #define FS_BLOCK_BYTES 4096U
-#define PAGE_BYTES 4096
+#define PAGE_BYTES 65536 /* the largest of any kernel: Lustre reads whole pages directly */
 #define SPARE_BLOCKS 64 /* free blocks that are kept */
 #define BLOCK_DIGEST_BYTES (UNIT_BLOCK_BYTES / UNIT_CHECKED_BYTES * UNIT_DIGEST_BYTES)
 

@@ -6,6 +6,7 @@ of the machine. Pure: no I/O.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from enum import IntFlag
 from typing import NamedTuple
@@ -24,8 +25,9 @@ MAX_WRITE = 4096
 """Nothing is ever written; the kernel wants every buffer for requests to be larger than this
 (fs/fuse/dev.c, fuse_dev_do_read), so that thousands of waiting requests stay small."""
 
-MAX_PAGES = 256
-"""Pages of one READ: 1 MiB on machines with 4 KiB pages, and the most that kernels take."""
+MAX_PAGES = (1 << 20) // mmap.PAGESIZE
+"""Pages of one READ: 1 MiB, for which the threads have buffers (core/_reply.h). With pages of 4 KiB
+no kernel took more when this was chosen."""
 MAX_BACKGROUND = 1024
 """Readahead and asynchronous requests in flight. With libfuse's 12, those that wait for a hung
 source keep all others from being sent."""

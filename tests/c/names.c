@@ -30,6 +30,19 @@ int __wrap_madvise(void *from, size_t bytes, int advice)
 	return __real_madvise(from, bytes, advice);
 }
 
+long __real_sysconf(int name);
+long __wrap_sysconf(int name);
+
+/* With -DPAGE_OF: as on a kernel with larger pages. */
+long __wrap_sysconf(int name)
+{
+#ifdef PAGE_OF
+	if (name == _SC_PAGESIZE)
+		return PAGE_OF;
+#endif
+	return __real_sysconf(name);
+}
+
 static size_t name_of(unsigned number, char *name)
 {
 	return (size_t)snprintf(name, 16, "name %06u", number);

@@ -28,6 +28,7 @@ PARTS = (
     "core/_small_file", "core/_layout", "core/_names", "core/_opens", "core/_queue", *MEMORY,
 )  # fmt: skip
 REQUESTS = 20_000
+NAMES_WRAPPED = ("-Wl,--wrap=madvise", "-Wl,--wrap=sysconf")
 
 COMPILER = shutil.which("cc") or "cc"
 FLAGS = ("-std=gnu11", "-g", "-O1", "-Werror=implicit-function-declaration")  # as GCC 14
@@ -143,8 +144,14 @@ def test_events_of_a_recording(run: Run, sanitized: str) -> None:
 )
 def test_names_while_they_change(run: Run, sanitizer: str, room: int) -> None:
     """No look-up shows what had been forgotten before."""
-    flags = (f"-fsanitize={sanitizer}", f"-DNAMES_BYTES={room}", "-Wl,--wrap=madvise")
+    flags = (f"-fsanitize={sanitizer}", f"-DNAMES_BYTES={room}", *NAMES_WRAPPED)
     run("names", 10 * REQUESTS, parts=("core/_names",), flags=flags)
+
+
+def test_names_with_larger_pages(run: Run) -> None:
+    """No more is cleared than the pages of 64 KiB that are the names' alone."""
+    flags = ("-fsanitize=address,undefined", "-DNAMES_BYTES=8388608", "-DPAGE_OF=65536")
+    run("names", REQUESTS, parts=("core/_names",), flags=(*flags, *NAMES_WRAPPED))
 
 
 @BOTH
