@@ -32,9 +32,10 @@ LONG_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 OF_OTHER_PROGRAMS = {
     *("--vfs-cache-mode", "--only-values", "--bind", "--comment", "--monarchfs", "--data"),
     *("--now", "--table", "--no-index", "--find-links"),
+    *("--fusemount", "--no-checksum", "--path", "--prefix"),
 }
 """Options in the documents that are getfattr's, a container's, sbatch's, a training script's,
-systemctl's, rclone's, pip's or packaging/bundle/check.py's."""
+systemctl's, rclone's, pip's, git's, Spack's or packaging/bundle/check.py's."""
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
