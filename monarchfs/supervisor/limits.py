@@ -37,7 +37,7 @@ _NAMES = {
     RLIMIT_DATA: ("private memory", "-d"),
     RLIMIT_FSIZE: ("the size of a file", "-f"),
 }
-_STACK_BYTES = 64 << 10
+_STACK_BYTES = 128 << 10  # the least that arm64 takes (PTHREAD_STACK_MIN)
 _TRIAL_SECONDS = 10.0
 
 
