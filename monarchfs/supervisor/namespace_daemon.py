@@ -85,7 +85,6 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
     sweep(spec.places.runtime_dir)
     overdue = f"the mount of {spec.source} that another process makes does not come about"
     lock = take_named_lock(stem + STARTING, deadline, overdue)
-    give_up = min(deadline, time.monotonic() + MOST_END_SECONDS)
     attempts = 0
     try:
         while attempts < _ATTEMPTS:
@@ -99,9 +98,10 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
                 run_in_background(run, timeout=timeout, overdue=overdue)
                 attempts += 1
             except OperationError as error:
-                # The mount of another job that begins or ends, perhaps, or that is taken over.
+                # The mount of another job that begins or ends, perhaps, or that is taken over: on a
+                # busy node each of these takes a while.
                 in_use = f"state directory {_state_dir(spec)} is in use" in str(error)
-                if not in_use or time.monotonic() > give_up:
+                if not in_use or time.monotonic() > deadline:
                     raise
                 time.sleep(_IN_USE_POLL_SECONDS)
     finally:
