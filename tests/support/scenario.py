@@ -184,7 +184,10 @@ class Scenario:
         os.kill(self._paused, signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.kill(self._paused, signal.SIGCONT)
+        try:
+            os.kill(self._paused, signal.SIGCONT)
+        except ProcessLookupError:
+            raise Late("the pause was so long that the supervisor noticed it") from None
 
     def death(self, *words: str) -> None:
         assert " ".join(words) in self._mnt.status()["worker"]["last_death"]["why"]
