@@ -26,8 +26,8 @@ MAX_WRITE = 4096
 (fs/fuse/dev.c, fuse_dev_do_read), so that thousands of waiting requests stay small."""
 
 MAX_PAGES = (1 << 20) // mmap.PAGESIZE
-"""Pages of one READ: 1 MiB, for which the threads have buffers (core/_reply.h). With pages of 4 KiB
-no kernel took more when this was chosen."""
+"""Pages of one READ: 1 MiB, for which the threads have buffers (MOST_READ_BYTES in core/_reply.h).
+With pages of 4 KiB these are 256, the most that kernels take by default (fs/fuse/fuse_i.h)."""
 MAX_BACKGROUND = 1024
 """Readahead and asynchronous requests in flight. With libfuse's 12, those that wait for a hung
 source keep all others from being sent."""

@@ -102,8 +102,8 @@ class _Readahead:
     """What was asked for in one directory. Changing: all. ``coming`` are the batches by name.
     ``end`` is the cookie up to which names were looked at, ``half`` the one from which the next
     names are due, ``size`` how many were asked for last; before ``paused_until`` (trio's clock)
-    there is no next one. ``began_ns`` is when somebody began to go through the directory, or it was
-    renewed.
+    no more are asked for. ``began_ns`` is when somebody began to go through the directory, or it
+    was renewed.
 
     For a reader in no order: ``missed``, the names that it asked for and nobody had asked for
     ahead; ``names``, how many there are, as far as counted; ``swept``, the cookie up to which all

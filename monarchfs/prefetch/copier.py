@@ -281,12 +281,8 @@ class Copier:
                         self._start(now, partial(self._copy_small, batch), is_paced * size)
                     return True
                 if not self._cache.resident(node):
-                    work = self._begin_large(node, priority)
-                    if work is None:
-                        self._start(now, trio.lowlevel.checkpoint, 0)
-                    else:
-                        size = min(node.stat.size, self.unit_bytes.value)
-                        self._start(now, work, is_paced * size)
+                    work, size = self._begin_large(node, priority)
+                    self._start(now, work, is_paced * size)
                     return True
             self.jobs.on_step([ino])
         return False
@@ -303,13 +299,13 @@ class Copier:
             return None
         return node
 
-    def _begin_large(self, node: Node, priority: Priority) -> Work | None:
-        """Ask for room; the returned work fetches the first portion (None: there is nothing to
-        fetch). The slot's task must not ask: tasks that start together run in any order, and room
-        is given in the queue's order."""
+    def _begin_large(self, node: Node, priority: Priority) -> tuple[Work, int]:
+        """Ask for room; the returned work fetches the first portion, of about so many bytes (0:
+        there is nothing to fetch). The slot's task must not ask: tasks that start together run in
+        any order, and room is given in the queue's order."""
         fill = self.files.to_copy(node)
         if fill is None:
-            return None
+            return trio.lowlevel.checkpoint, 0
         fetch = None
         past_racy_window = fill.copy.past_racy_window
         evicts = priority <= Priority.HINTED
@@ -323,7 +319,9 @@ class Copier:
             self.jobs.retry(node.ino, priority, YOUNG_SECONDS)
         fill.copy.settle()
         self.jobs.on_step([node.ino])
-        return None if fetch is None else partial(self._fetch, fill, fetch)
+        if fetch is None:
+            return trio.lowlevel.checkpoint, 0
+        return partial(self._fetch, fill, fetch), min(node.stat.size, self.unit_bytes.value)
 
     def _is_small(self, node: Node) -> bool:
         """Whether it is copied as a whole: nobody has it open, and it is not too young for that."""

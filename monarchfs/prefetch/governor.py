@@ -90,7 +90,7 @@ class TargetLimit:
     Constant: ``floor`` and ``most``, the least and the most reads at once; below 1, a single one
     has pauses. Changing: ``size``, how many may be now; how many are; until when none may begin;
     ``pressure``, how many times slower than usual the source is; ``slowed``, what that was when
-    it was halved last, until it has grown back; the usual; the round; whether the number
+    ``size`` was halved last, until it has grown back; the usual; the round; whether the number
     still doubles, as at the beginning (``_starts``).
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from resource import (
     RLIM_INFINITY,
@@ -37,7 +38,7 @@ _NAMES = {
     RLIMIT_DATA: ("private memory", "-d"),
     RLIMIT_FSIZE: ("the size of a file", "-f"),
 }
-_STACK_BYTES = 128 << 10  # the least that arm64 takes (PTHREAD_STACK_MIN)
+_STACK_BYTES = max(64 << 10, os.sysconf("SC_THREAD_STACK_MIN"))
 _TRIAL_SECONDS = 10.0
 
 
