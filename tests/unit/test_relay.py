@@ -72,6 +72,7 @@ class Threads:
 
     def __init__(self, directory: Path) -> None:
         # Not by start_relay: that needs a session of libfuse.
+        self._open_before = open_files()
         self.hooks: ModuleType = hooks
         self._numbers: dict[str, int] = {}
         self._durations: dict[str, tuple[int, list[int]]] = {}
@@ -226,13 +227,15 @@ class Threads:
         assert not self.kept_open()
 
     def kept_open(self) -> list[str]:
-        return [path for path in open_below(self.tier.parent) if "/tier" in path]
+        return [path for path, _fd in self.open_files() if "/tier" in path]
+
+    def open_files(self) -> set[tuple[str, int]]:
+        """But for those that were open before: Python 3.14 has a library open."""
+        return open_files() - self._open_before
 
 
-def open_below(directory: Path) -> list[str]:
-    """Python 3.14 has a library of its own open besides."""
-    paths = [entry.path for entry in psutil.Process().open_files()]
-    return [path for path in paths if path.startswith(f"{directory}/")]
+def open_files() -> set[tuple[str, int]]:
+    return {(entry.path, entry.fd) for entry in psutil.Process().open_files()}
 
 
 def reads(directory: Path) -> None:
@@ -554,7 +557,7 @@ def from_source(directory: Path) -> None:
     hooks.resident_stop(7)
     threads.read(file)
     hooks.nonresident_no_source(7)
-    wait_for(lambda: len(open_below(directory)) <= 1, "the last reader to close it")
+    wait_for(lambda: len(threads.open_files()) <= 1, "the last reader to close it")
     assert hooks.waiting_leave_older(0, 0) == 0
 
 
@@ -674,7 +677,7 @@ def filling(directory: Path) -> None:
     assert not arrive(0, 1)
     assert not in_use
     part.close()
-    wait_for(lambda: not open_below(directory), "all files to be closed")
+    wait_for(lambda: not threads.open_files(), "all files to be closed")
 
 
 def names(directory: Path) -> None:
