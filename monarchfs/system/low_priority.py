@@ -11,10 +11,10 @@ import logging
 import os
 import platform
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import outcome
@@ -40,17 +40,13 @@ _LOWEST_OF_BEST_EFFORT = 2 << 13 | 7
 
 class LowPriorityThreads:
     """For one trio run. Constant: ``nice``. Changing: the threads, which end when they have been
-    idle for a while, and how many are idle without a promised job."""
+    idle for a while; ``_idle``, where those that are idle wait for a job."""
 
     def __init__(self, nice: int) -> None:
         """``nice`` as of nice(1), above 0; with it goes the lowest I/O priority of the best-effort
         class, which is for all but what is idle."""
         self.nice = nice
-        self._jobs: deque[_Job] = deque()
-        # Not a SimpleQueue: CPython's get(timeout=…) may wait without end where another thread took
-        # what it was woken for (Modules/_queuemodule.c: what is left of the time becomes negative).
-        self._more_jobs = threading.Condition()
-        self._idle = 0
+        self._idle: list[SimpleQueue[_Job]] = []  # a list's methods are atomic
         self._queue = ThreadQueue()
 
     async def run_sync(
@@ -115,27 +111,36 @@ class LowPriorityThreads:
         return result
 
     def _start(self, job: _Job) -> None:
-        with self._more_jobs:
-            if self._idle > 0:
-                self._idle -= 1
-                self._jobs.append(job)
-                self._more_jobs.notify()
-                return
-        threading.Thread(target=self._serve, args=(job,), name="low priority", daemon=True).start()
+        try:
+            jobs = self._idle.pop()
+        except IndexError:
+            thread = threading.Thread(
+                target=self._serve, args=(job,), name="low priority", daemon=True
+            )
+            thread.start()
+        else:
+            jobs.put(job)
 
     def _serve(self, job: _Job) -> None:
         lower_this_thread(self.nice)
+        # This thread's own. Where several threads wait in one SimpleQueue, CPython's get(timeout=…)
+        # may wait without end (Modules/_queuemodule.c: what is left of the time becomes negative
+        # where another thread took what it was woken for).
+        jobs = SimpleQueue[_Job]()
         while True:
             deliver = job()
             # First, so that who gets the result finds this thread free.
-            with self._more_jobs:
-                self._idle += 1
+            self._idle.append(jobs)
             deliver()
-            with self._more_jobs:
-                if not self._more_jobs.wait_for(lambda: self._jobs, _IDLE_SECONDS):
-                    self._idle -= 1
+            try:
+                job = jobs.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                try:
+                    self._idle.remove(jobs)
+                except ValueError:
+                    job = jobs.get()  # it is on its way
+                else:
                     return
-                job = self._jobs.popleft()
 
 
 def lower_this_thread(nice: int) -> None:
