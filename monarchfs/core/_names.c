@@ -30,7 +30,7 @@
 #define DROPPED UINT32_MAX
 #define BUCKETS (1U << 18)
 #define OWN_CLASS UINT8_MAX
-#define PAGE 4096
+#define FS_BLOCK_BYTES 4096
 #define SECOND_NS 1000000000
 #define NUMBER_BYTES 10
 #define FOREVER 1 /* nanoseconds: a time long ago, so that it takes one byte */
@@ -58,7 +58,7 @@ enum { SIZE, BLOCKS, MTIME, ATIME, CTIME, UNTIL, NUMBERS };
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 static uint32_t buckets[BUCKETS], of_ino[BUCKETS]; /* the places of records in `ring` */
 /* Keys are compared beyond a record's end. */
-static _Alignas(PAGE) unsigned char ring[(NAMES_BYTES + MOST_KEY + PAGE - 1) / PAGE * PAGE];
+static _Alignas(struct known) unsigned char ring[NAMES_BYTES + MOST_KEY];
 static uint32_t oldest = FIRST, end = FIRST; /* equal: the ring is empty */
 static uint32_t top;                         /* where the older part ends, if the newer lies before it */
 static struct class classes[OWN_CLASS];
@@ -256,7 +256,7 @@ static void from_ns(int64_t ns, uint64_t *seconds, uint32_t *rest_ns)
 
 static uint64_t usual_blocks(uint64_t size)
 {
-	return size / PAGE * 8 + (size % PAGE ? 8 : 0);
+	return size / FS_BLOCK_BYTES * 8 + (size % FS_BLOCK_BYTES ? 8 : 0);
 }
 
 /* Append what comes after the key to `to`. Returns its end; NULL if a time does not fit. */
