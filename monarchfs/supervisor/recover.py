@@ -133,7 +133,8 @@ def find_all(search: Search) -> list[FoundMount]:
 
 def find_private(search: Search) -> list[FoundMount]:
     """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer and are
-    not visible in this one. Removes registrations of those that are gone.
+    not visible in this one. Removes registrations of those that are gone, with all processes of
+    their namespaces.
 
     A daemon may be in another process namespace, where its number means nothing; then its socket
     tells whether it lives.
@@ -147,7 +148,7 @@ def find_private(search: Search) -> list[FoundMount]:
             continue
         if supervisor_lives(registered) or _listens(registered):
             found.append(FoundMount(entry.mountpoint, entry.source, None, registered))
-        else:
+        elif not _is_inhabited(entry.mount_namespace):
             _forget(registered)
     return sorted(found, key=lambda one: one.mountpoint)
 
@@ -262,6 +263,19 @@ def _is_copy(mount: Mount, match: Registered | None, mounts: Iterable[Mount]) ->
     same = [one for one in mounts if one.minor == mount.minor]
     made = match.entry.mountpoint if match is not None else None
     return mount != next((one for one in same if one.mountpoint == made), same[0])
+
+
+def _is_inhabited(mount_namespace: int) -> bool:
+    """Whether a process that can be seen from here is in that mount namespace. A dead daemon's
+    mount may still stand there, and commands there tell (`find_all`)."""
+    link = f"mnt:[{mount_namespace}]"  # namespaces(7)
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/ns/mnt") == link:
+                return True
+        except OSError:
+            continue  # it ended, or is another user's
+    return False
 
 
 def _listens(registered: Registered) -> bool:

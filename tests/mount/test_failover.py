@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -29,6 +30,8 @@ from tests.support.fake_mounts import (
     umount,
 )
 from tests.support.mounting import assert_one_line, fuse_mounts, requires_mounts, wait_for
+from tests.support.programs import execute
+from tests.support.surroundings import requires_namespaces
 
 pytestmark = requires_mounts
 
@@ -214,3 +217,16 @@ def test_a_dead_supervisor_leaves_no_worker_and_no_mount_in_the_way(work: Area) 
     work.mount()
     assert status(work)["worker"]["restarts"] == 0
     assert fuse_mounts(str(work.path)) == [f"{work.path}/mnt"]
+
+
+@as_root
+@requires_namespaces
+def test_a_look_from_another_namespace_leaves_a_dead_mount_its_registration(work: Area) -> None:
+    work.mount()
+    os.kill(registered(work).entry.supervisor_pid, signal.SIGKILL)
+    wait_for(lambda: not work.workers(), "the worker to follow", 10)
+    look = shlex.join(work.command("status"))
+    script = f"umount --lazy {work.path}/mnt && {look}"
+    assert execute(["unshare", "--mount", "sh", "-c", script]).returncode == 0
+    done = work.run("status", "mnt", "--json")
+    assert (done.returncode, json.loads(done.stdout)["state"]) == (1, "dead")
