@@ -185,9 +185,8 @@ class CacheCheck:
         checksum: bool,
     ) -> None:
         """``state`` is the open state directory, locked by who started this; ``directories`` are
-        the names of the dataset's directories by their tiers' paths, and in others it is called
-        ``dataset_id``, as earlier releases did; ``tiers`` are the paths of those of the last mount,
-        for where the index does not know."""
+        the names of the dataset's directories by their tiers' paths; ``tiers`` are the paths of
+        those of the last mount, for where the index does not know."""
         self._report = report
         self._directory = f"/proc/self/fd/{state}"
         self._dataset_id, self._directories = dataset_id, directories
@@ -322,8 +321,10 @@ class CacheCheck:
         )
 
     def _open_tier(self, path: str, number: int) -> Tier:
-        """Raises OSError, also for a directory that is not ours alone."""
-        name = os.path.join(path, self._directories.get(path, self._dataset_id))
+        """Raises OSError, also for a directory that is not ours alone, or not known."""
+        if path not in self._directories:
+            raise FileNotFoundError(0, "the state directory does not say which directory", path)
+        name = os.path.join(path, self._directories[path])
         directory = os.open(name, _DIRECTORY)
         try:
             st = os.fstat(directory)

@@ -17,7 +17,6 @@ from monarchfs.config.places import ROOT_CACHE_DIR, search_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.caches import all_caches, discard, trash_in
 from monarchfs.slurm.discovery import (
-    UNKNOWN,
     Inventory,
     LocalCache,
     source_gone,
@@ -132,7 +131,6 @@ def as_dict(cache: LocalCache) -> dict[str, Any]:
                 "complete": one.size.whole,
                 "in_use": one.in_use,
                 "stranded": one.stranded,
-                "former_layout": one.former,
             }
             for one in cache.directories
         ],
@@ -246,14 +244,13 @@ def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
     if cache.in_use:
         state = f"in use by {cache.mountpoint or 'somebody'}"
     used = format_bytes(cache.used_bytes)
-    whose = f"state {cache.state_dir or UNKNOWN}"
+    whose = f"state {cache.state_dir}"
     whose += "" if cache.claimed else " (gone, or has another)"
     lines = [f"{cache.source}  {cache.user.name}  {used}  used {ago} ago  {state}  {whose}"]
     for one in cache.directories:
-        place = one.path if whole or one.stranded or one.former else one.tier
+        place = one.path if whole or one.stranded else one.tier
         size = ("" if one.size.whole else "at least ") + format_bytes(one.size.bytes)
         count = "file" if one.size.files == 1 else "files"
-        why = "  in the layout of an earlier release" if one.former else ""
-        why += f"  stranded: {one.stranded}" if one.stranded else ""
+        why = f"  stranded: {one.stranded}" if one.stranded else ""
         lines.append(f"    {place}  {size}  {one.size.files} {count}{why}")
     return [printable(line) for line in lines]

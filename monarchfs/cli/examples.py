@@ -221,14 +221,6 @@ of Darshan (several, if each process has its own), and with --list writes the fi
 for mount --prefetch. That needs pydarshan: pip install 'darshan>=3.4'.
 
 Exit code: 0, also without a verdict; 1 if FILE is no recording, or no log.""",
-    "index": """\
-  monarchfs index export /lustre/imagenet imagenet.index
-  sbcast imagenet.index /tmp/imagenet.index
-  monarchfs mount /lustre/imagenet /mnt/imagenet --freshness immutable --index /tmp/imagenet.index
-
-Writes all names and attributes below SOURCE to FILE, whole or not at all. FILE holds no contents of
-files. A mount with --index FILE knows these names without asking the source. Immutable mounts
-believe FILE: write it again when the dataset has changed.""",
     "exporter": """\
   monarchfs exporter
   sudo monarchfs exporter --listen 10.1.0.7:9465 --user monarchfs-exporter

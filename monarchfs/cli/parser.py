@@ -297,12 +297,6 @@ def _add_checking(commands: _Commands) -> None:
     listed = "with --darshan: also write a list of the job's files for --prefetch"
     option("--list", metavar="LIST", help=listed)
 
-    summary = "write a dataset's names and attributes to a file"
-    parser = _add_command(commands, "index", summary, json=True)
-    parser.add_argument("action", choices=("export",), help="export")
-    parser.add_argument("source", help="the dataset's directory")
-    parser.add_argument("file", type=parse_path, help="what is written")
-
 
 def _add_site(commands: _Commands) -> None:
     """Of nodes and sites."""

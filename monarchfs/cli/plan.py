@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -226,18 +227,13 @@ def _cached(config: Config) -> list[str]:
 
 
 def _newest(tier: str, config: Config) -> str:
-    # As earlier releases named it, where no mount has been since.
-    name = config.dataset_id
-    try:
+    name = config.dataset_id  # nothing is called so
+    with suppress(OSError):
         directory = os.open(tier, os.O_PATH | os.O_DIRECTORY)
-    except OSError:
-        return os.path.join(tier, name)
-    try:
-        name = next(iter(names_for(name, directory, config.user.uid)), name)
-    except OSError:
-        return os.path.join(tier, name)
-    finally:
-        os.close(directory)
+        try:
+            name = next(iter(names_for(name, directory, config.user.uid)), name)
+        finally:
+            os.close(directory)
     return os.path.join(tier, name)
 
 

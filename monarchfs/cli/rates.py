@@ -9,9 +9,6 @@ from typing import Any
 
 from monarchfs.cli.status_text import Report
 
-HISTORY = 120
-"""How many intervals are kept for the lines of history."""
-
 _SMOOTH_SECONDS = 30.0
 """What time is left is told from the pace of this long."""
 
@@ -39,16 +36,13 @@ class Rates:
 @dataclass(frozen=True, slots=True)
 class MountView:
     """One mount at one moment. ``report`` is the newest; ``details`` is the newest with an answer,
-    ``old_seconds`` old. ``left_seconds`` is None if unknown. The histories have one value an
-    interval, the newest last."""
+    ``old_seconds`` old. ``left_seconds`` is None if unknown."""
 
     report: Report
     details: Report
     old_seconds: float
     rates: Rates | None
     left_seconds: float | None
-    local_shares: tuple[float | None, ...]
-    source_bytes: tuple[float | None, ...]
 
 
 def number(report: Report, *keys: str) -> float:
@@ -64,27 +58,14 @@ class History:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, Report]] = deque()
-        self._shares: deque[float | None] = deque(maxlen=HISTORY)
-        self._bytes: deque[float | None] = deque(maxlen=HISTORY)
 
     def add(self, at: float, report: Report) -> MountView:
         """What there is to see once ``report`` came at the time ``at``."""
         rates = None
         if "files" in report:
             rates = self._take(at - number(report, "age_seconds"), report)
-        if rates is not None or self._shares:
-            self._shares.append(rates.local_share if rates is not None else None)
-            self._bytes.append(rates.source_bytes if rates is not None else None)
         when, details = self._samples[-1] if self._samples else (at, report)
-        return MountView(
-            report,
-            details,
-            max(0.0, at - when),
-            rates,
-            self._left(),
-            tuple(self._shares),
-            tuple(self._bytes),
-        )
+        return MountView(report, details, max(0.0, at - when), rates, self._left())
 
     def _take(self, at: float, report: Report) -> Rates | None:
         samples = self._samples

@@ -13,14 +13,7 @@ from rich.text import Text
 
 from monarchfs.cli.rates import MountView, number
 from monarchfs.cli.status_text import Report, list_row
-from monarchfs.cli.text import (
-    ASCII_SPARKS,
-    SPARKS,
-    format_count,
-    format_share,
-    printable,
-    sparkline,
-)
+from monarchfs.cli.text import format_count, format_share, printable
 from monarchfs.system.sizes import format_bytes, format_seconds
 
 _GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
@@ -92,15 +85,10 @@ def _rows(view: MountView) -> Iterator[tuple[str, RenderableType]]:
     yield "files", _listed(now.get("files"))
     yield "copying", _copying(view)
     yield "local", _local(view)
-    if any(share is not None for share in view.local_shares):
-        yield "", _History(view.local_shares, 1.0, "100%")
     yield "source", _source(view)
     for key, trouble in (("stuck", "calls hang"), ("errors", "errors")):
         if number(now, "source_io", key):
             yield "", Text(f"{format_count(number(now, 'source_io', key))} {trouble}", _BAD)
-    if any(view.source_bytes):
-        top = max(value for value in view.source_bytes if value)
-        yield "", _History(view.source_bytes, top, f"{format_bytes(top)}/s")
     relayed = f"{format_bytes(number(now, 'served', 'relayed_bytes'))} relayed"
     yield "served", Text(f"{format_bytes(rates.served_bytes)}/s, {relayed}" if rates else relayed)
     evicted = _listed(now.get("evictions"))
@@ -227,19 +215,3 @@ class _Tier:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(20, options.max_width)
-
-
-class _History:
-    """A line of history, as long as there is room, with what its top means."""
-
-    def __init__(self, values: Sequence[float | None], top: float, legend: str) -> None:
-        self._values, self._top, self._legend = values, top, legend
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = max(1, options.max_width - len(self._legend) - 1)
-        sparks = ASCII_SPARKS if options.ascii_only else SPARKS
-        line = sparkline(self._values[-room:], self._top, sparks)
-        yield Text.assemble((line, "cyan"), (f" {self._legend}", "dim"), no_wrap=True)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(10, options.max_width)

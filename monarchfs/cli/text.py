@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from monarchfs.system.escaping import printable as printable
-
-SPARKS = "▁▂▃▄▅▆▇█"
-ASCII_SPARKS = "_.:-=+*#"
 
 
 def format_count(count: float) -> str:
@@ -33,19 +28,6 @@ def format_share(part: float, whole: float) -> str:
     if 0 < part < whole:
         percent = min(max(percent, 0.1), 99.9)
     return f"{percent:.1f}%" if 0 < percent < 100 else f"{percent:.0f}%"
-
-
-def sparkline(
-    values: Sequence[float | None], top: float | None = None, sparks: str = SPARKS
-) -> str:
-    """One character a value, as high as its share of ``top`` (default: the largest); a space for an
-    unknown one."""
-    highest = top or max((value for value in values if value), default=0.0) or 1.0
-    last = len(sparks) - 1
-    return "".join(
-        " " if value is None else sparks[max(0, min(last, round(value / highest * last)))]
-        for value in values
-    )
 
 
 def renumbered_text(files: int) -> str:

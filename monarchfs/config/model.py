@@ -15,7 +15,7 @@ from typing import Any
 
 from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """The bootstrap document and the messages of the channel (docs/ARCHITECTURE.md): to be raised when
 either changes, so that a supervisor does not hand its mount to a worker of another release that
 would not understand it."""
@@ -135,7 +135,6 @@ class Config(PlainSettings):
     control socket. ``prefetch_list`` is set in mode FILE only. ``scrub_bytes_per_second`` is how
     fast the replicas are read again and compared with their checksums, 0 for not at all.
     ``touch_source_seconds`` is how often what is used is touched in the source, 0 for never.
-    ``index_file`` holds names and attributes that another node has looked up.
     ``prefetch_bytes_per_second`` is how fast files are copied that nobody has open, 0 without a
     limit; ``prefetch_jitter_seconds`` is the longest delay of the scan.
     """
@@ -151,7 +150,6 @@ class Config(PlainSettings):
     prefetch_list: str | None = None
     scrub_bytes_per_second: int = 0
     touch_source_seconds: float = 0.0
-    index_file: str | None = None
     prefetch_bytes_per_second: int = 0
     prefetch_jitter_seconds: float = 0.0
 

@@ -84,13 +84,6 @@ OPTIONS: Mapping[str, Option] = {
         "wait for a random part of TIME, as 30s, before scanning, and take files in a different"
         " order on each node (default: off)",
     ),
-    "index": Option(
-        values.parse_path,
-        "FILE",
-        "a file written by monarchfs index export: its names and attributes are not asked of the"
-        " source",
-        paths="file",
-    ),
     "freshness": Option(
         values.parse_freshness,
         "MODE",

@@ -166,7 +166,6 @@ def build_config(
         prefetch_list=prefetch_list,
         scrub_bytes_per_second=settings.scrub,
         touch_source_seconds=settings.touch_source,
-        index_file=settings.index,
         prefetch_bytes_per_second=settings.prefetch_rate,
         prefetch_jitter_seconds=settings.prefetch_jitter,
     )

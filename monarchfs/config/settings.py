@@ -29,7 +29,6 @@ class Settings(PlainSettings):
     require_files: bool = False
     scrub: int = 0
     touch_source: float = 0.0
-    index: str | None = None
     prefetch_rate: int = 0
     prefetch_jitter: float = 0.0
 

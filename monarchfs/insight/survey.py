@@ -95,7 +95,7 @@ def files_below(root: str, survey: Survey) -> Iterator[SourceStat]:
     itself cannot be listed."""
     device = os.stat(root).st_dev
     linked: set[tuple[int, int]] = set()
-    for directory in walk(root, everything=False):
+    for directory in walk(root):
         if directory is None:
             survey.unreadable += 1
             continue

@@ -1,6 +1,6 @@
 """Names that are published to those who answer look-ups without Python.
 
-A scan of the whole dataset publishes what it finds. An index file, a request to warm or an earlier
+A scan of the whole dataset publishes what it finds. A request to warm or an earlier
 mount may also know names before anybody looks them up: each look-up that Python answers publishes
 some more names of the same directory.
 """

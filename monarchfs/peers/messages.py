@@ -1,8 +1,10 @@
 """What nodes ask and tell each other: the formats.
 
 All of it comes from another node: a decoder raises PeerError for whatever no node would say. What
-is about replicas is binary, little-endian. Names and attributes are JSON, with entries as in index
-files (``metadata.snapshot``).
+is about replicas is binary, little-endian. Names and attributes are JSON. An entry is an array:
+name, type (as in d_type), inode number; then, if the attributes are known, size, mtime_ns,
+ctime_ns, atime_ns, mode, nlink, uid, gid, rdev, blocks, blksize, and of a symbolic link its target.
+Bytes that are not UTF-8 are surrogates (PEP 383).
 """
 
 from __future__ import annotations
@@ -10,13 +12,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-from monarchfs.metadata.snapshot import FoundName, MalformedSnapshot, decode_entry, encode_entry
-from monarchfs.types import MOST_LISTED, FileType, MonarchError, PeerListing, PeerNames
+from monarchfs.types import (
+    MOST_LISTED,
+    FileType,
+    MonarchError,
+    PeerListing,
+    PeerNames,
+    SourceStat,
+)
 
 
 class PeerError(MonarchError):
@@ -249,8 +258,8 @@ def decode_names_question(data: bytes) -> NamesQuestion:
 def encode_names(answer: PeerNames) -> bytes:
     """The answer."""
     rows = [
-        encode_entry(FoundName(name, FileType.of_mode(stat.mode), stat.ino, stat, target))
-        for name, stat, target in answer.found
+        [*_named(name, FileType.of_mode(found.mode), found.ino), *found[2:], *_target(target)]
+        for name, found, target in answer.found
     ]
     return _json([answer.age_ns, rows])
 
@@ -259,9 +268,10 @@ def decode_names(data: bytes) -> PeerNames:
     """Raises PeerError if it is none."""
     match _parsed(data):
         case [int(age_ns), list(rows)] if 0 <= age_ns < _MOST_AGE and len(rows) <= MOST_NAMES:
-            found = _decoded(rows)
+            each = map(_entry, rows)
             return PeerNames(
-                age_ns, [(one.name, one.stat, one.target) for one in found if one.stat is not None]
+                age_ns,
+                [(name, found, target) for name, _, _, found, target in each if found is not None],
             )
     raise PeerError("an answer about names is none")
 
@@ -271,7 +281,7 @@ def encode_listing(listing: PeerListing | None) -> bytes:
     if listing is None:
         return _json([])
     *others, entries = listing
-    rows = [encode_entry(FoundName(*entry, None, b"")) for entry in entries]
+    rows = [_named(*entry) for entry in entries]
     return _json([*others, rows])
 
 
@@ -284,17 +294,67 @@ def decode_listing(data: bytes) -> PeerListing:
             and abs(ctime_ns) < _MOST_AGE
             and len(rows) <= MOST_LISTED
         ):
-            entries = [(one.name, one.type, one.ino) for one in _decoded(rows)]
+            entries = [_entry(row)[:3] for row in rows]
             if len({name for name, *_ in entries}) == len(entries):
                 return PeerListing(age_ns, mtime_ns, ctime_ns, lists_all, entries)
     raise PeerError("there is no listing")
 
 
-def _decoded(rows: list[Any]) -> list[FoundName]:
+_STAT_FIELDS = 11
+_U64, _U32 = 1 << 64, 1 << 32
+_LIMITS = (_U64 >> 1, None, None, None, _U32, _U32, _U32, _U32, _U64, _U64 >> 1, _U32)
+"""The attributes, in order. Times may be negative and have more than 64 bits."""
+_MOST_TIME = 1 << 80
+_MOST_TARGET_BYTES = 4095
+
+
+def _named(name: bytes, kind: FileType, ino: int) -> list[Any]:
+    return [os.fsdecode(name), int(kind), ino]
+
+
+def _target(target: bytes) -> list[str]:
+    return [os.fsdecode(target)] if target else []
+
+
+def _entry(row: object) -> tuple[bytes, FileType, int, SourceStat | None, bytes]:
+    """Name, type, inode number, attributes if they are known, and a symbolic link's target. Raises
+    PeerError for anything else."""
+    match row:
+        case [str(text), int(type_), int(ino), *attributes]:
+            name = _bytes(text)
+        case _:
+            raise PeerError("an entry is not known")
+    _check(_is_name(name), "a name is none")
+    _check(0 < ino < _U64, "an inode number is out of range")
     try:
-        return [decode_entry(row) for row in rows]
-    except MalformedSnapshot as error:
-        raise PeerError(f"an answer about names is none: {error}") from None
+        kind = FileType(type_)
+    except ValueError:
+        raise PeerError(f"there is no file type {type_}") from None
+    if not attributes:
+        return name, kind, ino, None, b""
+    target = b""
+    if len(attributes) == _STAT_FIELDS + 1:
+        target = _bytes(attributes.pop())
+        _check(0 < len(target) <= _MOST_TARGET_BYTES, "a target has a wrong length")
+    _check(len(attributes) == _STAT_FIELDS, "attributes are missing")
+    found = SourceStat(0, ino, *map(_number, attributes, _LIMITS))
+    # Numbers are compared: a wrong mode may have no file type.
+    _check(stat.S_IFMT(found.mode) >> 12 == kind, "a type is another than the mode's")
+    _check(bool(target) == stat.S_ISLNK(found.mode), "a target of no symbolic link, or none of one")
+    return name, kind, ino, found, target
+
+
+def _number(value: object, limit: int | None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise PeerError("an attribute is no number")
+    fits = abs(value) < _MOST_TIME if limit is None else 0 <= value < limit
+    _check(fits, "an attribute is out of range")
+    return value
+
+
+def _check(fine: bool, otherwise: str) -> None:
+    if not fine:
+        raise PeerError(f"an answer about names is none: {otherwise}")
 
 
 def _json(value: list[Any]) -> bytes:

@@ -27,19 +27,16 @@ from monarchfs.slurm.inspection import (
 )
 from monarchfs.slurm.trees import Size
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME, claims
+from monarchfs.supervisor.tierdirs import NAME, claims
 from monarchfs.system.bounded import answer_within, bounded_value, is_missing
 from monarchfs.types import OperationError, UsageError
 
 OTHER_TIER = "its last mount did not name this tier"
 UNCLAIMED = "no state directory claims it"
-UNKNOWN = "unknown"
-"""The source of a directory of the former layout without a state directory: it is unknown."""
 _LOOK_SECONDS = 2.0
 _MOST_SILENT = 8
 _DATASET = re.compile(r"[0-9a-f]{16}")
 _TEMPORARY = "/tmp"
-_MOST_FORMER = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +50,6 @@ class TierDirectory:
     in_use: bool
     last_used: float
     stranded: str | None = None
-    former: bool = False
-    """It has the layout of earlier releases; the next mount of the source takes it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +136,6 @@ class Inventory:
         if said is None:
             return False
         owned = []
-        for tier in said["former_tiers"][:_MOST_FORMER]:
-            self.tier(tier, user)
-            found = self._directory(tier, said["dataset_id"], user, former=True)
-            if found is not None:
-                self._claimed.add((found[0].path, user.uid))
-                # Its daemon has no lock but that of the state directory.
-                owned.append(replace(found[0], in_use=found[0].in_use or said["in_use"]))
         for tier, name in sorted(said["tiers"].items()):
             self.tier(tier, user)
             self._claimed.add((os.path.join(tier, name), user.uid))
@@ -165,42 +153,38 @@ class Inventory:
         return True
 
     def _look_in_tier(self, tier: str, user: User) -> None:
-        for pattern, former in ((NAME, False), (FORMER_NAME, True)):
-            for name, owner in self._names(tier, user, pattern):
-                if (os.path.join(tier, name), owner.uid) not in self._claimed:
-                    self._look_at(tier, name, owner, former=former)
+        for name, owner in self._names(tier, user, NAME):
+            if (os.path.join(tier, name), owner.uid) not in self._claimed:
+                self._look_at(tier, name, owner)
 
-    def _look_at(self, tier: str, name: str, owner: User, *, former: bool) -> None:
+    def _look_at(self, tier: str, name: str, owner: User) -> None:
         """Add a directory in a tier that no state directory has claimed so far."""
-        found = self._directory(tier, name, owner, former=former)
+        found = self._directory(tier, name, owner)
         if found is None:
             return
         one, said = found
-        source, state_dir = UNKNOWN, ""
-        if not former:
-            if said is None or said["uid"] != owner.uid:
-                return
-            source, state_dir = said["source"], said["state_dir"]
-            if os.path.isabs(state_dir) and claims(state_dir, tier, name, owner):
-                # Also if that hangs, or belongs to another container.
-                self.state_dir(state_dir, owner)
-                return
+        if said is None or said["uid"] != owner.uid:
+            return
+        source, state_dir = said["source"], said["state_dir"]
+        if os.path.isabs(state_dir) and claims(state_dir, tier, name, owner):
+            # Also if that hangs, or belongs to another container.
+            self.state_dir(state_dir, owner)
+            return
         one = one if one.in_use else replace(one, stranded=UNCLAIMED)
         self._found[one.path, owner.uid] = LocalCache(
             source, owner, state_dir, (one,), one.in_use, one.last_used, claimed=False
         )
 
     def _directory(
-        self, tier: str, name: str, user: User, *, former: bool = False
+        self, tier: str, name: str, user: User
     ) -> tuple[TierDirectory, dict[str, Any] | None] | None:
         """The directory, and what its owner file says."""
         path = os.path.join(tier, name)
-        look = partial(inspect_copies, path, user, measure=self._measure, former=former)
-        said = self._asked(user, path, look)
+        said = self._asked(user, path, partial(inspect_copies, path, user, measure=self._measure))
         if said is None:
             return None
-        used, last_used = said["in_use"], said["last_used"]
-        one = TierDirectory(tier, path, Size(*said["size"]), used, last_used, former=former)
+        size = Size(*said["size"])
+        one = TierDirectory(tier, path, size, said["in_use"], said["last_used"])
         return one, said["owner"]
 
     def _names(self, path: str, user: User, pattern: re.Pattern[str]) -> Iterable[tuple[str, User]]:

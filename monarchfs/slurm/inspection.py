@@ -17,18 +17,12 @@ from monarchfs.config import User
 from monarchfs.config.places import OWNER
 from monarchfs.slurm.trees import Size, in_use, open_users, tree_size
 from monarchfs.supervisor.lock import LOCK, read_holder
-from monarchfs.supervisor.tierdirs import (
-    FORMER_NAME,
-    OPEN_DIRECTORY,
-    read_owner,
-    read_record,
-)
+from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY, read_owner, read_record
 from monarchfs.system.trusted import open_directory
 
 MEASURE_SECONDS = 3.0
 MOST_NAMES = 1000
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_IN_FORMER = re.compile(rf"[0-9a-f]{{2}}|parts|segments|{OWNER}")
 
 
 def names_in(path: str, uid: int, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
@@ -64,8 +58,6 @@ def inspect_state(path: str, user: User) -> dict[str, Any] | None:
     holder = read_holder(lock)
     if holder is None:
         return None
-    owned = read_record(directory, user)
-    former = FORMER_NAME.fullmatch(holder.dataset_id)
     times = [os.fstat(lock).st_mtime]
     try:
         index = os.stat("index/data.mdb", dir_fd=directory, follow_symlinks=False)
@@ -76,9 +68,7 @@ def inspect_state(path: str, user: User) -> dict[str, Any] | None:
         "source": holder.source,
         "mountpoint": None if holder.checking else holder.mountpoint,
         "last_tiers": holder.tiers,
-        "tiers": owned,
-        "dataset_id": holder.dataset_id,
-        "former_tiers": [tier for tier in holder.tiers if former and tier not in owned],
+        "tiers": read_record(directory, user),
         "in_use": in_use(f"/proc/self/fd/{directory}"),
         "last_used": max(times),
     }
@@ -95,25 +85,20 @@ def _sharing(directory: int, user: User) -> int:
         segments.close()
 
 
-def inspect_copies(path: str, user: User, *, measure: bool, former: bool) -> dict[str, Any] | None:
-    """What a directory in a tier says; None if it is none. With the ``former`` layout it has no
-    owner file, or an empty one. Its name alone proves little, because other programs use the tier,
-    too."""
+def inspect_copies(path: str, user: User, *, measure: bool) -> dict[str, Any] | None:
+    """What a directory in a tier says; None if it is none."""
     directory = open_users(path, user.uid)
     if directory is None:
         return None
-    names = os.listdir(directory)
-    if former and (not names or not all(_IN_FORMER.fullmatch(name) for name in names)):
-        return None
-    dated = directory if former else os.open(OWNER, _FILE, dir_fd=directory)
-    owner = None if former else read_owner(dated)
+    file = os.open(OWNER, _FILE, dir_fd=directory)
+    owner = read_owner(file)
     here = f"/proc/self/fd/{directory}"
     size = tree_size(f"{here}/.", MEASURE_SECONDS) if measure else Size(whole=False)
     # The owner file itself is no copy.
-    copies = size.files - (OWNER in names) + (_sharing(directory, user) if measure else 0)
+    copies = size.files - 1 + (_sharing(directory, user) if measure else 0)
     return {
         "owner": None if owner is None else asdict(owner),
         "size": (size.bytes, max(0, copies), size.whole),
         "in_use": in_use(here, OWNER),
-        "last_used": os.fstat(dated).st_mtime,
+        "last_used": os.fstat(file).st_mtime,
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import pwd
-import re
 import shutil
 import subprocess
 import time
@@ -38,7 +37,7 @@ from monarchfs.supervisor.recover import (
     supervisor_lives,
 )
 from monarchfs.supervisor.registration import remove_registration, unlink_as
-from monarchfs.supervisor.tierdirs import FORMER_NAME, NAME
+from monarchfs.supervisor.tierdirs import NAME
 from monarchfs.system.bounded import answer_within
 from monarchfs.types import MonarchError, OperationError
 
@@ -49,7 +48,6 @@ GONE_USER_SECONDS = 86400.0
 _LOOK_SECONDS = 2.0
 _SQUEUE_SECONDS = 10.0
 _UMOUNT_SECONDS = 5.0
-_DATASET = re.compile(rf"{FORMER_NAME.pattern}|{NAME.pattern}")
 _ID_DIGITS = 16
 
 
@@ -193,7 +191,7 @@ class Sweeper:
             for name in names_in(directory):
                 path = os.path.join(directory, name)
                 st = os.lstat(path)
-                if _DATASET.fullmatch(name) is None or st.st_mtime > old or _user_exists(st.st_uid):
+                if NAME.fullmatch(name) is None or st.st_mtime > old or _user_exists(st.st_uid):
                     continue
                 state = os.path.join(states, name[:_ID_DIGITS])
                 if not in_use(state) and not in_use(path, OWNER):

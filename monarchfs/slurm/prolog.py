@@ -196,8 +196,6 @@ def mount_options(site: Site, job: Job, wanted: WantedDataset) -> list[str]:
     jitter = min(_MOST_JITTER_SECONDS, job.nodes * _JITTER_SECONDS_A_NODE)
     if jitter >= 1:
         options.append(f"prefetch_jitter={jitter:.1f}")
-    if (index := site.index_of(wanted.request.path)) is not None:
-        options.append(escape_option(f"index={index}"))
     own = (escape_option(f"{key}={value}") for key, value in wanted.request.options)
     return [*options, *site.options, *own]
 

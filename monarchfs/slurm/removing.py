@@ -31,8 +31,8 @@ def remove_cache(cache: LocalCache) -> None:
     Blocks until all is removed, or nothing happens for two minutes. Raises OperationError
     if it is in use (then nothing was removed), or something cannot be removed.
     """
-    tiers = [(one.path, OWNER, one.former) for one in cache.directories]
-    state = [(cache.state_dir, LOCK, False)] if cache.claimed and not cache.part else []
+    tiers = [(one.path, OWNER) for one in cache.directories]
+    state = [(cache.state_dir, LOCK)] if cache.claimed and not cache.part else []
 
     def call(tell: Tell) -> list[str]:
         become(cache.user)
@@ -60,17 +60,14 @@ def remove_cache(cache: LocalCache) -> None:
         _remove_as_root(path)
 
 
-def _hold(path: str, lock: str, make: bool, uid: int) -> tuple[str, str, int] | None:
-    """Open the directory, and lock it for the life of this process; None if it is gone. ``make``:
-    make the lock's file if there is none, like a mount that takes the directory over."""
+def _hold(path: str, lock: str, uid: int) -> tuple[str, str, int] | None:
+    """Open the directory, and lock it for the life of this process; None if it is gone."""
     try:
         directory = open_users(path, uid)
         if directory is None:
             raise OperationError(f"{path} is not the cache's any more: it was left as it is")
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        if make:
-            flags |= os.O_CREAT
-        descriptor = os.open(lock, flags, 0o600, dir_fd=directory)
+        descriptor = os.open(lock, flags, dir_fd=directory)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -62,11 +62,10 @@ class Allow:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A dataset that jobs get without asking. ``index`` is a file with its names and attributes."""
+    """A dataset that jobs get without asking."""
 
     who: Who
     request: Request
-    index: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +100,6 @@ class Site:
     def roots_for(self, job: Job) -> list[str]:
         """Below which directories a job may ask for datasets."""
         return [root for one in self.allow if one.who.matches(job) for root in one.roots]
-
-    def index_of(self, path: str) -> str | None:
-        """The file with the names and attributes of a dataset, if the site has one."""
-        return next((one.index for one in self.given if one.request.path == path), None)
 
     def given_to(self, job: Job) -> list[Request]:
         return [one.request for one in self.given if one.who.matches(job)]
@@ -237,7 +232,7 @@ _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
 
 
 def _given(table: Mapping[str, Any]) -> Given:
-    who = _who(table, {"path", "options", "index"})
+    who = _who(table, {"path", "options"})
     if not isinstance(table.get("path"), str):
         raise UsageError('it needs a path, as in path = "/lustre/data/imagenet"')
     path = parse_dataset_path(table["path"])
@@ -248,8 +243,7 @@ def _given(table: Mapping[str, Any]) -> Given:
     parsed = parse_request("/x" + (f":{options}" if options else ""))
     if len(parsed) != 1:
         raise UsageError("options holds a comma: write one table for each dataset")
-    index = None if "index" not in table else parse_path(table["index"])
-    return Given(who, Request(path, parsed[0].name, parsed[0].options), index)
+    return Given(who, Request(path, parsed[0].name, parsed[0].options))
 
 
 def _who(table: Mapping[str, Any], others: set[str]) -> Who:

@@ -117,34 +117,25 @@ def _check_lists(config: Config) -> None:
     """Raises UsageError for a file that the worker is to read and could not."""
     if config.prefetch is PrefetchMode.FILE:
         assert config.prefetch_list is not None
-        remedy = "use none, access, auto, all or the path of a readable list"
-        _check_readable("prefetch list", config.prefetch_list, config.user, remedy)
-    if config.index_file is not None:
-        remedy = "name what monarchfs index export has written"
-        # The kernel goes by the modes that are in it where it decides who may read what.
-        _check_readable(
-            "index file", config.index_file, config.user, remedy, trusted=config.allow_other
-        )
+        _check_readable(config.prefetch_list, config.user)
 
 
-def _check_readable(
-    what: str, path: str, user: User, remedy: str, *, trusted: bool = False
-) -> None:
+def _check_readable(path: str, user: User) -> None:
     reason = ""
     with acting_as(user):
         try:
             # A FIFO without a writer would be waited for, and could be read once only.
             descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            st = os.fstat(descriptor)
-            if not stat.S_ISREG(st.st_mode):
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 reason = "it is not a file"
-            elif trusted and (st.st_uid not in (0, user.uid) or st.st_mode & 0o022):
-                reason = "with allow_other it must be yours, and nobody else may write it"
             os.close(descriptor)
         except OSError as error:
             reason = str(error.strerror)
     if reason:
-        raise UsageError(f"{what} {path} cannot be read by {user.name}: {reason}: {remedy}")
+        raise UsageError(
+            f"prefetch list {path} cannot be read by {user.name}: {reason}: use none, access, auto,"
+            " all or the path of a readable list"
+        )
 
 
 def _complaint_of_list(path: str, source: OpenedSource, mountpoint: str, user: User) -> str | None:

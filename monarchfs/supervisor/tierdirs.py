@@ -40,8 +40,6 @@ RECORD = "tiers"
 RECORD_NEW = RECORD + ".new"
 NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
 """A directory of ours: the dataset's id, then 64 random bits."""
-FORMER_NAME = re.compile(r"[0-9a-f]{16}")
-"""One of earlier releases: the dataset's id alone."""
 
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from monarchfs.config import Config, User
-from monarchfs.config.places import OWNER, runtime_dirs_to_search
-from monarchfs.control.registration import find_mounts
+from monarchfs.config.places import OWNER
 from monarchfs.supervisor.identity import acting_as, become
-from monarchfs.supervisor.recover import supervisor_lives
 from monarchfs.supervisor.storage import open_shared
 from monarchfs.supervisor.tierdirs import (
     OPEN_DIRECTORY,
@@ -97,12 +95,7 @@ class TierDirectories:
         Raises OperationError."""
         try:
             with open_root(tier, self._user, self._undo) as root:
-                found = (
-                    self._recorded(root)
-                    or self._unclaimed(root)
-                    or self._of_former_layout(root)
-                    or self._made(root)
-                )
+                found = self._recorded(root) or self._unclaimed(root) or self._made(root)
         except OSError as error:
             raise OperationError(
                 f"cannot make a directory in {tier}: {error.strerror}: have it made writable for"
@@ -172,27 +165,6 @@ class TierDirectories:
             return False
         own = owner.state_dir == self._owner.state_dir
         return own or not claims(owner.state_dir, tier, name, self._user)
-
-    def _of_former_layout(self, root: TierRoot) -> OwnDirectory | None:
-        """The directory of earlier releases, which all mounts of a source shared."""
-        name = self._config.dataset_id
-        try:
-            st = os.stat(name, dir_fd=root.descriptor, follow_symlinks=False)
-        except OSError:
-            return None
-        if st.st_uid != self._user.uid or self._is_mounted():
-            return None  # by such a release, perhaps, which holds no lock in the tier
-        found = self._hold(root, name)
-        return None if found is None else self._take_over(root, found)
-
-    def _is_mounted(self) -> bool:
-        uid = self._user.uid
-        directories = [self._config.runtime_dir, *runtime_dirs_to_search(os.geteuid(), {}, {uid})]
-        return any(
-            (registered.entry.source, registered.entry.uid) == (self._config.source, uid)
-            and supervisor_lives(registered)
-            for registered in find_mounts(dict.fromkeys(directories))
-        )
 
     def _made(self, root: TierRoot) -> OwnDirectory:
         for _ in range(_ATTEMPTS):

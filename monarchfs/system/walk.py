@@ -24,8 +24,8 @@ Stats = list[tuple[bytes, os.stat_result | None]]
 
 class WalkedDirectory(NamedTuple):
     """``path`` is absolute. ``stat`` is the directory's, from before its first name was read.
-    ``batches`` holds the names that ``walk`` was asked for, in the order of the listing; it is to
-    be exhausted before the next directory is taken."""
+    ``batches`` holds the names in it, but those of directories, in the order of the listing; it is
+    to be exhausted before the next directory is taken."""
 
     path: bytes
     stat: os.stat_result
@@ -40,12 +40,12 @@ class _Listed(NamedTuple):
     stats: Stats
 
 
-def walk(root: str, *, everything: bool) -> Iterator[WalkedDirectory | None]:
+def walk(root: str) -> Iterator[WalkedDirectory | None]:
     """The directories below ``root`` and itself; None for one that cannot be listed.
 
-    Directories are among their parents' names only if ``everything`` is wanted: otherwise they cost
-    no stat. Mounts below ``root`` are entered. Blocks as long as the source does. Raises OSError if
-    ``root`` itself cannot be listed.
+    Directories are not among their parents' names, and so cost no stat there. Mounts below ``root``
+    are entered. Blocks as long as the source does. Raises OSError if ``root`` itself cannot be
+    listed.
     """
     root_bytes = os.fsencode(root)
     os.scandir(root_bytes).close()
@@ -55,7 +55,7 @@ def walk(root: str, *, everything: bool) -> Iterator[WalkedDirectory | None]:
     try:
         while waiting or listed:
             while waiting and len(listed) < AHEAD:
-                listed.append(pool.submit(_list, waiting.popleft(), everything))
+                listed.append(pool.submit(_list, waiting.popleft()))
             directory = listed.popleft().result()
             if directory is None:
                 yield None
@@ -79,17 +79,16 @@ def _batches(directory: _Listed, pool: ThreadPoolExecutor) -> Iterator[Stats]:
         yield batches.popleft().result()
 
 
-def _list(path: bytes, everything: bool) -> _Listed | None:
+def _list(path: bytes) -> _Listed | None:
     below: list[bytes] = []
     names: list[bytes] = []
     try:
         st = os.stat(path)
         with os.scandir(path) as entries:
             for entry in entries:
-                is_directory = entry.is_dir(follow_symlinks=False)
-                if is_directory:
+                if entry.is_dir(follow_symlinks=False):
                     below.append(entry.path)
-                if everything or not is_directory:
+                else:
                     names.append(entry.name)
     except OSError:
         return None

@@ -28,7 +28,6 @@ from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.thread_counts import count_threads
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
-from monarchfs.metadata.load import Load
 from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
@@ -195,7 +194,6 @@ class Composition:
         # What is copied without being opened.
         self.warming = Warming(tree, self.xattrs, cache, jobs, nursery)
         self.scan = Scan(tree, jobs, jitter_seconds=config.prefetch_jitter_seconds)
-        self.load = Load(tree)
         self.copy_idle = CopyIdle(jobs, self.scan, bootstrap.mount_ns)
         self._kept = keep_counts(
             bootstrap.counts_fd,

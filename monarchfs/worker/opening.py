@@ -45,7 +45,6 @@ def safe(config: Config) -> Config:
         tiers=(),
         prefetch=PrefetchMode.NONE,
         prefetch_list=None,
-        index_file=None,
         scrub_bytes_per_second=0,
         touch_source_seconds=0.0,
         window=0,

@@ -118,8 +118,6 @@ def status(worker: Composition) -> dict[str, Any]:
         "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},
         "index": {
             "frozen": worker.index.environment.frozen,
-            "load": worker.load.state,
-            "loaded_entries": worker.load.entries,
         },
         "requests": {
             "waiting": worker.requests_waiting,

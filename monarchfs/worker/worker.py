@@ -167,10 +167,6 @@ class Worker:
             parts.warming.resume()
         for ino in self._interrupted:
             parts.copier.jobs.want(ino, Priority.SCANNED)
-        if config.index_file is not None:
-            # Before the scan, which then finds what it looks for.
-            trusted = config.allow_other  # the kernel goes by the modes in it then
-            await parts.load.run(config.index_file, parts.root_ino, trusted=trusted)
         if parts.ahead is not None:
             start(parts.ahead.run)
         elif config.prefetch is PrefetchMode.ALL:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import ctypes
-import gzip
-import io
 import json
 import os
 import shutil
@@ -38,7 +36,6 @@ from monarchfs.fuse.handle_table import HandleTable, make_memory, make_table
 from monarchfs.fuse.protocol import IN_HEADER
 from monarchfs.fuse.session import hooks
 from monarchfs.insight.recording import AnsweredBy, Event, File, Kind, RecordingWriter
-from monarchfs.metadata import snapshot as snapshot
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers, parse_nodes
@@ -52,7 +49,7 @@ from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.tierdirs import TierOwner, write_owner
 from monarchfs.supervisor.tierdirs import write_record as write_tiers
-from monarchfs.types import FileType, ReplicaState, SourceVersion, TierFile
+from monarchfs.types import ReplicaState, SourceVersion, TierFile
 from monarchfs.worker.kept_hints import KeptHints, KeptOrder
 from tests.index.tools import DIRECTORY, NOW, add_listing, open_index, replica, scratch, source_stat
 from tests.store.tools import open_tier
@@ -368,23 +365,6 @@ def make_recording(to: Path) -> None:
         writer.finish(7.5, {"dropped": 3})
 
 
-HEAD = snapshot.Head("/data", 2, NOW)
-ENTRIES = [
-    snapshot.FoundName(b"\xff", FileType.REGULAR, 21, None, b""),
-    snapshot.FoundName(b"%d" % LINK, FileType.SYMLINK, LINK, LINK_STAT, b"../target"),
-]
-
-
-def make_snapshot(to: Path) -> None:
-    file = io.BytesIO()
-    writer = snapshot.Writer(file, HEAD)
-    writer.begin_directory(b"d", -5, 1 << 65)
-    writer.add(ENTRIES)
-    writer.complete()
-    writer.close()
-    (to / "snapshot.txt").write_bytes(gzip.decompress(file.getvalue()))
-
-
 CACHE_KEY = share_key("/data", ALICE)
 STATUS = {"tiers": [{"path": f"/tier/{CACHE_KEY}", "used_bytes": 4096}]}
 
@@ -399,7 +379,7 @@ def make_slurm(to: Path) -> None:
 
 MAKERS = (
     make_index, make_state, make_tier, make_handles, make_journal, make_counts, make_protocol,
-    make_recording, make_snapshot, make_slurm,
+    make_recording, make_slurm,
 )  # fmt: skip
 
 

@@ -6,9 +6,7 @@ See ``make`` for what they hold, and docs/FORMATS.md for the formats.
 from __future__ import annotations
 
 import ctypes
-import gzip
 import importlib
-import io
 import json
 import os
 import re
@@ -34,7 +32,6 @@ from monarchfs.fuse.handle_table import (
 from monarchfs.fuse.session import hooks
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.recording import EVENT, open_recording
-from monarchfs.metadata.snapshot import Begin, Complete, End, Entries, Reader
 from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers
 from monarchfs.slurm.caches import CacheShare, read_cache
@@ -54,7 +51,7 @@ from tests.support.mounting import REPOSITORY
 DOCUMENT = (REPOSITORY / "docs" / "FORMATS.md").read_text()
 MODULES = (
     *("config.model", "fuse.handle_table", "fuse.requests", "insight.recording"),
-    *("cache.index.records", "cache.store.listed", "metadata.snapshot", "metrics.persistent"),
+    *("cache.index.records", "cache.store.listed", "metrics.persistent"),
     *("slurm.report", "worker.kept_hints"),
 )
 VERSION = re.compile(r"_?(?:[A-Z]+_)?(?:VERSION|MAGIC)")
@@ -224,15 +221,6 @@ def test_an_event_of_the_c_part_is_one_of_a_recording() -> None:
     c_part.record_end()
     begin, ino, offset, _took, *rest = EVENT.unpack(event)
     assert (begin, ino, offset, rest) == (5, 16, 0, [0, 17, 1, 4])
-
-
-def test_a_snapshot() -> None:
-    reader = Reader(io.BytesIO(gzip.compress((FROZEN / "snapshot.txt").read_bytes())))
-    directory = Begin((b"d",), -5, 1 << 65)
-    assert (reader.head, list(reader)) == (
-        make.HEAD,
-        [directory, Entries(make.ENTRIES), Complete(), End(1, 2)],
-    )
 
 
 def test_a_cache_of_slurm() -> None:

@@ -67,7 +67,7 @@ def check(read: Callable[[], Layer]) -> None:
         return
     assert set(layer) <= {field.name for field in fields(Settings)}
     merged = merge(layer)
-    for path in (merged.state_dir, merged.log_file, merged.index, merged.prefetch[1]):
+    for path in (merged.state_dir, merged.log_file, merged.prefetch[1]):
         assert path is None or (os.path.isabs(path) and "\0" not in path)
         assert path is None or ".." not in path.split("/")
     for tier in merged.tier or ():

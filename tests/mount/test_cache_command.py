@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import pwd
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from monarchfs.cli.main import main
-from monarchfs.config.places import dataset_id
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import (
     MONARCHFS,
@@ -153,51 +151,15 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     assert list((work.path / "other").iterdir()) == []
 
 
-def test_copies_in_the_layout_of_earlier_releases(work: Bench) -> None:
-    """They belong to the state directory that was mounted with the tier; else they are stranded."""
-    assert mounted(work, "state").umount().returncode == 0
+def test_what_is_only_called_like_a_directory_of_copies_is_none(work: Bench) -> None:
+    assert mounted(work).umount().returncode == 0
+    shutil.rmtree(work.path / "state")
     (made,) = (work.path / "tier").iterdir()
-    (made / "owner").unlink()
-    (work.path / "state" / "tiers").unlink()
-    former = made.rename(work.path / "tier" / dataset_id(f"{work.path}/src", 0))
-    state = ("--state-dir", f"{work.path}/state")
-    (row,) = of_test(work, cache(work, "list", *state))
-    (tier,) = row["tiers"]
-    assert (row["state_dir"], row["state_dir_claims"]) == (f"{work.path}/state", True)
-    assert (tier["path"], tier["former_layout"]) == (str(former), True)
-    assert (tier["stranded"], tier["files"]) == (None, FILES)
-    assert tier["used_bytes"] > 0
-    shown = run("cache", "show", str(former), *state).stdout
-    assert f"{former}  " in shown
-    assert "in the layout of an earlier release" in shown
-    # A mount takes them over.
-    assert of_test(work, cache(work, "prune", *state, "--dry-run")) == []
-    # A daemon of such a release holds no lock in the tier, but that of the state directory.
-    with (work.path / "state" / "lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (row,) = of_test(work, cache(work, "list", *state))
-        assert (row["in_use"], row["tiers"][0]["in_use"]) == (True, True)
-        cache(work, "remove", str(former), *state, "--yes", code=1)
-        assert cache(work, "prune", str(former), *state, "--yes")["caches"] == []
-    assert len(list(former.iterdir())) > 1
-    shutil.copytree(former, work.path / "kept")
-    assert_removed(work, str(former), *state)
-    assert not former.exists()
-    assert not (work.path / "state").exists()
-
-    # Where no state directory claims them, their source is not known; and what is only called like
-    # such a directory is none.
-    (work.path / "kept").rename(former)
-    for name, inside in (("a" * 16, "notes.txt"), ("b" * 16, "parts/keep/../x"), ("c" * 16, "")):
-        (work.path / "tier" / name / inside).mkdir(parents=True)
-    (work.path / "tier" / ("b" * 16) / "lock").touch()
+    for letter, inside in (("a", "notes.txt"), ("b", "parts"), ("c", "")):
+        (work.path / "tier" / f"{letter * 16}-{letter * 16}" / inside).mkdir(parents=True)
+    (made / "owner").rename(work.path / "tier" / f"{'d' * 16}-{'d' * 16}")
     said = cache(work, "prune", "--dry-run")
-    rows = [row for row in said["caches"] if row["tiers"][0]["tier"] == f"{work.path}/tier"]
-    assert [row["tiers"][0]["path"] for row in rows] == [str(former)]
-    assert (rows[0]["source"], rows[0]["state_dir_claims"]) == ("unknown", False)
-    assert "no state directory" in rows[0]["tiers"][0]["stranded"]
-    assert_removed(work, str(former))
-    assert sorted(os.listdir(work.path / "tier")) == [letter * 16 for letter in "abc"]
+    assert [row for row in said["caches"] if row["tiers"][0]["tier"] == f"{work.path}/tier"] == []
 
 
 def test_links_lead_root_nowhere(work: Bench) -> None:

@@ -25,6 +25,7 @@ from monarchfs.cache.store.tier import Tier
 from monarchfs.cli.main import main
 from monarchfs.config import User
 from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
+from monarchfs.supervisor.tierdirs import write_record
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
 from tests.support import on_disk
 from tests.support.fake_mounts import NOBODY, interpreter_for
@@ -55,22 +56,24 @@ class Cache:
     """A state directory and a tier, as a mount leaves them."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.state, self.dataset = path, path / "state", path / "tier" / DATASET
+        self.path, self.state = path, path / "state"
+        self.dataset = path / "tier" / f"{DATASET}-{DATASET}"
         self.segment = self.dataset / "segments" / f"{SEGMENT:016x}"
         self.holder = Holder(1, "/mnt/data", "/lustre/data", DATASET, (f"{path}/tier",))
         self.state.mkdir(mode=0o700)
         self.dataset.mkdir(parents=True, mode=0o700)
-        with self.locked() as lock:
+        with self.locked() as (state, lock):
             write_holder(lock, self.holder)
+            write_record(state, ME, {f"{path}/tier": self.dataset.name})
 
     @contextmanager
-    def locked(self) -> Iterator[int]:
+    def locked(self) -> Iterator[tuple[int, int]]:
         with ExitStack() as cleanup:
             state = os.open(self.state, os.O_RDONLY | os.O_DIRECTORY)
             cleanup.callback(os.close, state)
             lock = take_lock(state, ME)
             cleanup.callback(os.close, lock)
-            yield lock
+            yield state, lock
 
     @contextmanager
     def open(self, boot: bytes = BOOT_ID) -> Iterator[tuple[Index, Tier]]:
@@ -213,7 +216,7 @@ def test_nothing_is_wrong(
         f"tier {cache.path}/tier: {files} files, {allocated >> 10}K",
         f"{cache.state}: nothing wrong",
     ]
-    with cache.locked() as lock:
+    with cache.locked() as (_, lock):
         assert read_holder(lock) == cache.holder, "the lock says what it said before"
 
 
@@ -622,7 +625,7 @@ def test_what_is_refused(cache: Cache, capfd: pytest.CaptureFixture[str]) -> Non
     for text in ("", "junk", '{"pid": 1, "mountpoint": "", "source": "", "tiers": 3}'):
         (cache.state / "lock").write_text(text)
         refused("does not say", "mount it once")
-    with cache.locked() as lock:
+    with cache.locked() as (_, lock):
         write_holder(lock, Holder(77, "/mnt", "/src", DATASET, (), checking=True))
         with pytest.raises(InUse, match=r"monarchfs fsck \(process 77\)"), cache.locked():
             pass
@@ -677,7 +680,7 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
         process.send_signal(signal.SIGINT)
         _, complaint = process.communicate(timeout=20)
     assert (process.returncode, complaint) == (-signal.SIGINT, "monarchfs: interrupted\n")
-    with cache.locked() as held:
+    with cache.locked() as (_, held):
         assert read_holder(held) == cache.holder
     assert fsck("--repair")["findings"]["missing"] < 300
     assert_well(cache, fsck)

@@ -83,8 +83,6 @@ def test_every_command_shows_them_escaped_and_gives_them_back(work: Bench) -> No
         assert odd.run("umount", point) == ""
     assert shown in odd.run("umount", point)
     assert source in set(texts(odd.ask("plan", source, "--quick", *odd.storage[:4])))
-    odd.run("index", "export", source, f"{odd.path}/index{NAME}")
-    assert shown in odd.run("index", "export", source + "x", f"{odd.path}/index", code=2)
     for segment in on_disk.segments(odd.path / f"tier{NAME}"):
         segment.unlink()
     state = odd.storage[3]

@@ -99,25 +99,6 @@ def test_copies_are_found_again(work: Bench) -> None:
     assert asked("fsck", f"{work.path}/another")["findings"] == {}
 
 
-def test_copies_of_the_former_layout_are_taken_over(work: Bench) -> None:
-    ended(mounted(work))
-    (made,) = directories(work.path / "tier")
-    (made / "owner").unlink()
-    former = work.path / "tier" / dataset_id(str(work.path / "src"), 0)
-    made.rename(former)
-    (work.path / "state" / "tiers").unlink()
-    assert asked("fsck", f"{work.path}/state")["findings"] == {}
-    mount = mounted(work)
-    assert copied(mount) == 0
-    assert "took over" in work.log()
-    assert not former.exists()
-    # And of the mount that was not there first, with nothing taken from this one.
-    other = mounted(work, "two")
-    assert copied(other) == FILES
-    for one in (mount, other):
-        ended(one)
-
-
 def test_a_directory_that_is_not_ours_any_more(work: Bench) -> None:
     tier = work.path / "tier"
     ended(mounted(work))

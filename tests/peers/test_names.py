@@ -85,6 +85,43 @@ def test_bytes_that_are_no_message(data: bytes) -> None:
             assert kind != "wanted replicas" or encode(message) == data
 
 
+FILE = ["a", 8, 9, 5, 1, 1, 1, 0o100644, 1, 0, 0, 0, 8, 4096]
+LINK = ["l", 10, 9, 5, 1, 1, 1, 0o120777, 1, 0, 0, 0, 8, 4096]
+
+
+def test_the_entries_that_others_below_are_a_variation_of() -> None:
+    found = messages.decode_names(json.dumps([0, [FILE, [*LINK, "t"]]]).encode()).found
+    assert [(name, st.mode, target) for name, st, target in found] == [
+        (b"a", 0o100644, b""),
+        (b"l", 0o120777, b"t"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (["..", 4, 9], "a name is none"),
+        (["", 4, 9], "a name is none"),
+        (["\ud800", 8, 9], "stand for no byte"),
+        (["a", 3, 9], "no file type 3"),
+        (["a", 8, 1 << 64], "out of range"),
+        (["a", 8, 9, 5], "attributes are missing"),
+        (["a", 8], "an entry is not known"),
+        ([*FILE[:-1], 1 << 32], "out of range"),
+        ([*FILE[:-1], True], "is no number"),
+        ([*FILE, "target"], "of no symbolic link"),
+        ([*FILE, 1], "no text"),
+        (LINK, "of no symbolic link"),
+        ([*LINK, "t" * 4096], "wrong length"),
+        (["a", 4, *FILE[2:]], "another than the mode's"),
+        ([*FILE[:7], 0o170644, *FILE[8:]], "another than the mode's"),
+    ],
+)
+def test_an_entry_that_no_node_would_send(entry: list[object], words: str) -> None:
+    with pytest.raises(messages.PeerError, match=words):
+        messages.decode_names(json.dumps([0, [entry]]).encode())
+
+
 ELSEWHERE = (b"/", b"/etc", b"a/", b"a//b", b"../x", b"a/../b", b".", b"a/.", b"a\0b")
 REFUSED: list[tuple[str, Any]] = [
     *(("question", QUESTION._replace(path=path)) for path in ELSEWHERE),

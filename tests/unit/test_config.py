@@ -152,7 +152,6 @@ TEXTS = {
     "data_path": "relay",
     "log_file": "/log",
     "log_level": "debug",
-    "index": "/index",
     "metrics_port": "9464",
     "touch_source": "1d",
     "scrub": "20M",
@@ -163,9 +162,7 @@ TEXTS = {
     "kernel_resend": "false",
     "standby": "false",
 }
-TAKE_ANY_TEXT = {
-    *("state_dir", "log_file", "index", "prefetch", "peer_key", "peers", "peer_name", "user")
-}
+TAKE_ANY_TEXT = {*("state_dir", "log_file", "prefetch", "peer_key", "peers", "peer_name", "user")}
 
 
 @pytest.mark.parametrize("key", sorted(OPTIONS))

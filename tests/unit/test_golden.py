@@ -206,7 +206,7 @@ def test_cache_and_gc(shown: Shown, golden: Golden, monkeypatch: pytest.MonkeyPa
             *(False, now - 500_000),
         ),
         LocalCache(
-            *("unknown", me, "", (directory("d", Size(), stranded=UNCLAIMED, former=True),)),
+            *("/lustre/d", me, "/state/d", (directory("d", Size(), stranded=UNCLAIMED),)),
             *(False, now - 500_000),
             claimed=False,
         ),

@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from monarchfs.cli.rates import HISTORY, History, number
+from monarchfs.cli.rates import History, number
 from monarchfs.cli.screen import draw
 from monarchfs.cli.status_text import format_report
-from monarchfs.cli.text import ASCII_SPARKS, format_share, sparkline
+from monarchfs.cli.text import format_share
 from monarchfs.cli.watch import MountsView
 from monarchfs.system.sizes import format_bytes, format_seconds
 from tests.support import surroundings
@@ -102,19 +102,10 @@ def test_an_old_report_gives_no_rates_and_stays_visible() -> None:
     assert view.report is gone
     assert view.details["files"]["known"] == 10
     assert view.old_seconds == pytest.approx(3)
-    assert view.local_shares == (1.0, None, None)
     back = later(5, served={"local_opens": 4})
     rates = history.add(5.0, back).rates
     assert rates is not None
     assert rates.seconds == pytest.approx(4)
-
-
-def test_history_has_an_end() -> None:
-    history = History()
-    for second in range(HISTORY + 20):
-        view = history.add(second, later(second, source_io={"demand_read_bytes": second}))
-    assert len(view.source_bytes) == HISTORY
-    assert view.source_bytes[-1] == 1
 
 
 @pytest.mark.parametrize(
@@ -161,9 +152,6 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
         *((format_bytes(2 << 50), "2.0P"), (format_share(0, 0), "-"), (format_share(0, 5), "0%")),
         *((format_share(5, 5), "100%"), (format_share(1, 3), "33.3%")),
         (format_share(10**6 - 1, 10**6), "99.9%"),  # not all
-        (sparkline([0, 1, None, 3, 2]), "▁▃ █▆"),
-        (sparkline([0.5, 1.0], 1.0, ASCII_SPARKS), "=#"),
-        *((sparkline([]), ""), (sparkline([0, None]), "▁ ")),
     ],
 )
 def test_words(shown: str, text: str) -> None:
