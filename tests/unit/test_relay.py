@@ -224,7 +224,11 @@ class Threads:
         """All that there are."""
         for file in files:
             wait_for(partial(self.hooks.resident_retire, file.ino), "the last reader to leave")
-        assert not self.kept_open()
+        self.wait_open(0)
+
+    def wait_open(self, count: int) -> None:
+        """Until so many files are open: who reads one closes it after the answer."""
+        wait_for(lambda: len(self.kept_open()) == count, "the last readers to have left")
 
     def kept_open(self) -> list[str]:
         return [path for path, _fd in self.open_files() if "/tier" in path]
@@ -268,7 +272,7 @@ def reads(directory: Path) -> None:
     threads.left_to_python(lambda: threads.send(FUSE_LOOKUP, 4, 1, b"a\0"))
     threads.hooks.resident_stop(7)
     threads.read_by_python(7)
-    assert not threads.kept_open()
+    threads.wait_open(0)
     answered = struct.pack("=Q", len(places) + 199)
     wait_for(lambda: os.pread(threads.table, 8, ANSWERED) == answered, "all answers to be counted")
 
@@ -372,7 +376,7 @@ def trouble(directory: Path) -> None:
     threads.serve(False)
     threads.read_by_python(9)
     threads.opened_by_python(9)
-    assert not threads.kept_open()
+    threads.wait_open(0)
     threads.serve(True)
     threads.read(second)
     threads.tier.rename(directory / "old-tier")
@@ -385,7 +389,7 @@ def trouble(directory: Path) -> None:
     files = [threads.added(ino, 50_000) for ino in range(100, 140)]
     for each in random.Random(1).choices(files, k=120):
         threads.read(each, 10_000, 40_000)
-    assert len(threads.kept_open()) == MOST_FILES
+    threads.wait_open(MOST_FILES)
     threads.retire(*files)
 
 
@@ -401,7 +405,8 @@ def segments(directory: Path) -> None:
         size = len(file.data)
         for offset in (0, 1, 5000, max(0, size - 10), max(0, size - 50_000), size, 1 << 40):
             threads.read(file, offset)
-    assert threads.kept_open() == [str(files[7].path)], "one descriptor for all of them"
+    threads.wait_open(1)  # one descriptor for all of them
+    assert threads.kept_open() == [str(files[7].path)]
     wait_for(lambda: hooks.resident_retire(10), "its last reader to have left", 10)
     threads.read_by_python(10)
     threads.read(files[9])
@@ -418,7 +423,8 @@ def segments(directory: Path) -> None:
     threads.read(own)
     threads.put(files[8])
     threads.read(files[8], 50_000, 50_000)
-    assert threads.kept_open() == [str(files[8].path)], "what was left is not kept open"
+    threads.wait_open(1)  # what was left is not kept open
+    assert threads.kept_open() == [str(files[8].path)]
 
     # Not all of it is there, or it is not ours.
     for ino, spoil in enumerate(
@@ -441,7 +447,7 @@ def segments(directory: Path) -> None:
         threads.put(file)
     for file in random.Random(1).choices(every, k=100):
         threads.read(file)
-    assert len(threads.kept_open()) == MOST_FILES
+    threads.wait_open(MOST_FILES)
     threads.retire(*every, *files.values())
 
 
