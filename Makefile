@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-fuzz | test-mutants | test-kernels | coverage | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | wheelhouse | clean
+# make setup | demo | test | test-full | test-fuzz | test-mutants | test-kernels | coverage | trace | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | wheelhouse | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -15,7 +15,7 @@ SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
 PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
 	bindfs attr acl strace procps nginx-light
 
-.PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants test-kernels coverage check bench bench-full frameworks \
+.PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants test-kernels coverage trace check bench bench-full frameworks \
 	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle deb rpm wheelhouse clean
 
 help:
@@ -78,6 +78,10 @@ test-fuzz: $(STAMP)
 # Lines and branches of Python and C that the quick tests go through; ARGS: --json, or pytest's for others.
 coverage: $(STAMP)
 	@$(BIN)/python -m tests.coverage $(ARGS)
+
+# What a read of one file runs through: CASE=resident|cold-small|cold-large; ARGS: --json, or options of mount.
+trace: $(STAMP)
+	@$(BIN)/python -m bench.trace $(CASE) $(ARGS)
 
 # 50 bugs, put into a copy one at a time: how many do the tests find? ARGS: names of some, --list, --json.
 test-mutants: $(STAMP)
