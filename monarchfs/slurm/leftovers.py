@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import time
@@ -49,6 +50,7 @@ _LOOK_SECONDS = 2.0
 _SQUEUE_SECONDS = 10.0
 _UMOUNT_SECONDS = 5.0
 _ID_DIGITS = 16
+_STATE = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}")
 
 
 @dataclass(slots=True)
@@ -187,11 +189,11 @@ class Sweeper:
     def _of_plain_mounts(self, cache_dir: str, old: float) -> None:
         """State and copies of ``monarchfs mount`` in the default place, by users that are gone."""
         states = os.path.join(cache_dir, "state")
-        for directory in (states, cache_dir):
+        for directory, pattern in ((states, _STATE), (cache_dir, NAME)):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
                 st = os.lstat(path)
-                if NAME.fullmatch(name) is None or st.st_mtime > old or _user_exists(st.st_uid):
+                if pattern.fullmatch(name) is None or st.st_mtime > old or _user_exists(st.st_uid):
                     continue
                 state = os.path.join(states, name[:_ID_DIGITS])
                 if not in_use(state) and not in_use(path, OWNER):

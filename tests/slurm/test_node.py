@@ -77,7 +77,7 @@ class Node:
         return Site(f"{self.path}/run", f"{self.path}/cache")
 
     def configure(
-        self, *lines: str, size: str = "100M", roots: str = "/lustre", deadline: int = 10
+        self, *lines: str, size: str = "100M", roots: str = "/lustre", deadline: int = 40
     ) -> None:
         (self.path / "site.toml").write_text(
             f'roots = ["{self.path}{roots}"]\n'
@@ -595,7 +595,7 @@ def test_gc_removes_what_plain_mounts_of_gone_users_left(node: Node) -> None:
     cache = node.path / "cache"
     a, b, c = ("a" * 16, "b" * 16, "c" * 16)
     for name, uid in ((a, NOBODYS_UID), (b, NOBODY.pw_uid), (c, NOBODYS_UID)):
-        for path in (cache / "state" / name, cache / name):
+        for path in (cache / "state" / name, cache / f"{name}-{name}"):
             path.mkdir(parents=True)
             os.chown(path, uid, uid)
             os.utime(path, LONG_AGO)
@@ -606,9 +606,9 @@ def test_gc_removes_what_plain_mounts_of_gone_users_left(node: Node) -> None:
     with open(lock, "rb") as held:
         os.utime(lock.parent, LONG_AGO)
         fcntl.flock(held, fcntl.LOCK_EX)
-        assert {path for _, path, _ in swept(node)} == {f"{cache}/state/{a}", f"{cache}/{a}"}
+        assert {path for _, path, _ in swept(node)} == {f"{cache}/state/{a}", f"{cache}/{a}-{a}"}
     assert sorted(os.listdir(cache / "state")) == [b, c]
-    assert sorted(os.listdir(cache)) == [b, c, "precious", "slurm", "state"]
+    assert sorted(os.listdir(cache)) == [f"{b}-{b}", f"{c}-{c}", "precious", "slurm", "state"]
 
 
 def test_gc_removes_copies_that_nobody_counts(node: Node) -> None:
