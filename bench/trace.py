@@ -40,6 +40,8 @@ FILES = 6
 QUIET_SECONDS = 1.0
 """After so long all is done that a read causes, but for what comes every 30 seconds (sync)."""
 _EVENT = Struct("=QII")
+_MOST_EVENTS = 1 << 22
+"""TRACE_EVENTS in trace_enter.h."""
 _READER = """
 import os, sys, time
 for line in sys.stdin:
@@ -131,7 +133,9 @@ class Trace:
             image = path.name.split(".", 1)[1]
             events = []
             with path.open("rb") as file:
-                (noted,) = Struct("=Q8x").unpack(file.read(_EVENT.size))
+                noted, *_ = _EVENT.unpack(file.read(_EVENT.size))
+                if noted > _MOST_EVENTS:
+                    raise RuntimeError(f"{image}: more was entered than {_MOST_EVENTS} functions")
                 for ns, thread, offset in _EVENT.iter_unpack(file.read(noted * _EVENT.size)):
                     if begin_ns <= ns < end_ns:
                         events.append((ns, thread, offset))
@@ -145,10 +149,9 @@ class Trace:
             return
         (built,) = self._package.rglob(image)
         command = ["addr2line", "-f", "-e", str(built), *map(hex, unknown)]
-        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split(
-            "\n"
-        )
-        for offset, name, place in zip(unknown, lines[::2], lines[1::2], strict=False):
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        lines = done.stdout.splitlines()
+        for offset, name, place in zip(unknown, lines[::2], lines[1::2], strict=True):
             path = os.path.relpath(place.rpartition(":")[0], self._package)
             self._named[image, offset] = Function(path, name)
 

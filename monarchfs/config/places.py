@@ -118,6 +118,9 @@ def search_of(environ: Mapping[str, str]) -> Search:
     return partial(runtime_dirs_to_search, os.geteuid(), environ)
 
 
+DATASET_ID = re.compile(r"[0-9a-f]{16}")
+
+
 def dataset_id(source: str, uid: int) -> str:
     """A stable short name for what ``uid`` sees of ``source``."""
     return hashlib.sha256(os.fsencode(source) + b"\0%d" % uid).hexdigest()[:16]

@@ -100,8 +100,8 @@ def files_below(root: str, survey: Survey) -> Iterator[SourceStat]:
             survey.unreadable += 1
             continue
         survey.directories += 1
-        for batch in directory.batches:
-            for _name, st in batch:
+        for batch in directory:
+            for st in batch:
                 if st is None:
                     continue
                 if not stat.S_ISREG(st.st_mode):

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.config import User
-from monarchfs.config.places import current_user, home_of, own_directories, resolve_user
+from monarchfs.config.places import DATASET_ID, current_user, home_of, own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.slurm.inspection import (
     MEASURE_SECONDS,
@@ -35,7 +35,6 @@ OTHER_TIER = "its last mount did not name this tier"
 UNCLAIMED = "no state directory claims it"
 _LOOK_SECONDS = 2.0
 _MOST_SILENT = 8
-_DATASET = re.compile(r"[0-9a-f]{16}")
 _TEMPORARY = "/tmp"
 
 
@@ -114,7 +113,7 @@ class Inventory:
     def base(self, cache_dir: str, user: User) -> None:
         """Search a default place: state directories are in ``state``, copies beside it."""
         base = os.path.join(cache_dir, "state")
-        for name, owner in self._names(base, user, _DATASET):
+        for name, owner in self._names(base, user, DATASET_ID):
             self.state_dir(os.path.join(base, name), owner)
         self.tier(cache_dir, user)
 

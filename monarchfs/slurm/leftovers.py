@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import pwd
-import re
 import shutil
 import subprocess
 import time
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from monarchfs.config.places import OWNER, Search
+from monarchfs.config.places import DATASET_ID, OWNER, Search
 from monarchfs.control.registration import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets, mount_owners
 from monarchfs.fuse.mount import SYSTEM_PATH
@@ -50,7 +49,6 @@ _LOOK_SECONDS = 2.0
 _SQUEUE_SECONDS = 10.0
 _UMOUNT_SECONDS = 5.0
 _ID_DIGITS = 16
-_STATE = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}")
 
 
 @dataclass(slots=True)
@@ -189,7 +187,7 @@ class Sweeper:
     def _of_plain_mounts(self, cache_dir: str, old: float) -> None:
         """State and copies of ``monarchfs mount`` in the default place, by users that are gone."""
         states = os.path.join(cache_dir, "state")
-        for directory, pattern in ((states, _STATE), (cache_dir, NAME)):
+        for directory, pattern in ((states, DATASET_ID), (cache_dir, NAME)):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
                 st = os.lstat(path)

@@ -32,13 +32,13 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from monarchfs.config import User
-from monarchfs.config.places import OWNER
+from monarchfs.config.places import DATASET_ID, OWNER
 from monarchfs.supervisor.identity import acting_as, become, open_file_as
 from monarchfs.system.bounded import answer_within
 
 RECORD = "tiers"
 RECORD_NEW = RECORD + ".new"
-NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")
+NAME = re.compile(rf"{DATASET_ID.pattern}-[0-9a-f]{{16}}")
 """A directory of ours: the dataset's id, then 64 random bits."""
 
 OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -18,34 +18,24 @@ AHEAD = 64
 BATCH = 500
 """Names for which one thread asks."""
 
-Stats = list[tuple[bytes, os.stat_result | None]]
-"""Names, and what lstat(2) says of each; None for one that is gone, or may not be asked about."""
-
-
-class WalkedDirectory(NamedTuple):
-    """``path`` is absolute. ``stat`` is the directory's, from before its first name was read.
-    ``batches`` holds the names in it, but those of directories, in the order of the listing; it is
-    to be exhausted before the next directory is taken."""
-
-    path: bytes
-    stat: os.stat_result
-    batches: Iterator[Stats]
+Stats = list[os.stat_result | None]
+"""What lstat(2) says of names; None for one that is gone, or may not be asked about."""
 
 
 class _Listed(NamedTuple):
     path: bytes
-    stat: os.stat_result
     below: list[bytes]
     names: list[bytes]
     stats: Stats
 
 
-def walk(root: str) -> Iterator[WalkedDirectory | None]:
-    """The directories below ``root`` and itself; None for one that cannot be listed.
+def walk(root: str) -> Iterator[Iterator[Stats] | None]:
+    """For ``root`` and each directory below it what is in it, but for directories, in the order of
+    its listing; None for one that cannot be listed.
 
-    Directories are not among their parents' names, and so cost no stat there. Mounts below ``root``
-    are entered. Blocks as long as the source does. Raises OSError if ``root`` itself cannot be
-    listed.
+    A directory's batches are to be exhausted before the next directory is taken. Mounts below
+    ``root`` are entered. Blocks as long as the source does. Raises OSError if ``root`` itself
+    cannot be listed.
     """
     root_bytes = os.fsencode(root)
     os.scandir(root_bytes).close()
@@ -61,7 +51,7 @@ def walk(root: str) -> Iterator[WalkedDirectory | None]:
                 yield None
                 continue
             waiting.extend(directory.below)
-            yield WalkedDirectory(directory.path, directory.stat, _batches(directory, pool))
+            yield _batches(directory, pool)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -83,7 +73,6 @@ def _list(path: bytes) -> _Listed | None:
     below: list[bytes] = []
     names: list[bytes] = []
     try:
-        st = os.stat(path)
         with os.scandir(path) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -93,12 +82,12 @@ def _list(path: bytes) -> _Listed | None:
     except OSError:
         return None
     if len(names) <= BATCH:
-        return _Listed(path, st, below, [], _stat_each(path, names))
-    return _Listed(path, st, below, names, [])
+        return _Listed(path, below, [], _stat_each(path, names))
+    return _Listed(path, below, names, [])
 
 
 def _stat_each(directory: bytes, names: list[bytes]) -> Stats:
-    return [(name, _stat(os.path.join(directory, name))) for name in names]
+    return [_stat(os.path.join(directory, name)) for name in names]
 
 
 def _stat(path: bytes) -> os.stat_result | None:

@@ -116,9 +116,7 @@ def status(worker: Composition) -> dict[str, Any]:
         },
         "peers": _peers(worker.peering),
         "touch": {"completed": metrics.touches_completed, "failed": metrics.touches_failed},
-        "index": {
-            "frozen": worker.index.environment.frozen,
-        },
+        "index": {"frozen": worker.index.environment.frozen},
         "requests": {
             "waiting": worker.requests_waiting,
             "interrupted": metrics.interrupted_requests,

@@ -157,6 +157,8 @@ def test_what_is_only_called_like_a_directory_of_copies_is_none(work: Bench) -> 
     (made,) = (work.path / "tier").iterdir()
     for letter, inside in (("a", "notes.txt"), ("b", "parts"), ("c", "")):
         (work.path / "tier" / f"{letter * 16}-{letter * 16}" / inside).mkdir(parents=True)
+    (row,) = of_test(work, cache(work, "prune", "--dry-run"))
+    assert [tier["path"] for tier in row["tiers"]] == [str(made)]
     (made / "owner").rename(work.path / "tier" / f"{'d' * 16}-{'d' * 16}")
     said = cache(work, "prune", "--dry-run")
     assert [row for row in said["caches"] if row["tiers"][0]["tier"] == f"{work.path}/tier"] == []
