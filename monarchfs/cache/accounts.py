@@ -82,9 +82,9 @@ class ReplicaHolder(Protocol):
         """The replica's file is being removed. The event is set when the file is no longer kept
         open here; None if it is not kept open."""
 
-    def reclaim(self, ino: int) -> None:
-        """The cache is about to check whether the replica is open: make an ``OpenReplica`` for each
-        open that has none, and open no more."""
+    def withdraw(self, ino: int) -> None:
+        """The replica is going: open it no more, but where the kernel allows nothing else. Until
+        that ends there is an ``OpenReplica``."""
 
 
 class NoHolder:
@@ -94,7 +94,7 @@ class NoHolder:
 
     def let_go(self, ino: int) -> None: ...
 
-    def reclaim(self, ino: int) -> None: ...
+    def withdraw(self, ino: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +226,7 @@ class Accounts:
     def drop(self, ino: int, reason: str, cause: Cause = Cause.LOST) -> bool:
         """Remove the replica of ``ino`` and its record. Nobody opens it any more; readers that have
         it open keep it. False if there is none, or the record cannot be removed."""
-        self.holder.reclaim(ino)
+        self.holder.withdraw(ino)
         record = self.index.replicas.replica(ino)
         if record is None or ino in self.busy or not self.forget([(ino, record.tier)]):
             return False
@@ -243,7 +243,7 @@ class Accounts:
     def corrupt(self, ino: int) -> None:
         """The replica's bytes are not those that were copied: nobody gets any more of them."""
         self.metrics.replicas_corrupt += 1
-        self.holder.reclaim(ino)
+        self.holder.withdraw(ino)
         replica = self.opened.get(ino)
         if replica is not None:
             replica.bad = True
@@ -449,7 +449,7 @@ class Mover:
         """Wait until nobody has the replica open, within limits."""
         with trio.move_on_after(CLOSED_SECONDS):
             while True:
-                self._accounts.holder.reclaim(ino)  # each time: who closed it may have lent it anew
+                self._accounts.holder.withdraw(ino)  # each time: it may have been backed anew
                 if (replica := self._accounts.opened.get(ino)) is None:
                     return True
                 closed = trio.Event()

@@ -35,11 +35,16 @@ class Readers(Protocol):
     def expire(self, ino: int) -> None:
         """The source has another version: open handles keep this one, and no open gets it."""
 
+    def use(self, ino: int) -> None:
+        """Count a use of it by Python, which ends with ``unuse``."""
+
+    def unuse(self, ino: int) -> None: ...
+
     def used(self, ino: int) -> bool:
-        """Whether they have a handle for it."""
+        """Whether the kernel has it open, as far as it says so, or Python uses it."""
 
     def open_inodes(self) -> Collection[int]:
-        """What they have handles for."""
+        """What the kernel has open, as far as it says so."""
 
     def seen(self, ino: int) -> bool:
         """Whether they have opened or read its replica."""

@@ -1,7 +1,6 @@
 /* Answers to OPEN. See _opens.h. */
 #include "_opens.h"
 
-#include "_backed.h"
 #include "_queue.h"
 #include "_reply.h"
 #include "_resident.h"
@@ -18,8 +17,8 @@ void opens_answer_here(bool here, bool direct)
 	__atomic_store_n(&answers_here, here, __ATOMIC_RELAXED);
 }
 
-/* Answer an open. If the kernel took no answer with this handle, but Python owns it by now, Python gets a
- * RELEASE as if from the kernel. */
+/* If the kernel took no answer with this handle, but Python owns it by now, Python gets a RELEASE as if from the
+ * kernel. */
 static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, size_t length,
 			       enum duration counted, enum answered_by by, uint64_t started_ns)
 {
@@ -42,41 +41,31 @@ static uint32_t flags_now(void)
 	return __atomic_load_n(&flags, __ATOMIC_RELAXED);
 }
 
-/* An open that an earlier worker may have answered is Python's. */
-static bool answer_backed(const struct fuse_in_header *in, bool again, uint64_t started_ns)
+/* `unique` as for table_add. False if too many files are open. */
+static bool answer_open(const struct fuse_in_header *in, uint64_t unique, enum duration counted,
+			enum answered_by by, uint64_t started_ns)
 {
 	struct backed_open_out out = {0};
-	if (again || !backed_open(in->nodeid, in->unique, &out.fh, &out.backing_id))
+	if (table_add(in->nodeid, unique, ANSWERING, &out.fh, &out.backing_id) < 0)
 		return false;
-	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : flags_now();
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL, BY_MEMORY, started_ns);
+	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : __atomic_load_n(&flags, __ATOMIC_RELAXED);
+	answer_with_handle(in->unique, out.fh, &out, sizeof(out), counted, by, started_ns);
 	return true;
 }
 
 bool opens_answer_source(const struct fuse_in_header *in, enum answered_by by, uint64_t started_ns)
 {
-	struct fuse_open_out out = {.open_flags = flags_now()};
-	if (table_add(in->nodeid, in->unique, 0, ANSWERING, &out.fh) < 0)
-		return false;
-	answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_SOURCE, by, started_ns);
-	return true;
+	return answer_open(in, in->unique, TIME_OPEN_SOURCE, by, started_ns);
 }
 
 bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns)
 {
 	const struct fuse_open_in *arg = (const void *)(in + 1);
-	if ((arg->flags & O_ACCMODE) != O_RDONLY)
+	if ((arg->flags & O_ACCMODE) != O_RDONLY ||
+	    !resident_open(in->nodeid, __atomic_load_n(&answers_here, __ATOMIC_RELAXED)))
 		return false;
-	if (!__atomic_load_n(&answers_here, __ATOMIC_RELAXED))
-		return answer_backed(in, again, started_ns);
-	if (!resident_open(in->nodeid))
-		return false;
-	struct fuse_open_out out = {.open_flags = flags_now()};
 	uint64_t unique = again ? in->unique | RESENT : in->unique;
-	int added = table_add(in->nodeid, unique, 0, ANSWERING, &out.fh);
-	if (added >= 0)
-		answer_with_handle(in->unique, out.fh, &out, sizeof(out), TIME_OPEN_LOCAL,
-				   BY_MEMORY, started_ns);
+	bool answered = answer_open(in, unique, TIME_OPEN_LOCAL, BY_MEMORY, started_ns);
 	resident_unuse(in->nodeid);
-	return added >= 0;
+	return answered;
 }

@@ -1,4 +1,4 @@
-/* Answers to OPEN: of resident files, of files with a backing file, and of files that were found in the source. */
+/* Answers to OPEN: of resident files, and of files that were found in the source. */
 #ifndef MONARCHFS_OPENS_H
 #define MONARCHFS_OPENS_H
 
@@ -9,11 +9,19 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Whether opens are answered here where they can be, by default they are, and whether reads then pass by the
- * page cache. */
+/* fuse_open_out of linux/fuse.h since 6.9. With any other flag than OPEN_PASSTHROUGH the open would fail
+ * (fs/fuse/iomode.c). */
+struct backed_open_out {
+	uint64_t fh;
+	uint32_t open_flags;
+	uint32_t backing_id;
+};
+
+/* Whether opens of resident files are answered here though nothing is decided about a backing file, by default they
+ * are, and whether reads pass by the page cache. */
 void opens_answer_here(bool here, bool direct);
 
-/* Answer an OPEN; false if it is not of a resident file. `again`: an earlier worker had it. */
+/* Answer an OPEN; false if Python has to be asked. `again`: an earlier worker had it. */
 bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns);
 
 /* Answer an OPEN of a file of the source. False if too many files are open. */

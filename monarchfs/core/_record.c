@@ -13,7 +13,6 @@
 #define _GNU_SOURCE
 #include "_record.h"
 
-#include "_backed.h"
 #include "_counts.h"
 
 #include <linux/fuse.h>
@@ -235,8 +234,8 @@ static void finish(struct record_event *event, enum answered_by by)
 /* Whether the kernel reads the file by itself from now on. */
 static bool is_kernels(int error, const void *body, size_t length)
 {
-	return error == -ENOSYS || (!error && length >= sizeof(struct backed_open_out) &&
-				    ((const struct backed_open_out *)body)->open_flags & OPEN_PASSTHROUGH);
+	return error == -ENOSYS || (!error && length >= sizeof(struct fuse_open_out) &&
+				    ((const struct fuse_open_out *)body)->open_flags & OPEN_PASSTHROUGH);
 }
 
 void record_answer(uint64_t unique, enum answered_by by, int error, const void *body, size_t length)

@@ -6,6 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define OPEN_PASSTHROUGH (1 << 7) /* FOPEN_PASSTHROUGH of linux/fuse.h since 6.9 */
+
 struct fuse_in_header;
 
 /* As insight.recording.AnsweredBy. */

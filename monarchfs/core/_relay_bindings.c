@@ -3,7 +3,6 @@
 #include "_relay_bindings.h"
 
 #include "_absent_xattrs.h"
-#include "_backed.h"
 #include "_counts.h"
 #include "_record.h"
 #include "_resident.h"
@@ -98,12 +97,12 @@ TELLS(table_detach)
 static PyObject *py_table_add(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, unique;
-	unsigned backing_id = 0;
+	uint32_t backing_id;
 	uint64_t number;
-	if (!PyArg_ParseTuple(args, "KK|I", &ino, &unique, &backing_id))
+	if (!PyArg_ParseTuple(args, "KK", &ino, &unique))
 		return NULL;
-	int result = table_add(ino, unique, backing_id, OWNED | HELD, &number);
-	return result < 0 ? failed(-result) : number_of(number);
+	int result = table_add(ino, unique, OWNED | HELD, &number, &backing_id);
+	return result < 0 ? failed(-result) : Py_BuildValue("KI", (unsigned long long)number, backing_id);
 }
 
 static PyObject *py_table_end(PyObject *Py_UNUSED(self), PyObject *given)
@@ -192,9 +191,11 @@ static PyObject *py_resident_opened(PyObject *Py_UNUSED(self), PyObject *Py_UNUS
 	return numbers_of(inos, resident_opened(inos, MOST_TOLD));
 }
 
-ASKS_OF_TWO(backed_delegate, bool_of, "KI", unsigned long long, unsigned)
-ASKS_OF_NUMBER(backed_reclaim, number_of)
-ASKS_OF_NUMBER(backed_cached, number_of)
+TELLS_NUMBER(resident_use)
+TELLS_NUMBER(resident_unuse)
+ASKS_OF_TWO(inode_back, bool_of, "KI", unsigned long long, unsigned)
+ASKS_OF_TWO(inode_unback, bool_of, "Kp", unsigned long long, int)
+ASKS_OF_NUMBER(inode_decided, bool_of)
 
 /* -- files that are not resident (yet) */
 
@@ -332,9 +333,11 @@ PyMethodDef known_methods[] = {
 	METHOD(resident_used, METH_O),
 	METHOD(resident_seen, METH_O),
 	METHOD(resident_opened, METH_NOARGS),
-	METHOD(backed_delegate, METH_VARARGS),
-	METHOD(backed_reclaim, METH_O),
-	METHOD(backed_cached, METH_O),
+	METHOD(resident_use, METH_O),
+	METHOD(resident_unuse, METH_O),
+	METHOD(inode_back, METH_VARARGS),
+	METHOD(inode_unback, METH_VARARGS),
+	METHOD(inode_decided, METH_O),
 	METHOD(nonresident_source, METH_VARARGS),
 	METHOD(nonresident_no_source, METH_O),
 	METHOD(nonresident_fill, METH_VARARGS),

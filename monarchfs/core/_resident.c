@@ -1,4 +1,4 @@
-/* The resident files whose opens and reads the threads answer. See _resident.h. */
+/* Inodes in use, and the resident files whose opens and reads the threads answer. See _resident.h. */
 #define _GNU_SOURCE
 #include "_resident.h"
 
@@ -40,13 +40,16 @@ struct neighbours {
 	struct file files[NEIGHBOURS];
 };
 
-/* Of an inode that is open, being read or backed, resident or not. The count is that of its opens. */
+/* Of an inode that is in use, being read or backed, resident or not. The count is that of its uses. */
 struct use {
 	struct item item;
 	uint32_t stamp; /* changes with each replica */
+	uint32_t opens; /* the kernel's */
 	uint32_t backing_id;
 	uint8_t readers; /* threads that read the replica, counted from before they open it */
 	uint8_t former; /* the same for earlier replicas */
+	bool plain; /* the kernel's opens were answered without a backing id */
+	bool going; /* the backing id, with the last of these */
 };
 
 /* Of an inode: a replica with a file of its own. */
@@ -366,11 +369,6 @@ bool resident_has(uint64_t ino)
 	return file_now(ino).resident;
 }
 
-bool resident_in_segment(uint64_t ino)
-{
-	return file_now(ino).in_segment;
-}
-
 bool resident_used(uint64_t ino)
 {
 	return use_now(ino).item.count;
@@ -379,11 +377,6 @@ bool resident_used(uint64_t ino)
 bool resident_seen(uint64_t ino)
 {
 	return file_now(ino).seen;
-}
-
-uint32_t resident_backing(uint64_t ino)
-{
-	return use_now(ino).backing_id;
 }
 
 void resident_use(uint64_t ino)
@@ -395,27 +388,98 @@ void resident_use(uint64_t ino)
 	pthread_mutex_unlock(&lock);
 }
 
-void resident_unuse(uint64_t ino)
+/* Under `lock`. */
+static void end_use(struct use *use)
 {
-	pthread_mutex_lock(&lock);
-	struct use *use = use_of(ino);
 	if (use && use->item.count) {
 		use->item.count--;
 		tidy(use);
 	}
+}
+
+void resident_unuse(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	end_use(use_of(ino));
 	pthread_mutex_unlock(&lock);
 }
 
-bool resident_back(uint64_t ino, uint32_t backing_id)
+bool inode_open(uint64_t ino, uint32_t *backing_id)
 {
 	pthread_mutex_lock(&lock);
-	struct use *use = backing_id ? items_make(&uses, ino) : use_of(ino);
+	struct use *use = items_make(&uses, ino);
 	if (use) {
-		use->backing_id = backing_id;
-		tidy(use);
+		use->item.count++;
+		if (!use->opens++)
+			use->plain = !use->backing_id;
+		*backing_id = use->plain ? 0 : use->backing_id;
 	}
 	pthread_mutex_unlock(&lock);
 	return use;
+}
+
+void inode_reopen(uint64_t ino, uint32_t backing_id)
+{
+	pthread_mutex_lock(&lock);
+	struct use *use = items_make(&uses, ino);
+	if (use) {
+		use->item.count++;
+		use->opens++;
+		use->plain = !backing_id;
+		if (backing_id)
+			use->backing_id = backing_id;
+	}
+	pthread_mutex_unlock(&lock);
+}
+
+void inode_close(uint64_t ino)
+{
+	pthread_mutex_lock(&lock);
+	struct use *use = use_of(ino);
+	if (use && use->opens && !--use->opens && use->going) {
+		use->backing_id = 0;
+		use->going = false;
+	}
+	end_use(use);
+	pthread_mutex_unlock(&lock);
+}
+
+bool inode_back(uint64_t ino, uint32_t backing_id)
+{
+	pthread_mutex_lock(&lock);
+	struct use *use = items_make(&uses, ino);
+	bool backed = use && !use->backing_id;
+	if (backed)
+		use->backing_id = backing_id;
+	pthread_mutex_unlock(&lock);
+	return backed;
+}
+
+bool inode_unback(uint64_t ino, bool at_last)
+{
+	pthread_mutex_lock(&lock);
+	struct use *use = use_of(ino);
+	bool open = use && use->opens && !use->plain;
+	if (open) {
+		use->going |= at_last;
+	} else if (use) {
+		use->backing_id = 0;
+		tidy(use);
+	}
+	pthread_mutex_unlock(&lock);
+	return !open;
+}
+
+/* Under `lock`. */
+static bool is_decided(const struct use *use)
+{
+	return use && (use->opens || use->backing_id);
+}
+
+bool inode_decided(uint64_t ino)
+{
+	const struct use use = use_now(ino);
+	return is_decided(&use);
 }
 
 size_t resident_opened(uint64_t *inos, size_t most)
@@ -459,12 +523,13 @@ static struct file *readable(uint64_t ino)
 	return file && tiers[file->tier].served ? file : NULL;
 }
 
-bool resident_open(uint64_t ino)
+bool resident_open(uint64_t ino, bool undecided)
 {
 	pthread_mutex_lock(&lock);
 	struct file *file = readable(ino);
-	bool fresh = file && resident_fresh(from_ticks(file->opens_until));
-	struct use *use = fresh ? items_make(&uses, ino) : NULL;
+	bool may = file && resident_fresh(from_ticks(file->opens_until)) &&
+		   (undecided || file->in_segment || is_decided(use_of(ino)));
+	struct use *use = may ? items_make(&uses, ino) : NULL;
 	if (use) {
 		use->item.count++;
 		opened(ino, file);
@@ -478,7 +543,7 @@ bool resident_cold(uint64_t ino)
 	pthread_mutex_lock(&lock);
 	struct file *file = readable(ino);
 	const struct use *use = use_of(ino);
-	bool cold = file && !file->warm && !(use && use->backing_id);
+	bool cold = file && !file->warm && !(use && use->backing_id && !use->plain);
 	if (cold)
 		file->warm = true;
 	pthread_mutex_unlock(&lock);

@@ -1,7 +1,12 @@
-/* The resident files whose opens and reads the threads answer: inode number -> complete replica.
+/* Inodes that are in use, and the resident files whose opens and reads the threads answer: inode number ->
+ * complete replica.
  *
  * An inode number is one version of one file, so its replica serves any handle. Python puts replicas in and
- * takes them out. Thread-safe. Only opening and closing files of a tier blocks. */
+ * takes them out. Thread-safe. Only opening and closing files of a tier blocks.
+ *
+ * The kernel refuses an open whose answer differs from that of the inode's other opens (fs/fuse/iomode.c): from
+ * the first to the last release all are answered with one backing id, or all without. Whoever opens it, thread
+ * or Python, is told here what to answer. */
 #ifndef MONARCHFS_RESIDENT_H
 #define MONARCHFS_RESIDENT_H
 
@@ -70,24 +75,36 @@ bool resident_reading(uint64_t ino);
 /* Whether the threads may read it. */
 bool resident_has(uint64_t ino);
 
-/* Whether they may, and it lies in a segment. */
-bool resident_in_segment(uint64_t ino);
-
-/* Count an open, and the end of one; whether it is open. */
+/* Count a use of `ino`, and the end of one; whether there is any. An open is a use. */
 void resident_use(uint64_t ino);
 void resident_unuse(uint64_t ino);
 bool resident_used(uint64_t ino);
 
+/* The kernel opens `ino`: count that. *backing_id is what it is to be answered with, 0: no backing file. False if
+ * there is no memory. */
+bool inode_open(uint64_t ino, uint32_t *backing_id);
+
+/* The same of an open that an earlier worker has answered with this id. */
+void inode_reopen(uint64_t ino, uint32_t backing_id);
+void inode_close(uint64_t ino);
+
+/* Set the backing file of `ino`. Opens are answered with it as soon as there is none that was answered without.
+ * False if there is no memory, or if it has one. */
+bool inode_back(uint64_t ino, uint32_t backing_id);
+
+/* Answer no more opens with its backing file; false if it is open with it. With `at_last`, this then happens when
+ * the last of these ends. */
+bool inode_unback(uint64_t ino, bool at_last);
+
+/* Whether it is known what an open is to be answered with: it is open, or has a backing file. */
+bool inode_decided(uint64_t ino);
+
 /* Whether it was opened or read since resident_put. */
 bool resident_seen(uint64_t ino);
 
-/* Set the id of the backing file with which the threads answer its opens; 0: they have none. The id stays until
- * another one is set, whatever becomes of the replica. False if there is no memory. */
-bool resident_back(uint64_t ino, uint32_t backing_id);
-uint32_t resident_backing(uint64_t ino);
-
-/* Answer an open: count it, as resident_use does. False if Python has to be asked. */
-bool resident_open(uint64_t ino);
+/* Begin to answer an open: count it, as resident_use does. False if Python has to be asked: so if nothing is
+ * decided about a replica that the kernel could read itself, unless `undecided`. */
+bool resident_open(uint64_t ino, bool undecided);
 
 /* Begin a read of `ino` at `offset`. The caller ends it with resident_leave once the answer is written: until
  * then, pages in a pipe are still the file's. */

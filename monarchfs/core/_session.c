@@ -29,7 +29,6 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include "_backed.h"
 #include "_journal.h"
 #include "_relay_bindings.h"
 #include "_handoff.h"

@@ -16,6 +16,7 @@
 #define _GNU_SOURCE
 #include "_table.h"
 
+#include "_counts.h"
 #include "_resident.h"
 
 #include <errno.h>
@@ -65,7 +66,7 @@ void table_detach(void)
 	struct header *old = header;
 	for (uint32_t index = 0; old && index < used; index++)
 		if (slots[index].ino)
-			resident_unuse(slots[index].ino);
+			inode_close(slots[index].ino);
 	free(freed);
 	freed = NULL;
 	header = NULL;
@@ -108,7 +109,7 @@ int table_attach(int fd)
 	for (uint32_t index = used; index-- > 0;) {
 		slots[index].flags = HELD;
 		if (slots[index].ino)
-			resident_use(slots[index].ino);
+			inode_reopen(slots[index].ino, slots[index].backing_id);
 		else
 			freed[freed_count++] = index;
 	}
@@ -158,15 +159,17 @@ static int add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flag
 	return 0;
 }
 
-int table_add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flags, uint64_t *number)
+int table_add(uint64_t ino, uint64_t unique, uint64_t flags, uint64_t *number, uint32_t *backing_id)
 {
-	/* First, so that the replica is not removed between the two. */
-	resident_use(ino);
+	/* First, so that neither the replica nor its backing file is taken away between the two. */
+	if (!inode_open(ino, backing_id))
+		return -ENFILE;
 	pthread_mutex_lock(&lock);
-	int result = add(ino, unique, backing_id, flags, number);
+	int result = add(ino, unique, *backing_id, flags, number);
 	pthread_mutex_unlock(&lock);
 	if (result)
-		resident_unuse(ino);
+		inode_close(ino);
+	counts_add(COUNT_BACKED_OPENS, !result && *backing_id);
 	return result;
 }
 
@@ -188,7 +191,7 @@ uint64_t table_end(uint64_t number, bool unowned, bool *owned)
 	uint64_t ino = slot && !(unowned && slot->flags & OWNED) ? end(slot) : 0;
 	pthread_mutex_unlock(&lock);
 	if (ino)
-		resident_unuse(ino);
+		inode_close(ino);
 	return ino;
 }
 
@@ -206,7 +209,7 @@ bool table_opened(uint64_t number, bool accepted)
 	}
 	pthread_mutex_unlock(&lock);
 	if (ino)
-		resident_unuse(ino);
+		inode_close(ino);
 	return owned;
 }
 
@@ -238,21 +241,6 @@ bool table_own(uint64_t number)
 		slot->flags |= OWNED | HELD;
 	pthread_mutex_unlock(&lock);
 	return slot;
-}
-
-unsigned table_own_all(uint64_t ino, uint32_t backing_id)
-{
-	unsigned count = 0;
-	pthread_mutex_lock(&lock);
-	for (uint32_t index = 0; header && index < used; index++) {
-		struct slot *slot = &slots[index];
-		if (slot->ino == ino && slot->backing_id == backing_id && !(slot->flags & OWNED)) {
-			slot->flags |= OWNED;
-			count++;
-		}
-	}
-	pthread_mutex_unlock(&lock);
-	return count;
 }
 
 uint64_t table_next(size_t *index, struct slot *slot)

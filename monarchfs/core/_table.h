@@ -1,6 +1,6 @@
 /* The table of open files, in memory that outlives the worker. handle_table.py has its layout, too.
  *
- * Opens are also counted by inode (resident_use in _resident.h). Thread-safe. */
+ * Opens are also counted by inode (inode_open in _resident.h). Thread-safe. */
 #ifndef MONARCHFS_TABLE_H
 #define MONARCHFS_TABLE_H
 
@@ -33,11 +33,10 @@ struct slot {
 int table_attach(int fd);
 void table_detach(void);
 
-/* Add a handle; its number is in *number. If `unique` is RESENT and a handle was added for it before, that one is
- * given and 1 returned. Else 0, or -ENFILE if too many are open. `flags`: OWNED | HELD for Python, ANSWERING
- * for a thread, which then calls table_opened. */
-int table_add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flags,
-	      uint64_t *number);
+/* Add a handle: its number, and the backing id with which the open is to be answered. If `unique` is RESENT and a
+ * handle was added for it before, that one is given and 1 returned. Else 0, or -ENFILE if too many are open. `flags`:
+ * OWNED | HELD for Python, ANSWERING for a thread, which then calls table_opened. */
+int table_add(uint64_t ino, uint64_t unique, uint64_t flags, uint64_t *number, uint32_t *backing_id);
 
 /* End a handle. Returns its inode number, 0 if it was not open. With `unowned`, a handle that is OWNED does not
  * end, and *owned is set. */
@@ -53,10 +52,6 @@ uint64_t table_ino(uint64_t number);
 
 /* Have the RELEASE of an open handle, which the kernel holds, go to Python; false if it is not open. */
 bool table_own(uint64_t number);
-
-/* The same for all handles of `ino` with this backing id that are not OWNED yet. Returns how many. Looks at each
- * handle. */
-unsigned table_own_all(uint64_t ino, uint32_t backing_id);
 
 /* The next open slot from *index on: its number (and *index behind it), 0 at the end. */
 uint64_t table_next(size_t *index, struct slot *slot);

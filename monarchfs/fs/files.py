@@ -10,7 +10,6 @@ import time
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.invalidation import Invalidation
-from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.racy_opens import RacyOpens
 from monarchfs.fs.residency import Residency
 from monarchfs.metadata.kernel import Kernel
@@ -123,11 +122,12 @@ class FileHandle:
         if self._nonresident is not None:
             self._nonresident.copy.release()
         self._replica = self._nonresident = None
-        self._files.opens.remove(self.ino)
+        self._files.cache.readers.unuse(self.ino)
 
 
 class Files:
-    """Opens the files of one mount. Constant: its parts."""
+    """Opens the files of one mount. Constant: its parts; ``opens_known``, whether the kernel says
+    what it opens."""
 
     def __init__(
         self,
@@ -136,14 +136,17 @@ class Files:
         copies: Copier,
         metrics: Metrics,
         kernel: Kernel,
-        opens: OpenCounts,
+        *,
+        opens_known: bool = True,
         touch: Touch | None = None,
     ) -> None:
         self.cache = cache
-        self.opens = opens
+        self.opens_known = opens_known
         self.racy_opens = RacyOpens(tree.freshness)
         self.residency = Residency(cache, copies)
-        self.invalidation = Invalidation(tree, kernel, cache, copies, opens, self.residency)
+        self.invalidation = Invalidation(
+            tree, kernel, cache, copies, self.residency, opens_known=opens_known
+        )
         self.size = tree.known.size
         self._tree = tree
         self._index = tree.index
@@ -228,7 +231,7 @@ class Files:
         return handle
 
     def _unopened(self, ino: int) -> FileHandle:
-        self.opens.add(ino)
+        self.cache.readers.use(ino)
         return FileHandle(ino, self, self.resident(ino), None, keep_cache=True)
 
     def resident(self, ino: int) -> OpenReplica | None:
@@ -247,7 +250,7 @@ class Files:
         self._count(node, resident=replica is not None)
         if self._touch is not None and (nonresident is None or nonresident.copy.partial):
             self._touch.note_open(node.ino)
-        self.opens.add(node.ino)
+        self.cache.readers.use(node.ino)
         # If the file is truncated and its attributes come in the same moment, the kernel pads what
         # is missing with zeros (fs/fuse/file.c, fuse_short_read).
         direct = direct or (
@@ -324,7 +327,7 @@ class Files:
         """Raises OSError, ESTALE where the source has another version."""
         node = self._index.nodes.node(ino)
         if node is None:
-            if not self.opens.known:
+            if not self.opens_known:
                 await self.invalidation.forget_all_names()
             raise OSError(errno.ESTALE, "unknown inode")
         try:
@@ -334,7 +337,7 @@ class Files:
             if isinstance(exc, DirectoryChanged):
                 # At once, so that the kernel's second try, its last, finds the file.
                 self._tree.recorder.invalidate_directory(node.parent)
-                if not self.opens.known:
+                if not self.opens_known:
                     self.invalidation.forget_path(ino)
             raise OSError(errno.ESTALE, "the source has another version") from exc
 
@@ -354,13 +357,13 @@ class Files:
             found = await self._tree.attributes.get(ino)
         except OSError as exc:
             # The directory it was found in is not there any more. The file is.
-            if exc.errno != errno.ESTALE or node is None or ino not in self.opens:
+            if exc.errno != errno.ESTALE or node is None or not self.cache.readers.used(ino):
                 raise
             found = Entry(node._replace(outdated=True), 0.0, 0.0)
         node = found.node
         if not node.outdated:
             return found
-        if self.opens.known and ino not in self.opens:
+        if self.opens_known and not self.cache.readers.used(ino):
             if node.stat.is_directory:
                 return found
             if again:

@@ -7,7 +7,6 @@ import logging
 import trio
 
 from monarchfs.cache.cache import Cache
-from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.residency import Residency
 from monarchfs.metadata.kernel import Kernel
 from monarchfs.metadata.tree import Tree
@@ -32,15 +31,16 @@ class Invalidation:
         kernel: Kernel,
         cache: Cache,
         copies: Copier,
-        opens: OpenCounts,
         residency: Residency,
+        *,
+        opens_known: bool,
     ) -> None:
         self._tree = tree
         self._index = tree.index
         self._kernel = kernel
         self._cache = cache
         self._copies = copies
-        self._opens = opens
+        self._opens_known = opens_known
         self._residency = residency
         self._all_forgotten = False
 
@@ -64,7 +64,7 @@ class Invalidation:
         """Threads of the C part open the inode no more, and the kernel forgets its attributes, and
         its pages unless they are those of the version."""
         self._cache.readers.expire(ino)
-        if not self._opens.known:
+        if not self._opens_known:
             self._forget_name(ino)
         resident = self._residency.state(ino) == "resident"
         self._kernel.invalidate_inode(ino, attributes_only=resident)

@@ -233,42 +233,38 @@ class Adapter(pyfuse3.Operations):
 
     def _known_open(self, ino: int, unique: int) -> tuple[int, FileHandle, int] | None:
         """``_open`` where neither the source nor the supervisor has to be asked."""
-        backing_id = self._passthrough.known(ino)
-        handle = None if backing_id is None else self._files.known_open(ino)
-        if handle is None or backing_id is None:
-            return None
-        try:
-            return self._opened(handle, unique, backing_id), handle, backing_id
-        except OSError:
-            handle.release()
-            raise
+        handle = self._files.known_open(ino) if self._passthrough.decided(ino) else None
+        return None if handle is None else self._opened(handle, unique)
 
     async def _open(self, ino: int, unique: int, again: bool) -> tuple[int, FileHandle, int]:
         """Number, handle and backing id."""
         handle = self._files.known_open(ino) or await self._files.open(ino, again=again)
         try:
-            return await self._passthrough.decided(
-                handle, lambda backing: (self._opened(handle, unique, backing), handle, backing)
-            )
+            await self._passthrough.decide(handle)
         except BaseException:
             handle.release()
             raise
+        return self._opened(handle, unique)
 
-    def _opened(self, handle: FileHandle, unique: int, backing_id: int) -> int:
-        """Its number, which owns the handle from now on. Raises OSError ENFILE."""
-        number = self.handles.add(handle, unique, backing_id)
+    def _opened(self, handle: FileHandle, unique: int) -> tuple[int, FileHandle, int]:
+        """The same. The number owns the handle from now on. Raises OSError ENFILE."""
+        try:
+            number, backing_id = self.handles.add(handle, unique)
+        except OSError:
+            handle.release()
+            raise
         if handle.local and not backing_id:
             self._relay.offer(handle.ino)
-        return number
+        return number, handle, backing_id
 
     def take_over(self) -> int:
         """Take over what an earlier worker has opened; returns how many that are. Before the first
         request."""
         for slot in self.handles.table:
-            # Where the modes of opens count, Python has to know when they end.
-            if slot.backing_id or self._passthrough.counts or not self._relay.offer(slot.ino):
-                handle = self._files.reopened(slot.ino)
-                self.handles.take_over(slot.number, handle, slot.backing_id)
+            if slot.backing_id:
+                self._passthrough.take_over(slot.ino, slot.backing_id)
+            if not self._relay.offer(slot.ino):
+                self.handles.take_over(slot.number, self._files.reopened(slot.ino))
         return len(self.handles.table)
 
     @answers

@@ -116,7 +116,7 @@ class FastPath:
             case protocol.OPEN:
                 if _OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
                     return None
-                if (backing_id := self._passthrough.known(node)) is None:
+                if not self._passthrough.decided(node):
                     return True if self._relay.misses_open(node) else None
                 if self._relay.opens(node) or self._relay.misses_open(node):
                     return True
@@ -127,7 +127,7 @@ class FastPath:
                 if handle is None:
                     return None
                 try:
-                    number = self._handles.add(handle, hooks.current()[0], backing_id)
+                    number, backing_id = self._handles.add(handle, hooks.current()[0])
                 except OSError:
                     handle.release()
                     return None

@@ -157,11 +157,12 @@ class HandleTable:
         for slot in self._hooks.table_list():
             yield HandleSlot(*slot)
 
-    def add(self, ino: int, unique: int, backing_id: int = 0) -> int:
-        """The number of a new handle, never given out before. The request ``unique`` may have been
-        carried out by an earlier worker: then it is the number that it had. Raises OSError ENFILE
-        where too many files are open."""
-        return int(self._hooks.table_add(ino, unique, backing_id))
+    def add(self, ino: int, unique: int) -> tuple[int, int]:
+        """The number of a new handle, never given out before, and the backing id that the open is
+        to be answered with, 0: none. The request ``unique`` may have been carried out by an earlier
+        worker: then they are what it had. Raises OSError ENFILE where too many files are open."""
+        number, backing_id = self._hooks.table_add(ino, unique)
+        return number, backing_id
 
     def end_handle(self, number: int) -> int | None:
         """The inode number of the handle, which is open no more; None if it was not."""

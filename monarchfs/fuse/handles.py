@@ -34,17 +34,16 @@ class Handles:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, handle: FileHandle, unique: int, backing_id: int = 0) -> int:
-        """The number for the answer to the OPEN request ``unique``. Raises OSError ENFILE."""
+    def add(self, handle: FileHandle, unique: int) -> tuple[int, int]:
+        """The number and the backing id for the answer to the OPEN request ``unique``. Raises
+        OSError ENFILE."""
         known = self._lasting(handle.ino, unique) if unique & RESENT else None
-        number = self.table.add(handle.ino, unique, backing_id)
+        number, backing_id = self.table.add(handle.ino, unique)
         self._unsure = number if known is False else 0
         if (before := self._open.get(number)) is not None:
             before.release()  # taken over from a worker that died before it answered
-        else:
-            self._passthrough.note_open(handle, backing_id)
         self._open[number] = handle
-        return number
+        return number, backing_id
 
     def _lasting(self, ino: int, unique: int) -> bool:
         """Whether an earlier worker has carried out this open, and it is not released yet."""
@@ -56,14 +55,13 @@ class Handles:
         opened for it; None for an open that an earlier worker has answered and that lasts."""
         return self.pop(number) if number == self._unsure else None
 
-    def take_over(self, number: int, handle: FileHandle, backing_id: int = 0) -> None:
+    def take_over(self, number: int, handle: FileHandle) -> None:
         """``number`` was given out by an earlier worker, or without Python. Raises OSError EBADF if
         it is not open."""
         if not self.table.own(number):
             handle.release()
             raise OSError(errno.EBADF, "unknown handle")
         self._open[number] = handle
-        self._passthrough.note_open(handle, backing_id)
 
     def get(self, number: int) -> FileHandle | None:
         """None for a number that this process' Python does not have: see ``table.ino``."""

@@ -2,13 +2,13 @@
 
 The supervisor alone may register a backing file. So resident files are offered to it before they
 are opened, in the background, and an open takes the id that is there; one that finds none waits for
-it, while other requests go on. Ids that no open uses are kept, and the least recently used given
-back where there are too many. An id keeps the blocks of its file occupied: it is given back before
-the removal of a replica counts as done.
+it, while other requests go on. Where there are too many ids, the oldest of those that no open uses
+is given back. An id keeps the blocks of its file occupied: it is given back before the removal of a
+replica counts as done.
 
-An inode that is not open, and for which there is an id, is lent to the threads of the C part
-(``core/_backed.c``): they answer its opens. Whoever has to know how often it is open, or has
-something else in mind with it, takes it back first, with the opens that there are.
+The C part (``core/_resident.h``) counts the opens of each inode, and holds every one to the
+kernel's rule: what the first open was answered with, a backing id or none, all have until the last
+release. So threads and Python may open the same inode.
 
 A replica that shares its file with others is none to be passed through: the kernel would read that
 file from its beginning. Such an inode is read through the daemon, and the threads answer its opens,
@@ -21,24 +21,21 @@ import errno
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import islice
 
 import trio
 
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
-from monarchfs.fuse.iomodes import CACHED, IoModes
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.session import hooks
 from monarchfs.metrics import Metrics
 from monarchfs.types import Replica, ReplicaState
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ANSWER_SECONDS = 1.0
 """A supervisor that takes longer is not waited for: the daemon reads the file."""
@@ -60,16 +57,19 @@ LOOKED_AT = 64
 NEWS_SECONDS = 0.2
 """So long files that became resident are gathered before they are offered."""
 
+CLOSED_SECONDS = 0.25
+"""So long after the last release the file of a replica that was removed may stay open."""
+
 
 @dataclass(eq=False, slots=True)
 class _Wait:
     """Opens of an inode wait for an id. Constant: the question, the replica's tier. Changing: how
-    many opens do; the answer, CACHED for a refusal, None before."""
+    many opens do; whether the answer was taken."""
 
     question: Question
     tier: int
-    answer: int | None = None
     opens: int = 0
+    answered: bool = False
 
 
 def kernel_reads(files: int, size: int, *, free_opens: bool) -> bool:
@@ -89,10 +89,9 @@ def kernel_reads(files: int, size: int, *, free_opens: bool) -> bool:
 class Passthrough:
     """All methods run on the event loop.
 
-    Constant: its parts, ``counts``. Changing: ``possible``, whether files are offered; the modes of
-    open inodes; replicas that are held open because the kernel reads them; ids that no open uses,
-    and those of inodes that are lent; opens that wait; files that became resident; refusals in a
-    row, by tier.
+    Constant: its parts, ``counts``. Changing: ``possible``, whether files are offered; ids by
+    inode, the oldest first; replicas that are going, but are held open while the kernel reads them;
+    opens that wait; files that became resident; refusals in a row, by tier.
     """
 
     def __init__(
@@ -104,9 +103,9 @@ class Passthrough:
         *,
         counts: bool,
     ) -> None:
-        """Without ``counts`` all inodes are in one mode, the daemon's, and none is remembered."""
+        """Without ``counts`` no inode ever gets an id."""
         self.possible = False
-        self.counts = counts
+        self._counts = counts
         self._files = files
         self._places = {tier: place for place, tier in enumerate(files.cache.tiers)}
         self._backing = BackingIds(send)
@@ -114,11 +113,9 @@ class Passthrough:
         self._metrics = metrics
         self._most = 0
         self._crowded = False
-        self._modes = IoModes()
+        self._ids: OrderedDict[int, int] = OrderedDict()
         self._held: dict[int, OpenReplica | None] = {}
-        self._idle: OrderedDict[int, int] = OrderedDict()
         self._relay = relay
-        self._delegated: OrderedDict[int, int] = OrderedDict()
         self._waits: dict[int, _Wait] = {}
         self._news: list[int] = []
         self._wake = trio.Event()
@@ -138,52 +135,47 @@ class Passthrough:
     @property
     def ids(self) -> int:
         """How many backing files the kernel keeps open for this worker."""
-        return len(self._held) + len(self._idle) + len(self._delegated)
+        return len(self._ids)
 
     # -- what an open is answered with
 
-    def known(self, ino: int) -> int | None:
-        """The backing id to answer an open with, CACHED for none; None where ``decided`` has to
-        find out. Holds until the next checkpoint."""
-        if not self.counts:
-            return CACHED
-        self._look_for_cached(ino)
-        if (mode := self._modes.get(ino)) is not None:
-            return mode
+    def decided(self, ino: int) -> bool:
+        """Whether an open can be answered now; else ``decide`` has to find out. Holds until the
+        next checkpoint."""
+        if not self._counts or hooks.inode_decided(ino):
+            return True
+        self.closed(ino)
+        if (withdrawn := self._ids.get(ino)) is not None:
+            hooks.inode_back(ino, withdrawn)  # but its replica did not go
+            return True
         if (wait := self._waits.get(ino)) is not None:
-            return wait.answer
-        if (unused := self._idle.get(ino, self._delegated.get(ino))) is not None:
-            return unused
+            return wait.answered
         if not self.possible or (self._crowded and self._files.size(ino) < SMALL_BYTES):
-            return CACHED
+            return True
         record = self._files.cache.index.replicas.replica(ino)
-        return CACHED if record is not None and record.segment else None
+        return record is not None and record.segment != 0
 
-    def _look_for_cached(self, ino: int) -> None:
-        """Who opened it before it was resident, without Python, sets the mode."""
-        if self._modes.get(ino) is None:
-            for _ in range(hooks.backed_cached(ino)):
-                self._modes.note_open(ino, CACHED)
-
-    async def decided(self, handle: FileHandle, open_it: Callable[[int], T]) -> T:
-        """Call ``open_it``, which must not wait, with the backing id for ``handle``, or CACHED.
-        Waits for the supervisor at most ANSWER_SECONDS; raises what ``open_it`` raises."""
+    async def decide(self, handle: FileHandle) -> None:
+        """Ask for a backing id where an open needs one. Waits for the supervisor at most
+        ANSWER_SECONDS. No checkpoint after the answer."""
         wait = self._waits.get(handle.ino)
-        if wait is None and self.known(handle.ino) is None:
+        if wait is None and not self.decided(handle.ino):
             wait = self._ask(handle.replica)
         if wait is None:
-            return open_it(self.known(handle.ino) or CACHED)
+            return
         wait.opens += 1
         try:
             with trio.move_on_after(ANSWER_SECONDS):
                 await wait.question.done.wait()
-            if wait.answer is None:
-                self._take_answer(wait, handle.replica)
-            return open_it(self.known(handle.ino) or CACHED)
+            if not wait.answered:
+                self._take_answer(wait, handle)
         finally:
             wait.opens -= 1
             if not wait.opens:
-                self._end_wait(handle.ino, wait)
+                del self._waits[handle.ino]
+                self._backing.drop(wait.question)
+                if not wait.answered and wait.question.ids:
+                    self._backing.release(wait.question.ids)
 
     def _ask(self, replica: OpenReplica | None) -> _Wait | None:
         if replica is None or not self._wanted(replica):
@@ -208,22 +200,15 @@ class Passthrough:
             and self._refusals.get(replica.tier, 0) < MOST_REFUSALS
         )
 
-    def _take_answer(self, wait: _Wait, replica: OpenReplica | None) -> None:
-        question = wait.question
-        backing_id = next(iter(question.ids), CACHED)
-        self._judge(wait.tier, backing_id, question)
+    def _take_answer(self, wait: _Wait, handle: FileHandle) -> None:
+        wait.answered = True
+        replica, backing_id = handle.replica, next(iter(wait.question.ids), 0)
+        self._judge(wait.tier, backing_id, wait.question)
         # It may have been dropped meanwhile, because it was corrupt, say.
-        sound = replica is not None and self._files.cache.gives(replica)
-        wait.answer = backing_id if sound else CACHED
-
-    def _end_wait(self, ino: int, wait: _Wait) -> None:
-        """All opens that waited are answered, or were given up."""
-        del self._waits[ino]
-        self._backing.drop(wait.question)
-        mode = self._modes.get(ino)
-        for backing_id in filter(None, wait.question.ids):
-            if backing_id != mode:
-                self._backing.release([backing_id])
+        if backing_id and replica is not None and self._files.cache.gives(replica):
+            self._keep(handle.ino, backing_id)
+        elif backing_id:
+            self._backing.release([backing_id])
 
     def _judge(self, tier: int, backing_id: int, question: Question) -> None:
         """Count an answer for a file of a tier; one that refuses them all is left alone."""
@@ -240,72 +225,40 @@ class Passthrough:
             log.warning("tier %s: the kernel does not read it: %s", tiers[tier].path, reason)
             self.possible = any(self._refusals.get(t, 0) < MOST_REFUSALS for t in tiers)
 
-    # -- opens, told by the table of handles
+    # -- ids
 
-    def note_open(self, handle: FileHandle, mode: int) -> None:
-        """An open is about to be answered, or was by an earlier worker."""
-        if mode != CACHED:
-            self._metrics.passthrough_opens += 1
-        if not self.counts:
-            return
-        self.reclaim(handle.ino)
-        if not self._modes.note_open(handle.ino, mode) or mode == CACHED:
-            return
-        ino, replica, cache = handle.ino, handle.replica, self._files.cache
-        if (idle := self._idle.pop(ino, mode)) != mode:
-            self._backing.release([idle])
-        self._held[ino] = replica
-        if replica is not None:
-            cache.share(replica)
-            if not cache.gives(replica):  # dropped between the opens that waited for its id
-                self._files.invalidation.renumber(ino)
-
-    def closed(self, ino: int) -> None:
-        """An open was released, and its handle is about to be."""
-        if not self.counts:
-            return
-        mode = self._modes.closed(ino)
-        if mode is None or mode == CACHED:
-            return
-        replica, cache = self._held.pop(ino), self._files.cache
-        if ino not in self._waits:  # else who waits has the same id, and is about to use it
-            if replica is not None and cache.gives(replica):
-                self._keep(ino, mode)
-            else:
-                self._backing.release([mode])
-        if replica is not None:
-            cache.release(replica)
+    def take_over(self, ino: int, backing_id: int) -> None:
+        """An earlier worker has answered an open with this id, and it lasts."""
+        self._ids[ino] = backing_id
+        record = self._files.cache.accounts.state(ino)
+        if record is None or record.state is not ReplicaState.RESIDENT or record.segment:
+            hooks.inode_unback(ino, True)
+            self._held[ino] = None
 
     def _keep(self, ino: int, backing_id: int) -> None:
-        """An id that no open uses."""
-        self._look_for_cached(ino)
-        alone = self._modes.get(ino) is None and ino not in self._waits
-        if alone and self._relay.delegate(ino, backing_id):
-            self._delegated[ino] = backing_id
-        else:
-            self._idle[ino] = backing_id
+        """The inode has an id from now on."""
+        self._ids[ino] = backing_id
+        hooks.inode_back(ino, backing_id)
+        self._relay.offer(ino)
         if self.ids > self._most:
             self._release_one()
 
-    def reclaim(self, ino: int) -> None:
-        """Take a delegated inode back, with its opens. The cache calls this, too, before it checks
-        whether ``ino`` is open. No checkpoint."""
-        if (backing_id := self._delegated.pop(ino, None)) is None:
-            return
-        opens = hooks.backed_reclaim(ino)
-        for _ in range(opens):
-            self._modes.note_open(ino, backing_id)
-        if opens:
-            self._held[ino] = self._files.resident(ino)
-        else:
-            self._idle[ino] = backing_id
-
     def _release_one(self) -> None:
-        """An id that no open uses: the one that has been so for longest, or was lent first."""
-        while self._delegated and not self._idle:
-            self.reclaim(next(iter(self._delegated)))
-        if self._idle:
-            self._backing.release([self._idle.popitem(last=False)[1]])
+        """The oldest id that no open uses, if one is found soon."""
+        for ino in list(islice(self._ids, LOOKED_AT)):
+            if ino not in self._held and hooks.inode_unback(ino, False):
+                self._backing.release([self._ids.pop(ino)])
+                return
+            self._ids.move_to_end(ino)
+
+    def closed(self, ino: int) -> None:
+        """An open of it may have ended: so a replica that is going may be closed."""
+        if ino not in self._held or not hooks.inode_unback(ino, True):
+            return
+        replica = self._held.pop(ino)
+        self._backing.release([self._ids.pop(ino)])
+        if replica is not None:
+            self._files.cache.release(replica)
 
     # -- replicas that come and go
 
@@ -316,9 +269,21 @@ class Passthrough:
             self._wake.set()
 
     async def run(self) -> None:
-        """Offer resident files before they are opened, for ever."""
-        if not self.possible:
-            return
+        """Offer resident files before they are opened, and close those that go, for ever."""
+        async with trio.open_nursery() as nursery:
+            if self._counts:
+                nursery.start_soon(self._close_held)
+            if self.possible:
+                nursery.start_soon(self._offer_resident)
+
+    async def _close_held(self) -> None:
+        """Threads do not say what they closed."""
+        while True:
+            await trio.sleep(CLOSED_SECONDS)
+            for ino in list(self._held):
+                self.closed(ino)
+
+    async def _offer_resident(self) -> None:
         index = self._files.cache.index
         resident = sum(totals.resident for totals in index.replicas.tier_totals().values())
         self._crowded = resident - index.segments.segment_replicas() > self._most
@@ -369,9 +334,7 @@ class Passthrough:
 
     def _has(self, ino: int) -> bool:
         """Whether there is an id for it, or somebody waits for one."""
-        return (
-            ino in self._delegated or ino in self._idle or ino in self._held or ino in self._waits
-        )
+        return ino in self._ids or ino in self._waits
 
     async def _offer_batch(self, batch: list[OpenReplica]) -> None:
         wanted = [replica for replica in batch if self._wanted(replica)]
@@ -392,13 +355,20 @@ class Passthrough:
             elif backing_id:
                 self._keep(ino, backing_id)
 
+    def withdraw(self, ino: int) -> None:
+        """The replica of ``ino`` is going: no open gets its id, but where it is open with it. Then
+        it is held open until that ends. No checkpoint."""
+        if ino in self._ids and ino not in self._held and not hooks.inode_unback(ino, True):
+            self._held[ino] = None  # before it is opened, which may find that it is lost
+            self._held[ino] = self._files.resident(ino)
+
     def let_go(self, ino: int) -> trio.Event | None:
         """The replica of ``ino`` is being removed: set once the kernel does not keep it open for
         us any more. None where it does not, or has opens of it. No checkpoint."""
-        self.reclaim(ino)
+        self.withdraw(ino)
         if ino in self._held:
             # New opens of this inode would have to read what is no replica any more.
             self._files.invalidation.renumber(ino)
             return None
-        idle = self._idle.pop(ino, None)
-        return None if idle is None else self._backing.release([idle])
+        backing_id = self._ids.pop(ino, None)
+        return None if backing_id is None else self._backing.release([backing_id])

@@ -133,20 +133,9 @@ class Relay:
         if files is None:
             return False
         record = files.cache.index.replicas.replica(ino)
-        if not self._opens_here and (record is None or not record.segment):
+        if not (self._opens_here or (record and record.segment) or hooks.inode_decided(ino)):
             return False
         return self._offer_recorded(files, ino, record, opens_too=True)
-
-    def delegate(self, ino: int, backing_id: int) -> bool:
-        """Have the threads answer its opens, of which there are none, with this id, as far as an
-        open needs not be asked about; whether they do."""
-        files = self._files
-        if files is None:
-            return False
-        record = files.cache.index.replicas.replica(ino)
-        if not self._offer_recorded(files, ino, record, opens_too=True):
-            return False
-        return hooks.backed_delegate(ino, backing_id)
 
     def misses_open(self, ino: int) -> bool:
         """Whether the threads open and read it in the source, as of now."""
@@ -180,7 +169,7 @@ class Relay:
         for node, replica in replicas:
             # Whoever has it open was counted then.
             if files is None or not self._offer(
-                files, node, replica, node.ino in files.opens, opens_too=False
+                files, node, replica, self.used(node.ino), opens_too=False
             ):
                 self.invalidate(node.ino)
         if self.misses is not None:
@@ -202,6 +191,12 @@ class Relay:
 
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         return self.misses is not None and self.misses.exclude(ino, excluded=excluded)
+
+    def use(self, ino: int) -> None:
+        hooks.resident_use(ino)
+
+    def unuse(self, ino: int) -> None:
+        hooks.resident_unuse(ino)
 
     def used(self, ino: int) -> bool:
         return hooks.resident_used(ino)

@@ -7,7 +7,7 @@ A touch is what any reader does: open, read a byte, close. Times are never set.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import trio
 
@@ -42,17 +42,14 @@ class Touch:
         cache: Cache,
         metrics: Metrics,
         known: KnownMetadata,
-        open_now: Callable[[], Iterable[int]],
         interval_seconds: float,
     ) -> None:
-        """``open_now`` tells what is open."""
         self.used: set[int] = set()
         self.overflowed = False
         self._source = source
         self._cache = cache
         self._metrics = metrics
         self._known = known
-        self._open_now = open_now
         self._interval = interval_seconds
 
     def note_open(self, ino: int) -> None:
@@ -73,7 +70,7 @@ class Touch:
     async def round(self) -> None:
         """Touch what was used since the last round, or is open; paced over half the interval."""
         # Open for days, a file is opened once.
-        used, self.used = self.used.union(self._open_now()), set()
+        used, self.used = self.used.union(self._cache.readers.open_inodes()), set()
         overflowed, self.overflowed = self.overflowed, False
         count = len(used)
         if overflowed:

@@ -16,7 +16,6 @@ from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.config.model import Config, DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
 from monarchfs.fs.files import Files
-from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse.adapter import Adapter
 from monarchfs.fuse.fast_path import FastPath
@@ -175,14 +174,17 @@ class Composition:
         self.finder = Finder(tree, roots)
 
         # Open files, and who hears of opens.
-        opens = OpenCounts(self.relay, known=not self.relay.free_opens)
         self.touch: Touch | None = None
         if config.touch_source_seconds:
-            self.touch = Touch(
-                source, cache, metrics, tree.known, opens.inodes, config.touch_source_seconds
-            )
+            self.touch = Touch(source, cache, metrics, tree.known, config.touch_source_seconds)
         self.files = files = Files(
-            tree, cache, self.copier, metrics, self.kernel, opens, self.touch
+            tree,
+            cache,
+            self.copier,
+            metrics,
+            self.kernel,
+            opens_known=not self.relay.free_opens,
+            touch=self.touch,
         )
         self.ahead: Ahead | None = None
         if config.prefetch is PrefetchMode.AUTO and config.tiers:

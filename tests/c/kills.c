@@ -74,7 +74,8 @@ static void use_table(void)
 	for (unsigned i = 0; i < HANDLES; i++) {
 		struct handle *handle = &handles[i];
 		uint64_t number;
-		CHECK(table_add(100 + i, 2 * i + 2, i, OWNED | HELD, &number) == 0);
+		uint32_t backing_id;
+		CHECK(table_add(100 + i, 2 * i + 2, OWNED | HELD, &number, &backing_id) == 0);
 		handle->number = number;
 		handle->ino = 100 + i;
 		handle->state = OPEN;
@@ -89,6 +90,7 @@ static void use_table(void)
 static void look_at_table(void)
 {
 	uint64_t number;
+	uint32_t backing_id;
 	copy_memory(TABLE_BYTES);
 	CHECK(table_attach(copy) == 0);
 	for (unsigned i = 0; i < HANDLES && handles[i].state; i++) {
@@ -97,7 +99,7 @@ static void look_at_table(void)
 		      (handles[i].state == ENDING && !ino));
 		CHECK(handles[i].state != ENDED || !ino);
 	}
-	while (table_add(1, 1000, 0, OWNED | HELD, &number) == 0)
+	while (table_add(1, 1000, OWNED | HELD, &number, &backing_id) == 0)
 		for (unsigned i = 0; i < HANDLES; i++)
 			CHECK(!handles[i].state || handles[i].number != number);
 }

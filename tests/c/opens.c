@@ -1,6 +1,5 @@
 /* An open that the kernel hands out again, under another name, while a thread is at it: what it took of
  * the two answers lasts. The linker's --wrap has the answers looked at. */
-#include "../../monarchfs/core/_backed.h"
 #include "../../monarchfs/core/_opens.h"
 #include "../../monarchfs/core/_resident.h"
 
@@ -13,6 +12,7 @@
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static uint64_t held_back, handle; /* the answer that waits; of the last one that was accepted */
+static uint32_t passed_to; /* its backing id */
 static bool arrived, let_go, refuse_all;
 static unsigned answers;
 static const uint64_t *busy_since;
@@ -34,7 +34,10 @@ ssize_t __wrap_writev(int fd, const struct iovec *parts, int count)
 		while (!let_go)
 			pthread_cond_wait(&changed, &lock);
 	} else if (accepted && count == 2 && parts[1].iov_len == sizeof(struct fuse_open_out)) {
-		memcpy(&handle, parts[1].iov_base, sizeof(handle));
+		struct backed_open_out opened;
+		memcpy(&opened, parts[1].iov_base, sizeof(opened));
+		handle = opened.fh;
+		passed_to = opened.open_flags == OPEN_PASSTHROUGH ? opened.backing_id : 0;
 	}
 	answers++;
 	pthread_cond_broadcast(&changed);
@@ -107,6 +110,7 @@ int main(int count, char **arguments)
 	CHECK(count == 2);
 	int tier_fd = open(arguments[1], O_RDONLY | O_DIRECTORY), table = make_table(100);
 	uint64_t number;
+	uint32_t backing_id;
 	struct replica replica;
 	make_replica(tier_fd, &replica);
 	char *memory = mmap(NULL, 4096, PROT_READ, MAP_SHARED, table, 0);
@@ -148,24 +152,44 @@ int main(int count, char **arguments)
 	let_it_go();
 	CHECK(!table_length() && !resident_used(INO));
 
-	/* With a backing file: the second is Python's, which has the handle from then on. */
+	/* Where nothing is decided about a backing file, Python is asked, and may take the handle over. */
 	opens_answer_here(false, false);
-	CHECK(backed_delegate(INO, 7));
-	begin(14, false);
-	ask_open(14 | RESENT);
+	ask_open(14);
 	while (next_of_python() <= 0)
 		usleep(100);
-	CHECK(backed_reclaim(INO) == 1);
-	CHECK(table_add(INO, 14 | RESENT, 7, OWNED | HELD, &number) == 1);
+	CHECK(inode_back(INO, 7));
+	begin(16, false);
+	CHECK(table_add(INO, 16 | RESENT, OWNED | HELD, &number, &backing_id) == 1 && backing_id == 7);
 	let_it_go();
 	CHECK(table_ino(number) == INO && next_of_python() == -EAGAIN);
+	/* While it is open with a backing file, so is every other open; then with none. */
+	CHECK(!inode_unback(INO, true));
+	ask_open(18);
+	wait_for_answers(2);
+	CHECK(handle != number && passed_to == 7);
+	table_end(handle, false, NULL);
 	table_end(number, false, NULL);
-	/* And without a second: Python, which has taken it back, is told of its end. */
-	CHECK(backed_delegate(INO, 7));
-	begin(16, false);
-	CHECK(backed_reclaim(INO) == 1);
+	CHECK(!inode_decided(INO) && inode_unback(INO, false));
+	/* And without a backing file, though there is one by then. */
+	opens_answer_here(true, false);
+	begin(20, false);
+	CHECK(inode_back(INO, 8));
+	ask_open(22);
+	wait_for_answers(1);
+	CHECK(handle && !passed_to);
 	let_it_go();
-	CHECK(next_of_python() > 0 && table_length() == 1);
+	table_end(handle, false, NULL);
+	ask_open(24);
+	wait_for_answers(3);
+	CHECK(passed_to == 8);
+	/* The kernel takes no answer, and Python has the handle by then: it is told of its end. */
+	table_end(handle, false, NULL);
+	begin(26, true);
+	CHECK(table_length() == 1);
+	size_t index = 0;
+	struct slot slot;
+	CHECK(table_own(table_next(&index, &slot)));
+	let_it_go();
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

@@ -11,8 +11,9 @@
 static struct plain {
 	bool resident, seen, fresh;
 	struct replica replica;
-	unsigned uses;
+	unsigned uses, opens;
 	uint32_t backing_id;
+	bool plain, going;
 } plain[KNOWN];
 
 static uint64_t number_of(unsigned which)
@@ -61,11 +62,23 @@ static void gone(struct plain *file)
 	file->resident = file->seen = false;
 }
 
+static void close_one(struct plain *file, uint64_t ino)
+{
+	if (!file->opens)
+		return;
+	inode_close(ino);
+	file->uses--;
+	if (!--file->opens && file->going)
+		file->backing_id = 0, file->going = false;
+}
+
 static void step(unsigned which, unsigned *seed)
 {
 	struct plain *file = &plain[which];
 	uint64_t ino = number_of(which);
-	switch (rand_r(seed) % 10) {
+	uint32_t backing_id;
+	bool open;
+	switch (rand_r(seed) % 14) {
 	case 0:
 		resident_stop(ino);
 		gone(file);
@@ -80,29 +93,47 @@ static void step(unsigned which, unsigned *seed)
 		file->fresh = false;
 		break;
 	case 3:
-		file->backing_id = (uint32_t)rand_r(seed) % 3;
-		resident_back(ino, file->backing_id);
+		backing_id = 1 + (uint32_t)rand_r(seed) % 3;
+		CHECK(inode_back(ino, backing_id) == !file->backing_id);
+		file->backing_id = file->backing_id ? file->backing_id : backing_id;
 		break;
 	case 4:
 		resident_use(ino);
 		file->uses++;
 		break;
 	case 5:
+		if (file->uses > file->opens)
+			file->uses--, resident_unuse(ino);
+		break;
 	case 6:
-		resident_unuse(ino);
-		file->uses -= file->uses > 0;
+		CHECK(inode_open(ino, &backing_id));
+		file->uses++;
+		if (!file->opens++)
+			file->plain = !file->backing_id;
+		CHECK(backing_id == (file->plain ? 0 : file->backing_id));
 		break;
 	case 7:
-		CHECK(resident_open(ino) == (file->resident && file->fresh));
-		file->uses += file->resident && file->fresh;
-		file->seen |= file->resident && file->fresh;
+	case 8:
+		close_one(file, ino);
+		break;
+	case 9:
+		open = file->opens && !file->plain;
+		CHECK(inode_unback(ino, true) == !open);
+		file->going |= open;
+		file->backing_id = open ? file->backing_id : 0;
+		break;
+	case 10:
+		open = file->resident && file->fresh &&
+		       (which % 2 || file->replica.segment || file->opens || file->backing_id);
+		CHECK(resident_open(ino, which % 2) == open);
+		file->uses += open;
+		file->seen |= open;
 		break;
 	default:
 		put(which, seed);
 	}
 	CHECK(resident_has(ino) == file->resident && resident_seen(ino) == file->seen);
-	CHECK(resident_in_segment(ino) == (file->resident && file->replica.segment));
-	CHECK(resident_used(ino) == (file->uses > 0) && resident_backing(ino) == file->backing_id);
+	CHECK(resident_used(ino) == (file->uses > 0) && inode_decided(ino) == (file->opens || file->backing_id));
 	CHECK(!resident_reading(ino));
 }
 
@@ -115,9 +146,11 @@ static void compare(unsigned steps)
 		residents += plain[which].resident;
 		CHECK(resident_has(number_of(which)) == plain[which].resident);
 		resident_stop(number_of(which));
-		resident_back(number_of(which), 0);
+		while (plain[which].opens)
+			close_one(&plain[which], number_of(which));
 		while (plain[which].uses--)
 			resident_unuse(number_of(which));
+		CHECK(inode_unback(number_of(which), false) && !inode_decided(number_of(which)));
 		CHECK(!resident_has(number_of(which)) && !resident_used(number_of(which)));
 	}
 	CHECK(residents > KNOWN / 4);
@@ -139,7 +172,7 @@ static void come_and_go(void)
 {
 	for (uint64_t n = 1; n <= 2 * MOST_RESIDENT + 2; n++) {
 		const struct replica replica = {.segment = n % 2 ? n : 0};
-		CHECK(resident_put(n << 8, &replica, false) && !resident_open(n << 8));
+		CHECK(resident_put(n << 8, &replica, false) && !resident_open(n << 8, true));
 		resident_use(n << 8);
 		resident_stop(n << 8);
 		resident_unuse(n << 8);

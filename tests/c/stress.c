@@ -1,7 +1,6 @@
 /* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
  * while they are opened and read. Every other one lies in a segment, and when it was taken away, other
  * bytes are written over it: nobody may see those. Arguments: a directory for a tier, and how many requests. */
-#include "../../monarchfs/core/_backed.h"
 #include "../../monarchfs/core/_resident.h"
 #include "../../monarchfs/core/_nonresident.h"
 #include "../../monarchfs/core/_opens.h"
@@ -208,11 +207,11 @@ static void *be_cache(void *unused)
 			opens_answer_here(rand_r(&seed) % 2, rand_r(&seed) % 2);
 			break;
 		case 22:
-			backed_delegate(ino, (uint32_t)ino);
+			inode_back(ino, (uint32_t)ino);
 			break;
 		case 23:
-			backed_reclaim(ino);
-			backed_cached(ino);
+			inode_unback(ino, rand_r(&seed) % 2);
+			inode_decided(ino);
 			break;
 		case 12:
 			nonresident_no_source(ino);

@@ -23,7 +23,7 @@ MEMORY = (
     "core/_journal",
 )  # fmt: skip
 PARTS = (
-    "core/_relay", "core/_record", "core/_reply", "core/_nonresident", "core/_pool", "core/_backed",
+    "core/_relay", "core/_record", "core/_reply", "core/_nonresident", "core/_pool",
     "core/_absent_xattrs", "core/_waiting", "core/_misses",
     "core/_small_file", "core/_layout", "core/_names", "core/_opens", "core/_queue", *MEMORY,
 )  # fmt: skip

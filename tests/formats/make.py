@@ -230,9 +230,11 @@ HANDLES = [(16, 100, 0), (2**40, 102, 5)]
 def make_handles(to: Path) -> None:
     memory = make_table(4)
     table, c_part = HandleTable(memory, hooks), ctypes.PyDLL(hooks.__file__)
-    table.end_handle(table.add(99, 98))
-    for handle in HANDLES:
-        table.add(*handle)
+    table.end_handle(table.add(99, 98)[0])
+    for ino, unique, backing_id in HANDLES:
+        if backing_id:
+            hooks.inode_back(ino, backing_id)
+        table.add(ino, unique)
     table.enter_worker(2)
     table.beat()
     table.numbers, table.has_layouts, table.kernel_reads = 1000, True, False
@@ -241,6 +243,7 @@ def make_handles(to: Path) -> None:
         c_part.table_busy(thread, ctypes.c_uint64(since))
         c_part.table_answered()
     table.close()
+    hooks.inode_unback(HANDLES[1][0], False)
     (to / "handles.txt").write_text(dump(os.pread(memory, 1 << 20, 0)))
     os.close(memory)
 

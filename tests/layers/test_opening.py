@@ -167,7 +167,7 @@ async def test_a_name_that_stands_for_another_file(area: Area, what: str) -> Non
     path = "above/below/a"
     area.write(path, content(20, 1))
     async with area.mounted(keeps=False) as mirror:
-        mirror.opens.known = False
+        mirror.files.opens_known = mirror.files.invalidation._opens_known = False
         ino, parent = await mirror.ino(path), await mirror.ino("above/below")
         if what == "the file":
             area.replace(path, content(30, 2))

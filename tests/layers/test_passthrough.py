@@ -25,10 +25,11 @@ from monarchfs.fuse.handle_table import HandleTable, make_table
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
+from monarchfs.fuse.session import hooks
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.messages import Back, Unback, parse
-from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize
+from monarchfs.types import EvictionPolicy, FreshnessMode, ReplicaState, TierSize
 from tests.layers.whole import NoReaders
 from tests.support.mirror import KIB, Area, Mirror, content, until
 
@@ -73,75 +74,49 @@ class Open:
 
 
 class Threads(NoReaders):
-    """Those of the C part, to which inodes are lent, and which open what is not resident in the
-    source. Changing: which are; their own opens, by number, of both kinds; ``misses``, the share
-    that they open of what has no replica; what those read, ``held``."""
+    """Those of the C part, which open what is decided, and in the source what is not resident.
+    Changing: handles of theirs, by number; ``misses``, the share that they open of what has no
+    replica; what those read, ``held``; how many of each they opened."""
 
     def __init__(self, rng: random.Random, slots: HandleTable) -> None:
         super().__init__()
         self.random = rng
         self.slots = slots
-        self.lent: dict[int, int] = {}
-        self.own: dict[int, int] = {}
-        self.missed: dict[int, int] = {}
+        self.own: set[int] = set()
         self.misses = 0.0
         self.missed_opens = 0
         self.held: dict[int, bytes] = {}
         self.missing: Callable[[int], bytes | None] = lambda ino: None
+        self.resident: Callable[[int], bool] = lambda ino: False
         self.wanted: Callable[[int], None] = lambda ino: None
         self.opened = 0
-
-    def delegate(self, ino: int, backing_id: int) -> bool:
-        if self.used(ino):
-            raise AssertionError(f"inode {ino} is lent while it is open")
-        if self.random.random() < 0.2:
-            return False
-        self.lent[ino] = backing_id
-        return True
-
-    def reclaim(self, ino: int) -> int:
-        del self.lent[ino]
-        return _forget(self.own, ino)
-
-    def cached(self, ino: int) -> int:
-        return _forget(self.missed, ino)
 
     def open(self, ino: int, unique: int) -> tuple[int, int] | None:
         """Number and backing id; None where the open is Python's."""
         if self.random.random() < self.misses and (data := self.missing(ino)) is not None:
-            number = self.slots.add(ino, unique, 0)
-            self.missed[number] = ino
+            number, backing_id = self.slots.add(ino, unique)
             self.held[number] = data
             self.missed_opens += 1
             self.wanted(ino)
-            return number, 0
-        if (backing_id := self.lent.get(ino)) is None:
+        elif self.resident(ino) and hooks.inode_decided(ino) and self.random.random() < 0.7:
+            number, backing_id = self.slots.add(ino, unique)
+            self.opened += backing_id != 0
+        else:
             return None
-        number = self.slots.add(ino, unique, backing_id)
-        self.own[number] = ino
-        self.opened += 1
+        self.own.add(number)
         return number, backing_id
 
     def release(self, number: int) -> bool:
         """Whether the RELEASE is theirs."""
         self.held.pop(number, None)
-        if self.own.pop(number, None) is None and self.missed.pop(number, None) is None:
+        if number not in self.own:
             return False
+        self.own.remove(number)
         self.slots.end_handle(number)
         return True
 
     def used(self, ino: int) -> bool:
-        return any(slot.ino == ino for slot in self.slots)
-
-    def try_remove(self, ino: int) -> bool:
-        return not self.used(ino)
-
-
-def _forget(opens: dict[int, int], ino: int) -> int:
-    numbers = [number for number, opened in opens.items() if opened == ino]
-    for number in numbers:
-        del opens[number]
-    return len(numbers)
+        return super().used(ino) or any(slot.ino == ino for slot in self.slots)
 
 
 class Passing:
@@ -173,14 +148,14 @@ class Passing:
         self.threads = Threads(self.random, self.slots)
         self.threads.wanted = mirror.copier.jobs.want_opened
         self.threads.missing = self._missing
+        self.threads.resident = self._resident
         mirror.cache.readers = mirror.cache.lookup._readers = self.threads
         self._backed = (0, 0)
+        self.backed_opens = 0
         self._in, out = trio.open_memory_channel[dict[str, Any]](10_000)
         mirror.nursery.start_soon(self._deliver, out)
         relay = Relay(free_opens=False)
-        patch.setattr(relay, "delegate", self.threads.delegate)
-        patch.setattr(session.hooks, "backed_reclaim", self.threads.reclaim)
-        patch.setattr(session.hooks, "backed_cached", self.threads.cached)
+        patch.setattr(relay, "offer", lambda ino, *, seen=False: self._resident(ino))
         self.passthrough = Passthrough(mirror.files, self._send, mirror.metrics, relay, counts=True)
         mirror.cache.accounts.bind(self.passthrough)
         self.adapter = Adapter(
@@ -200,6 +175,12 @@ class Passing:
         self.adapter.take_over()
         self.passthrough.limit_ids(self.supervisor.most)
 
+    def _resident(self, ino: int) -> bool:
+        """Whether the threads may open and read its replica."""
+        node, record = self.mirror.index.nodes.node(ino), self.mirror.index.replicas.replica(ino)
+        resident = record is not None and record.state is ReplicaState.RESIDENT
+        return resident and node is not None and not node.outdated
+
     def _missing(self, ino: int) -> bytes | None:
         """All of a file that has no replica, as the source has it; None for another version."""
         node = self.mirror.index.nodes.node(ino)
@@ -212,6 +193,8 @@ class Passing:
 
     def close(self) -> None:
         self.slots.close()
+        for ino in self.passthrough._ids:  # the C part outlives it here
+            hooks.inode_unback(ino, False)
         self.registry.close()
         os.close(self.table)
 
@@ -242,6 +225,7 @@ class Passing:
 
     def _answer_with(self, number: int, backing_id: int) -> None:
         self._backed = (number, backing_id)
+        self.backed_opens += 1
 
     async def open(self, path: str) -> Open:
         """As the kernel: an outdated inode is looked up once more."""
@@ -291,7 +275,8 @@ class Passing:
         self.opens.remove(one)
         if one.descriptor >= 0:
             os.close(one.descriptor)
-        if not self.threads.release(one.number):
+        owned = self.adapter.handles.get(one.number)  # a read of it came to Python
+        if owned or not self.threads.release(one.number):
             await self.adapter.release(one.number)
 
     async def read_file(self, path: str) -> tuple[bytes, bool]:
@@ -314,6 +299,7 @@ def passing(area: Area, monkeypatch: pytest.MonkeyPatch) -> Mounted:
     """Mounts eight files. Those that are named are copied before anything is passed through."""
     monkeypatch.setattr("monarchfs.cache.tiers.SPACE_MAX_AGE_SECONDS", 0.0)
     monkeypatch.setattr(passthrough, "NEWS_SECONDS", 0.002)
+    monkeypatch.setattr(passthrough, "CLOSED_SECONDS", 0.002)
     for name in ALL:
         area.write(name, content(SIZE, int(name)))
 
@@ -392,7 +378,7 @@ async def test_an_id_that_comes_when_nobody_can_use_it_is_given_back(
         if why in ("late", "killed"):
             kernel.answer_at_last()
         await mirror.idle()
-        assert mirror.metrics.passthrough_opens == 0
+        assert kernel.backed_opens == 0
         await given_back(kernel)
         if why == "late":
             assert await kernel.read_file("0") == (content(SIZE, 0), True)
@@ -438,12 +424,13 @@ async def test_no_interleaving_breaks_the_kernels_rules(
         # What is offered for passthrough is registered a moment before the worker hears of it.
         await until(lambda: kernel.passthrough.ids == len(kernel.registry.files), "all answers")
         assert len(kernel.registry.files) == len(kernel.supervisor)
-        opened = mirror.metrics.passthrough_opens, kernel.threads.opened
+        opened = kernel.backed_opens, kernel.threads.opened
         assert sum(opened) > 20, "else this test shows nothing"
         assert all(opened)
         assert kernel.threads.missed_opens > 0
         for name in ALL:
             mirror.cache.evict(await mirror.ino(name))
+        await until(lambda: not kernel.passthrough._held, "what threads closed last")
         await mirror.idle()
         assert not any("deleted" in str(path) for path in kernel.open_replicas())
 

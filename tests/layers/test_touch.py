@@ -27,10 +27,7 @@ async def resident(area: Area, *names: str) -> AsyncIterator[tuple[Mirror, Touch
     async with area.mount() as mirror:
         for name in names:
             await mirror.copied(name)
-        touch = Touch(
-            *(mirror.source, mirror.cache, mirror.metrics, mirror.tree.known),
-            *(mirror.opens.inodes, 0.001),
-        )
+        touch = Touch(mirror.source, mirror.cache, mirror.metrics, mirror.tree.known, 0.001)
         mirror.files._touch = touch
         yield mirror, touch
 

@@ -8,7 +8,7 @@ import errno
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +61,7 @@ class NoReaders:
 
     def __init__(self) -> None:
         self.nonresident = NonresidentReads(NoReads())  # type: ignore[arg-type]
+        self.uses = Counter[int]()
 
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None: ...
     def invalidate(self, ino: int) -> None: ...
@@ -69,16 +70,22 @@ class NoReaders:
     def catch_up(self) -> None: ...
 
     def try_remove(self, ino: int) -> bool:
-        return True
+        return not self.used(ino)
 
     def reading(self, ino: int) -> bool:
         return False
 
+    def use(self, ino: int) -> None:
+        self.uses[ino] += 1
+
+    def unuse(self, ino: int) -> None:
+        self.uses[ino] -= 1
+
     def used(self, ino: int) -> bool:
-        return False
+        return self.uses[ino] > 0
 
     def open_inodes(self) -> Sequence[int]:
-        return ()
+        return [ino for ino in self.uses if self.used(ino)]
 
     def seen(self, ino: int) -> bool:
         return False

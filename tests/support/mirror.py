@@ -21,7 +21,6 @@ from monarchfs.cache.store.segments import SMALL_BYTES, allocated
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.core.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
-from monarchfs.fs.open_counts import OpenCounts
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.shared_names import NamePeers
@@ -242,10 +241,7 @@ class Mirror:
             peers=self.peers,
         )
         self.kernel = RecordingKernel()
-        self.opens = OpenCounts(cache.readers)
-        self.files = Files(
-            self.tree, self.cache, self.copier, self.metrics, self.kernel, self.opens
-        )
+        self.files = Files(self.tree, self.cache, self.copier, self.metrics, self.kernel)
         self.residency = self.files.residency
         self.xattrs = Xattrs(self.tree, self.residency, self.source, nursery)
         self.misses = Misses(

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -45,29 +46,83 @@ class File:
         self.released += 1
 
 
-@given(st.lists(st.tuples(st.sampled_from(["open", "close", "die"]), st.integers(0, 7))))
+@dataclass
+class Inode:
+    """The kernel's rule: what the first open is answered with, all are until the last release.
+    ``backing_id`` goes with the last of them where it is ``going``."""
+
+    backing_id: int = 0
+    modes: list[int] = field(default_factory=list)
+    going: bool = False
+
+    @property
+    def backed(self) -> bool:
+        return any(self.modes)
+
+    def open(self) -> int:
+        self.modes.append(self.modes[0] if self.modes else self.backing_id)
+        return self.modes[0]
+
+    def close(self) -> None:
+        self.modes.pop()
+        if self.going and not self.modes:
+            self.backing_id, self.going = 0, False
+
+    def back(self, backing_id: int) -> bool:
+        done = not self.backing_id
+        self.backing_id = self.backing_id or backing_id
+        return done
+
+    def unback(self, at_last: bool) -> bool:
+        if self.backed:
+            self.going |= at_last
+        else:
+            self.backing_id = 0
+        return not self.backed
+
+
+STEPS = ["open", "close", "die", "back", "unback", "unback at last"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7)), max_size=80))
 def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
     """Also as the supervisor reads it, and where one worker goes on with what another has left."""
     fd = handle_table.make_table(4)
+    inodes = {ino: Inode() for ino in range(1, 9)}
     try:
         slots, expected, given_out = view(fd), dict[int, handle_table.HandleSlot](), set[int]()
         for unique, (what, which) in enumerate(steps, 1):
+            ino = which + 1
             if what == "open" and len(expected) == 4:
                 with pytest.raises(OSError, match=os.strerror(errno.ENFILE)):
-                    slots.add(which + 1, unique)
+                    slots.add(ino, unique)
             elif what == "open":
-                number = slots.add(which + 1, unique, which)
+                number, backing_id = slots.add(ino, unique)
                 assert number
                 assert number not in given_out
+                assert backing_id == inodes[ino].open()
                 given_out.add(number)
-                expected[number] = handle_table.HandleSlot(number, which + 1, unique, which)
+                expected[number] = handle_table.HandleSlot(number, ino, unique, backing_id)
             elif what == "close" and given_out:
                 number = sorted(given_out)[which % len(given_out)]
                 slot = expected.pop(number, None)
                 assert slots.end_handle(number) == (None if slot is None else slot.ino)
+                if slot is not None:
+                    inodes[slot.ino].close()
             elif what == "die":
                 slots.close()
+                for number, inode in inodes.items():
+                    hooks.inode_unback(number, False)
+                    inode.backing_id, inode.going = max(inode.modes, default=0), False
                 slots = view(fd)
+            elif what == "back":
+                assert hooks.inode_back(ino, unique) is inodes[ino].back(unique)
+            elif what.startswith("unback"):
+                at_last = what.endswith("last")
+                assert hooks.inode_unback(ino, at_last) is inodes[ino].unback(at_last)
+            for number, inode in inodes.items():
+                assert hooks.resident_used(number) is bool(inode.modes)
+                assert hooks.inode_decided(number) is bool(inode.modes or inode.backing_id)
             assert {slot.number: slot for slot in slots} == expected
             assert {slot.number: slot for slot in handle_table.open_slots(fd)} == expected
             assert handle_table.backing_ids(fd) == {slot.backing_id for slot in slots} - {0}
@@ -78,25 +133,27 @@ def test_against_a_dictionary(steps: list[tuple[str, int]]) -> None:
                 assert slots.own(number) == (known is not None)
         slots.close()
     finally:
+        for ino in inodes:
+            hooks.inode_unback(ino, False)
         os.close(fd)
 
 
 def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
-    number = view(table).add(7, 100)
+    answer = view(table).add(7, 100)
     slots = view(table)
-    assert slots.add(7, 100 | handle_table.RESENT) == number
-    assert slots.add(7, 102 | handle_table.RESENT) != number
-    assert slots.add(7, 100) != number  # not a repetition: the kernel says so where it is one
+    assert slots.add(7, 100 | handle_table.RESENT) == answer
+    assert slots.add(7, 102 | handle_table.RESENT) != answer
+    assert slots.add(7, 100) != answer  # not a repetition: the kernel says so where it is one
     assert len(slots) == 3
 
 
 def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
-    number = view(table).add(7, 100)
-    passthrough: Any = SimpleNamespace(note_open=lambda *_: None, closed=lambda _: None)
+    number, _backing_id = view(table).add(7, 100)
+    passthrough: Any = SimpleNamespace(closed=lambda _: None)
     handles = Handles(view(table), passthrough)
     first, second = File(7), File(7)
     handles.take_over(number, cast(FileHandle, first))
-    assert handles.add(cast(FileHandle, second), 100 | handle_table.RESENT) == number
+    assert handles.add(cast(FileHandle, second), 100 | handle_table.RESENT) == (number, 0)
     assert first.released == 1
     assert cast(File, handles.pop(number)) is second
     assert handles.pop(number) is None
