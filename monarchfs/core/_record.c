@@ -234,8 +234,8 @@ static void finish(struct record_event *event, enum answered_by by)
 /* Whether the kernel reads the file by itself from now on. */
 static bool is_kernels(int error, const void *body, size_t length)
 {
-	return error == -ENOSYS || (!error && length >= sizeof(struct fuse_open_out) &&
-				    ((const struct fuse_open_out *)body)->open_flags & OPEN_PASSTHROUGH);
+	return !error && length >= sizeof(struct fuse_open_out) &&
+	       ((const struct fuse_open_out *)body)->open_flags & OPEN_PASSTHROUGH;
 }
 
 void record_answer(uint64_t unique, enum answered_by by, int error, const void *body, size_t length)
@@ -245,20 +245,9 @@ void record_answer(uint64_t unique, enum answered_by by, int error, const void *
 		return;
 	if (event.kind == KIND_READ)
 		event.size = error ? 0 : (uint32_t)length;
-	else if (event.kind == KIND_LOOKUP && !error && length >= sizeof(uint64_t))
-		event.ino = ((const struct fuse_entry_out *)body)->nodeid;
-	else if (event.kind == KIND_OPEN && is_kernels(error, body, length))
+	else if (event.kind == KIND_LOOKUP)
+		event.ino = !error && length >= sizeof(uint64_t) ? ((const struct fuse_entry_out *)body)->nodeid : 0;
+	else if (event.kind == KIND_OPEN && by == BY_MEMORY && is_kernels(error, body, length))
 		by = BY_KERNEL;
-	finish(&event, by);
-}
-
-void record_answered(uint64_t unique, enum answered_by by, uint64_t ino, uint32_t size)
-{
-	struct record_event event;
-	if (!take(unique, &event))
-		return;
-	if (event.kind == KIND_LOOKUP)
-		event.ino = ino;
-	event.size = size;
 	finish(&event, by);
 }

@@ -54,7 +54,4 @@ void record_request(const struct fuse_in_header *in, size_t length, uint64_t beg
 /* It has been answered; `length` is that of `body`, which only a READ has no need of. */
 void record_answer(uint64_t unique, enum answered_by by, int error, const void *body, size_t length);
 
-/* It has been answered by others. `ino`: what a LOOKUP has found. */
-void record_answered(uint64_t unique, enum answered_by by, uint64_t ino, uint32_t size);
-
 #endif

@@ -300,17 +300,6 @@ static PyObject *py_record_drain(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(
 			     (unsigned long long)lost);
 }
 
-static PyObject *py_record_answered(PyObject *Py_UNUSED(self), PyObject *args)
-{
-	unsigned long long unique, ino;
-	unsigned by, size;
-	if (!PyArg_ParseTuple(args, "KIKI", &unique, &by, &ino, &size))
-		return NULL;
-	if (recording())
-		record_answered(unique, (enum answered_by)by, ino, size);
-	Py_RETURN_NONE;
-}
-
 PyMethodDef known_methods[] = {
 	METHOD(absent_add, METH_O),
 	METHOD(absent_name, METH_VARARGS),
@@ -354,6 +343,5 @@ PyMethodDef known_methods[] = {
 	METHOD(record_sample, METH_O),
 	METHOD(record_end, METH_NOARGS),
 	METHOD(record_drain, METH_NOARGS),
-	METHOD(record_answered, METH_VARARGS),
 	{NULL, NULL, 0, NULL},
 };

@@ -1,4 +1,4 @@
-/* Functions of libfuse that this module replaces, where pyfuse3 has no hook between libfuse and the kernel.
+/* Functions of libfuse that this module replaces, so that pyfuse3 keeps its session and our Python answers.
  *
  * This module is loaded with RTLD_GLOBAL before pyfuse3, so that the dynamic linker resolves
  * pyfuse3's calls to the functions below to these definitions (ld.so(8), symbol lookup order);
@@ -6,9 +6,7 @@
  *
  *   fuse_session_fd            tells pyfuse3 what to wait for: first libfuse's descriptor, then the
  *                              queue of the threads that read the kernel's (_relay.c)
- *   fuse_session_receive_buf   takes one request, remembers its process, and handles
- *                              FUSE_INTERRUPT, for which pyfuse3 has no hook
- *   fuse_reply_open            adds a backing id, which libfuse 3.14 does not support
+ *   fuse_session_receive_buf   takes requests and has Python answer them; libfuse gets FUSE_INIT alone
  *
  * pyfuse3 calls them with the GIL held, from one thread.
  */
@@ -44,16 +42,19 @@
 #define MOST_RETURNS 3
 #define RETURNS_KEPT 64
 
+/* The kernel copies a longer answer while other threads run Python. */
+#define MOST_COPIED_AT_ONCE (64 * 1024)
+
 /* How long requests are answered before the event loop's other tasks run. */
 #define TURN_NS 3000000
 
-static uint64_t current_unique, current_node;
+static const struct fuse_in_header *current; /* the request that is being answered */
+static size_t current_length;
 static enum queued_after current_past;
-static uint32_t current_opcode;
-static uint32_t current_pid;
 static PyObject *on_interrupt; /* callable(unique) or NULL */
-static PyObject *on_request; /* callable(opcode, node id, body) or NULL */
+static PyObject *on_request, *on_known_request; /* callable(opcode, node id, body) or NULL */
 static int waited_fd = -1; /* an epoll descriptor, so that what pyfuse3 waits for can be replaced */
+static bool paused; /* none are taken from the threads' queue */
 static bool relaying;
 static int news_fd = -1; /* readable while the threads have left requests to Python */
 static struct fuse_session *session;
@@ -94,40 +95,6 @@ int fuse_session_fd(struct fuse_session *se)
 		}
 	}
 	return waited_fd < 0 ? fd : waited_fd;
-}
-
-/* pyfuse3 answers a request directly after its handler has ended, and so before this is called the next
- * time. */
-static void answering(uint64_t unique)
-{
-	static uint64_t last;
-	if (last)
-		journal_done(last & ~RESENT);
-	last = unique;
-}
-
-/* Whether Python reports the answer. libfuse answers other requests at once, without Python. */
-static bool is_handled(uint32_t opcode)
-{
-	switch (opcode) {
-	case FUSE_LOOKUP:
-	case FUSE_GETATTR:
-	case FUSE_READLINK:
-	case FUSE_OPEN:
-	case FUSE_READ:
-	case FUSE_STATFS:
-	case FUSE_RELEASE:
-	case FUSE_GETXATTR:
-	case FUSE_LISTXATTR:
-	case FUSE_FLUSH:
-	case FUSE_OPENDIR:
-	case FUSE_READDIRPLUS:
-	case FUSE_RELEASEDIR:
-	case FUSE_FSYNCDIR:
-	case FUSE_ACCESS:
-		return true;
-	}
-	return false;
 }
 
 /* One request from libfuse's descriptor: its length, 0 at the end, -errno. */
@@ -174,6 +141,8 @@ static void give_back(int fd, uint64_t unique)
 
 static void interrupted(struct fuse_session *se, const struct fuse_in_header *in)
 {
+	if (!on_interrupt)
+		return;
 	const struct fuse_interrupt_in *arg = (const void *)(in + 1);
 	PyObject *known = PyObject_CallFunction(on_interrupt, "K", (unsigned long long)arg->unique);
 	if (!known)
@@ -208,64 +177,90 @@ static void unopened(uint64_t fh)
 	notify_python(UNOPENED, 0, &fh, sizeof(fh));
 }
 
-/* Whether Python answered the request at once. */
-static bool answered(struct fuse_session *se, const struct fuse_in_header *in, size_t length)
+/* Write an answer; whether the kernel waited for it. */
+static bool send_answer(uint64_t unique, enum answered_by by, int error, const void *body, size_t size)
 {
-	/* Without threads pyfuse3 answers all but listings: it cannot list without attributes. */
-	if (!on_request || (!relaying && in->opcode != FUSE_READDIRPLUS))
-		return false;
-	if (in->opcode == FUSE_READ && ((const struct fuse_read_in *)(in + 1))->fh)
-		return false; /* pyfuse3 has its handle */
+	struct fuse_out_header out = {
+		.len = (uint32_t)(sizeof(out) + size), .error = -error, .unique = unique};
+	struct iovec parts[] = {{&out, sizeof(out)}, {(void *)body, size}};
+	int fd = real_session_fd(session);
+	PyThreadState *state = size > MOST_COPIED_AT_ONCE ? PyEval_SaveThread() : NULL;
+	ssize_t sent;
+	do {
+		sent = writev(fd, parts, 2);
+	} while (sent < 0 && errno == EINTR);
+	bool accepted = sent >= 0 || errno != ENOENT;
+	if (state)
+		PyEval_RestoreThread(state);
+	if (recording())
+		record_answer(out.unique, by, out.error, body, size);
+	journal_done(unique & ~RESENT);
+	table_answered();
+	return accepted;
+}
+
+static PyObject *ask_python(PyObject *handler, const struct fuse_in_header *in, size_t length)
+{
+	PyObject *body = PyObject_CallFunction(handler, "IKy#", in->opcode, (unsigned long long)in->nodeid,
+					       (const char *)(in + 1), (Py_ssize_t)(length - sizeof(*in)));
+	if (!body) /* a bug */
+		PyErr_WriteUnraisable(handler);
+	return body;
+}
+
+/* Send what a handler returned: bytes, or an errno. */
+static void send_body(const struct fuse_in_header *in, PyObject *body)
+{
+	if (PyLong_Check(body)) {
+		send_answer(in->unique, BY_MEMORY, (int)PyLong_AsLong(body), NULL, 0);
+		return;
+	}
+	Py_buffer bytes;
+	if (PyObject_GetBuffer(body, &bytes, PyBUF_SIMPLE) < 0) {
+		PyErr_WriteUnraisable(body);
+		send_answer(in->unique, BY_UNKNOWN, EIO, NULL, 0);
+		return;
+	}
+	enum answered_by by = in->opcode == FUSE_READ ? BY_TIER : BY_MEMORY;
+	bool accepted = send_answer(in->unique, by, 0, bytes.buf, (size_t)bytes.len);
+	if (!accepted && in->opcode == FUSE_OPEN && current_past == TAKEN &&
+	    (size_t)bytes.len >= sizeof(struct fuse_open_out))
+		unopened(((const struct fuse_open_out *)bytes.buf)->fh);
+	PyBuffer_Release(&bytes);
+}
+
+/* Have Python answer. False if it has begun a task for that, which has to run. */
+static bool answer(const struct fuse_in_header *in, size_t length)
+{
+	if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
+		return true; /* nothing depends on what the kernel remembers */
 	if (in->opcode == FUSE_RELEASE && !in->unique &&
 	    table_held(((const struct fuse_release_in *)(in + 1))->fh))
 		return true; /* not the kernel's: and that has the handle from another answer by now */
-	if (in->opcode != FUSE_LOOKUP && in->opcode != FUSE_GETATTR && in->opcode != FUSE_OPEN &&
-	    in->opcode != FUSE_RELEASE && in->opcode != FUSE_OPENDIR &&
-	    in->opcode != FUSE_READDIRPLUS && in->opcode != FUSE_RELEASEDIR &&
-	    in->opcode != FUSE_GETXATTR && in->opcode != FUSE_READ && in->opcode != FUSE_ACCESS)
-		return false;
-	PyObject *body = PyObject_CallFunction(on_request, "IKy#", in->opcode,
-					       (unsigned long long)in->nodeid, (const char *)(in + 1),
-					       (Py_ssize_t)(length - sizeof(*in)));
-	const bool fails = body && PyLong_CheckExact(body);
-	if (!body || (!fails && !PyBytes_Check(body))) {
-		bool again = body == Py_True;
-		if (!body) /* a bug; pyfuse3 meets it again, and answers EIO */
-			PyErr_WriteUnraisable(on_request);
-		Py_XDECREF(body);
-		return again && relay_answered(in, length, current_past);
-	}
-	const size_t size = fails ? 0 : (size_t)PyBytes_GET_SIZE(body);
-	struct fuse_out_header out = {
-		.len = (uint32_t)(sizeof(out) + size),
-		.error = fails ? -(int)PyLong_AsLong(body) : 0,
-		.unique = in->unique,
-	};
-	struct iovec parts[] = {{&out, sizeof(out)}, {fails ? NULL : PyBytes_AS_STRING(body), size}};
-	/* Fails if nothing waits for the answer any more. */
-	ssize_t sent;
-	do {
-		sent = writev(real_session_fd(se), parts, 2);
-	} while (sent < 0 && errno == EINTR);
-	if (sent < 0 && errno == ENOENT && in->opcode == FUSE_OPEN && current_past == TAKEN &&
-	    size >= sizeof(struct fuse_open_out))
-		unopened(((const struct fuse_open_out *)PyBytes_AS_STRING(body))->fh);
-	if (recording())
-		record_answer(in->unique, BY_MEMORY, out.error, parts[1].iov_base, size);
-	Py_DECREF(body);
-	journal_done(in->unique);
-	return true;
+	PyObject *body = on_request ? ask_python(on_request, in, length) : NULL;
+	const bool done = body != Py_None;
+	if (!body)
+		send_answer(in->unique, BY_UNKNOWN, EIO, NULL, 0);
+	else if (done)
+		send_body(in, body);
+	Py_XDECREF(body);
+	return done;
 }
 
+/* In another thread, while the event loop's stands still: only what is known. */
 static bool answered_here(const void *request, size_t length)
 {
-	return answered(session, request, length);
+	PyObject *body = on_known_request ? ask_python(on_known_request, request, length) : NULL;
+	bool done = body && body != Py_None;
+	if (done)
+		send_body(request, body);
+	Py_XDECREF(body);
+	return done;
 }
 
 int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 {
-	/* pyfuse3 keeps the content of `buf` while the request waits, so the buffer is as small as the request. Its
-	 * pages are in memory from the beginning, like those of the threads' buffers (_relay.c). */
+	/* Its pages are in memory from the beginning, like those of the threads' buffers (_relay.c). */
 	static char *received;
 	if (!received) {
 		received = malloc(REQUEST_BYTES);
@@ -276,9 +271,10 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	const struct fuse_in_header *in = (const void *)received;
 	ssize_t got;
 	session = se;
-	answering(0);
 	const uint64_t until_ns = monotonic_ns() + TURN_NS;
-	for (bool parks = false;; parks = relaying) {
+	for (bool parks = false, tasks = false;; parks = relaying && !tasks) {
+		if (paused)
+			return -EINTR;
 		got = relaying ? receive_queued(received) : receive_here(se, received);
 		if (got == -EINTR && parks && handoff_wait(answered_here, news_fd, until_ns))
 			got = receive_queued(received);
@@ -288,26 +284,23 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 			return (int)got;
 		if ((size_t)got < sizeof(*in))
 			return -EIO;
-		current_unique = current_past == TAKEN ? in->unique | RESENT : in->unique;
-		current_node = in->nodeid;
-		current_opcode = in->opcode;
-		current_pid = in->pid;
-		if (in->opcode == FUSE_INTERRUPT && on_interrupt &&
-		    (size_t)got >= sizeof(*in) + sizeof(struct fuse_interrupt_in))
+		current = in;
+		current_length = (size_t)got;
+		if (in->opcode == FUSE_INIT)
+			break;
+		if (in->opcode == FUSE_INTERRUPT)
 			interrupted(se, in); /* never answered */
 		else if (relaying && in->opcode == QUEUE_AHEAD)
 			notify_python(in->opcode, in->nodeid, in + 1, (size_t)got - sizeof(*in));
-		else if (!answered(se, in, (size_t)got))
-			break;
+		else
+			tasks |= !answer(in, (size_t)got);
 		/* There may be more, but other tasks have to run, too. */
 		if (monotonic_ns() > until_ns)
 			return -EINTR;
 	}
-	if (relaying && !is_handled(in->opcode))
-		answering(in->unique);
-	void *copy = NULL;
-	while (!(copy = realloc(buf->mem, (size_t)got)))
-		poll(NULL, 0, 10); /* a process waits for the answer, so wait for memory */
+	void *copy = realloc(buf->mem, (size_t)got);
+	if (!copy)
+		return -ENOMEM;
 	memcpy(copy, received, (size_t)got);
 	buf->mem = copy;
 	buf->size = (size_t)got;
@@ -315,45 +308,43 @@ int fuse_session_receive_buf(struct fuse_session *se, struct fuse_buf *buf)
 	return (int)got;
 }
 
-static uint64_t backed_fh; /* of the open that is answered next */
-static int backing_id; /* 0: none */
-
-int fuse_reply_open(fuse_req_t req, const struct fuse_file_info *fi)
-{
-	static int (*real)(fuse_req_t, const struct fuse_file_info *);
-	if (!real) {
-		real = dlsym(RTLD_NEXT, "fuse_reply_open");
-		if (!real)
-			Py_FatalError("libfuse has no fuse_reply_open");
-	}
-	int sent;
-	if (!backing_id || fi->fh != backed_fh) {
-		sent = real(req, fi);
-	} else {
-		struct backed_open_out out = {fi->fh, OPEN_PASSTHROUGH, (uint32_t)backing_id};
-		backing_id = 0;
-		sent = fuse_reply_buf(req, (const char *)&out, sizeof(out));
-	}
-	if (sent == -ENOENT && journal_used())
-		unopened(fi->fh);
-	return sent;
-}
-
-/* Of the request that was received last, until its handler's first checkpoint. */
+/* Of the request that is being answered: the number under which the kernel has it; the same, or with RESENT if an
+ * earlier worker has had it; the thread that waits. */
 static PyObject *py_current(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
-	return Py_BuildValue("KIIK", (unsigned long long)current_unique, current_opcode, current_pid,
-			     (unsigned long long)current_node);
+	unsigned long long unique = current->unique;
+	return Py_BuildValue("KKI", unique, current_past == TAKEN ? unique | RESENT : unique, current->pid);
 }
 
-/* The open that is answered with this handle next has the kernel read the backing file. */
-static void back_open(uint64_t fh, int id)
+/* Have the threads' code try once more to answer it; whether it does, or will. */
+static bool answer_again(void)
 {
-	backed_fh = fh;
-	backing_id = id;
+	return relaying && relay_answered(current, current_length, current_past);
 }
 
-ASKS_OF_TWO(back_open, NONE_AFTER, "Ki", unsigned long long, int)
+ASKS(answer_again, bool_of)
+
+/* Answer a request that a handler took; whether the kernel waited for that. */
+static PyObject *py_reply(PyObject *Py_UNUSED(self), PyObject *args)
+{
+	unsigned long long unique;
+	unsigned by;
+	int error;
+	Py_buffer body;
+	if (!PyArg_ParseTuple(args, "KIiy*", &unique, &by, &error, &body))
+		return NULL;
+	bool accepted = send_answer(unique, (enum answered_by)by, error, error ? NULL : body.buf,
+				    error ? 0 : (size_t)body.len);
+	PyBuffer_Release(&body);
+	return PyBool_FromLong(accepted);
+}
+
+/* Leave requests in the threads' queue, or take them again. */
+static PyObject *py_pause(PyObject *Py_UNUSED(self), PyObject *given)
+{
+	paused = relaying && given == Py_True;
+	return none_unless(relaying ? watch(paused ? EPOLL_CTL_DEL : EPOLL_CTL_ADD, news_fd) : 0);
+}
 
 static PyObject *set_handler(PyObject **place, PyObject *handler)
 {
@@ -368,18 +359,22 @@ static PyObject *set_handler(PyObject **place, PyObject *handler)
 }
 
 /* handler(unique) is called when the kernel says that the process of this request got a signal. It returns False if
- * it does not know the request. Without a handler (None), interrupts go to libfuse, which ignores them. */
+ * it does not know the request. Without a handler (None), interrupts are passed over. */
 static PyObject *py_set_interrupt_handler(PyObject *Py_UNUSED(self), PyObject *handler)
 {
 	return set_handler(&on_interrupt, handler);
 }
 
-/* handler(opcode, node id, body) is called with requests that it may answer at once. It returns the body of the
- * answer (bytes), its errno (a number), None to leave the request to pyfuse3, or True to have the threads' code try
- * again. */
-static PyObject *py_set_request_handler(PyObject *Py_UNUSED(self), PyObject *handler)
+/* Two handlers(opcode, node id, body) of requests. They return the body of the answer (an object with a buffer), its
+ * errno (a number), or None: the first, if the request is answered otherwise, or later, with `reply`; the second, which
+ * is called in other threads, too, if it does not know the answer. */
+static PyObject *py_set_request_handlers(PyObject *Py_UNUSED(self), PyObject *args)
 {
-	return set_handler(&on_request, handler);
+	PyObject *all, *known, *done;
+	if (!PyArg_ParseTuple(args, "OO", &all, &known) || !(done = set_handler(&on_request, all)))
+		return NULL;
+	Py_DECREF(done);
+	return set_handler(&on_known_request, known);
 }
 
 /* There will be no threads: pyfuse3 waits for libfuse's descriptor. Called before pyfuse3's init. */
@@ -426,9 +421,6 @@ static PyObject *py_journal(PyObject *Py_UNUSED(self), PyObject *given)
 	return none_unless(journal_start((int)fd));
 }
 
-/* The handler of this request ends now, and pyfuse3 answers. With a journal only. */
-TELLS_NUMBER(answering)
-
 static void take_again(void)
 {
 	if (relaying)
@@ -448,13 +440,14 @@ static PyObject *py_answer_opens(PyObject *Py_UNUSED(self), PyObject *args)
 
 static PyMethodDef methods[] = {
 	METHOD(current, METH_NOARGS),
-	METHOD(back_open, METH_VARARGS),
 	METHOD(set_interrupt_handler, METH_O),
-	METHOD(set_request_handler, METH_O),
+	METHOD(set_request_handlers, METH_VARARGS),
+	METHOD(answer_again, METH_NOARGS),
+	METHOD(reply, METH_VARARGS),
+	METHOD(pause, METH_O),
 	METHOD(read_directly, METH_NOARGS),
 	METHOD(start_relay, METH_VARARGS),
 	METHOD(journal, METH_O),
-	{"answered_soon", py_answering, METH_O, NULL},
 	METHOD(take_again, METH_NOARGS),
 	METHOD(answer_opens, METH_VARARGS),
 	{NULL, NULL, 0, NULL},

@@ -184,10 +184,6 @@ class HandleTable:
         """Show that the event loop turns."""
         self._words[BEATS // 8] = (self._words[BEATS // 8] + 1) & _MOST
 
-    def count_answer(self) -> None:
-        """Show that requests are answered. The number is not exact, as threads count there, too."""
-        self._words[ANSWERED // 8] = (self._words[ANSWERED // 8] + 1) & _MOST
-
     def enter_worker(self, threads: int) -> None:
         """A new worker, with so many relay threads, none of which is at a request."""
         for index in range(MOST_THREADS):

@@ -14,12 +14,8 @@ been waiting for long is looked at unasked.
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 import signal
-from collections.abc import Awaitable
-from typing import TypeVar
 
 import trio
 
@@ -27,8 +23,6 @@ from monarchfs.fuse.handle_table import RESENT
 from monarchfs.metrics import Metrics
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 POLL_SECONDS = 0.05
 """How soon a fatal signal is noticed that came after a harmless one."""
@@ -65,21 +59,20 @@ class Interrupts:
     def waiting(self) -> int:
         return len(self._waiting)
 
-    async def wait_for(self, unique: int, pid: int, answer: Awaitable[T]) -> T:
-        """``answer``; it is cancelled when the process that waits for it is killed. Raises OSError
-        EINTR then."""
-        with trio.CancelScope() as scope:
-            self._waiting[unique] = (scope, pid, trio.current_time())
-            if unique & RESENT:
-                # Its process may have got its signal while an earlier worker had it.
-                self._signalled.add(unique)
-                self._news.set()
-            try:
-                return await answer
-            finally:
-                self._waiting.pop(unique, None)
-                self._signalled.discard(unique)
-        raise OSError(errno.EINTR, os.strerror(errno.EINTR))
+    def begin(self, unique: int, pid: int) -> trio.CancelScope:
+        """A request waits until ``end``. The scope in which it is to be answered; it is cancelled
+        when the process that waits for it is killed."""
+        scope = trio.CancelScope()
+        self._waiting[unique] = (scope, pid, trio.current_time())
+        if unique & RESENT:
+            # Its process may have got its signal while an earlier worker had it.
+            self._signalled.add(unique)
+            self._news.set()
+        return scope
+
+    def end(self, unique: int) -> None:
+        self._waiting.pop(unique, None)
+        self._signalled.discard(unique)
 
     def on_interrupt(self, unique: int) -> bool:
         """FUSE_INTERRUPT for a request; False if it does not wait here: it was answered already, or

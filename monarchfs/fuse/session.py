@@ -1,4 +1,5 @@
-"""The FUSE session: taking over a mounted descriptor, and the loop over its requests.
+"""The FUSE session: taking over a mounted descriptor, and the loop over its requests, all of which
+``Answerer`` answers.
 
 The supervisor mounts, reads FUSE_INIT from the kernel and answers it with libfuse's reply, amended
 (``monarchfs.fuse.protocol``). To get that reply, libfuse is first given one end of a socket pair
@@ -32,38 +33,15 @@ RELAY_THREADS = 10
 """All but two may wait for a local disk; further reads are put off, so that a slow tier holds up
 nothing else. Idle ones cost nothing."""
 
-MAX_TASKS = 10_000
-"""So many requests may wait for a source that hangs before the mount stops taking new ones."""
-
-
-def current_request() -> tuple[int, int]:
-    """(unique, pid) of the request received last."""
-    unique, _opcode, pid, _node = hooks.current()
-    return unique, pid
-
-
-def current_node() -> int:
-    """The node id of the request received last."""
-    return hooks.current()[3]
-
-
 on_interrupt = _session.set_interrupt_handler
 """Have FUSE_INTERRUPT reported. The handler answers False for a request that it does not know."""
 
-on_request = _session.set_request_handler
-"""Have a handler answer those requests that ``fast_path`` can: called with opcode,
-node id and what follows the request's header, it returns what follows the answer's, an errno, None,
-or True: then the C part tries once more."""
-
-answered_soon = _session.answered_soon
-"""The handler of a request ends now: for the journal, where there is one."""
+on_request = _session.set_request_handlers
+"""Have ``Answerer.answer`` and ``Answerer.answer_known`` answer requests."""
 
 take_again = _session.take_again
 """Begin anew with what an earlier worker's threads had in hand that have died since; nothing
 without a journal. Microseconds."""
-
-back_open = _session.back_open
-"""Have the kernel read a backing id itself for the handle, which is what is answered next."""
 
 
 def invalidate_inode(ino: int, attributes_only: bool) -> None:
@@ -101,7 +79,6 @@ class Session:
 
     def __init__(
         self,
-        operations: pyfuse3.Operations,
         init_fd: int,
         fuse_fd: int,
         *,
@@ -124,7 +101,7 @@ class Session:
             hooks.read_directly()
         if journal is not None:
             hooks.journal(journal)
-        pyfuse3.init(operations, f"/dev/fd/{init_fd}", set())
+        pyfuse3.init(pyfuse3.Operations(), f"/dev/fd/{init_fd}", set())
 
     def hand_over(self) -> None:
         """FUSE_INIT is answered: take the real descriptor. No checkpoint."""
@@ -149,6 +126,6 @@ class Session:
         # Without threads, the hand-over ends the task that waits for the old descriptor just
         # then, if there is one, and the loop with it if that was the only one.
         while not self._handed_over:
-            await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)
+            await pyfuse3.main()
             await trio.lowlevel.checkpoint()
-        await pyfuse3.main(min_tasks=4, max_tasks=MAX_TASKS)  # at once where it was unmounted
+        await pyfuse3.main()  # at once where it was unmounted

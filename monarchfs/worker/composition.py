@@ -17,8 +17,7 @@ from monarchfs.config.model import Config, DataPath, PrefetchMode, ShareMode
 from monarchfs.core.misses import Misses
 from monarchfs.fs.files import Files
 from monarchfs.fs.xattrs import Xattrs
-from monarchfs.fuse.adapter import Adapter
-from monarchfs.fuse.fast_path import FastPath
+from monarchfs.fuse.answerer import Answerer
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
@@ -256,7 +255,7 @@ class Composition:
             )
             self.copier.bind(self.small_files)
 
-        # Who answers the kernel: threads of C, the fast path, pyfuse3's adapter.
+        # Who answers the kernel: threads of C, then Python.
         self.interrupts = Interrupts(metrics)
         self.relay.begin(
             files,
@@ -270,7 +269,7 @@ class Composition:
             files, channel.send_now, metrics, self.relay, counts=self.kernel_reads
         )
         accounts.bind(self.passthrough)
-        self.adapter = Adapter(
+        self.answerer = Answerer(
             tree,
             files,
             self.xattrs,
@@ -279,21 +278,11 @@ class Composition:
             self.relay,
             table,
             self.passthrough,
-            journals=bootstrap.requests_fd is not None,
+            nursery,
         )
-        fast_path = FastPath(
-            tree,
-            files,
-            self.xattrs,
-            self.adapter.handles,
-            self.relay,
-            metrics,
-            self.passthrough,
-        )
-        fuse_session.on_request(fast_path.answer)
+        fuse_session.on_request(self.answerer.answer, self.answerer.answer_known)
         fuse_session.on_interrupt(self.interrupts.on_interrupt)
         self.session = fuse_session.Session(
-            self.adapter,
             bootstrap.init_fd,
             bootstrap.fuse_fd,
             relays=self.relays,

@@ -80,7 +80,7 @@ class Worker:
         parts.files.racy_opens.take_over(parts.mount_ns, time.time_ns())
 
     def _take_over_files(self) -> None:
-        if handles := self.parts.adapter.take_over():
+        if handles := self.parts.answerer.take_over():
             log.info("took over %d open files", handles)
 
     async def beat(self) -> None:
@@ -147,7 +147,7 @@ class Worker:
             start(parts.small_files.run)
             start(parts.window.run)
             start(self._announcing.resume)
-        start(parts.adapter.handleless.run)
+        start(parts.answerer.handleless.run)
         start(parts.copier.run)
         start(parts.cache.watch)
         start(parts.cache.accounts.sync_loop)

@@ -216,7 +216,8 @@ def test_an_event_of_the_c_part_is_one_of_a_recording() -> None:
     c_part, event, lost = ctypes.PyDLL(hooks.__file__), bytes(EVENT.size), ctypes.c_uint64()
     assert c_part.record_begin(ctypes.c_uint64(0), 1) == 0
     c_part.record_request(make.REQUESTS[0], ctypes.c_size_t(44), ctypes.c_uint64(5))
-    c_part.record_answered(ctypes.c_uint64(200), 4, ctypes.c_uint64(16), 0)
+    found = ctypes.c_uint64(16)
+    c_part.record_answer(ctypes.c_uint64(200), 4, 0, ctypes.byref(found), ctypes.c_size_t(8))
     assert c_part.record_drain(event, ctypes.c_size_t(1), ctypes.byref(lost)) == 1
     c_part.record_end()
     begin, ino, offset, _took, *rest = EVENT.unpack(event)

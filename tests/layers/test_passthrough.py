@@ -19,8 +19,8 @@ import trio
 
 from monarchfs.fuse import session  # isort: skip  # before pyfuse3
 from monarchfs.config import Config, TierSpec, User
-from monarchfs.fuse import passthrough
-from monarchfs.fuse.adapter import Adapter
+from monarchfs.fuse import packing, passthrough, protocol
+from monarchfs.fuse.answerer import Answerer, FuseRequest
 from monarchfs.fuse.handle_table import HandleTable, make_table
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
@@ -120,7 +120,7 @@ class Threads(NoReaders):
 
 
 class Passing:
-    """A mirror with an adapter, a supervisor, and the kernel's view of what is open.
+    """A mirror with who answers, a supervisor, and the kernel's view of what is open.
 
     ``eio`` are opens that the kernel would have answered with EIO.
     """
@@ -150,7 +150,6 @@ class Passing:
         self.threads.missing = self._missing
         self.threads.resident = self._resident
         mirror.cache.readers = mirror.cache.lookup._readers = self.threads
-        self._backed = (0, 0)
         self.backed_opens = 0
         self._in, out = trio.open_memory_channel[dict[str, Any]](10_000)
         mirror.nursery.start_soon(self._deliver, out)
@@ -158,7 +157,7 @@ class Passing:
         patch.setattr(relay, "offer", lambda ino, *, seen=False: self._resident(ino))
         self.passthrough = Passthrough(mirror.files, self._send, mirror.metrics, relay, counts=True)
         mirror.cache.accounts.bind(self.passthrough)
-        self.adapter = Adapter(
+        self.answerer = Answerer(
             mirror.tree,
             mirror.files,
             mirror.xattrs,
@@ -167,12 +166,10 @@ class Passing:
             relay,
             self.slots,
             self.passthrough,
-            journals=False,
+            mirror.nursery,
         )
-        patch.setattr(session, "current_request", lambda: (self._unique, 0))
-        patch.setattr(session, "current_node", lambda: 0)
-        patch.setattr(session, "back_open", self._answer_with)
-        self.adapter.take_over()
+        patch.setattr(session.hooks, "current", lambda: (self._unique, self._unique, 0))
+        self.answerer.take_over()
         self.passthrough.limit_ids(self.supervisor.most)
 
     def _resident(self, ino: int) -> bool:
@@ -223,9 +220,13 @@ class Passing:
 
     # -- what processes do, by way of the kernel
 
-    def _answer_with(self, number: int, backing_id: int) -> None:
-        self._backed = (number, backing_id)
-        self.backed_opens += 1
+    async def _ask(self, opcode: int, ino: int, body: bytes) -> bytes:
+        answer = self.answerer.answer_known(opcode, ino, body)
+        if answer is None:
+            request = FuseRequest(self._unique, self._unique, 0, opcode, ino, body)
+            _by, answer = await self.answerer._asking[opcode](request)
+        assert not isinstance(answer, int)
+        return bytes(answer)
 
     async def open(self, path: str) -> Open:
         """As the kernel: an outdated inode is looked up once more."""
@@ -242,12 +243,12 @@ class Passing:
         if (opened := self.threads.open(ino, self._unique)) is not None:
             number, backing_id = opened
         else:
-            info = await self.adapter.open(ino, os.O_RDONLY, None)  # type: ignore[arg-type]
-            number, backing_id = self._backed
-            self._backed = (0, 0)
-            if number != info.fh:
-                number, backing_id = info.fh, 0
-            keep_cache = info.keep_cache
+            body = packing.OPEN_IN.pack(os.O_RDONLY)
+            answer = await self._ask(protocol.OPEN, ino, body)
+            number, flags, backing_id = packing.OPEN_OUT.unpack(answer)
+            keep_cache = flags & packing.FOPEN_KEEP_CACHE
+            assert bool(flags & packing.FOPEN_PASSTHROUGH) == bool(backing_id)
+            self.backed_opens += backing_id != 0
         # Between the answer and the opener's turn others have theirs, but no RELEASE can come.
         one = Open(ino, number, backing_id)
         mode = next((o.backing_id for o in self.opens if o.ino == ino), None)
@@ -269,15 +270,16 @@ class Passing:
             return os.pread(one.descriptor, 1 << 20, 0)
         if one.number in self.threads.held:
             return self.threads.held[one.number]
-        return bytes(await self.adapter.read(one.number, 0, 1 << 20))
+        body = packing.READ_IN.pack(one.number, 0, 1 << 20)
+        return await self._ask(protocol.READ, one.ino, body)
 
     async def release(self, one: Open) -> None:
         self.opens.remove(one)
         if one.descriptor >= 0:
             os.close(one.descriptor)
-        owned = self.adapter.handles.get(one.number)  # a read of it came to Python
+        owned = self.answerer.handles.get(one.number)  # a read of it came to Python
         if owned or not self.threads.release(one.number):
-            await self.adapter.release(one.number)
+            await self._ask(protocol.RELEASE, one.ino, packing.HANDLE.pack(one.number))
 
     async def read_file(self, path: str) -> tuple[bytes, bool]:
         """Its bytes, and whether the kernel read them itself."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.fuse import fast_path
+from monarchfs.fuse import packing
 from tests.support.mounting import Bench, as_user, requires_mounts, run, wait_for
 from tests.support.programs import execute
 from tests.support.scenario import play, playing
@@ -53,7 +53,7 @@ def test_case(work: Bench, case: str) -> None:
 
 
 @pytest.mark.skipif(
-    not fast_path.CACHES_LISTINGS,
+    not packing.CACHES_LISTINGS,
     reason="needs a kernel that keeps listings: Linux 5.0 or later, without 6.9 to 6.12.9",
 )
 def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench) -> None:

@@ -86,20 +86,19 @@ def run_worker(release: str, arguments: list[str]) -> None:
     own = os.uname()
     vars(os)["uname"] = lambda: os.uname_result((*own[:2], release, *own[3:]))
     from monarchfs.fuse import session  # isort: skip  # before pyfuse3
-    import pyfuse3
-
-    from monarchfs.fuse import adapter, fast_path
+    from monarchfs.fuse import packing
+    from monarchfs.fuse.answerer import Answerer
     from monarchfs.worker import __main__ as worker
 
     assert session.hooks
-    ask = adapter.Adapter.opendir
+    ask = Answerer._opendir
 
-    async def asked(self: adapter.Adapter, *arguments: Any) -> int:
+    async def asked(self: Answerer, *arguments: Any) -> Any:
         await ask(self, *arguments)
-        raise pyfuse3.FUSEError(errno.EAGAIN)
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    adapter.Adapter.opendir = asked  # type: ignore[assignment,method-assign]
-    fast_path.FOPEN_CACHE_DIR |= fast_path.FOPEN_KEEP_CACHE
+    Answerer._opendir = asked  # type: ignore[assignment,method-assign]
+    packing.FOPEN_CACHE_DIR |= packing.FOPEN_KEEP_CACHE
     worker.main(arguments)
 
 

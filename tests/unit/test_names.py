@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.fuse import fast_path
+from monarchfs.fuse import packing
 from monarchfs.fuse.protocol import (
     CONGESTION_THRESHOLD,
     FUSE_INIT,
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_not_answered() -> None:
 
 
 def test_a_found_name() -> None:
-    packed = fast_path._entry(Entry(node_of(2**50, size=10**13), 1.5, 365 * 86_400.0))
+    packed = packing.entry(Entry(node_of(2**50, size=10**13), 1.5, 365 * 86_400.0))
     assert len(packed) == 40 + 88
     assert struct.unpack_from("=QQQQII", packed) == (2**50, 0, 1, 365 * 86_400, 500_000_000, 0)
     assert struct.unpack_from("=QQQqqqIIIIIIIIII", packed, 40) == (
@@ -84,8 +84,8 @@ DROP = (
 
 
 def test_which_kernels_are_to_keep_listings() -> None:
-    assert not [release for release in KEEP if fast_path.drops_listings(release)]
-    assert all(map(fast_path.drops_listings, DROP))
+    assert not [release for release in KEEP if packing.drops_listings(release)]
+    assert all(map(packing.drops_listings, DROP))
 
 
 # FUSE_INIT

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from monarchfs.cache.store.files import fan_out, replica_file
-from monarchfs.fuse import fast_path
+from monarchfs.fuse import packing
 from monarchfs.fuse.handle_table import ANSWERED, make_table
 from monarchfs.fuse.session import hooks
 from monarchfs.metadata.freshness import FOREVER_SECONDS
@@ -691,7 +691,7 @@ def names(directory: Path) -> None:
     threads = Threads(directory)
     stat = SourceStat(0, 9, 1000, -1, 5, 10**18, 0o100640, 2, 3, 4, 0, 8, 4096)
     node = Node(77, stat, 1, b"a", 0, False, b"")
-    expected = fast_path._entry(Entry(node, 0, 0))
+    expected = packing.entry(Entry(node, 0, 0))
     for name, seconds, left in ((b"a", 100.0, 99), (b"ever", FOREVER_SECONDS, FOREVER_SECONDS)):
         threads.hooks.names_put(1, name, seconds, node)
         threads.send(FUSE_LOOKUP, 4, 1, name + b"\0")
