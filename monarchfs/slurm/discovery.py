@@ -19,15 +19,13 @@ from monarchfs.config import User
 from monarchfs.config.places import DATASET_ID, current_user, home_of, own_directories, resolve_user
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.slurm.inspection import (
-    MEASURE_SECONDS,
     MOST_NAMES,
     inspect_copies,
     inspect_state,
     names_in,
 )
-from monarchfs.slurm.trees import Size
+from monarchfs.supervisor.directories import MEASURE_SECONDS, NAME, Size, claims
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.tierdirs import NAME, claims
 from monarchfs.system.bounded import answer_within, bounded_value, is_missing
 from monarchfs.types import OperationError, UsageError
 

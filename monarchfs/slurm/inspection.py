@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
 from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.config import User
 from monarchfs.config.places import OWNER
-from monarchfs.slurm.trees import Size, in_use, open_users, tree_size
-from monarchfs.supervisor.lock import LOCK, read_holder
-from monarchfs.supervisor.tierdirs import OPEN_DIRECTORY, read_owner, read_record
+from monarchfs.supervisor.directories import (
+    LOCK,
+    OPEN_DIRECTORY,
+    OPEN_FILE,
+    Size,
+    directories_in,
+    in_use,
+    open_users,
+    read_holder,
+    read_owner,
+    read_record,
+    tree_size,
+)
 from monarchfs.system.trusted import open_directory
 
-MEASURE_SECONDS = 3.0
 MOST_NAMES = 1000
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def names_in(path: str, uid: int, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
@@ -30,15 +36,12 @@ def names_in(path: str, uid: int, pattern: re.Pattern[str]) -> list[tuple[str, i
     root's."""
     directory = os.open(path, OPEN_DIRECTORY)
     everybody = uid == 0 and _is_roots(path)
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if not pattern.fullmatch(entry.name):
-                continue
-            st = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(st.st_mode) and (everybody or st.st_uid == uid):
-                found.append((entry.name, st.st_uid))
-    return list(islice(sorted(found), MOST_NAMES))
+    found = [
+        (name, st.st_uid)
+        for name, st in directories_in(directory, pattern)
+        if everybody or st.st_uid == uid
+    ]
+    return sorted(found)[:MOST_NAMES]
 
 
 def _is_roots(path: str) -> bool:
@@ -54,7 +57,7 @@ def inspect_state(path: str, user: User) -> dict[str, Any] | None:
     directory = open_users(path, user.uid)
     if directory is None:
         return None
-    lock = os.open(LOCK, _FILE, dir_fd=directory)
+    lock = os.open(LOCK, os.O_RDONLY | OPEN_FILE, dir_fd=directory)
     holder = read_holder(lock)
     if holder is None:
         return None
@@ -90,10 +93,10 @@ def inspect_copies(path: str, user: User, *, measure: bool) -> dict[str, Any] | 
     directory = open_users(path, user.uid)
     if directory is None:
         return None
-    file = os.open(OWNER, _FILE, dir_fd=directory)
+    file = os.open(OWNER, os.O_RDONLY | OPEN_FILE, dir_fd=directory)
     owner = read_owner(file)
     here = f"/proc/self/fd/{directory}"
-    size = tree_size(f"{here}/.", MEASURE_SECONDS) if measure else Size(whole=False)
+    size = tree_size(f"{here}/.") if measure else Size(whole=False)
     # The owner file itself is no copy.
     copies = size.files - 1 + (_sharing(directory, user) if measure else 0)
     return {

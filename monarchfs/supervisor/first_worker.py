@@ -10,10 +10,10 @@ import time
 from contextlib import ExitStack
 
 from monarchfs.fuse.protocol import ProtocolError, amend_init_reply
+from monarchfs.supervisor.directories import WORKER_LOG, last_log_line
 from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.messages import Failed, MalformedMessage, Ready, printable
 from monarchfs.supervisor.mounted import Mounted
-from monarchfs.supervisor.storage import WORKER_LOG, last_log_line
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)

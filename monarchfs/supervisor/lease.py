@@ -21,9 +21,9 @@ from typing import Any
 
 from monarchfs.config.places import Search
 from monarchfs.control.peers import peer_uid, short_socket_path
-from monarchfs.supervisor.lock import release_named_lock, take_named_lock
 from monarchfs.supervisor.namespace import Spaces
 from monarchfs.supervisor.preflight import MountSpec
+from monarchfs.system.locks import release_named_lock, take_named_lock
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from functools import partial
 from typing import TextIO
 
 from monarchfs.config import Config, User
+from monarchfs.supervisor.directories import SUPERVISOR_LOG, open_log
 from monarchfs.supervisor.identity import acting_as, open_file_as, regular
-from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log
 from monarchfs.system.effective_access import may_access
 from monarchfs.system.escaping import OneLine
 from monarchfs.system.logs import BoundedLog, keep_small, suspend

@@ -21,10 +21,10 @@ from monarchfs.fuse.handle_table import read_vitals
 from monarchfs.fuse.protocol import RESEND
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
+from monarchfs.supervisor.directories import WORKER_LOG, mark_suspect, open_log
 from monarchfs.supervisor.launch import WorkerProcess, spawn_as
 from monarchfs.supervisor.peering import PeerServer
 from monarchfs.supervisor.port import stop_listening
-from monarchfs.supervisor.storage import WORKER_LOG, mark_suspect, open_log
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.worker_logging import WorkerLogging, WorkerOutput
 
@@ -82,7 +82,7 @@ class Mounted:
         return 1 if poll.poll(0) else None
 
     def mark_suspect(self) -> None:
-        """The next worker is to check the index (see ``storage.mark_suspect``)."""
+        """The next worker is to check the index (see `directories.mark_suspect`)."""
         mark_suspect(self.handover.descriptors.state, self.config.user)
 
     def release(self) -> None:

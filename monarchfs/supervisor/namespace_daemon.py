@@ -41,7 +41,6 @@ from monarchfs.supervisor.lease import (
     mount_stem,
     sweep,
 )
-from monarchfs.supervisor.lock import release_named_lock, take_named_lock
 from monarchfs.supervisor.namespace import Spaces, join, leave_for_own
 from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
@@ -49,6 +48,7 @@ from monarchfs.supervisor.registration import open_runtime_dir
 from monarchfs.supervisor.start import mount_and_supervise, take_over
 from monarchfs.supervisor.supervise import ORPHANED
 from monarchfs.supervisor.takeover import OtherRelease, StandbyConnection, own
+from monarchfs.system.locks import release_named_lock, take_named_lock
 from monarchfs.system.parent_death import die_with_parent
 from monarchfs.types import MonarchError, OperationError
 

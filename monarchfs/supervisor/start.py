@@ -28,6 +28,7 @@ from monarchfs.fuse.unmount import unmount_bounded
 from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import Report, ending_signals
+from monarchfs.supervisor.directories import open_state_dir, open_tiers
 from monarchfs.supervisor.first_worker import read_init_request, serving_worker
 from monarchfs.supervisor.launch import Descriptors, module_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
@@ -36,10 +37,8 @@ from monarchfs.supervisor.peering import PeerServer, address_of, find_peers, ope
 from monarchfs.supervisor.port import LOOPBACK, listen_on, stop_listening
 from monarchfs.supervisor.preflight import MountSpec, checked
 from monarchfs.supervisor.registration import ControlSocket, open_runtime_dir
-from monarchfs.supervisor.storage import open_state_dir
 from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.supervisor.takeover import Handover, OrphanedWorker
-from monarchfs.supervisor.tieropening import open_tiers
 from monarchfs.supervisor.worker_logging import WorkerOutput
 from monarchfs.types import OperationError
 

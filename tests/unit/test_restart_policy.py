@@ -22,8 +22,8 @@ from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.handle_table import make_table
 from monarchfs.peers.nodes import Peers, parse_nodes
+from monarchfs.supervisor.directories import LOCK, take_lock
 from monarchfs.supervisor.launch import Descriptors, WorkerProcess
-from monarchfs.supervisor.lock import LOCK, take_lock
 from monarchfs.supervisor.reaper import Reaper
 from monarchfs.supervisor.restart_policy import (
     KILLED_PAUSE_SECONDS,
