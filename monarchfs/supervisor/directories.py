@@ -367,6 +367,15 @@ def read_record_of(path: str, user: User) -> dict[str, str]:
         os.close(state_dir)
 
 
+def recorded_directories(config: Config) -> dict[str, str]:
+    """The dataset's directories of the last mount, by their tiers' paths. Blocks."""
+    try:
+        record = read_record_of(config.state_dir, config.user)
+    except OSError:
+        return {}
+    return {path: os.path.join(path, name) for path, name in record.items()}
+
+
 def write_record(state_dir: int, user: User, record: Mapping[str, str]) -> None:
     """Replaces the record, durably. Raises OSError."""
     with acting_as(user):

@@ -49,9 +49,9 @@ from monarchfs.supervisor.messages import (
     WorkerLoaded,
 )
 from monarchfs.supervisor.mounted import Mounted
-from monarchfs.supervisor.reaper import DeadWorker, Reaper
 from monarchfs.supervisor.reports import Reports
 from monarchfs.supervisor.restart_policy import RestartPolicy
+from monarchfs.supervisor.takeover import OrphanedWorker
 from monarchfs.supervisor.vital_signs import VitalSigns
 from monarchfs.types import OperationError
 
@@ -81,6 +81,10 @@ _SOON_SECONDS = 0.01
 _LARGEST_INIT = 1 << 18
 
 
+DeadWorker = WorkerProcess | OrphanedWorker
+"""One that was killed or ended, of this supervisor or of one that died."""
+
+
 class Phase(Enum):
     """As the table above says."""
 
@@ -107,9 +111,9 @@ class Failover:
     lasts; ``last_death``, why and when (time.time()); ``why_replaced``, for the log; earlier
     workers (``reaper`` has those that are left).
 
-    The standby is the next worker, loaded ahead, because loading takes most of a start. The
-    replacement is one that was asked to take the place of the one that serves; ``_then`` is told
-    the outcome; on trial, it is to end safe mode."""
+    ``_next`` is the worker that comes next: a standby, loaded ahead because loading takes most of a
+    start; or, where ``_then`` is to be told the outcome, one that was asked to take the place of
+    the one that serves. On trial, that is to end safe mode."""
 
     def __init__(
         self,
@@ -140,9 +144,8 @@ class Failover:
         self._retry_at = 0.0
         self._vital_signs: VitalSigns | None = None
         self._answered_before = 0
-        self._standby: Candidate | None = None
+        self._next: Candidate | None = None
         self._load_at = 0.0
-        self._replacement: Candidate | None = None
         self._then: Callable[[str | None], None] | None = None
         self._on_trial = False
         if orphans is None:
@@ -182,7 +185,7 @@ class Failover:
         silent = self._vital_signs is not None and self._vital_signs.silent_seconds
         times = [now + (_SILENT_LOOK_SECONDS if silent else _LOOK_SECONDS)]
         if self._loads_ahead:
-            times.append(self._load_at if self._standby is None else math.inf)
+            times.append(self._load_at if self._next is None else math.inf)
         if self.phase in _TIMED:
             times.append(self._until)
         return min(times)
@@ -216,7 +219,7 @@ class Failover:
                 log.warning("the worker took longer than %g s to leave", LEAVE_SECONDS)
                 self._kill(now)
             case Phase.ENDING if self.worker.is_gone() or now >= self._until:
-                if self._replacement is not None and self._replacement.loaded:
+                if self._then is not None and self._next is not None and self._next.loaded:
                     self._succeed()
                 else:
                     self._died(self.why_replaced, now)
@@ -229,9 +232,8 @@ class Failover:
 
     def close(self, patience: float) -> None:
         """End the worker (see ``WorkerProcess.end``), and what was to follow it."""
-        self._drop_replacement()
-        if (standby := self._drop_standby()) is not None:
-            standby.wait_gone(1.0)  # it has the mount's descriptor
+        if (dropped := self._drop_next()) is not None:
+            dropped.wait_gone(1.0)  # it has the mount's descriptor
         self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
             self.worker.stop(patience)
@@ -243,11 +245,11 @@ class Failover:
 
     def _start(self, now: float) -> None:
         safe = self._restart_policy.safe
-        standby = None if safe else self._take_standby()
-        if standby is not None:
-            self._begin(standby, waits=True)
+        # Even one that is still being loaded: a new one would take longer.
+        if not safe and self._next is not None and self._next.is_usable:
+            self._begin(self._take_next(), waits=True)
             return
-        self._drop_standby()
+        self._drop_next()
         try:
             worker = self._mount.start_worker(restarts=self.restarts, safe=safe)
         except OperationError as error:
@@ -385,7 +387,8 @@ class Failover:
         policy = self._restart_policy
         was_safe, pause = policy.safe, self._judged(killed, now)
         self._leave_behind()
-        self._drop_replacement()
+        if self._then is not None:
+            self._drop_next()
         self._answer(f"{why}; another one takes its place: see monarchfs status")
         if pause is None:
             self._enter(Phase.ENDED)
@@ -446,39 +449,38 @@ class Failover:
         """Load the standby, if it is time."""
         if not self._loads_ahead:
             return
-        if self._standby is not None:
-            self._standby.tick(now)
-            if self._standby.refused is None:
+        if self._next is not None:
+            self._next.tick(now)
+            if self._next.refused is None:
                 return
-            log.warning("no worker could be loaded ahead: %s", self._standby.refused)
-            if self._standby.worker.was_killed:
+            log.warning("no worker could be loaded ahead: %s", self._next.refused)
+            if self._next.worker.was_killed:
                 self._load_at = now + _LOAD_SECONDS
-            self._drop_standby()
+            self._drop_next()
         if now >= self._load_at:
             self._load_at = now + _LOAD_AGAIN_SECONDS
             try:
-                self._standby = Candidate(self._load(), self._selector, _LOAD_AGAIN_SECONDS)
+                self._next = Candidate(self._load(), self._selector, _LOAD_AGAIN_SECONDS)
             except OperationError as error:
                 log.warning("no worker could be loaded ahead: %s", error)
 
-    def _take_standby(self) -> WorkerProcess | None:
-        """The standby, if there is one, even if it is still being loaded: a new one would take
-        longer."""
-        standby = self._standby
-        if standby is None or standby.refused is not None or standby.worker.is_gone():
-            return None
-        self._standby = None
-        standby.unwatch()
-        return standby.worker
+    def _take_next(self) -> WorkerProcess:
+        """Its messages are this object's from now on."""
+        candidate, self._next = self._next, None
+        assert candidate is not None
+        candidate.unwatch()
+        return candidate.worker
 
-    def _drop_standby(self) -> WorkerProcess | None:
-        """Kill it, if there is one; which that was."""
-        standby, self._standby = self._standby, None
-        if standby is None:
+    def _drop_next(self) -> WorkerProcess | None:
+        """Kill the one that was to come next, if there is one; which that was."""
+        if self._next is None:
             return None
-        standby.drop()
-        self.reaper.add(standby.worker)
-        return standby.worker
+        worker = self._take_next()
+        worker.kill()
+        worker.channel.close()
+        worker.init.close()
+        self.reaper.add(worker)
+        return worker
 
     # -- a worker that is replaced on purpose
 
@@ -496,8 +498,8 @@ class Failover:
         except OperationError as error:
             then(f"the installed program cannot take over: {error}")
             return
-        self._drop_standby()  # of the release that was installed before, perhaps
-        self._replacement = Candidate(worker, self._selector, seconds)
+        self._drop_next()  # of the release that was installed before, perhaps
+        self._next = Candidate(worker, self._selector, seconds)
         self._then, self._on_trial = then, trial
 
     def _try_whole_worker(self, now: float) -> None:
@@ -514,23 +516,20 @@ class Failover:
     def _is_to_leave(self, now: float) -> bool:
         """Whether another worker can take over now; one that cannot is dropped, and the old one
         goes on."""
-        if self._replacement is None:
+        if self._then is None or self._next is None:
             return False
-        self._replacement.tick(now)
-        refused = self._replacement.refused
+        self._next.tick(now)
+        refused = self._next.refused
         if refused is None:
-            return self._replacement.loaded
+            return self._next.loaded
         log.error("the installed program cannot take over: %s", refused)
-        self._drop_replacement()
+        self._drop_next()
         why = f"cannot take over, and the old one goes on: {refused}"
         self._answer(f"the installed program {why}")
         return False
 
     def _succeed(self) -> None:
         """The old one has left."""
-        replacement, self._replacement = self._replacement, None
-        assert replacement is not None
-        replacement.unwatch()
         if self.worker.crashed:
             self._mount.mark_suspect()
         self._leave_behind()
@@ -540,13 +539,7 @@ class Failover:
             self._restart_policy.replaced()
         self.restarts += 1
         self._vital_signs = None
-        self._begin(replacement.worker, waits=True)
-
-    def _drop_replacement(self) -> None:
-        replacement, self._replacement, self._on_trial = self._replacement, None, False
-        if replacement is not None:
-            replacement.drop()
-            self.reaper.add(replacement.worker)
+        self._begin(self._take_next(), waits=True)
 
     def _answer(self, error: str | None) -> None:
         """Tell the outcome to who asked, once."""
@@ -580,16 +573,14 @@ class Candidate:
         elif now >= self._until:
             self.refused = "it said nothing in time"
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can take over, now or soon."""
+        return self.refused is None and not self.worker.is_gone()
+
     def unwatch(self) -> None:
         """Its messages are somebody else's from now on."""
         unwatch(self._selector, self.worker.channel)
-
-    def drop(self) -> None:
-        """End it."""
-        self.unwatch()
-        self.worker.kill()
-        self.worker.channel.close()
-        self.worker.init.close()
 
     def _on_message(self) -> None:
         try:
@@ -607,6 +598,59 @@ class Candidate:
                 self.refused = error
             case None:
                 self.unwatch()  # the tick sees how it ended
+
+
+class Reaper:
+    """Reaps dead workers now and then; one that cannot die holds nobody up. Nothing here waits.
+
+    Changing: the workers that are not reaped yet; those among them that were there when the one
+    that serves came, and those of these that may still take requests from the kernel.
+    """
+
+    def __init__(self, mounted: Mounted) -> None:
+        self._mounted = mounted
+        self._left: list[DeadWorker] = []
+        self._overtaken: list[DeadWorker] = []
+        self._unquiet: list[DeadWorker] = []
+
+    def add(self, worker: DeadWorker) -> None:
+        """It was killed, or ended."""
+        self._left.append(worker)
+
+    def all_quiet(self) -> bool:
+        """Whether none of them can take a request any more."""
+        return all(worker.is_quiet() for worker in self._left)
+
+    def overtaken(self, *, hurried: bool) -> None:
+        """Another one serves; ``hurried``: before all of these were quiet."""
+        self._overtaken = [worker for worker in self._left if not worker.reaped]
+        self._unquiet = list(self._left) if hurried else []
+
+    def tick(self, serving: WorkerProcess | None) -> None:
+        """Reap those that ended. If one has stopped that was there when its successor came, have
+        the kernel repeat the requests it took, if there is a worker to answer them; once more when
+        it is gone. One that hung was quiet, but perhaps within read(2) of a request: the kernel
+        repeats only what was read (fuse_resend in fs/fuse/dev.c)."""
+        self._left[:] = [worker for worker in self._left if not worker.reaped]
+        unquiet = [worker for worker in self._unquiet if not worker.is_quiet()]
+        overtaken = [worker for worker in self._overtaken if not worker.reaped]
+        stopped = len(unquiet) < len(self._unquiet) or len(overtaken) < len(self._overtaken)
+        if stopped and serving is not None:
+            self._mounted.resend()
+            if self._mounted.journal:
+                serving.channel.send({"do": "again"})
+        self._unquiet, self._overtaken = unquiet, overtaken
+
+    def pids(self, worker: WorkerProcess) -> list[int]:
+        """Of ``worker`` and of those that were left behind, as far as this process started them and
+        has not reaped them: so these numbers mean nobody else. Reaps nothing."""
+        own = [one for one in (worker, *self._left) if isinstance(one, WorkerProcess)]
+        return list(dict.fromkeys(one.pid for one in own if one.process.returncode is None))
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``tick`` may soon have requests repeated."""
+        return bool(self._unquiet)
 
 
 def unwatch(selector: selectors.BaseSelector, what: Any) -> None:

@@ -12,14 +12,13 @@ import logging
 import os
 import selectors
 import socket
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from monarchfs.config.places import Search
+from monarchfs.config.places import Search, is_own
 from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.supervisor.namespace import Spaces
 from monarchfs.supervisor.preflight import MountSpec
@@ -77,7 +76,7 @@ class MountLease:
         The directory used here comes first; other processes may use another one: without a
         session, or since somebody else took the name in /tmp."""
         name = os.path.basename(stem)
-        own = [place for place in search(set()) if _is_own(place)]
+        own = [place for place in search(set()) if is_own(place, os.geteuid())]
         stems = dict.fromkeys([stem, *(os.path.join(place, name) for place in own)])
         return next((lease for one in stems if (lease := cls._connected(one)) is not None), None)
 
@@ -220,11 +219,3 @@ def sweep(runtime_dir: str) -> None:
             with suppress(FileNotFoundError):
                 os.unlink(stem + SOCKET)
         release_named_lock(stem + suffix, lock)
-
-
-def _is_own(directory: str) -> bool:
-    try:
-        st = os.lstat(directory)
-    except OSError:
-        return False
-    return stat.S_ISDIR(st.st_mode) and st.st_uid == os.geteuid() and not st.st_mode & 0o022

@@ -175,19 +175,29 @@ class NamespaceDaemon:
         self._leases.listen(self._stem)
 
     def _joined(self, deadline: float) -> MountLease | None:
-        """Stand by the mount of another job. None if there is none. Raises OperationError if its
-        supervisor does not answer by ``deadline``, or is of another release."""
-        while (lease := MountLease.take_lease(self._mount_stem, self._search)) is not None:
+        """`_join_owner`. Raises OperationError if the supervisor there does not answer by
+        ``deadline``, or is of another release."""
+        while True:
             try:
-                self._stands_by(lease, StandbyConnection(lease.control))
-                return lease
+                return self._join_owner()
             except OperationError as error:
                 # Somebody may be about to take it over.
-                lease.close()
                 if isinstance(error, OtherRelease) or time.monotonic() > deadline:
                     raise
             time.sleep(_POLL_SECONDS)
-        return None
+
+    def _join_owner(self) -> MountLease | None:
+        """Stand by the mount of another job, with a lease there. None if there is none. Raises
+        OperationError if its supervisor does not answer."""
+        lease = MountLease.take_lease(self._mount_stem, self._search)
+        if lease is None:
+            return None
+        try:
+            self._stands_by(lease, StandbyConnection(lease.control))
+        except OperationError:
+            lease.close()
+            raise
+        return lease
 
     def _connect(self) -> None:
         """The supervisor is a child of this process, and serves or will soon."""
@@ -286,12 +296,9 @@ class NamespaceDaemon:
             if self._ownership is not None:
                 self._take_over(standby)
                 return
-            lease = MountLease.take_lease(self._mount_stem, self._search)
-            if lease is not None:
-                with suppress(OperationError):
-                    self._stands_by(lease, StandbyConnection(lease.control))
+            with suppress(OperationError):
+                if self._join_owner() is not None:
                     return
-                lease.close()
             if time.monotonic() > deadline:
                 raise OperationError("no other job has taken it over")
             time.sleep(_POLL_SECONDS)

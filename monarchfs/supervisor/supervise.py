@@ -18,11 +18,10 @@ from monarchfs.fuse.unmount import Unmount, Unmounted
 from monarchfs.supervisor import takeover
 from monarchfs.supervisor.clients import MOST_CLIENTS, Clients, reply
 from monarchfs.supervisor.daemon import ending_signals
-from monarchfs.supervisor.failover import Failover, Phase
+from monarchfs.supervisor.failover import DeadWorker, Failover, Phase
 from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.notify_systemd import ServiceManager
-from monarchfs.supervisor.reaper import DeadWorker
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.reports import Reports
 from monarchfs.supervisor.takeover import Standbys
