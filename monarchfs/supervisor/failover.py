@@ -144,7 +144,8 @@ class Failover:
         self._retry_at = 0.0
         self._vital_signs: VitalSigns | None = None
         self._answered_before = 0
-        self._next: Candidate | None = None
+        self._next: WorkerProcess | None = None
+        self._loaded_by = 0.0
         self._load_at = 0.0
         self._then: Callable[[str | None], None] | None = None
         self._on_trial = False
@@ -246,7 +247,7 @@ class Failover:
     def _start(self, now: float) -> None:
         safe = self._restart_policy.safe
         # Even one that is still being loaded: a new one would take longer.
-        if not safe and self._next is not None and self._next.is_usable:
+        if not safe and self._next is not None and not (self._next.refused or self._next.is_gone()):
             self._begin(self._take_next(), waits=True)
             return
         self._drop_next()
@@ -441,35 +442,70 @@ class Failover:
         wanted = self._mount.config.standby and not self._restart_policy.safe
         return wanted and self.serves and self._then is None
 
-    def _load(self) -> WorkerProcess:
-        # One that waits is told later how many were before it.
-        return self._mount.start_worker(restarts=1, waits=True)
+    def _load(self, seconds: float) -> None:
+        """Start the one that comes next, which may take ``seconds`` to load. Raises
+        OperationError."""
+        # It is told later how many were before it.
+        worker = self._mount.start_worker(restarts=1, waits=True)
+        self._drop_next()  # of the release that was installed before, perhaps
+        self._next, self._loaded_by = worker, time.monotonic() + seconds
+        self._selector.register(worker.channel, selectors.EVENT_READ, self._on_next)
 
     def _load_ahead(self, now: float) -> None:
         """Load the standby, if it is time."""
         if not self._loads_ahead:
             return
         if self._next is not None:
-            self._next.tick(now)
+            self._see_to_next(self._next, now)
             if self._next.refused is None:
                 return
             log.warning("no worker could be loaded ahead: %s", self._next.refused)
-            if self._next.worker.was_killed:
+            if self._next.was_killed:
                 self._load_at = now + _LOAD_SECONDS
             self._drop_next()
         if now >= self._load_at:
             self._load_at = now + _LOAD_AGAIN_SECONDS
             try:
-                self._next = Candidate(self._load(), self._selector, _LOAD_AGAIN_SECONDS)
+                self._load(_LOAD_AGAIN_SECONDS)
             except OperationError as error:
                 log.warning("no worker could be loaded ahead: %s", error)
 
+    def _see_to_next(self, worker: WorkerProcess, now: float) -> None:
+        """Whether it ended, or says nothing in time."""
+        if worker.loaded or worker.refused is not None:
+            return
+        if worker.is_gone():
+            worker.refused = f"it {worker.describe_end()}"
+        elif now >= self._loaded_by:
+            worker.refused = "it said nothing in time"
+
+    def _on_next(self) -> None:
+        """A message of the one that comes next: whether the installed program can be loaded, and
+        understands this one. It has touched nothing yet."""
+        worker = self._next
+        if worker is None:
+            return  # dropped meanwhile
+        try:
+            message = worker.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except (OSError, MalformedMessage) as nonsense:
+            worker.refused = f"it speaks nonsense: {nonsense}"
+            return
+        match message:
+            case WorkerLoaded():
+                unwatch(self._selector, worker.channel)
+                worker.loaded = True
+            case Failed(error):
+                worker.refused = error
+            case None:
+                unwatch(self._selector, worker.channel)  # the tick sees how it ended
+
     def _take_next(self) -> WorkerProcess:
-        """Its messages are this object's from now on."""
-        candidate, self._next = self._next, None
-        assert candidate is not None
-        candidate.unwatch()
-        return candidate.worker
+        worker, self._next = self._next, None
+        assert worker is not None
+        unwatch(self._selector, worker.channel)
+        return worker
 
     def _drop_next(self) -> WorkerProcess | None:
         """Kill the one that was to come next, if there is one; which that was."""
@@ -494,12 +530,10 @@ class Failover:
             then("the worker is being replaced already: see monarchfs status")
             return
         try:
-            worker = self._load()
+            self._load(seconds)
         except OperationError as error:
             then(f"the installed program cannot take over: {error}")
             return
-        self._drop_next()  # of the release that was installed before, perhaps
-        self._next = Candidate(worker, self._selector, seconds)
         self._then, self._on_trial = then, trial
 
     def _try_whole_worker(self, now: float) -> None:
@@ -518,7 +552,7 @@ class Failover:
         goes on."""
         if self._then is None or self._next is None:
             return False
-        self._next.tick(now)
+        self._see_to_next(self._next, now)
         refused = self._next.refused
         if refused is None:
             return self._next.loaded
@@ -546,58 +580,6 @@ class Failover:
         then, self._then = self._then, None
         if then is not None:
             then(error)
-
-
-class Candidate:
-    """A worker that is loaded, and waits to take over. While another one serves, it shows whether
-    the installed program can be loaded and understands this one; it has touched nothing yet.
-    Changing: ``loaded``; ``refused``, why it cannot take over."""
-
-    def __init__(
-        self, worker: WorkerProcess, selector: selectors.BaseSelector, seconds: float
-    ) -> None:
-        """It may take ``seconds`` to load."""
-        self.worker = worker
-        self.loaded = False
-        self.refused: str | None = None
-        self._selector = selector
-        self._until = time.monotonic() + seconds
-        selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
-
-    def tick(self, now: float) -> None:
-        """See whether it ended, or says nothing in time."""
-        if self.loaded or self.refused is not None:
-            return
-        if self.worker.is_gone():
-            self.refused = f"it {self.worker.describe_end()}"
-        elif now >= self._until:
-            self.refused = "it said nothing in time"
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it can take over, now or soon."""
-        return self.refused is None and not self.worker.is_gone()
-
-    def unwatch(self) -> None:
-        """Its messages are somebody else's from now on."""
-        unwatch(self._selector, self.worker.channel)
-
-    def _on_message(self) -> None:
-        try:
-            message = self.worker.channel.receive(0)
-        except (TimeoutError, BlockingIOError):
-            return
-        except (OSError, MalformedMessage) as nonsense:
-            self.refused = f"it speaks nonsense: {nonsense}"
-            return
-        match message:
-            case WorkerLoaded():
-                self.unwatch()
-                self.loaded = True
-            case Failed(error):
-                self.refused = error
-            case None:
-                self.unwatch()  # the tick sees how it ended
 
 
 class Reaper:

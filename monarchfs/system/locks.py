@@ -6,6 +6,8 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from monarchfs.types import OperationError
 
@@ -31,31 +33,33 @@ def is_named(descriptor: int, name: str, directory: int | None = None) -> bool:
     return os.path.samestat(st, os.fstat(descriptor))
 
 
-def take_named_lock(path: str, deadline: float, overdue: str) -> int:
-    """A locked file in a directory that only we can change: its descriptor. It exists while
-    somebody has it, or was killed with it. Waits for it; raises OperationError(``overdue``) at
-    ``deadline`` (time.monotonic()), and where the file cannot be made."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    while True:
-        try:
-            descriptor = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise OperationError(f"cannot make {path}: {error.strerror}") from None
-        try:
-            is_free = try_lock(descriptor)
-            if is_free and is_named(descriptor, path):
-                return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
+@contextmanager
+def named_lock(path: str, deadline: float, overdue: str) -> Iterator[None]:
+    """Has the file locked, in a directory that only we can change. It exists while somebody has it,
+    or was killed with it. Waits for it; raises OperationError(``overdue``) at ``deadline``
+    (time.monotonic()), and where the file cannot be made."""
+    while (descriptor := _made_and_locked(path)) is None:
+        if time.monotonic() > deadline:
+            raise OperationError(overdue)
+        time.sleep(_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        os.unlink(path)
         os.close(descriptor)
-        if not is_free:
-            if time.monotonic() > deadline:
-                raise OperationError(overdue)
-            time.sleep(_POLL_SECONDS)
 
 
-def release_named_lock(path: str, descriptor: int) -> None:
-    """Removes the file, then lets the next one in."""
-    os.unlink(path)
+def _made_and_locked(path: str) -> int | None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        raise OperationError(f"cannot make {path}: {error.strerror}") from None
+    try:
+        if try_lock(descriptor) and is_named(descriptor, path):
+            return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
     os.close(descriptor)
+    return None
