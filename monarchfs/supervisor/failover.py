@@ -1,7 +1,8 @@
 """Which worker serves a mount, and which follows when that dies, hangs, or is to be replaced.
 
 The supervisor keeps all that a worker needs to take over: the kernel's FUSE_INIT request, the
-mounted descriptor, the table of open files. Nothing here waits: what is due goes on in ``tick``.
+mounted descriptor, the table of open files. Nothing waits here, but who mounts waits for the first
+worker (``serve_first``): what is due goes on in ``tick``.
 
 ======== ======================================= ================================================
 phase    the worker                              what follows
@@ -20,6 +21,9 @@ JOINING  was told to serve                       SERVING, when it says so; ENDIN
                                                  long
 ENDED    is dead, and there will be no other
 ======== ======================================= ================================================
+
+The mount begins with a worker that is STARTING; the kernel gets its answer to FUSE_INIT, amended.
+If this one fails, so does the mount.
 
 A worker that dies by itself while it serves, or begins to, is followed as `RestartPolicy` says: by
 PAUSING or ENDED.
@@ -78,7 +82,8 @@ as well: that may go on."""
 _LOAD_AGAIN_SECONDS = 60.0
 _LOOK_SECONDS, _SILENT_LOOK_SECONDS = 0.5, 0.25
 _SOON_SECONDS = 0.01
-_LARGEST_INIT = 1 << 18
+LARGEST_INIT = 1 << 18
+"""What is read from /dev/fuse at once: the kernel wants room for a full request."""
 
 
 DeadWorker = WorkerProcess | OrphanedWorker
@@ -106,10 +111,10 @@ _TIMED = frozenset({Phase.HUNG, Phase.PAUSING, Phase.STARTING, Phase.JOINING})
 
 
 class Failover:
-    """Constant: the mount, the loop's selector, what workers report. Changing: ``worker``, the one
-    that serves or the last that did or tried, and its vital signs; ``phase``, and until when that
-    lasts; ``last_death``, why and when (time.time()); ``why_replaced``, for the log; earlier
-    workers (``reaper`` has those that are left).
+    """Constant: the mount; the loop's ``selector``; ``reports``, of workers. Changing: ``worker``,
+    the one that serves or the last that did or tried, and its vital signs; ``phase``, and until
+    when that lasts; ``last_death``, why and when (time.time()); ``why_replaced``, for the log;
+    earlier workers (``reaper`` has those that are left); whether the first one is awaited.
 
     ``_next`` is the worker that comes next: a standby, loaded ahead because loading takes most of a
     start; or, where ``_then`` is to be told the outcome, one that was asked to take the place of
@@ -117,26 +122,27 @@ class Failover:
 
     def __init__(
         self,
-        worker: WorkerProcess,
         mounted: Mounted,
-        restarts: int,
-        selector: selectors.BaseSelector,
-        reports: Reports,
+        *,
+        restarts: int = 0,
         orphans: Sequence[DeadWorker] | None = None,
     ) -> None:
-        """``worker`` serves, after ``restarts`` others; or, with ``orphans``, it was just started:
-        these workers of an earlier supervisor served until then. The loop calls what is registered
-        with ``selector``, and has to call ``tick``, at ``next_tick`` at the latest."""
-        self.worker = worker
-        self.phase = Phase.SERVING
+        """Starts a worker, after ``restarts`` others: the mount's first one, which `serve_first`
+        waits for, or that which follows ``orphans``, workers of an earlier supervisor. The loop
+        calls what is registered with ``selector``, and has to call ``tick``, at ``next_tick`` at
+        the latest. Raises OperationError if its program cannot be run."""
+        self.selector = selectors.DefaultSelector()
+        self.reports = Reports()
+        self.worker = mounted.start_worker(restarts=restarts)
+        self.phase = Phase.STARTING
         self.restarts = restarts
         self.last_death: tuple[str, float] | None = None
         self.why_replaced = ""
         self.reaper = Reaper(mounted)
         self._mount = mounted
         self._log = mounted.worker_log
-        self._selector = selector
-        self._reports = reports
+        self._is_first = orphans is None
+        self._init_answered = orphans is not None
         self._restart_policy = RestartPolicy()
         self._until = 0.0
         self._ready_by = 0.0
@@ -149,13 +155,9 @@ class Failover:
         self._load_at = 0.0
         self._then: Callable[[str | None], None] | None = None
         self._on_trial = False
-        if orphans is None:
-            self._begin_life(time.monotonic())
-            selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
-        else:
-            for orphan in orphans:
-                self.reaper.add(orphan)
-            self._begin(worker, waits=False)
+        for orphan in orphans or ():
+            self.reaper.add(orphan)
+        self._begin(self.worker, waits=False)
 
     @property
     def serves(self) -> bool:
@@ -199,7 +201,7 @@ class Failover:
         if self.serves and self._is_to_leave(now):
             log.info("another worker takes the place of worker %d", self.worker.pid)
             self._enter(Phase.LEAVING, now + LEAVE_SECONDS)
-            self._reports.give_up()
+            self.reports.give_up()
             self.worker.channel.send({"do": "leave"})
         if self.phase in _LIVING and self.worker.has_ended(now):
             self._died(f"the worker {self.worker.describe_end()}", now)
@@ -242,6 +244,33 @@ class Failover:
     def _enter(self, phase: Phase, until: float = math.inf) -> None:
         self.phase, self._until = phase, until
 
+    # -- the first worker
+
+    def serve_first(self, deadline: float) -> None:
+        """Waits until a worker serves. Raises OperationError, for who mounts, if none does by
+        ``deadline`` (time.monotonic())."""
+        while not self.serves:
+            now = time.monotonic()
+            if now >= deadline:
+                late = "answer FUSE_INIT" if self.phase is Phase.STARTING else "become ready"
+                self._failed(f"the worker did not {late} in time")
+            for key, _ in self.selector.select(max(0.0, min(deadline, self.next_tick) - now)):
+                key.data()
+            self.tick()
+
+    def _failed(self, why: str) -> None:
+        """Raises OperationError, unless the first worker died of a signal that a damaged index
+        causes: then there is a second one, which checks the index, and can do without."""
+        error = self._mount.cannot_serve(why)
+        if self.worker.crashed:
+            self._mount.mark_suspect()
+        if self.restarts or not self.worker.crashed:
+            raise error
+        log.warning("%s: starting another one", error)
+        self._leave_behind()
+        self.restarts = 1
+        self._begin(self._mount.start_worker(restarts=1), waits=False)
+
     # -- a worker's beginning
 
     def _start(self, now: float) -> None:
@@ -275,8 +304,8 @@ class Failover:
         self._hurried = False
         self._ready_by = time.monotonic() + self._mount.config.start_timeout_seconds
         self._enter(Phase.STARTING, self._ready_by)
-        self._selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
-        self._selector.register(worker.init, selectors.EVENT_READ, self._on_init)
+        self.selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
+        self.selector.register(worker.init, selectors.EVENT_READ, self._on_init)
         worker.init.setblocking(False)
         try:
             worker.init.send(self._mount.handover.init_request)
@@ -285,19 +314,26 @@ class Failover:
 
     def _on_init(self) -> None:
         try:
-            reply = self.worker.init.recv(_LARGEST_INIT)
+            reply = self.worker.init.recv(LARGEST_INIT)
         except BlockingIOError:
             return
         except OSError:
             reply = b""
-        unwatch(self._selector, self.worker.init)
+        unwatch(self.selector, self.worker.init)
         if not reply or self.phase is not Phase.STARTING:
             return  # it is going to be gone
         now = time.monotonic()
         try:
-            parse_init_reply(reply)
+            if self._init_answered:
+                parse_init_reply(reply)
+            else:
+                self._mount.answer_init(reply)
+                self._init_answered = True
         except ProtocolError as error:
             self._refuse(f"answers FUSE_INIT wrongly: {error}", now)
+            return
+        except (OperationError, OSError) as error:
+            self._failed(str(error))
             return
         self._enter(Phase.QUIETING, now + _QUIET_SECONDS)
         self._join(now)
@@ -326,8 +362,10 @@ class Failover:
             message = self.worker.channel.receive(0)
         except (TimeoutError, BlockingIOError):
             return
-        except MalformedMessage:
-            self._reports.give_up()  # it may have been the answer that somebody waits for
+        except MalformedMessage as malformed:
+            self.reports.give_up()  # it may have been the answer that somebody waits for
+            if self._is_first:
+                self._failed(f"the worker speaks nonsense: {malformed}")
             return
         except OSError as broken:
             self._log.drop(str(broken.strerror))
@@ -336,18 +374,22 @@ class Failover:
         match message:
             case None:
                 # Whether it is dead the ticks will see; the channel has nothing more to say.
-                unwatch(self._selector, self.worker.channel)
-            case Ready() if self.phase in _BEGINNING:
+                unwatch(self.selector, self.worker.channel)
+            case Ready() if self.phase in _BEGINNING and self._init_answered:
                 self.reaper.overtaken(hurried=self._hurried)
                 self._enter(Phase.SERVING)
                 self._begin_life(now)
-                self._log.say(logging.INFO, f"worker {self.worker.pid} serves")
+                if not self._is_first:
+                    self._log.say(logging.INFO, f"worker {self.worker.pid} serves")
+                self._is_first = False
                 self._answer(None)
             case StatusReport(number, report, dropped):
                 if dropped:
                     self._log.drop("a part of its status", dropped)
                 if self.serves:
-                    self._reports.arrived(number, report, now)
+                    self.reports.arrived(number, report, now)
+            case Failed(error) if self._is_first:
+                self._failed(error)
             case Failed(error):
                 self._log.say(logging.ERROR, f"worker: {error}")
                 self.worker.error = error
@@ -371,7 +413,7 @@ class Failover:
         log.error("the worker hangs: %s; it is replaced", why)
         self.why_replaced = f"the worker hung: {why}"
         self._enter(Phase.HUNG, now + _STACKS_SECONDS)
-        self._reports.give_up()
+        self.reports.give_up()
         # faulthandler writes its stacks into its log.
         self.worker.process.send_signal(STACKS_SIGNAL)
 
@@ -380,6 +422,9 @@ class Failover:
         self._enter(Phase.ENDING, now + _KILLED_SECONDS)
 
     def _died(self, why: str, now: float) -> None:
+        if self._is_first:
+            self._failed(f"{why} while it started")
+            return
         self._mount.resend()  # for the kernel to show whether there is anything
         killed = self.worker.was_killed
         self.last_death = (why, time.time())
@@ -393,7 +438,7 @@ class Failover:
         self._answer(f"{why}; another one takes its place: see monarchfs status")
         if pause is None:
             self._enter(Phase.ENDED)
-            self._reports.give_up()
+            self.reports.give_up()
             return
         if policy.safe and not was_safe:
             # One of the dead may have left it damaged, whatever it died of.
@@ -412,7 +457,7 @@ class Failover:
             log.error("%s: starting another one", why)
         self.restarts += 1
         self._enter(Phase.PAUSING, now + pause)
-        self._reports.give_up()  # only now: who waits is answered at once, with what stands here
+        self.reports.give_up()  # only now: who waits is answered at once, with what stands here
         if not pause:
             self._start(now)
 
@@ -429,8 +474,8 @@ class Failover:
         )
 
     def _leave_behind(self) -> None:
-        unwatch(self._selector, self.worker.channel)
-        unwatch(self._selector, self.worker.init)
+        unwatch(self.selector, self.worker.channel)
+        unwatch(self.selector, self.worker.init)
         self.worker.channel.close()
         self.worker.init.close()
         self.reaper.add(self.worker)
@@ -449,7 +494,7 @@ class Failover:
         worker = self._mount.start_worker(restarts=1, waits=True)
         self._drop_next()  # of the release that was installed before, perhaps
         self._next, self._loaded_by = worker, time.monotonic() + seconds
-        self._selector.register(worker.channel, selectors.EVENT_READ, self._on_next)
+        self.selector.register(worker.channel, selectors.EVENT_READ, self._on_next)
 
     def _load_ahead(self, now: float) -> None:
         """Load the standby, if it is time."""
@@ -494,17 +539,17 @@ class Failover:
             return
         match message:
             case WorkerLoaded():
-                unwatch(self._selector, worker.channel)
+                unwatch(self.selector, worker.channel)
                 worker.loaded = True
             case Failed(error):
                 worker.refused = error
             case None:
-                unwatch(self._selector, worker.channel)  # the tick sees how it ended
+                unwatch(self.selector, worker.channel)  # the tick sees how it ended
 
     def _take_next(self) -> WorkerProcess:
         worker, self._next = self._next, None
         assert worker is not None
-        unwatch(self._selector, worker.channel)
+        unwatch(self.selector, worker.channel)
         return worker
 
     def _drop_next(self) -> WorkerProcess | None:
