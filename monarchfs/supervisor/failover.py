@@ -150,8 +150,7 @@ class Failover:
         self._retry_at = 0.0
         self._vital_signs: VitalSigns | None = None
         self._answered_before = 0
-        self._next: WorkerProcess | None = None
-        self._loaded_by = 0.0
+        self._next = NextWorker(mounted, self.selector, self.reaper)
         self._load_at = 0.0
         self._then: Callable[[str | None], None] | None = None
         self._on_trial = False
@@ -188,7 +187,7 @@ class Failover:
         silent = self._vital_signs is not None and self._vital_signs.silent_seconds
         times = [now + (_SILENT_LOOK_SECONDS if silent else _LOOK_SECONDS)]
         if self._loads_ahead:
-            times.append(self._load_at if self._next is None else math.inf)
+            times.append(self._load_at if self._next.worker is None else math.inf)
         if self.phase in _TIMED:
             times.append(self._until)
         return min(times)
@@ -222,7 +221,7 @@ class Failover:
                 log.warning("the worker took longer than %g s to leave", LEAVE_SECONDS)
                 self._kill(now)
             case Phase.ENDING if self.worker.is_gone() or now >= self._until:
-                if self._then is not None and self._next is not None and self._next.loaded:
+                if self._then is not None and self._next.loaded:
                     self._succeed()
                 else:
                     self._died(self.why_replaced, now)
@@ -235,7 +234,7 @@ class Failover:
 
     def close(self, patience: float) -> None:
         """End the worker (see ``WorkerProcess.end``), and what was to follow it."""
-        if (dropped := self._drop_next()) is not None:
+        if (dropped := self._next.drop()) is not None:
             dropped.wait_gone(1.0)  # it has the mount's descriptor
         self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
@@ -276,10 +275,10 @@ class Failover:
     def _start(self, now: float) -> None:
         safe = self._restart_policy.safe
         # Even one that is still being loaded: a new one would take longer.
-        if not safe and self._next is not None and not (self._next.refused or self._next.is_gone()):
-            self._begin(self._take_next(), waits=True)
+        if not safe and self._next.is_usable:
+            self._begin(self._next.take(), waits=True)
             return
-        self._drop_next()
+        self._next.drop()
         try:
             worker = self._mount.start_worker(restarts=self.restarts, safe=safe)
         except OperationError as error:
@@ -434,7 +433,7 @@ class Failover:
         was_safe, pause = policy.safe, self._judged(killed, now)
         self._leave_behind()
         if self._then is not None:
-            self._drop_next()
+            self._next.drop()
         self._answer(f"{why}; another one takes its place: see monarchfs status")
         if pause is None:
             self._enter(Phase.ENDED)
@@ -487,81 +486,24 @@ class Failover:
         wanted = self._mount.config.standby and not self._restart_policy.safe
         return wanted and self.serves and self._then is None
 
-    def _load(self, seconds: float) -> None:
-        """Start the one that comes next, which may take ``seconds`` to load. Raises
-        OperationError."""
-        # It is told later how many were before it.
-        worker = self._mount.start_worker(restarts=1, waits=True)
-        self._drop_next()  # of the release that was installed before, perhaps
-        self._next, self._loaded_by = worker, time.monotonic() + seconds
-        self.selector.register(worker.channel, selectors.EVENT_READ, self._on_next)
-
     def _load_ahead(self, now: float) -> None:
         """Load the standby, if it is time."""
         if not self._loads_ahead:
             return
-        if self._next is not None:
-            self._see_to_next(self._next, now)
+        if (worker := self._next.worker) is not None:
+            self._next.tick(now)
             if self._next.refused is None:
                 return
             log.warning("no worker could be loaded ahead: %s", self._next.refused)
-            if self._next.was_killed:
+            if worker.was_killed:
                 self._load_at = now + _LOAD_SECONDS
-            self._drop_next()
+            self._next.drop()
         if now >= self._load_at:
             self._load_at = now + _LOAD_AGAIN_SECONDS
             try:
-                self._load(_LOAD_AGAIN_SECONDS)
+                self._next.load(_LOAD_AGAIN_SECONDS)
             except OperationError as error:
                 log.warning("no worker could be loaded ahead: %s", error)
-
-    def _see_to_next(self, worker: WorkerProcess, now: float) -> None:
-        """Whether it ended, or says nothing in time."""
-        if worker.loaded or worker.refused is not None:
-            return
-        if worker.is_gone():
-            worker.refused = f"it {worker.describe_end()}"
-        elif now >= self._loaded_by:
-            worker.refused = "it said nothing in time"
-
-    def _on_next(self) -> None:
-        """A message of the one that comes next: whether the installed program can be loaded, and
-        understands this one. It has touched nothing yet."""
-        worker = self._next
-        if worker is None:
-            return  # dropped meanwhile
-        try:
-            message = worker.channel.receive(0)
-        except (TimeoutError, BlockingIOError):
-            return
-        except (OSError, MalformedMessage) as nonsense:
-            worker.refused = f"it speaks nonsense: {nonsense}"
-            return
-        match message:
-            case WorkerLoaded():
-                unwatch(self.selector, worker.channel)
-                worker.loaded = True
-            case Failed(error):
-                worker.refused = error
-            case None:
-                unwatch(self.selector, worker.channel)  # the tick sees how it ended
-
-    def _take_next(self) -> WorkerProcess:
-        worker, self._next = self._next, None
-        assert worker is not None
-        unwatch(self.selector, worker.channel)
-        return worker
-
-    def _drop_next(self) -> WorkerProcess | None:
-        """Kill the one that was to come next, if there is one; which that was."""
-        if self._next is None:
-            return None
-        worker = self._take_next()
-        worker.kill()
-        worker.channel.close()
-        worker.init.close()
-        self.reaper.add(worker)
-        return worker
 
     # -- a worker that is replaced on purpose
 
@@ -575,7 +517,7 @@ class Failover:
             then("the worker is being replaced already: see monarchfs status")
             return
         try:
-            self._load(seconds)
+            self._next.load(seconds)
         except OperationError as error:
             then(f"the installed program cannot take over: {error}")
             return
@@ -595,14 +537,14 @@ class Failover:
     def _is_to_leave(self, now: float) -> bool:
         """Whether another worker can take over now; one that cannot is dropped, and the old one
         goes on."""
-        if self._then is None or self._next is None:
+        if self._then is None:
             return False
-        self._see_to_next(self._next, now)
+        self._next.tick(now)
         refused = self._next.refused
         if refused is None:
             return self._next.loaded
         log.error("the installed program cannot take over: %s", refused)
-        self._drop_next()
+        self._next.drop()
         why = f"cannot take over, and the old one goes on: {refused}"
         self._answer(f"the installed program {why}")
         return False
@@ -618,13 +560,91 @@ class Failover:
             self._restart_policy.replaced()
         self.restarts += 1
         self._vital_signs = None
-        self._begin(self._take_next(), waits=True)
+        self._begin(self._next.take(), waits=True)
 
     def _answer(self, error: str | None) -> None:
         """Tell the outcome to who asked, once."""
         then, self._then = self._then, None
         if then is not None:
             then(error)
+
+
+class NextWorker:
+    """The worker that comes next, loaded while another one serves. That shows whether the installed
+    program can be loaded, and understands this one; it has touched nothing yet.
+
+    Changing: ``worker``, None if there is none; whether it is ``loaded``; ``refused``, why it
+    cannot take over.
+    """
+
+    def __init__(self, mounted: Mounted, selector: selectors.BaseSelector, reaper: Reaper) -> None:
+        self.worker: WorkerProcess | None = None
+        self.loaded = False
+        self.refused: str | None = None
+        self._mount = mounted
+        self._selector = selector
+        self._reaper = reaper
+        self._until = 0.0
+
+    def load(self, seconds: float) -> None:
+        """Start one, which may take ``seconds`` to load. Raises OperationError."""
+        # It is told later how many were before it.
+        worker = self._mount.start_worker(restarts=1, waits=True)
+        self.drop()  # of the release that was installed before, perhaps
+        self.worker, self.loaded, self.refused = worker, False, None
+        self._until = time.monotonic() + seconds
+        self._selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can take over, now or soon."""
+        return self.worker is not None and self.refused is None and not self.worker.is_gone()
+
+    def tick(self, now: float) -> None:
+        """See whether it ended, or says nothing in time."""
+        if self.worker is None or self.loaded or self.refused is not None:
+            return
+        if self.worker.is_gone():
+            self.refused = f"it {self.worker.describe_end()}"
+        elif now >= self._until:
+            self.refused = "it said nothing in time"
+
+    def take(self) -> WorkerProcess:
+        """It is the caller's from now on."""
+        worker, self.worker, self.loaded = self.worker, None, False
+        assert worker is not None
+        unwatch(self._selector, worker.channel)
+        return worker
+
+    def drop(self) -> WorkerProcess | None:
+        """Kill it, if there is one; which that was."""
+        if self.worker is None:
+            return None
+        worker = self.take()
+        worker.kill()
+        worker.channel.close()
+        worker.init.close()
+        self._reaper.add(worker)
+        return worker
+
+    def _on_message(self) -> None:
+        if self.worker is None:
+            return  # dropped meanwhile
+        try:
+            message = self.worker.channel.receive(0)
+        except (TimeoutError, BlockingIOError):
+            return
+        except (OSError, MalformedMessage) as nonsense:
+            self.refused = f"it speaks nonsense: {nonsense}"
+            return
+        match message:
+            case WorkerLoaded():
+                unwatch(self._selector, self.worker.channel)
+                self.loaded = True
+            case Failed(error):
+                self.refused = error
+            case None:
+                unwatch(self._selector, self.worker.channel)  # the tick sees how it ended
 
 
 class Reaper:

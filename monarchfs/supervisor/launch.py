@@ -69,9 +69,7 @@ def thread_states(process: str) -> list[bytes]:
 
 class WorkerProcess:
     """A worker's process, the channel to it, and the socket on which its libfuse gets FUSE_INIT.
-
-    One that waits to take the place of another is ``loaded`` when it can, or ``refused``, with the
-    reason. ``error``: what it said of its end, in words for a log."""
+    ``error``: what it said of its end, in words for a log."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], channel: WorkerChannel, init: socket.socket
@@ -80,8 +78,6 @@ class WorkerProcess:
         self._directory = f"/proc/{process.pid}"
         self.channel = channel
         self.init = init
-        self.loaded = False
-        self.refused: str | None = None
         self.error = ""
         self._killed = False
 

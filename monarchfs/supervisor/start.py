@@ -12,11 +12,10 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from monarchfs.config import Config
 from monarchfs.fuse.connection import FuseConnection
@@ -42,9 +41,6 @@ from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.supervisor.takeover import Handover, OrphanedWorker
 from monarchfs.supervisor.worker_logging import WorkerOutput
 from monarchfs.types import OperationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _COUNTS_BYTES = 256 << 10
 """Ten times what a mount with some tiers needs, twice."""
