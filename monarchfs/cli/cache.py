@@ -23,10 +23,9 @@ from monarchfs.slurm.discovery import (
     user_of,
     users_of_node,
 )
-from monarchfs.slurm.records import prepare
+from monarchfs.slurm.records import prepare, remove_tree
 from monarchfs.slurm.removing import remove_cache
 from monarchfs.slurm.site import Site, read_site
-from monarchfs.slurm.trees import remove_tree
 from monarchfs.supervisor.recover import find_all, find_private
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import MonarchError, OperationError, UsageError

@@ -18,15 +18,22 @@ from monarchfs.cli.text import printable
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id
 from monarchfs.slurm.discovery import user_of
+from monarchfs.supervisor.directories import (
+    LOCK,
+    OPEN_DIRECTORY,
+    Holder,
+    InUse,
+    read_holder,
+    read_record,
+    take_lock,
+    write_holder,
+)
 from monarchfs.supervisor.identity import user_name
 from monarchfs.supervisor.launch import module_command, spawn_as
-from monarchfs.supervisor.lock import LOCK, Holder, InUse, read_holder, take_lock, write_holder
-from monarchfs.supervisor.tierdirs import read_record
 from monarchfs.system.sizes import format_bytes
 from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError, UsageError
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _INDEX = "index"
 _END_SECONDS = 10.0
 
@@ -89,12 +96,12 @@ def describe(report: Mapping[str, Any], *, repair: bool) -> str:
 def _open_state_dir(path: str) -> tuple[int, User]:
     """The open directory and whose it is."""
     try:
-        descriptor = os.open(path, _DIRECTORY)
+        descriptor = os.open(path, OPEN_DIRECTORY)
         if os.fstat(descriptor).st_uid == 0 == os.geteuid():
             # A link of another's could lead to any directory of root's.
             os.close(descriptor)
             with place_of(path, alone=False) as place:
-                descriptor = place.open(_DIRECTORY)
+                descriptor = place.open(OPEN_DIRECTORY)
     except OSError as error:
         raise UsageError(
             f"{path}: {error.strerror}: name a directory as --state-dir of mount has it"

@@ -26,10 +26,9 @@ from monarchfs.doctor.storage import check_and_locate, room_of
 from monarchfs.insight.estimates import SourceRates, TierRates, Times, plan_sharing, times
 from monarchfs.insight.fitting import Amount, PlannedTier, total
 from monarchfs.insight.survey import survey_and_fit
+from monarchfs.supervisor.directories import names_for, recorded_directories
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import probe_source
-from monarchfs.supervisor.storage import recorded_directories
-from monarchfs.supervisor.tierdirs import names_for
 from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, Space

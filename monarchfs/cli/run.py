@@ -27,10 +27,9 @@ from monarchfs.config.values import parse_path
 from monarchfs.control.client import Connection
 from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.lease import MountLease, job_stem
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
-from monarchfs.supervisor.namespace_daemon import lease_mount, settings_digest
 from monarchfs.supervisor.preflight import MountSpec
+from monarchfs.supervisor.private_mount import MountLease, job_stem, lease_mount, settings_digest
 from monarchfs.supervisor.probe import (
     EmptySource,
     check_exists,

@@ -85,10 +85,11 @@ def own_directories(parent: str, uid: int) -> list[str]:
         found = [os.path.join(parent, one) for one in os.listdir(parent) if name.fullmatch(one)]
     except OSError:
         return []
-    return list(islice((path for path in sorted(found) if _is_own(path, uid)), _MOST_OWN))
+    return list(islice((path for path in sorted(found) if is_own(path, uid)), _MOST_OWN))
 
 
-def _is_own(path: str, uid: int) -> bool:
+def is_own(path: str, uid: int) -> bool:
+    """Whether it is a directory that ``uid`` alone may change."""
     try:
         st = os.lstat(path)
     except OSError:

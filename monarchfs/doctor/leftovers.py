@@ -13,7 +13,7 @@ from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.control.peers import short_socket_path
 from monarchfs.doctor.checks import Check, from_error, ok, warning
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
-from monarchfs.supervisor.lock import LOCK, Holder, read_holder
+from monarchfs.supervisor.directories import LOCK, OPEN_FILE, Holder, read_holder
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.supervisor.registration import check_runtime_dir
 from monarchfs.system.bounded import is_missing
@@ -155,9 +155,7 @@ def locked_files() -> set[tuple[int, int, int]]:
 def _idle_holder(state_dir: str, busy: Container[tuple[int, int, int]]) -> Holder | None:
     """Who had a state directory last; None if somebody has it now, or that is unknown."""
     try:
-        # What is called so can be a FIFO of the user's, on which a plain open waits.
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        lock = os.open(os.path.join(state_dir, LOCK), flags)
+        lock = os.open(os.path.join(state_dir, LOCK), os.O_RDONLY | OPEN_FILE)
     except OSError:
         return None
     try:

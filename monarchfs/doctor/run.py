@@ -15,7 +15,7 @@ from monarchfs.doctor import leftovers, peers, source, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, warning
 from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.storage import nearest
+from monarchfs.supervisor.preflight import nearest
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError

@@ -9,11 +9,7 @@ from dataclasses import dataclass, replace
 from monarchfs.config import Config, TierSpec
 from monarchfs.doctor.checks import Check, Value, from_error, ok, warning
 from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
-from monarchfs.supervisor.storage import (
-    check_directory,
-    check_size,
-    directories_of,
-)
+from monarchfs.supervisor.preflight import check_directory, check_size, directories_of
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, Space, TierSize

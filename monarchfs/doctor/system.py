@@ -18,7 +18,7 @@ from monarchfs.doctor.checks import Check, Value, from_error, ok, problem, warni
 from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
 from monarchfs.supervisor.identity import in_first_user_namespace, popen_as
 from monarchfs.supervisor.launch import module_command
-from monarchfs.supervisor.limits import check_limits
+from monarchfs.supervisor.preflight import check_limits
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
 from monarchfs.system.sizes import format_bytes

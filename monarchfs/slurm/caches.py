@@ -27,13 +27,12 @@ from monarchfs.slurm.records import (
 )
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site
-from monarchfs.slurm.trees import in_use, tree_size
+from monarchfs.supervisor.directories import MEASURE_SECONDS, in_use, tree_size
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
 
 _LEAST_BYTES = 16 << 20
 """A mount with less room than that would help nobody."""
-_MEASURE_SECONDS = 3.0
 _TRASH = ".trash-"
 _BUDGET_LOCK = "budget"
 
@@ -108,7 +107,7 @@ def open_cache(site: Site, share: Share, source: str, user: User) -> list[str]:
     for tier in site.tiers:
         make_directory(tier.path, 0o755)
     used_now = {"used": None, "last_used_unix_seconds": time.time()}
-    with locked(site.lock(_BUDGET_LOCK), time.monotonic() + 2 * _MEASURE_SECONDS):
+    with locked(site.lock(_BUDGET_LOCK), time.monotonic() + 2 * MEASURE_SECONDS):
         granted = {tier.path: _grant(site, share.key, tier) for tier in site.tiers}
         write_record(path, {**record_of(source, user), **used_now, "granted": granted})
     for tier in site.tiers:

@@ -1,8 +1,8 @@
 """Finds caches: state directories, and directories in tiers, which a state directory owns, or none.
 
-A state directory and its content belong to the user. So a child with that user's rights inspects it
-(``inspection``), for a bounded time: it can reach nothing that the user could not. Directories of
-several users are only searched where root alone can change the path.
+A state directory and its content belong to the user. So a child with that user's rights inspects
+it, for a bounded time: it can reach nothing that the user could not. Directories of several users
+are only searched where root alone can change the path.
 """
 
 from __future__ import annotations
@@ -11,30 +11,47 @@ import os
 import pwd
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
+from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.config import User
-from monarchfs.config.places import DATASET_ID, current_user, home_of, own_directories, resolve_user
-from monarchfs.fuse.mountinfo import is_network_filesystem
-from monarchfs.slurm.inspection import (
-    MEASURE_SECONDS,
-    MOST_NAMES,
-    inspect_copies,
-    inspect_state,
-    names_in,
+from monarchfs.config.places import (
+    DATASET_ID,
+    OWNER,
+    current_user,
+    home_of,
+    own_directories,
+    resolve_user,
 )
-from monarchfs.slurm.trees import Size
+from monarchfs.fuse.mountinfo import is_network_filesystem
+from monarchfs.supervisor.directories import (
+    LOCK,
+    MEASURE_SECONDS,
+    NAME,
+    OPEN_DIRECTORY,
+    OPEN_FILE,
+    Size,
+    claims,
+    directories_in,
+    in_use,
+    open_users,
+    read_holder,
+    read_owner,
+    read_record,
+    tree_size,
+)
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.tierdirs import NAME, claims
 from monarchfs.system.bounded import answer_within, bounded_value, is_missing
+from monarchfs.system.trusted import open_directory
 from monarchfs.types import OperationError, UsageError
 
 OTHER_TIER = "its last mount did not name this tier"
 UNCLAIMED = "no state directory claims it"
 _LOOK_SECONDS = 2.0
 _MOST_SILENT = 8
+MOST_NAMES = 1000
 _TEMPORARY = "/tmp"
 
 
@@ -131,7 +148,7 @@ class Inventory:
             user = user_of(uid)
         if (path, user.uid) in self._found:
             return True
-        said = self._asked(user, path, partial(inspect_state, path, user))
+        said = self._asked(user, path, partial(_inspect_state, path, user))
         if said is None:
             return False
         owned = []
@@ -179,7 +196,7 @@ class Inventory:
     ) -> tuple[TierDirectory, dict[str, Any] | None] | None:
         """The directory, and what its owner file says."""
         path = os.path.join(tier, name)
-        said = self._asked(user, path, partial(inspect_copies, path, user, measure=self._measure))
+        said = self._asked(user, path, partial(_inspect_copies, path, user, measure=self._measure))
         if said is None:
             return None
         size = Size(*said["size"])
@@ -188,7 +205,7 @@ class Inventory:
 
     def _names(self, path: str, user: User, pattern: re.Pattern[str]) -> Iterable[tuple[str, User]]:
         """The user's directories in a directory; those of all users if root alone can change it."""
-        found = self._asked(user, path, partial(names_in, path, user.uid, pattern)) or []
+        found = self._asked(user, path, partial(_names_in, path, user.uid, pattern)) or []
         if len(found) == MOST_NAMES:
             self.notes.append(f"{path} has more than {MOST_NAMES} entries: the rest was left out")
         return [(name, user if uid == user.uid else user_of(uid)) for name, uid in found]
@@ -256,3 +273,82 @@ def user_of(uid: int, gid: int = 65534) -> User:
         return resolve_user(str(uid), {})
     except UsageError:
         return User(str(uid), uid, gid)
+
+
+# In a child with the rights of the user who owns what is looked at; raises OSError
+
+
+def _names_in(path: str, uid: int, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
+    """The directories of ``uid`` in ``path``, with their owners; those of all users if it is
+    root's."""
+    directory = os.open(path, OPEN_DIRECTORY)
+    everybody = uid == 0 and _is_roots(path)
+    found = [
+        (name, st.st_uid)
+        for name, st in directories_in(directory, pattern)
+        if everybody or st.st_uid == uid
+    ]
+    return sorted(found)[:MOST_NAMES]
+
+
+def _is_roots(path: str) -> bool:
+    try:
+        os.close(open_directory(path))
+    except OSError:
+        return False
+    return True
+
+
+def _inspect_state(path: str, user: User) -> dict[str, Any] | None:
+    """What a state directory says; None if it is none."""
+    directory = open_users(path, user.uid)
+    if directory is None:
+        return None
+    lock = os.open(LOCK, os.O_RDONLY | OPEN_FILE, dir_fd=directory)
+    holder = read_holder(lock)
+    if holder is None:
+        return None
+    times = [os.fstat(lock).st_mtime]
+    try:
+        index = os.stat("index/data.mdb", dir_fd=directory, follow_symlinks=False)
+        times.append(index.st_mtime)
+    except OSError:
+        pass  # it was never mounted, or is no directory: the lock's time counts
+    return {
+        "source": holder.source,
+        "mountpoint": None if holder.checking else holder.mountpoint,
+        "last_tiers": holder.tiers,
+        "tiers": read_record(directory, user),
+        "in_use": in_use(f"/proc/self/fd/{directory}"),
+        "last_used": max(times),
+    }
+
+
+def _sharing(directory: int, user: User) -> int:
+    """How many more copies lie in segments than there are files of segments."""
+    segments = SegmentFiles(directory, f"/proc/self/fd/{directory}", user.uid)
+    try:
+        found = segments.found()
+        lists = sum(bool(segments.noted(segment)) for segment in found)
+        return sum(len(segments.present(segment)) for segment in found) - len(found) - lists
+    finally:
+        segments.close()
+
+
+def _inspect_copies(path: str, user: User, *, measure: bool) -> dict[str, Any] | None:
+    """What a directory in a tier says; None if it is none."""
+    directory = open_users(path, user.uid)
+    if directory is None:
+        return None
+    file = os.open(OWNER, os.O_RDONLY | OPEN_FILE, dir_fd=directory)
+    owner = read_owner(file)
+    here = f"/proc/self/fd/{directory}"
+    size = tree_size(f"{here}/.") if measure else Size(whole=False)
+    # The owner file itself is no copy.
+    copies = size.files - 1 + (_sharing(directory, user) if measure else 0)
+    return {
+        "owner": None if owner is None else asdict(owner),
+        "size": (size.bytes, max(0, copies), size.whole),
+        "in_use": in_use(here, OWNER),
+        "last_used": os.fstat(file).st_mtime,
+    }

@@ -17,13 +17,13 @@ from monarchfs.slurm.records import (
     locked,
     prepare,
     read_record,
+    remove_tree,
     remove_unfinished,
     unlink,
 )
 from monarchfs.slurm.report import Status, dataset_report, job_report, unmounted_report
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
-from monarchfs.slurm.trees import remove_tree
 from monarchfs.supervisor.recover import unmount_found
 from monarchfs.types import MonarchError
 

@@ -25,10 +25,10 @@ from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
-from monarchfs.slurm.records import Busy, locked, names_in, unlink
+from monarchfs.slurm.records import Busy, locked, names_in, remove_tree, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
-from monarchfs.slurm.trees import in_use, remove_tree
+from monarchfs.supervisor.directories import NAME, in_use
 from monarchfs.supervisor.recover import (
     FoundMount,
     find_all,
@@ -37,7 +37,6 @@ from monarchfs.supervisor.recover import (
     supervisor_lives,
 )
 from monarchfs.supervisor.registration import remove_registration, unlink_as
-from monarchfs.supervisor.tierdirs import NAME
 from monarchfs.system.bounded import answer_within
 from monarchfs.types import MonarchError, OperationError
 

@@ -21,9 +21,9 @@ be killed at any point.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
+import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.slurm.site import Site
+from monarchfs.system.locks import try_lock
 from monarchfs.system.trusted import Untrusted, make_directories
 from monarchfs.types import OperationError
 
@@ -134,6 +135,22 @@ def remove_directory(path: str) -> None:
             raise
 
 
+def remove_tree(path: str) -> None:
+    """Removes a directory of a user's whose parent is root's. Follows no link, whatever the user
+    does (shutil.rmtree works by descriptors). If something is left, it raises OperationError after
+    it has removed all it can."""
+    assert shutil.rmtree.avoids_symlink_attacks
+    errors: list[BaseException] = []
+
+    def failed(_call: object, _where: str, info: Any) -> None:
+        if not isinstance(info[1], FileNotFoundError):
+            errors.append(info[1])
+
+    shutil.rmtree(path, onerror=failed)
+    if errors:
+        raise OperationError(f"cannot remove all of {path}: {errors[0]}")
+
+
 def names_in(path: str, *, hidden: bool = False) -> list[str]:
     """The names in a directory, none if there is no such directory; without those that begin with a
     dot, which are being written, or were when their process was killed."""
@@ -154,13 +171,9 @@ def locked(path: str, deadline: float) -> Iterator[None]:
     children do not keep it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise Busy(f"another job's prolog or epilog still holds {path}") from None
+        while not try_lock(descriptor):
+            if time.monotonic() >= deadline:
+                raise Busy(f"another job's prolog or epilog still holds {path}")
             time.sleep(_POLL_SECONDS)
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -12,10 +11,11 @@ from typing import Any
 
 from monarchfs.config.places import OWNER
 from monarchfs.slurm.discovery import LocalCache
-from monarchfs.slurm.trees import open_users, remove_tree
+from monarchfs.slurm.records import remove_tree
+from monarchfs.supervisor.directories import LOCK, OPEN_FILE, open_users
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.lock import LOCK
 from monarchfs.system.bounded import Tell, bounded_talk
+from monarchfs.system.locks import try_lock
 from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError
 
@@ -66,16 +66,13 @@ def _hold(path: str, lock: str, uid: int) -> tuple[str, str, int] | None:
         directory = open_users(path, uid)
         if directory is None:
             raise OperationError(f"{path} is not the cache's any more: it was left as it is")
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        descriptor = os.open(lock, flags, dir_fd=directory)
+        descriptor = os.open(lock, os.O_RDONLY | OPEN_FILE, dir_fd=directory)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise OperationError(f"cannot open {path}: {error.strerror}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise OperationError(f"{path} is in use: unmount that first") from None
+    if not try_lock(descriptor):
+        raise OperationError(f"{path} is in use: unmount that first")
     return path, lock, directory
 
 

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 
+from monarchfs.system.inherited import close_all_but, drop_streams
 from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -70,9 +71,7 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
         os.setsid()
         os.chdir("/")
         # The caller's descriptors (a lock of a batch script, say) must not live as long as we do.
-        for number in map(int, os.listdir("/proc/self/fd")):
-            if number > 2 and number != pipe and number not in keep:
-                os.closerange(number, number + 1)
+        close_all_but({pipe, *keep})
         code = run(lambda: _report(pipe))
     except UsageError as error:
         _tell(pipe, {"usage": str(error)})
@@ -90,10 +89,7 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
 def _report(pipe: int) -> None:
     """Lets go of the terminal, then tells the parent: a caller who waits for the end of our output
     must not wait longer."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    os.close(null)
+    drop_streams()
     _tell(pipe, {"ok": True})
     os.close(pipe)
 

@@ -1,7 +1,8 @@
 """Which worker serves a mount, and which follows when that dies, hangs, or is to be replaced.
 
 The supervisor keeps all that a worker needs to take over: the kernel's FUSE_INIT request, the
-mounted descriptor, the table of open files. Nothing here waits: what is due goes on in ``tick``.
+mounted descriptor, the table of open files. Nothing waits here, but who mounts waits for the first
+worker (``serve_first``): what is due goes on in ``tick``.
 
 ======== ======================================= ================================================
 phase    the worker                              what follows
@@ -20,6 +21,9 @@ JOINING  was told to serve                       SERVING, when it says so; ENDIN
                                                  long
 ENDED    is dead, and there will be no other
 ======== ======================================= ================================================
+
+The mount begins with a worker that is STARTING; the kernel gets its answer to FUSE_INIT, amended.
+If this one fails, so does the mount.
 
 A worker that dies by itself while it serves, or begins to, is followed as `RestartPolicy` says: by
 PAUSING or ENDED.
@@ -49,9 +53,9 @@ from monarchfs.supervisor.messages import (
     WorkerLoaded,
 )
 from monarchfs.supervisor.mounted import Mounted
-from monarchfs.supervisor.reaper import DeadWorker, Reaper
 from monarchfs.supervisor.reports import Reports
 from monarchfs.supervisor.restart_policy import RestartPolicy
+from monarchfs.supervisor.takeover import OrphanedWorker
 from monarchfs.supervisor.vital_signs import VitalSigns
 from monarchfs.types import OperationError
 
@@ -78,7 +82,12 @@ as well: that may go on."""
 _LOAD_AGAIN_SECONDS = 60.0
 _LOOK_SECONDS, _SILENT_LOOK_SECONDS = 0.5, 0.25
 _SOON_SECONDS = 0.01
-_LARGEST_INIT = 1 << 18
+LARGEST_INIT = 1 << 18
+"""What is read from /dev/fuse at once: the kernel wants room for a full request."""
+
+
+DeadWorker = WorkerProcess | OrphanedWorker
+"""One that was killed or ended, of this supervisor or of one that died."""
 
 
 class Phase(Enum):
@@ -102,37 +111,38 @@ _TIMED = frozenset({Phase.HUNG, Phase.PAUSING, Phase.STARTING, Phase.JOINING})
 
 
 class Failover:
-    """Constant: the mount, the loop's selector, what workers report. Changing: ``worker``, the one
-    that serves or the last that did or tried, and its vital signs; ``phase``, and until when that
-    lasts; ``last_death``, why and when (time.time()); ``why_replaced``, for the log; earlier
-    workers (``reaper`` has those that are left).
+    """Constant: the mount; the loop's ``selector``; ``reports``, of workers. Changing: ``worker``,
+    the one that serves or the last that did or tried, and its vital signs; ``phase``, and until
+    when that lasts; ``last_death``, why and when (time.time()); ``why_replaced``, for the log;
+    earlier workers (``reaper`` has those that are left); whether the first one is awaited.
 
-    The standby is the next worker, loaded ahead, because loading takes most of a start. The
-    replacement is one that was asked to take the place of the one that serves; ``_then`` is told
-    the outcome; on trial, it is to end safe mode."""
+    ``_next`` is the worker that comes next: a standby, loaded ahead because loading takes most of a
+    start; or, where ``_then`` is to be told the outcome, one that was asked to take the place of
+    the one that serves. On trial, that is to end safe mode."""
 
     def __init__(
         self,
-        worker: WorkerProcess,
         mounted: Mounted,
-        restarts: int,
-        selector: selectors.BaseSelector,
-        reports: Reports,
+        *,
+        restarts: int = 0,
         orphans: Sequence[DeadWorker] | None = None,
     ) -> None:
-        """``worker`` serves, after ``restarts`` others; or, with ``orphans``, it was just started:
-        these workers of an earlier supervisor served until then. The loop calls what is registered
-        with ``selector``, and has to call ``tick``, at ``next_tick`` at the latest."""
-        self.worker = worker
-        self.phase = Phase.SERVING
+        """Starts a worker, after ``restarts`` others: the mount's first one, which `serve_first`
+        waits for, or that which follows ``orphans``, workers of an earlier supervisor. The loop
+        calls what is registered with ``selector``, and has to call ``tick``, at ``next_tick`` at
+        the latest. Raises OperationError if its program cannot be run."""
+        self.selector = selectors.DefaultSelector()
+        self.reports = Reports()
+        self.worker = mounted.start_worker(restarts=restarts)
+        self.phase = Phase.STARTING
         self.restarts = restarts
         self.last_death: tuple[str, float] | None = None
         self.why_replaced = ""
         self.reaper = Reaper(mounted)
         self._mount = mounted
         self._log = mounted.worker_log
-        self._selector = selector
-        self._reports = reports
+        self._is_first = orphans is None
+        self._init_answered = orphans is not None
         self._restart_policy = RestartPolicy()
         self._until = 0.0
         self._ready_by = 0.0
@@ -140,18 +150,13 @@ class Failover:
         self._retry_at = 0.0
         self._vital_signs: VitalSigns | None = None
         self._answered_before = 0
-        self._standby: Candidate | None = None
+        self._next = NextWorker(mounted, self.selector, self.reaper)
         self._load_at = 0.0
-        self._replacement: Candidate | None = None
         self._then: Callable[[str | None], None] | None = None
         self._on_trial = False
-        if orphans is None:
-            self._begin_life(time.monotonic())
-            selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
-        else:
-            for orphan in orphans:
-                self.reaper.add(orphan)
-            self._begin(worker, waits=False)
+        for orphan in orphans or ():
+            self.reaper.add(orphan)
+        self._begin(self.worker, waits=False)
 
     @property
     def serves(self) -> bool:
@@ -182,7 +187,7 @@ class Failover:
         silent = self._vital_signs is not None and self._vital_signs.silent_seconds
         times = [now + (_SILENT_LOOK_SECONDS if silent else _LOOK_SECONDS)]
         if self._loads_ahead:
-            times.append(self._load_at if self._standby is None else math.inf)
+            times.append(self._load_at if self._next.worker is None else math.inf)
         if self.phase in _TIMED:
             times.append(self._until)
         return min(times)
@@ -195,7 +200,7 @@ class Failover:
         if self.serves and self._is_to_leave(now):
             log.info("another worker takes the place of worker %d", self.worker.pid)
             self._enter(Phase.LEAVING, now + LEAVE_SECONDS)
-            self._reports.give_up()
+            self.reports.give_up()
             self.worker.channel.send({"do": "leave"})
         if self.phase in _LIVING and self.worker.has_ended(now):
             self._died(f"the worker {self.worker.describe_end()}", now)
@@ -216,7 +221,7 @@ class Failover:
                 log.warning("the worker took longer than %g s to leave", LEAVE_SECONDS)
                 self._kill(now)
             case Phase.ENDING if self.worker.is_gone() or now >= self._until:
-                if self._replacement is not None and self._replacement.loaded:
+                if self._then is not None and self._next.loaded:
                     self._succeed()
                 else:
                     self._died(self.why_replaced, now)
@@ -229,9 +234,8 @@ class Failover:
 
     def close(self, patience: float) -> None:
         """End the worker (see ``WorkerProcess.end``), and what was to follow it."""
-        self._drop_replacement()
-        if (standby := self._drop_standby()) is not None:
-            standby.wait_gone(1.0)  # it has the mount's descriptor
+        if (dropped := self._next.drop()) is not None:
+            dropped.wait_gone(1.0)  # it has the mount's descriptor
         self._answer("the mount has ended")
         if self.phase not in (Phase.PAUSING, Phase.ENDED):
             self.worker.stop(patience)
@@ -239,15 +243,42 @@ class Failover:
     def _enter(self, phase: Phase, until: float = math.inf) -> None:
         self.phase, self._until = phase, until
 
+    # -- the first worker
+
+    def serve_first(self, deadline: float) -> None:
+        """Waits until a worker serves. Raises OperationError, for who mounts, if none does by
+        ``deadline`` (time.monotonic())."""
+        while not self.serves:
+            now = time.monotonic()
+            if now >= deadline:
+                late = "answer FUSE_INIT" if self.phase is Phase.STARTING else "become ready"
+                self._failed(f"the worker did not {late} in time")
+            for key, _ in self.selector.select(max(0.0, min(deadline, self.next_tick) - now)):
+                key.data()
+            self.tick()
+
+    def _failed(self, why: str) -> None:
+        """Raises OperationError, unless the first worker died of a signal that a damaged index
+        causes: then there is a second one, which checks the index, and can do without."""
+        error = self._mount.cannot_serve(why)
+        if self.worker.crashed:
+            self._mount.mark_suspect()
+        if self.restarts or not self.worker.crashed:
+            raise error
+        log.warning("%s: starting another one", error)
+        self._leave_behind()
+        self.restarts = 1
+        self._begin(self._mount.start_worker(restarts=1), waits=False)
+
     # -- a worker's beginning
 
     def _start(self, now: float) -> None:
         safe = self._restart_policy.safe
-        standby = None if safe else self._take_standby()
-        if standby is not None:
-            self._begin(standby, waits=True)
+        # Even one that is still being loaded: a new one would take longer.
+        if not safe and self._next.is_usable:
+            self._begin(self._next.take(), waits=True)
             return
-        self._drop_standby()
+        self._next.drop()
         try:
             worker = self._mount.start_worker(restarts=self.restarts, safe=safe)
         except OperationError as error:
@@ -272,8 +303,8 @@ class Failover:
         self._hurried = False
         self._ready_by = time.monotonic() + self._mount.config.start_timeout_seconds
         self._enter(Phase.STARTING, self._ready_by)
-        self._selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
-        self._selector.register(worker.init, selectors.EVENT_READ, self._on_init)
+        self.selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
+        self.selector.register(worker.init, selectors.EVENT_READ, self._on_init)
         worker.init.setblocking(False)
         try:
             worker.init.send(self._mount.handover.init_request)
@@ -282,19 +313,26 @@ class Failover:
 
     def _on_init(self) -> None:
         try:
-            reply = self.worker.init.recv(_LARGEST_INIT)
+            reply = self.worker.init.recv(LARGEST_INIT)
         except BlockingIOError:
             return
         except OSError:
             reply = b""
-        unwatch(self._selector, self.worker.init)
+        unwatch(self.selector, self.worker.init)
         if not reply or self.phase is not Phase.STARTING:
             return  # it is going to be gone
         now = time.monotonic()
         try:
-            parse_init_reply(reply)
+            if self._init_answered:
+                parse_init_reply(reply)
+            else:
+                self._mount.answer_init(reply)
+                self._init_answered = True
         except ProtocolError as error:
             self._refuse(f"answers FUSE_INIT wrongly: {error}", now)
+            return
+        except (OperationError, OSError) as error:
+            self._failed(str(error))
             return
         self._enter(Phase.QUIETING, now + _QUIET_SECONDS)
         self._join(now)
@@ -323,8 +361,10 @@ class Failover:
             message = self.worker.channel.receive(0)
         except (TimeoutError, BlockingIOError):
             return
-        except MalformedMessage:
-            self._reports.give_up()  # it may have been the answer that somebody waits for
+        except MalformedMessage as malformed:
+            self.reports.give_up()  # it may have been the answer that somebody waits for
+            if self._is_first:
+                self._failed(f"the worker speaks nonsense: {malformed}")
             return
         except OSError as broken:
             self._log.drop(str(broken.strerror))
@@ -333,18 +373,22 @@ class Failover:
         match message:
             case None:
                 # Whether it is dead the ticks will see; the channel has nothing more to say.
-                unwatch(self._selector, self.worker.channel)
-            case Ready() if self.phase in _BEGINNING:
+                unwatch(self.selector, self.worker.channel)
+            case Ready() if self.phase in _BEGINNING and self._init_answered:
                 self.reaper.overtaken(hurried=self._hurried)
                 self._enter(Phase.SERVING)
                 self._begin_life(now)
-                self._log.say(logging.INFO, f"worker {self.worker.pid} serves")
+                if not self._is_first:
+                    self._log.say(logging.INFO, f"worker {self.worker.pid} serves")
+                self._is_first = False
                 self._answer(None)
             case StatusReport(number, report, dropped):
                 if dropped:
                     self._log.drop("a part of its status", dropped)
                 if self.serves:
-                    self._reports.arrived(number, report, now)
+                    self.reports.arrived(number, report, now)
+            case Failed(error) if self._is_first:
+                self._failed(error)
             case Failed(error):
                 self._log.say(logging.ERROR, f"worker: {error}")
                 self.worker.error = error
@@ -368,7 +412,7 @@ class Failover:
         log.error("the worker hangs: %s; it is replaced", why)
         self.why_replaced = f"the worker hung: {why}"
         self._enter(Phase.HUNG, now + _STACKS_SECONDS)
-        self._reports.give_up()
+        self.reports.give_up()
         # faulthandler writes its stacks into its log.
         self.worker.process.send_signal(STACKS_SIGNAL)
 
@@ -377,6 +421,9 @@ class Failover:
         self._enter(Phase.ENDING, now + _KILLED_SECONDS)
 
     def _died(self, why: str, now: float) -> None:
+        if self._is_first:
+            self._failed(f"{why} while it started")
+            return
         self._mount.resend()  # for the kernel to show whether there is anything
         killed = self.worker.was_killed
         self.last_death = (why, time.time())
@@ -385,11 +432,12 @@ class Failover:
         policy = self._restart_policy
         was_safe, pause = policy.safe, self._judged(killed, now)
         self._leave_behind()
-        self._drop_replacement()
+        if self._then is not None:
+            self._next.drop()
         self._answer(f"{why}; another one takes its place: see monarchfs status")
         if pause is None:
             self._enter(Phase.ENDED)
-            self._reports.give_up()
+            self.reports.give_up()
             return
         if policy.safe and not was_safe:
             # One of the dead may have left it damaged, whatever it died of.
@@ -408,7 +456,7 @@ class Failover:
             log.error("%s: starting another one", why)
         self.restarts += 1
         self._enter(Phase.PAUSING, now + pause)
-        self._reports.give_up()  # only now: who waits is answered at once, with what stands here
+        self.reports.give_up()  # only now: who waits is answered at once, with what stands here
         if not pause:
             self._start(now)
 
@@ -425,8 +473,8 @@ class Failover:
         )
 
     def _leave_behind(self) -> None:
-        unwatch(self._selector, self.worker.channel)
-        unwatch(self._selector, self.worker.init)
+        unwatch(self.selector, self.worker.channel)
+        unwatch(self.selector, self.worker.init)
         self.worker.channel.close()
         self.worker.init.close()
         self.reaper.add(self.worker)
@@ -438,47 +486,24 @@ class Failover:
         wanted = self._mount.config.standby and not self._restart_policy.safe
         return wanted and self.serves and self._then is None
 
-    def _load(self) -> WorkerProcess:
-        # One that waits is told later how many were before it.
-        return self._mount.start_worker(restarts=1, waits=True)
-
     def _load_ahead(self, now: float) -> None:
         """Load the standby, if it is time."""
         if not self._loads_ahead:
             return
-        if self._standby is not None:
-            self._standby.tick(now)
-            if self._standby.refused is None:
+        if (worker := self._next.worker) is not None:
+            self._next.tick(now)
+            if self._next.refused is None:
                 return
-            log.warning("no worker could be loaded ahead: %s", self._standby.refused)
-            if self._standby.worker.was_killed:
+            log.warning("no worker could be loaded ahead: %s", self._next.refused)
+            if worker.was_killed:
                 self._load_at = now + _LOAD_SECONDS
-            self._drop_standby()
+            self._next.drop()
         if now >= self._load_at:
             self._load_at = now + _LOAD_AGAIN_SECONDS
             try:
-                self._standby = Candidate(self._load(), self._selector, _LOAD_AGAIN_SECONDS)
+                self._next.load(_LOAD_AGAIN_SECONDS)
             except OperationError as error:
                 log.warning("no worker could be loaded ahead: %s", error)
-
-    def _take_standby(self) -> WorkerProcess | None:
-        """The standby, if there is one, even if it is still being loaded: a new one would take
-        longer."""
-        standby = self._standby
-        if standby is None or standby.refused is not None or standby.worker.is_gone():
-            return None
-        self._standby = None
-        standby.unwatch()
-        return standby.worker
-
-    def _drop_standby(self) -> WorkerProcess | None:
-        """Kill it, if there is one; which that was."""
-        standby, self._standby = self._standby, None
-        if standby is None:
-            return None
-        standby.drop()
-        self.reaper.add(standby.worker)
-        return standby.worker
 
     # -- a worker that is replaced on purpose
 
@@ -492,12 +517,10 @@ class Failover:
             then("the worker is being replaced already: see monarchfs status")
             return
         try:
-            worker = self._load()
+            self._next.load(seconds)
         except OperationError as error:
             then(f"the installed program cannot take over: {error}")
             return
-        self._drop_standby()  # of the release that was installed before, perhaps
-        self._replacement = Candidate(worker, self._selector, seconds)
         self._then, self._on_trial = then, trial
 
     def _try_whole_worker(self, now: float) -> None:
@@ -514,23 +537,20 @@ class Failover:
     def _is_to_leave(self, now: float) -> bool:
         """Whether another worker can take over now; one that cannot is dropped, and the old one
         goes on."""
-        if self._replacement is None:
+        if self._then is None:
             return False
-        self._replacement.tick(now)
-        refused = self._replacement.refused
+        self._next.tick(now)
+        refused = self._next.refused
         if refused is None:
-            return self._replacement.loaded
+            return self._next.loaded
         log.error("the installed program cannot take over: %s", refused)
-        self._drop_replacement()
+        self._next.drop()
         why = f"cannot take over, and the old one goes on: {refused}"
         self._answer(f"the installed program {why}")
         return False
 
     def _succeed(self) -> None:
         """The old one has left."""
-        replacement, self._replacement = self._replacement, None
-        assert replacement is not None
-        replacement.unwatch()
         if self.worker.crashed:
             self._mount.mark_suspect()
         self._leave_behind()
@@ -540,13 +560,7 @@ class Failover:
             self._restart_policy.replaced()
         self.restarts += 1
         self._vital_signs = None
-        self._begin(replacement.worker, waits=True)
-
-    def _drop_replacement(self) -> None:
-        replacement, self._replacement, self._on_trial = self._replacement, None, False
-        if replacement is not None:
-            replacement.drop()
-            self.reaper.add(replacement.worker)
+        self._begin(self._next.take(), waits=True)
 
     def _answer(self, error: str | None) -> None:
         """Tell the outcome to who asked, once."""
@@ -555,43 +569,67 @@ class Failover:
             then(error)
 
 
-class Candidate:
-    """A worker that is loaded, and waits to take over. While another one serves, it shows whether
-    the installed program can be loaded and understands this one; it has touched nothing yet.
-    Changing: ``loaded``; ``refused``, why it cannot take over."""
+class NextWorker:
+    """The worker that comes next, loaded while another one serves. That shows whether the installed
+    program can be loaded, and understands this one; it has touched nothing yet.
 
-    def __init__(
-        self, worker: WorkerProcess, selector: selectors.BaseSelector, seconds: float
-    ) -> None:
-        """It may take ``seconds`` to load."""
-        self.worker = worker
+    Changing: ``worker``, None if there is none; whether it is ``loaded``; ``refused``, why it
+    cannot take over.
+    """
+
+    def __init__(self, mounted: Mounted, selector: selectors.BaseSelector, reaper: Reaper) -> None:
+        self.worker: WorkerProcess | None = None
         self.loaded = False
         self.refused: str | None = None
+        self._mount = mounted
         self._selector = selector
+        self._reaper = reaper
+        self._until = 0.0
+
+    def load(self, seconds: float) -> None:
+        """Start one, which may take ``seconds`` to load. Raises OperationError."""
+        # It is told later how many were before it.
+        worker = self._mount.start_worker(restarts=1, waits=True)
+        self.drop()  # of the release that was installed before, perhaps
+        self.worker, self.loaded, self.refused = worker, False, None
         self._until = time.monotonic() + seconds
-        selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
+        self._selector.register(worker.channel, selectors.EVENT_READ, self._on_message)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can take over, now or soon."""
+        return self.worker is not None and self.refused is None and not self.worker.is_gone()
 
     def tick(self, now: float) -> None:
         """See whether it ended, or says nothing in time."""
-        if self.loaded or self.refused is not None:
+        if self.worker is None or self.loaded or self.refused is not None:
             return
         if self.worker.is_gone():
             self.refused = f"it {self.worker.describe_end()}"
         elif now >= self._until:
             self.refused = "it said nothing in time"
 
-    def unwatch(self) -> None:
-        """Its messages are somebody else's from now on."""
-        unwatch(self._selector, self.worker.channel)
+    def take(self) -> WorkerProcess:
+        """It is the caller's from now on."""
+        worker, self.worker, self.loaded = self.worker, None, False
+        assert worker is not None
+        unwatch(self._selector, worker.channel)
+        return worker
 
-    def drop(self) -> None:
-        """End it."""
-        self.unwatch()
-        self.worker.kill()
-        self.worker.channel.close()
-        self.worker.init.close()
+    def drop(self) -> WorkerProcess | None:
+        """Kill it, if there is one; which that was."""
+        if self.worker is None:
+            return None
+        worker = self.take()
+        worker.kill()
+        worker.channel.close()
+        worker.init.close()
+        self._reaper.add(worker)
+        return worker
 
     def _on_message(self) -> None:
+        if self.worker is None:
+            return  # dropped meanwhile
         try:
             message = self.worker.channel.receive(0)
         except (TimeoutError, BlockingIOError):
@@ -601,12 +639,65 @@ class Candidate:
             return
         match message:
             case WorkerLoaded():
-                self.unwatch()
+                unwatch(self._selector, self.worker.channel)
                 self.loaded = True
             case Failed(error):
                 self.refused = error
             case None:
-                self.unwatch()  # the tick sees how it ended
+                unwatch(self._selector, self.worker.channel)  # the tick sees how it ended
+
+
+class Reaper:
+    """Reaps dead workers now and then; one that cannot die holds nobody up. Nothing here waits.
+
+    Changing: the workers that are not reaped yet; those among them that were there when the one
+    that serves came, and those of these that may still take requests from the kernel.
+    """
+
+    def __init__(self, mounted: Mounted) -> None:
+        self._mounted = mounted
+        self._left: list[DeadWorker] = []
+        self._overtaken: list[DeadWorker] = []
+        self._unquiet: list[DeadWorker] = []
+
+    def add(self, worker: DeadWorker) -> None:
+        """It was killed, or ended."""
+        self._left.append(worker)
+
+    def all_quiet(self) -> bool:
+        """Whether none of them can take a request any more."""
+        return all(worker.is_quiet() for worker in self._left)
+
+    def overtaken(self, *, hurried: bool) -> None:
+        """Another one serves; ``hurried``: before all of these were quiet."""
+        self._overtaken = [worker for worker in self._left if not worker.reaped]
+        self._unquiet = list(self._left) if hurried else []
+
+    def tick(self, serving: WorkerProcess | None) -> None:
+        """Reap those that ended. If one has stopped that was there when its successor came, have
+        the kernel repeat the requests it took, if there is a worker to answer them; once more when
+        it is gone. One that hung was quiet, but perhaps within read(2) of a request: the kernel
+        repeats only what was read (fuse_resend in fs/fuse/dev.c)."""
+        self._left[:] = [worker for worker in self._left if not worker.reaped]
+        unquiet = [worker for worker in self._unquiet if not worker.is_quiet()]
+        overtaken = [worker for worker in self._overtaken if not worker.reaped]
+        stopped = len(unquiet) < len(self._unquiet) or len(overtaken) < len(self._overtaken)
+        if stopped and serving is not None:
+            self._mounted.resend()
+            if self._mounted.journal:
+                serving.channel.send({"do": "again"})
+        self._unquiet, self._overtaken = unquiet, overtaken
+
+    def pids(self, worker: WorkerProcess) -> list[int]:
+        """Of ``worker`` and of those that were left behind, as far as this process started them and
+        has not reaped them: so these numbers mean nobody else. Reaps nothing."""
+        own = [one for one in (worker, *self._left) if isinstance(one, WorkerProcess)]
+        return list(dict.fromkeys(one.pid for one in own if one.process.returncode is None))
+
+    @property
+    def waits(self) -> bool:
+        """Whether ``tick`` may soon have requests repeated."""
+        return bool(self._unquiet)
 
 
 def unwatch(selector: selectors.BaseSelector, what: Any) -> None:

@@ -7,10 +7,11 @@ import os
 import pwd
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from monarchfs.config import User
+from monarchfs.system.trusted import TrustedPath, Untrusted, place_of
 
 
 def is_self(user: User) -> bool:
@@ -62,6 +63,22 @@ def regular(descriptor: int) -> int:
         return descriptor
     os.close(descriptor)
     raise OSError(errno.EINVAL, "it is not a file")
+
+
+@contextmanager
+def roots_place(path: str, user: User, *, alone: bool) -> Iterator[TrustedPath | None]:
+    """Where ``path`` ends, if this is root, which may act there itself (`place_of`). None: ``user``
+    is to do what is done there, who could lead root anywhere. Raises Untrusted where that is root;
+    OSError."""
+    with ExitStack() as closing:
+        place = None
+        if os.geteuid() == 0:
+            try:
+                place = closing.enter_context(place_of(path, alone=alone))
+            except Untrusted:
+                if user.uid == 0:
+                    raise
+        yield place
 
 
 def become(user: User) -> None:

@@ -68,7 +68,8 @@ def thread_states(process: str) -> list[bytes]:
 
 
 class WorkerProcess:
-    """A worker's process, the channel to it, and the socket on which its libfuse gets FUSE_INIT."""
+    """A worker's process, the channel to it, and the socket on which its libfuse gets FUSE_INIT.
+    ``error``: what it said of its end, in words for a log."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], channel: WorkerChannel, init: socket.socket
@@ -78,7 +79,6 @@ class WorkerProcess:
         self.channel = channel
         self.init = init
         self.error = ""
-        """What it said of its end, in words for a log."""
         self._killed = False
 
     @property

@@ -11,12 +11,12 @@ from functools import partial
 from typing import TextIO
 
 from monarchfs.config import Config, User
-from monarchfs.supervisor.identity import acting_as, open_file_as, regular
-from monarchfs.supervisor.storage import SUPERVISOR_LOG, open_log
+from monarchfs.supervisor.directories import SUPERVISOR_LOG, open_log
+from monarchfs.supervisor.identity import acting_as, open_file_as, regular, roots_place
 from monarchfs.system.effective_access import may_access
 from monarchfs.system.escaping import OneLine
 from monarchfs.system.logs import BoundedLog, keep_small, suspend
-from monarchfs.system.trusted import TrustedPath, Untrusted, place_of
+from monarchfs.system.trusted import TrustedPath, Untrusted
 from monarchfs.types import UsageError
 
 _SYSLOG = "/dev/log"
@@ -99,15 +99,11 @@ def log_file_handler(path: str, user: User) -> logging.Handler:
 
 def _put_aside(path: str, descriptor: int, user: User) -> None:
     """As root or as the user, as `_open_log_file`. Raises OSError."""
-    if os.geteuid() == 0:
-        try:
-            with place_of(path) as place:
-                _refuse_others(place)
-                suspend(place.name, place.directory, descriptor)
-                return
-        except Untrusted:
-            if user.uid == 0:
-                raise
+    with roots_place(path, user, alone=True) as place:
+        if place is not None:
+            _refuse_others(place)
+            suspend(place.name, place.directory, descriptor)
+            return
     with acting_as(user):
         directory = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -128,33 +124,27 @@ def _open_log_file(path: str, user: User, *, make: bool) -> int:
     """A file for appending: as root where only root could have put it there, else as the mount's
     user, whose link or file it may be. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT if make else 0)
-    if os.geteuid() == 0:
-        try:
-            with place_of(path, alone=user.uid != 0) as place:
-                descriptor = place.open(flags)
-                st = os.fstat(descriptor)
-                if not place.shared or (st.st_uid == 0 and st.st_nlink == 1):
-                    return regular(descriptor)
-                os.close(descriptor)
-                raise Untrusted(path)
-        except Untrusted:
+    with roots_place(path, user, alone=user.uid != 0) as place:
+        if place is not None:
+            descriptor = place.open(flags)
+            st = os.fstat(descriptor)
+            if not place.shared or (st.st_uid == 0 and st.st_nlink == 1):
+                return regular(descriptor)
+            os.close(descriptor)
             if user.uid == 0:
-                raise
+                raise Untrusted(path)
     return open_file_as(user, path, flags, 0o666)
 
 
 def _may_make(path: str, user: User) -> bool:
     """Whether `_open_log_file` could make the file."""
     directory = os.path.dirname(path)
-    if os.geteuid() == 0:
-        try:
-            with place_of(path, alone=user.uid != 0):
+    try:
+        with roots_place(path, user, alone=user.uid != 0) as place:
+            if place is not None:
                 return os.access(directory, os.W_OK | os.X_OK)
-        except Untrusted:
-            if user.uid == 0:
-                return False
-        except OSError:
-            return False
+    except OSError:
+        return False
     with acting_as(user):
         return may_access(directory, os.W_OK | os.X_OK)
 

@@ -18,15 +18,17 @@ from typing import Any
 from monarchfs.config.model import PROTOCOL_VERSION
 from monarchfs.fuse.connection import FuseConnection
 from monarchfs.fuse.handle_table import read_vitals
-from monarchfs.fuse.protocol import RESEND
+from monarchfs.fuse.protocol import RESEND, ProtocolError, amend_init_reply
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.channel import WorkerChannel, refuse_descriptors
+from monarchfs.supervisor.directories import WORKER_LOG, last_log_line, mark_suspect, open_log
 from monarchfs.supervisor.launch import WorkerProcess, spawn_as
+from monarchfs.supervisor.messages import printable
 from monarchfs.supervisor.peering import PeerServer
 from monarchfs.supervisor.port import stop_listening
-from monarchfs.supervisor.storage import WORKER_LOG, mark_suspect, open_log
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.worker_logging import WorkerLogging, WorkerOutput
+from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,27 @@ class Mounted:
         except OSError as error:  # unmounted meanwhile, as the supervisor will see
             log.warning("the kernel does not hand requests out again: %s", error.strerror)
 
+    def answer_init(self, reply: bytes) -> None:
+        """Answers the kernel's FUSE_INIT with a worker's ``reply``, amended. Raises OperationError,
+        and OSError with the kernel's refusal."""
+        request, acl = self.handover.init_request, self.config.allow_other
+        try:
+            depth = self.handover.stack_depth
+            amended = amend_init_reply(request, reply, posix_acl=acl, stack_depth=depth)
+        except ProtocolError as error:
+            raise OperationError(f"FUSE_INIT failed: {error}") from None
+        os.write(self.fuse, amended)
+        self.backing.try_passthrough()
+
+    def cannot_serve(self, why: str) -> OperationError:
+        """For who mounts, with the last words of the worker."""
+        words = ""
+        if not self.config.foreground:
+            state = self.handover.descriptors.state
+            words = printable(last_log_line(state, WORKER_LOG, self.config.user))
+        said = f" (its last words: {words})" if words else ""
+        return OperationError(f"cannot serve {self.config.source}: {why}{said}")
+
     def vitals(self) -> tuple[int, int, int]:
         """The worker's (beats, answered, stuck_since), from shared memory."""
         return read_vitals(self.handover.descriptors.handles)
@@ -82,7 +105,7 @@ class Mounted:
         return 1 if poll.poll(0) else None
 
     def mark_suspect(self) -> None:
-        """The next worker is to check the index (see ``storage.mark_suspect``)."""
+        """The next worker is to check the index (see `directories.mark_suspect`)."""
         mark_suspect(self.handover.descriptors.state, self.config.user)
 
     def release(self) -> None:

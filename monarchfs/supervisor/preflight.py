@@ -1,36 +1,57 @@
-"""What is looked at before a mount is made. Nothing here changes anything."""
+"""What is looked at before a mount is made. Nothing here changes anything. ``doctor`` looks at the
+same."""
 
 from __future__ import annotations
 
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from resource import (
+    RLIM_INFINITY,
+    RLIMIT_AS,
+    RLIMIT_DATA,
+    RLIMIT_FSIZE,
+    RLIMIT_NOFILE,
+    RLIMIT_NPROC,
+    getrlimit,
+)
 from typing import BinaryIO
 
-from monarchfs.config import Config, PrefetchMode, User
+from monarchfs.config import Config, PrefetchMode, TierSpec, User
 from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device
-from monarchfs.fuse.mountinfo import MONARCHFS, RENUMBERING, type_of_device
+from monarchfs.fuse.mountinfo import (
+    MONARCHFS,
+    RENUMBERING,
+    is_network_filesystem,
+    mount_of,
+    type_of_device,
+)
 from monarchfs.supervisor.backing import check_privileges
-from monarchfs.supervisor.identity import acting_as, become
-from monarchfs.supervisor.limits import check_limits
+from monarchfs.supervisor.directories import recorded_directories, refuse_foreign
+from monarchfs.supervisor.identity import acting_as, become, roots_place, user_name
 from monarchfs.supervisor.logs import check_log_file
 from monarchfs.supervisor.probe import (
     Mountpoint,
     OpenedSource,
     check_filled,
     complaint_of_empty,
+    lineage,
     probe_mountpoint,
     probe_source,
 )
 from monarchfs.supervisor.registration import check_runtime_dir
-from monarchfs.supervisor.storage import check_storage
-from monarchfs.system.bounded import Answer, bounded_call
+from monarchfs.system.bounded import Answer, bounded_call, bounded_value
+from monarchfs.system.effective_access import may_access
+from monarchfs.system.limits import explained
+from monarchfs.system.sizes import format_bytes
+from monarchfs.system.trusted import Untrusted
 from monarchfs.types import OperationError, UsageError
 
 log = logging.getLogger(__name__)
@@ -41,6 +62,27 @@ _LONGEST_LINE = 8192
 _MOST_LOOKED_AT = 1000
 _LOOK_SECONDS = 1.0
 _READ_SECONDS = 3.0
+
+
+LEAST_OPEN_FILES = 256
+"""A worker begins with 40; a supervisor with 25, and up to 200 for clients."""
+LEAST_TASKS = 40
+"""A supervisor, a worker with its threads (20 as it begins), children that come and go."""
+LEAST_BYTES = {
+    # A worker begins with 1.6 to 2.2G: the index, and stacks and arenas of threads.
+    RLIMIT_AS: 3 << 30,
+    RLIMIT_DATA: 512 << 20,
+    # The index: of that size, with the names of 3 million files.
+    RLIMIT_FSIZE: 1 << 30,
+}
+
+_NAMES = {
+    RLIMIT_AS: ("address space", "-v"),
+    RLIMIT_DATA: ("private memory", "-d"),
+    RLIMIT_FSIZE: ("the size of a file", "-f"),
+}
+_STACK_BYTES = max(64 << 10, os.sysconf("SC_THREAD_STACK_MIN"))
+_TRIAL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +257,227 @@ def _is_wrong(line: bytes, roots: list[bytes], source: int | None) -> bool:
 
 def _left(deadline: float) -> float:
     return max(0.1, deadline - time.monotonic())
+
+
+# The limits that a mount inherits (setrlimit(2))
+
+
+def check_limits(user: User) -> None:
+    """Raises OperationError, with the limit's name and what is needed, where a mount of ``user``
+    could not live. Soft limits do not count (``system.inherited``)."""
+    for which, least in LEAST_BYTES.items():
+        most = getrlimit(which)[1]
+        if most != RLIM_INFINITY and most < least:
+            what, flag = _NAMES[which]
+            raise OperationError(
+                f"{what} is limited to {format_bytes(most)}, and a mount needs"
+                f" {format_bytes(least)}: raise the limit (ulimit {flag})"
+            )
+    files = getrlimit(RLIMIT_NOFILE)[1]
+    if files != RLIM_INFINITY and files < LEAST_OPEN_FILES:
+        raise OperationError(
+            f"open files are limited to {files}, and a mount needs {LEAST_OPEN_FILES}: raise the"
+            " limit (ulimit -n)"
+        )
+    try:
+        begun, _ = bounded_call(
+            lambda: _begin_tasks(user), timeout=_TRIAL_SECONDS, overdue="threads do not begin"
+        )
+    except OSError as error:
+        raise OperationError(explained(error)) from None
+    if begun < LEAST_TASKS:
+        most = getrlimit(RLIMIT_NPROC)[1]
+        limit = "" if most == RLIM_INFINITY else f"ulimit -u is {most}, "
+        raise OperationError(
+            f"{user.name} may begin {begun} more processes and threads, and a mount needs"
+            f" {LEAST_TASKS}: raise the limit ({limit}or pids.max of the control group)"
+        )
+
+
+def _begin_tasks(user: User) -> Answer:
+    """How many more may run, as far as a mount needs them: threads count as processes do. Tried,
+    because no number tells how many there are. For a child."""
+    become(user)
+    threading.stack_size(_STACK_BYTES)
+    end = threading.Event()
+    for number in range(LEAST_TASKS):
+        try:
+            threading.Thread(target=end.wait, daemon=True).start()
+        except RuntimeError:
+            return number, ()
+    return LEAST_TASKS, ()
+
+
+# The directories that it is to use
+
+
+@dataclass(frozen=True, slots=True)
+class StorageDirectory:
+    """A directory that the user named (or left to the default), for messages and checks. ``own`` is
+    the dataset's own one there: the directory itself, one below it, or none yet."""
+
+    what: str
+    option: str
+    path: str
+    own: str | None
+
+    def refusal(self, reason: str) -> UsageError:
+        return UsageError(f"{self.what}{reason}: name another {self.option}")
+
+
+def check_storage(
+    config: Config, source: OpenedSource, mountpoint: Mountpoint, cache_dir: str, timeout: float
+) -> None:
+    """Raises UsageError for a tier or a state directory that cannot serve. Changes nothing.
+    ``cache_dir`` is the default place, in which missing parents are made later."""
+
+    def call() -> None:
+        for directory in directories_of(config):
+            check_directory(directory, cache_dir, config.user, (source, mountpoint))
+        for tier in config.tiers:
+            check_size(tier, nearest(tier.path))
+
+    paths = ", ".join([tier.path for tier in config.tiers] + [config.state_dir])
+    bounded_value(
+        call,
+        timeout=timeout,
+        overdue=f"one of {paths} did not answer within {timeout:g} s: use another disk",
+    )
+
+
+def directories_of(config: Config) -> list[StorageDirectory]:
+    """The tiers' directories in their order, then the state directory. Blocks."""
+    owned = recorded_directories(config)
+    directories = [
+        StorageDirectory(f"tier {tier.path}", "--tier", tier.path, owned.get(tier.path))
+        for tier in config.tiers
+    ]
+    state = f"state directory {config.state_dir}"
+    return [
+        *directories,
+        StorageDirectory(state, "--state-dir", config.state_dir, config.state_dir),
+    ]
+
+
+def check_directory(
+    directory: StorageDirectory,
+    cache_dir: str,
+    user: User,
+    apart: tuple[OpenedSource, Mountpoint] | None = None,
+) -> str:
+    """Raises UsageError for one that cannot serve, also if it is not ``apart`` from these. Blocks
+    as the file system does. Returns the directory, or the nearest above it that exists."""
+    existing = _check_exists(directory, cache_dir)
+    if apart is not None:
+        _check_apart(directory, existing, *apart)
+    _check_local(directory, existing)
+    _check_own(directory, user)
+    _check_writable(directory, user)
+    return existing
+
+
+def check_size(tier: TierSpec, existing: str) -> None:
+    """Raises UsageError for a tier larger than the whole file system of ``existing``, a directory:
+    a slip, or a size for another node; and where that file system does not count what it holds
+    (ramfs, a tmpfs with size=0). Blocks as the file system does."""
+    vfs = os.statvfs(existing)
+    total = vfs.f_blocks * vfs.f_frsize
+    if total == 0:
+        mount = mount_of(existing)
+        raise UsageError(
+            f"tier {tier.path}: its file system ({mount.fstype if mount else 'unknown'}) has no"
+            " size, so nothing tells how much room is left: name another --tier (in memory: on a"
+            " tmpfs with a size=)"
+        )
+    size = tier.size.resolve(total)
+    if size > total:
+        raise UsageError(
+            f"tier {tier.path}: its size, {format_bytes(size)}, is more than all of its file"
+            f" system, which has {format_bytes(total)}: give less, or a share of it, as in 80%"
+        )
+
+
+def _check_exists(directory: StorageDirectory, cache_dir: str) -> str:
+    """The directory, or the one above in which it can be made."""
+    path = directory.path
+    existing = nearest(path)
+    if not os.path.isdir(existing):
+        raise directory.refusal(f": {existing} is not a directory")
+    parent = os.path.dirname(path)
+    in_default = path == cache_dir or path.startswith(cache_dir + "/")
+    if existing not in (path, parent) and not in_default:
+        what, option = directory.what, directory.option
+        raise UsageError(f"{what}: {parent} does not exist: create it, or name another {option}")
+    owner = os.stat(existing).st_uid
+    if existing == cache_dir and owner not in (0, os.geteuid()):
+        raise directory.refusal(f" belongs to {user_name(owner)}")
+    return existing
+
+
+def _check_apart(
+    directory: StorageDirectory, existing: str, source: OpenedSource, mountpoint: Mountpoint
+) -> None:
+    what, option = directory.what, directory.option
+    try:
+        descriptor = os.open(existing, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise directory.refusal(f": {error.strerror}") from None
+    above = lineage(descriptor)
+    os.close(descriptor)
+    if source.identity in above:
+        raise directory.refusal(f" lies inside the source {source.path}")
+    if mountpoint.identity in above:
+        raise directory.refusal(f" lies inside the mount point {mountpoint.path}")
+    holds_source = existing == directory.path and above[0] in source.lineage
+    if option == "--tier" and holds_source:
+        raise UsageError(
+            f"the source {source.path} lies inside {what}: name a directory beside it with {option}"
+        )
+
+
+def _check_local(directory: StorageDirectory, existing: str) -> None:
+    if is_network_filesystem(existing):
+        mount = mount_of(existing)
+        kind = mount.fstype if mount else "unknown"
+        raise UsageError(
+            f"{directory.what} is on a network file system ({kind}): name a directory on a local"
+            f" disk with {directory.option}"
+        )
+
+
+def _check_own(directory: StorageDirectory, user: User) -> None:
+    """An existing state directory must be the user's own. (In a tier, another one is made.)"""
+    try:
+        st = os.lstat(directory.path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise directory.refusal(f": {error.strerror}") from None
+    if directory.own == directory.path:
+        refuse_foreign(st, directory.path, user)
+
+
+def _check_writable(directory: StorageDirectory, user: User) -> None:
+    """By root where root alone can change the way there, else by the user: as it is made."""
+    own = directory.own
+    existing = own if own is not None and os.path.isdir(own) else nearest(directory.path)
+    inside = "" if existing == own else "/."
+    try:
+        with roots_place(existing + inside, user, alone=user.uid != 0) as place:
+            by_root = place is not None
+    except Untrusted as error:
+        raise directory.refusal(f": {error.strerror}") from None
+    with nullcontext() if by_root else acting_as(user):
+        writable = may_access(existing, os.W_OK | os.X_OK)
+    if not writable:
+        raise UsageError(
+            f"{directory.what}: {existing} is not writable: name another {directory.option}, or"
+            " have it made writable"
+        )
+
+
+def nearest(path: str) -> str:
+    """The path, or the nearest directory above it that exists. Blocks."""
+    while not os.path.lexists(path):
+        path = os.path.dirname(path)
+    return path

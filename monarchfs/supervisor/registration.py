@@ -10,7 +10,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from monarchfs.config import Config, User
 from monarchfs.control.peers import short_socket_path
 from monarchfs.control.registration import (
-    UNKNOWN_CONNECTION,
     Registration,
     own_mount_namespace,
     registration_stem,
@@ -54,9 +53,7 @@ def open_runtime_dir(path: str, undo: ExitStack) -> None:
 class ControlSocket:
     """The listening socket and its registration; removed by `close`."""
 
-    def __init__(
-        self, config: Config, state_dir: str, started_ns: int, connection: int = UNKNOWN_CONNECTION
-    ) -> None:
+    def __init__(self, config: Config, started_ns: int, connection: int) -> None:
         self.stem = registration_stem(config.runtime_dir, config.mountpoint, connection)
         self.registration = Registration(
             mountpoint=config.mountpoint,
@@ -65,7 +62,7 @@ class ControlSocket:
             uid=config.user.uid,
             supervisor_pid=os.getpid(),
             start_ticks=start_ticks(os.getpid()) or 0,
-            state_dir=state_dir,
+            state_dir=config.state_dir,
             started_ns=started_ns,
             connection=connection,
         )

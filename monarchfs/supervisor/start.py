@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from monarchfs.config import Config
 from monarchfs.fuse.connection import FuseConnection
@@ -28,23 +28,19 @@ from monarchfs.fuse.unmount import unmount_bounded
 from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import Report, ending_signals
-from monarchfs.supervisor.first_worker import read_init_request, serving_worker
+from monarchfs.supervisor.directories import open_state_dir, open_tiers
+from monarchfs.supervisor.failover import LARGEST_INIT, Failover
 from monarchfs.supervisor.launch import Descriptors, module_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
 from monarchfs.supervisor.mounted import Mounted
-from monarchfs.supervisor.peering import PeerServer, address_of, find_peers, open_peer_server
+from monarchfs.supervisor.peering import address_of, find_peers, open_peer_server
 from monarchfs.supervisor.port import LOOPBACK, listen_on, stop_listening
 from monarchfs.supervisor.preflight import MountSpec, checked
 from monarchfs.supervisor.registration import ControlSocket, open_runtime_dir
-from monarchfs.supervisor.storage import open_state_dir
 from monarchfs.supervisor.supervise import Supervisor
 from monarchfs.supervisor.takeover import Handover, OrphanedWorker
-from monarchfs.supervisor.tieropening import open_tiers
 from monarchfs.supervisor.worker_logging import WorkerOutput
 from monarchfs.types import OperationError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _COUNTS_BYTES = 256 << 10
 """Ten times what a mount with some tiers needs, twice."""
@@ -68,11 +64,10 @@ def mount_and_supervise(
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
     log_to_stderr(spec.settings.log_level)
     command = worker_command or module_command("monarchfs.worker")
-    with ExitStack() as undo:
-        with _interruptible():
-            supervisor = _start(spec, command, deadline, undo)
-            supervisor.catch_signals()
-            report()
+    with ExitStack() as undo, _interruptible():
+        supervisor = _start(spec, command, deadline, undo)
+        supervisor.catch_signals()
+        report()
         # From here on the supervisor itself puts things back, and what it keeps (the state
         # directory, the tiers) stays for the next mount.
         undo.pop_all()
@@ -91,11 +86,10 @@ def take_over(
     ``restarts`` others; otherwise as `mount_and_supervise`: ``report`` is called as soon as another
     worker is starting. The descriptors are this process's from now on."""
     log_to_stderr(handover.config.log_level)
-    with ExitStack() as undo:
-        with _interruptible():
-            supervisor = _resume(handover, orphans, restarts + 1, undo)
-            supervisor.catch_signals()
-            report()
+    with ExitStack() as undo, _interruptible():
+        supervisor = _resume(handover, orphans, restarts + 1, undo)
+        supervisor.catch_signals()
+        report()
         undo.pop_all()
     log.warning("took over %s on %s", supervisor.config.source, supervisor.config.mountpoint)
     return supervisor.run()
@@ -149,10 +143,13 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         peers=None if peers is None else peers.to_message(),
         peer_address=address,
     )
-    mounted = _mounted(handover, command, connection, backing, peer_server, undo)
-    worker, restarts = serving_worker(mounted, deadline, undo)
+    output = _output(config, undo)
+    mounted = Mounted(handover, command, connection, backing, peer_server, output)
+    failover = Failover(mounted)
+    undo.callback(failover.close, 1.0)
+    failover.serve_first(deadline)
     _read_ahead(connection.number)
-    control_socket = ControlSocket(config, config.state_dir, mount_ns, connection.number)
+    control_socket = ControlSocket(config, mount_ns, connection.number)
     undo.callback(control_socket.close)
     stay = [(logging.WARNING, line) for line in directories.left_out()]
     if not config.foreground:
@@ -161,14 +158,11 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
         log_as_daemon(config, state_dir)
     for level, line in (*directories.remarks, *stay):
         log.log(level, "%s", line)
-    return Supervisor(mounted, worker, restarts, control_socket)
+    return Supervisor(mounted, failover, control_socket)
 
 
 def _resume(
-    handover: Handover,
-    orphans: Sequence[OrphanedWorker],
-    restarts: int,
-    undo: ExitStack,
+    handover: Handover, orphans: Sequence[OrphanedWorker], restarts: int, undo: ExitStack
 ) -> Supervisor:
     config, descriptors = handover.config, handover.descriptors
     open_runtime_dir(config.runtime_dir, undo)
@@ -187,27 +181,34 @@ def _resume(
     backing.take_over(handover.stack_depth)
     for orphan in orphans:
         orphan.kill()
-    command = module_command("monarchfs.worker")
-    mounted = _mounted(handover, command, connection, backing, peer_server, undo)
-    worker = mounted.start_worker(restarts=restarts)
-    undo.callback(worker.stop)
-    control_socket = ControlSocket(config, config.state_dir, handover.mount_ns, connection.number)
+    command, output = module_command("monarchfs.worker"), _output(config, undo)
+    mounted = Mounted(handover, command, connection, backing, peer_server, output)
+    failover = Failover(mounted, restarts=restarts, orphans=orphans)
+    undo.callback(failover.close, 1.0)
+    control_socket = ControlSocket(config, handover.mount_ns, connection.number)
     undo.callback(control_socket.close)
-    return Supervisor(mounted, worker, restarts, control_socket, orphans=orphans)
+    return Supervisor(mounted, failover, control_socket)
 
 
-def _mounted(
-    handover: Handover,
-    command: Sequence[str],
-    connection: FuseConnection,
-    backing: BackingFiles,
-    peer_server: PeerServer | None,
-    undo: ExitStack,
-) -> Mounted:
-    output = WorkerOutput() if handover.config.foreground else None
-    if output is not None:
-        undo.callback(output.close)
-    return Mounted(handover, command, connection, backing, peer_server, output)
+def _output(config: Config, undo: ExitStack) -> WorkerOutput | None:
+    """Where workers write to in the foreground."""
+    if not config.foreground:
+        return None
+    output = WorkerOutput()
+    undo.callback(output.close)
+    return output
+
+
+def read_init_request(fuse: int, deadline: float) -> bytes:
+    """The kernel's FUSE_INIT, the first thing that a new connection sends."""
+    poll = select.poll()
+    poll.register(fuse, select.POLLIN)
+    if not poll.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+        raise OperationError("the kernel sent no FUSE_INIT: check dmesg")
+    try:
+        return os.read(fuse, LARGEST_INIT)
+    except OSError as error:
+        raise OperationError(f"cannot read from /dev/fuse: {error.strerror}") from None
 
 
 def _read_ahead(connection: int) -> None:

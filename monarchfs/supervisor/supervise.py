@@ -8,7 +8,6 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,9 @@ from monarchfs.supervisor import takeover
 from monarchfs.supervisor.clients import MOST_CLIENTS, Clients, reply
 from monarchfs.supervisor.daemon import ending_signals
 from monarchfs.supervisor.failover import Failover, Phase
-from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.notify_systemd import ServiceManager
-from monarchfs.supervisor.reaper import DeadWorker
 from monarchfs.supervisor.registration import ControlSocket
-from monarchfs.supervisor.reports import Reports
 from monarchfs.supervisor.takeover import Standbys
 from monarchfs.types import MonarchError, UsageError
 
@@ -58,17 +54,7 @@ class Supervisor:
     reports, clients, the unmount under way.
     """
 
-    def __init__(
-        self,
-        mounted: Mounted,
-        worker: WorkerProcess,
-        restarts: int,
-        control_socket: ControlSocket,
-        *,
-        orphans: Sequence[DeadWorker] | None = None,
-    ) -> None:
-        """``worker`` serves, after ``restarts`` others; or, with ``orphans``, it is to follow
-        these workers of a supervisor that died."""
+    def __init__(self, mounted: Mounted, failover: Failover, control_socket: ControlSocket) -> None:
         self.config = mounted.config
         self.mounted = mounted
         self.control_socket = control_socket
@@ -77,15 +63,15 @@ class Supervisor:
         self._started = time.monotonic()
         self._exit_code: int | None = None
         self._manager = ServiceManager(os.environ if self.config.foreground else {})
-        self._selector = selectors.DefaultSelector()
+        self.failover = failover
+        self._selector = failover.selector
         self._wake_reading, self._wake_writing = socket.socketpair()
         self._clients = Clients(
             control_socket.listener, self.config.user.uid, self._selector, self._answer
         )
-        self._reports = Reports()
+        self._reports = failover.reports
         self._reports.due.add(self._reply_status)
         self._standbys = Standbys(mounted.handover)
-        self.failover = Failover(worker, mounted, restarts, self._selector, self._reports, orphans)
 
     def catch_signals(self) -> None:
         """From here on signals unmount; those that come before `run` are kept for it."""

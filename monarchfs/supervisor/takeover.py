@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.clients import reply
 from monarchfs.supervisor.launch import Descriptors, thread_states
+from monarchfs.system.locks import try_lock
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -352,9 +352,7 @@ def own(handover: Handover) -> int | None:
     # Another open file of the mount's table of open files, so the lock is this process's.
     path = f"/proc/self/fd/{handover.descriptors.handles}"
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    if try_lock(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None

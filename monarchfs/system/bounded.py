@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
+from monarchfs.system.inherited import close_all_but, drop_streams
 from monarchfs.system.limits import explained, unmet
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -171,10 +172,5 @@ def _leave_parent_behind(keep: Set[int]) -> None:
     for wanted in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(wanted, signal.SIG_DFL)
     signal.set_wakeup_fd(-1)
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    # By name, because the limit of descriptors can be in the billions.
-    for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number not in keep:
-            os.closerange(number, number + 1)
+    drop_streams()
+    close_all_but(keep)

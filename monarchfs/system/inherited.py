@@ -64,3 +64,21 @@ def restore() -> None:
     for which, both in _inherited.limits.items():
         setrlimit(which, both)
     signal.pthread_sigmask(signal.SIG_SETMASK, _inherited.mask)
+
+
+def drop_streams() -> None:
+    """Descriptors 0 to 2 are /dev/null from now on: who reads our output is not to wait for our
+    end."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    if null > 2:
+        os.close(null)
+
+
+def close_all_but(keep: Set[int]) -> None:
+    """Closes the caller's descriptors, but for 0 to 2 and those in ``keep``."""
+    # By name, because the limit of descriptors can be in the billions.
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in keep:
+            os.closerange(number, number + 1)

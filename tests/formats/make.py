@@ -43,12 +43,11 @@ from monarchfs.slurm.caches import close_cache
 from monarchfs.slurm.records import write_record
 from monarchfs.slurm.shares import record_of, share_key
 from monarchfs.slurm.site import Site
+from monarchfs.supervisor.directories import Holder, TierOwner, write_holder, write_owner
+from monarchfs.supervisor.directories import write_record as write_tiers
 from monarchfs.supervisor.launch import Descriptors
-from monarchfs.supervisor.lock import Holder, write_holder
 from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.takeover import Handover
-from monarchfs.supervisor.tierdirs import TierOwner, write_owner
-from monarchfs.supervisor.tierdirs import write_record as write_tiers
 from monarchfs.types import ReplicaState, SourceVersion, TierFile
 from monarchfs.worker.kept_hints import KeptHints, KeptOrder
 from tests.index.tools import DIRECTORY, NOW, add_listing, open_index, replica, scratch, source_stat

@@ -36,9 +36,8 @@ from monarchfs.metrics.persistent import PersistentCounts
 from monarchfs.peers.nodes import Peers
 from monarchfs.slurm.caches import CacheShare, read_cache
 from monarchfs.slurm.site import Site
-from monarchfs.supervisor.lock import read_holder
+from monarchfs.supervisor.directories import read_holder, read_owner, read_record_of
 from monarchfs.supervisor.takeover import Handover
-from monarchfs.supervisor.tierdirs import read_owner, read_record_of
 from monarchfs.types import Listing, Replica, TierTotals
 from monarchfs.worker.bootstrap import Bootstrap
 from monarchfs.worker.kept_hints import KeptHints

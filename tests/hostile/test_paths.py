@@ -19,10 +19,9 @@ import pytest
 
 from monarchfs.config import Config
 from monarchfs.config.model import TierSpec, User
-from monarchfs.slurm.trees import tree_size
-from monarchfs.supervisor import logs, storage
+from monarchfs.supervisor import logs
+from monarchfs.supervisor.directories import open_state_dir, open_tiers, tree_size
 from monarchfs.supervisor.identity import acting_as
-from monarchfs.supervisor.tieropening import open_tiers
 from monarchfs.types import MonarchError, TierSize
 from tests.support import trees
 from tests.support.fake_mounts import interpreter_for
@@ -95,7 +94,7 @@ def open_storage(config: Config, *, keep: bool) -> bool:
     """What a mount does with its directories, kept or taken back; whether that worked."""
     with ExitStack() as undo, ExitStack() as closing:
         try:
-            state, lock = storage.open_state_dir(config, undo)
+            state, lock = open_state_dir(config, undo)
             _, directories = open_tiers(config, state, undo)
         except MonarchError:
             return False

@@ -29,8 +29,8 @@ from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
 from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.peers.nodes import PeerNode
+from monarchfs.supervisor.directories import Holder
 from monarchfs.supervisor.identity import in_first_user_namespace
-from monarchfs.supervisor.lock import Holder
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom
 from monarchfs.types import Space, TierSize
 from tests.support import surroundings

@@ -24,8 +24,14 @@ from monarchfs.cache.store.checksum import checksum
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cli.main import main
 from monarchfs.config import User
-from monarchfs.supervisor.lock import Holder, InUse, read_holder, take_lock, write_holder
-from monarchfs.supervisor.tierdirs import write_record
+from monarchfs.supervisor.directories import (
+    Holder,
+    InUse,
+    read_holder,
+    take_lock,
+    write_holder,
+    write_record,
+)
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
 from tests.support import on_disk
 from tests.support.fake_mounts import NOBODY, interpreter_for

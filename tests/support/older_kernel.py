@@ -111,10 +111,10 @@ if __name__ == "__main__":
     if numbers:
         refuse(code, numbers)
     from monarchfs.cli import main, mount
-    from monarchfs.supervisor import first_worker, start
+    from monarchfs.supervisor import start
 
     if minor:
-        read = first_worker.read_init_request
+        read = start.read_init_request
         vars(start)["read_init_request"] = lambda *given: as_version_27(read(*given))
     if release:
         command = (sys.executable, "-I", __file__, "worker", release)

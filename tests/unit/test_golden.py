@@ -39,7 +39,7 @@ from monarchfs.insight.live import LiveRates
 from monarchfs.insight.recording import AnsweredBy
 from monarchfs.slurm.discovery import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
 from monarchfs.slurm.leftovers import Leftover
-from monarchfs.slurm.trees import Size
+from monarchfs.supervisor.directories import Size
 from monarchfs.types import Space
 from tests.support.fake_daemon import changed, healthy, only_these, states
 from tests.support.golden import Golden, unfolded

@@ -22,9 +22,9 @@ from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.handle_table import make_table
 from monarchfs.peers.nodes import Peers, parse_nodes
+from monarchfs.supervisor.directories import LOCK, take_lock
+from monarchfs.supervisor.failover import Reaper
 from monarchfs.supervisor.launch import Descriptors, WorkerProcess
-from monarchfs.supervisor.lock import LOCK, take_lock
-from monarchfs.supervisor.reaper import Reaper
 from monarchfs.supervisor.restart_policy import (
     KILLED_PAUSE_SECONDS,
     LONG_LIFE_SECONDS,
@@ -455,7 +455,7 @@ def test_what_cannot_be_understood_is_refused(
 
 @dataclass
 class Dead:
-    """A worker that was killed: of ``reaper.DeadWorker``, what is looked at."""
+    """A worker that was killed: of ``DeadWorker``, what is looked at."""
 
     reaped: bool = False
     quiet: bool = False

@@ -1,16 +1,15 @@
-"""The daemon of the private mount of ``monarchfs run``: the namespace, the mount in it, and the
-leases.
+"""The private mount of ``monarchfs run``: the daemon that holds it, and the leases on it.
 
-It lives in a mount namespace of its own, in which the source's own path shows the mount. Its child
-is the usual supervisor. Whoever connects to its socket is sent the namespaces, and holds the mount
-while the connection is open, so every end of a process is noticed. When the last lease is gone,
-the daemon unmounts within a few seconds, whatever still uses the mount, and then closes that last
-connection.
+A namespace daemon lives in a mount namespace of its own, in which the source's own path shows the
+mount. Its child is the usual supervisor. A lease is a connection to its socket: who connects is
+sent the namespaces, and holds the mount while the connection is open, so every end of a process is
+noticed. When the last lease is gone, the daemon unmounts within a few seconds, whatever still uses
+the mount, and then closes that last connection.
 
-Each job of a user has such a daemon, and all of them share one mount. The first one's *owns* the
-mount. The others have a lease there, and are *standbys* of its supervisor
-(``supervisor.takeover``): a batch system kills all processes of a job that ends, and then one of
-the standbys owns the mount.
+Each job of a user on a node has such a daemon, for all of its tasks, and all of them share one
+mount of a source; the names of their files say who shares. The first one's *owns* the mount. The
+others have a lease there, and are *standbys* of its supervisor (``supervisor.takeover``): a batch
+system kills all processes of a job that ends, and then one of the standbys owns the mount.
 
 If several start at once, one makes the mount and the others join it: locks in the runtime directory
 and on the state directory see to that.
@@ -18,30 +17,26 @@ and on the state directory see to that.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import selectors
 import signal
+import socket
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from monarchfs.config.places import Search, default_state_dir
+from monarchfs.config.places import Search, default_state_dir, is_own
 from monarchfs.config.settings import Settings
+from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.fuse.connection import is_dead
 from monarchfs.supervisor.daemon import Report, run_in_background
-from monarchfs.supervisor.lease import (
-    KEPT,
-    MOST_END_SECONDS,
-    STARTING,
-    LeaseServer,
-    MountLease,
-    mount_stem,
-    sweep,
-)
-from monarchfs.supervisor.lock import release_named_lock, take_named_lock
 from monarchfs.supervisor.namespace import Spaces, join, leave_for_own
 from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
@@ -49,10 +44,25 @@ from monarchfs.supervisor.registration import open_runtime_dir
 from monarchfs.supervisor.start import mount_and_supervise, take_over
 from monarchfs.supervisor.supervise import ORPHANED
 from monarchfs.supervisor.takeover import OtherRelease, StandbyConnection, own
+from monarchfs.system.inherited import drop_streams
+from monarchfs.system.locks import named_lock
 from monarchfs.system.parent_death import die_with_parent
 from monarchfs.types import MonarchError, OperationError
 
 log = logging.getLogger(__name__)
+
+SOCKET, KEPT, STARTING = ".run", ".kept", ".starting"
+"""Suffixes of a namespace daemon's files: its socket; what it locks for its life; what a process
+locks that looks for the daemon, or starts it."""
+
+MOST_END_SECONDS = 8.0
+"""How long the end of a private mount takes at most, after the last lease is gone."""
+
+_JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID")
+_BACKLOG = 128
+_WELCOME_BYTES = 1 << 16
+_WELCOME_SECONDS = 5.0
+_MOST_SPACES = 3
 
 _FIRST_LEASE_SECONDS = 10.0
 _POLITE_SECONDS = 2.0
@@ -74,6 +84,28 @@ _MOST_TAKEOVERS, _TAKEOVER_SECONDS = 5, 60.0
 """Of a mount whose supervisors die more often than this, a daemon lets go."""
 
 
+def job_stem(spec: MountSpec, environ: Mapping[str, str]) -> str:
+    """The path, without suffixes, of the files of the daemon that a job of the user's has for a
+    private mount."""
+    return _stem(spec, [environ.get(name, "") for name in _JOB])
+
+
+def mount_stem(spec: MountSpec) -> str:
+    """The same of the daemon that owns the mount, for all of the user's jobs."""
+    return _stem(spec, [])
+
+
+def _stem(spec: MountSpec, job: list[str]) -> str:
+    words = "\0".join([spec.source, str(spec.user.uid), *job])
+    name = hashlib.sha256(os.fsencode(words)).hexdigest()[:24]
+    return os.path.join(spec.places.runtime_dir, name)
+
+
+def settings_digest(settings: Settings) -> str:
+    """What tells whether two wanted the same mount."""
+    return repr(settings)
+
+
 def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> MountLease:
     """Joins the private mount that is wanted, or has it made first, by a daemon with the files
     ``stem``; blocks until ``deadline`` (time.monotonic()) and a few seconds at most. ``search``
@@ -84,9 +116,8 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
         made.pop_all()
     sweep(spec.places.runtime_dir)
     overdue = f"the mount of {spec.source} that another process makes does not come about"
-    lock = take_named_lock(stem + STARTING, deadline, overdue)
     attempts = 0
-    try:
+    with named_lock(stem + STARTING, deadline, overdue):
         while attempts < _ATTEMPTS:
             lease = MountLease.take_lease(stem, search)
             if lease is not None:
@@ -104,8 +135,6 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
                 if not in_use or time.monotonic() > deadline:
                     raise
                 time.sleep(_IN_USE_POLL_SECONDS)
-    finally:
-        release_named_lock(stem + STARTING, lock)
     raise OperationError(f"the mount of {spec.source} ends as soon as it is made: see its log")
 
 
@@ -115,16 +144,11 @@ def _run_daemon(
     """The daemon's life; returns 0 when it has let go of the mount, at once if its parent
     ``starter`` has ended meanwhile. Raises UsageError or OperationError if the mount does not come
     about by ``deadline``; nothing is left then."""
-    # Who reads the command's output is not to wait for our end.
-    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for standard in (0, 1, 2):
-        os.dup2(null, standard)
-    os.close(null)
+    drop_streams()
     with ExitStack() as undo:
         # An earlier daemon of the same job may still be letting go.
         overdue = f"an earlier mount of {spec.source} does not end"
-        lock = take_named_lock(stem + KEPT, deadline, overdue)
-        undo.callback(release_named_lock, stem + KEPT, lock)
+        undo.enter_context(named_lock(stem + KEPT, deadline, overdue))
         daemon = NamespaceDaemon(spec, stem, search)
         undo.callback(daemon.let_go)
         daemon.mount_or_join(deadline)
@@ -153,7 +177,7 @@ class NamespaceDaemon:
         self._standby: StandbyConnection | None = None
         self._lease: MountLease | None = None
         self._ownership: int | None = None
-        self._mount_lock: int | None = None
+        self._mount_lock = ExitStack()
         self._takeovers: deque[float] = deque(maxlen=_MOST_TAKEOVERS)
         self._selector = selectors.DefaultSelector()
         self._leases = LeaseServer(self._selector)
@@ -175,28 +199,36 @@ class NamespaceDaemon:
         self._leases.listen(self._stem)
 
     def _joined(self, deadline: float) -> MountLease | None:
-        """Stand by the mount of another job. None if there is none. Raises OperationError if its
-        supervisor does not answer by ``deadline``, or is of another release."""
-        while (lease := MountLease.take_lease(self._mount_stem, self._search)) is not None:
+        """`_join_owner`. Raises OperationError if the supervisor there does not answer by
+        ``deadline``, or is of another release."""
+        while True:
             try:
-                self._stands_by(lease, StandbyConnection(lease.control))
-                return lease
+                return self._join_owner()
             except OperationError as error:
                 # Somebody may be about to take it over.
-                lease.close()
                 if isinstance(error, OtherRelease) or time.monotonic() > deadline:
                     raise
             time.sleep(_POLL_SECONDS)
-        return None
+
+    def _join_owner(self) -> MountLease | None:
+        """Stand by the mount of another job, with a lease there. None if there is none. Raises
+        OperationError if its supervisor does not answer."""
+        lease = MountLease.take_lease(self._mount_stem, self._search)
+        if lease is None:
+            return None
+        try:
+            self._stand_by(lease.control, lease.owner_uid, lease)
+        except OperationError:
+            lease.close()
+            raise
+        return lease
 
     def _connect(self) -> None:
         """The supervisor is a child of this process, and serves or will soon."""
         found = self._find()
         if found is None or found.registered is None:
             raise OperationError(f"{self._spec.source} was unmounted by somebody else: try again")
-        registered = found.registered
-        self._stands_by(None, StandbyConnection(registered.socket_path))
-        self._leases.welcome |= {"control": registered.socket_path, "owner": registered.owner_uid}
+        self._stand_by(found.registered.socket_path, found.registered.owner_uid, None)
 
     def _own(self) -> None:
         """From here on daemons of other jobs find this one."""
@@ -205,23 +237,22 @@ class NamespaceDaemon:
             self._ownership = own(self._standby.handover)
         if self._ownership is None:
             raise OperationError(f"another process owns the mount of {self._spec.source}")
-        self._mount_lock = take_named_lock(
-            self._mount_stem + KEPT,
-            time.monotonic() + MOST_END_SECONDS,
-            f"another mount of {self._spec.source} does not come about, and does not end",
-        )
+        overdue = f"another mount of {self._spec.source} does not come about, and does not end"
+        until = time.monotonic() + MOST_END_SECONDS
+        self._mount_lock.enter_context(named_lock(self._mount_stem + KEPT, until, overdue))
         self._leases.listen(self._mount_stem)
 
-    def _stands_by(self, lease: MountLease | None, standby: StandbyConnection) -> None:
-        """``lease``: at the daemon that owns the mount, if that is another one."""
+    def _stand_by(self, control: str, owner_uid: int, lease: MountLease | None) -> None:
+        """By the supervisor of ``owner_uid`` that listens on ``control``; ``lease``: at the daemon
+        that owns the mount, if that is another one. Raises OperationError."""
+        standby = StandbyConnection(control)
         self._drop_standby()
         earlier, self._lease = self._lease, lease
         if earlier is not None:
             earlier.close()
         self._standby = standby
         self._selector.register(standby, selectors.EVENT_READ, self._on_supervisor)
-        if lease is not None:
-            self._leases.welcome |= {"control": lease.control, "owner": lease.owner_uid}
+        self._leases.welcome |= {"control": control, "owner": owner_uid}
 
     def _drop_standby(self) -> None:
         standby, self._standby = self._standby, None
@@ -253,8 +284,7 @@ class NamespaceDaemon:
             found = self._find()
             if found is not None:
                 remove_by_force(found, time.monotonic() + _FORCE_SECONDS)
-        if self._mount_lock is not None:
-            release_named_lock(self._mount_stem + KEPT, self._mount_lock)
+        self._mount_lock.close()
         if self._lease is not None:
             self._lease.close()
         sweep(self._spec.places.runtime_dir)  # what daemons of killed jobs left
@@ -286,12 +316,9 @@ class NamespaceDaemon:
             if self._ownership is not None:
                 self._take_over(standby)
                 return
-            lease = MountLease.take_lease(self._mount_stem, self._search)
-            if lease is not None:
-                with suppress(OperationError):
-                    self._stands_by(lease, StandbyConnection(lease.control))
+            with suppress(OperationError):
+                if self._join_owner() is not None:
                     return
-                lease.close()
             if time.monotonic() > deadline:
                 raise OperationError("no other job has taken it over")
             time.sleep(_POLL_SECONDS)
@@ -323,7 +350,7 @@ class NamespaceDaemon:
             keep=[*handover.all_descriptors, *(worker.descriptor for worker in workers)],
         )
         self._connect()
-        if self._mount_lock is None:
+        if not self._leases.listens_at(self._mount_stem):
             self._own()
 
     def _told_to_end(self, seconds: float, number: signal.Signals = signal.SIGTERM) -> bool:
@@ -377,6 +404,166 @@ def _report(parent: int, report: Report) -> None:
     report()
 
 
-def settings_digest(settings: Settings) -> str:
-    """What tells whether two wanted the same mount."""
-    return repr(settings)
+def sweep(runtime_dir: str) -> None:
+    """Removes the files of daemons that were killed, perhaps with their job: nobody else would, as
+    their names never come again."""
+    for name in os.listdir(runtime_dir):
+        stem, suffix = os.path.splitext(os.path.join(runtime_dir, name))
+        if suffix not in (KEPT, STARTING):
+            continue
+        with suppress(OperationError), named_lock(stem + suffix, 0.0, "somebody lives"):
+            if suffix == KEPT:
+                with suppress(FileNotFoundError):
+                    os.unlink(stem + SOCKET)
+
+
+# Leases
+
+
+@dataclass(slots=True)
+class MountLease:
+    """Keeps a private mount until this is closed or its process ends. ``control`` is the path of
+    the mount's control socket, ``owner_uid`` who listens there; ``settings`` is the digest of the
+    mount's settings."""
+
+    spaces: Spaces
+    control: str
+    owner_uid: int
+    settings: str
+    _connection: socket.socket
+
+    @classmethod
+    def take_lease(cls, stem: str, search: Search) -> MountLease | None:
+        """From the daemon with the files ``stem``; None if there is none, or it is about to end.
+        The directory used here comes first; other processes may use another one: without a
+        session, or since somebody else took the name in /tmp."""
+        name = os.path.basename(stem)
+        own = [place for place in search(set()) if is_own(place, os.geteuid())]
+        stems = dict.fromkeys([stem, *(os.path.join(place, name) for place in own)])
+        return next((lease for one in stems if (lease := cls._connected(one)) is not None), None)
+
+    @classmethod
+    def _connected(cls, stem: str) -> MountLease | None:
+        """With these files alone."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_WELCOME_SECONDS)
+        descriptors: list[int] = []
+        try:
+            with short_socket_path(stem + SOCKET) as short:
+                connection.connect(short)
+            if peer_uid(connection) != os.geteuid():
+                raise OSError("somebody else listens there")
+            message, descriptors, _, _ = socket.recv_fds(connection, _WELCOME_BYTES, _MOST_SPACES)
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
+            welcome = json.loads(message)
+            return cls(
+                Spaces.from_descriptors(descriptors),
+                str(welcome["control"]),
+                int(welcome["owner"]),
+                str(welcome["settings"]),
+                connection,
+            )
+        except (OSError, ValueError, KeyError):
+            for descriptor in descriptors:
+                os.close(descriptor)
+            connection.close()
+            return None
+
+    def close(self) -> None:
+        """Lets go of the mount. If nobody else holds it, returns when it is gone, after
+        MOST_END_SECONDS at most."""
+        self.spaces.close()
+        with self._connection:
+            self._connection.settimeout(MOST_END_SECONDS)
+            try:
+                self._connection.shutdown(socket.SHUT_WR)
+                self._connection.recv(1)
+            except OSError:
+                return  # it takes longer, or was killed: the daemon's own matter
+
+
+class LeaseServer:
+    """A namespace daemon's side. Changing: ``welcome``, what who comes is told; ``spaces``, what
+    they get; where it listens; who holds the mount, and who was the last to let go."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.welcome: dict[str, Any] = {}
+        self.spaces: Spaces | None = None
+        self._selector = selector
+        self._listeners: dict[str, socket.socket] = {}
+        self._holders: list[socket.socket] = []
+        self._last: socket.socket | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last lease is gone."""
+        return self._last is not None
+
+    @property
+    def unused(self) -> bool:
+        return not self._holders
+
+    def listens_at(self, stem: str) -> bool:
+        return stem + SOCKET in self._listeners
+
+    def listen(self, stem: str) -> None:
+        """The caller has the lock on the daemon's files."""
+        path = stem + SOCKET
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # of a daemon that was killed
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listeners[path] = listener
+        before = os.umask(0o177)
+        try:
+            with short_socket_path(path) as short:
+                listener.bind(short)
+        finally:
+            os.umask(before)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+        self._selector.register(
+            listener, selectors.EVENT_READ, partial(self._on_connection, listener)
+        )
+
+    def close(self) -> None:
+        """Nobody else is served."""
+        for path, listener in self._listeners.items():
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            self._selector.unregister(listener)
+            listener.close()
+        self._listeners.clear()
+
+    def _on_connection(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        # Stricter than `control.may_ask`: who connects gets the namespaces and holds the mount.
+        # Only this user has a use for that, and root needs no help to enter them.
+        if peer_uid(connection) not in (0, os.geteuid()):
+            connection.close()
+            return
+        assert self.spaces is not None
+        connection.setblocking(False)
+        try:
+            message = json.dumps(self.welcome).encode()
+            socket.send_fds(connection, [message], self.spaces.descriptors)
+        except OSError as error:
+            log.debug("somebody left before the welcome: %s", error)
+            connection.close()
+            return
+        self._holders.append(connection)
+        self._selector.register(
+            connection, selectors.EVENT_READ, partial(self._on_holder, connection)
+        )
+
+    def _on_holder(self, connection: socket.socket) -> None:
+        """Nobody says anything here: a connection that can be read is closed."""
+        self._selector.unregister(connection)
+        self._holders.remove(connection)
+        if self._holders:
+            connection.close()
+        else:
+            self._last = connection  # closed when this process ends, which is what it waits for
