@@ -1,4 +1,5 @@
-"""``monarchfs cache``: the caches of this node, mounted or not; to look at, and to remove."""
+"""``monarchfs cache`` and ``gc``: the caches of this node, mounted or not, to look at and to
+remove; and what crashes left behind."""
 
 from __future__ import annotations
 
@@ -9,10 +10,9 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from monarchfs.cli.text import printable
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.caches import all_caches, discard, trash_in
@@ -23,11 +23,14 @@ from monarchfs.slurm.discovery import (
     user_of,
     users_of_node,
 )
+from monarchfs.slurm.job import node_name
+from monarchfs.slurm.leftovers import Sweeper, running_jobs
 from monarchfs.slurm.records import prepare
 from monarchfs.slurm.removing import remove_cache
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.slurm.trees import remove_tree
 from monarchfs.supervisor.recover import find_all, find_private
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -254,3 +257,53 @@ def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
         why = f"  stranded: {one.stranded}" if one.stranded else ""
         lines.append(f"    {place}  {size}  {one.size.files} {count}{why}")
     return [printable(line) for line in lines]
+
+
+# What crashes left behind.
+
+
+def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints what was found and its fate; 1 if something could not be removed, or looked at. Raises
+    UsageError or OperationError."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    site = read_site(arguments.config) if os.geteuid() == 0 else None
+    sweeper = Sweeper(remove=not arguments.dry_run)
+    search = search_of(environ)
+    sweeper.registrations(search)
+    sweeper.sockets(search)
+    sweeper.mounts(search)
+    if site is not None and (os.path.isdir(site.run_dir) or os.path.isdir(site.cache_dir)):
+        if sweeper.remove:
+            prepare(site)
+        if os.path.isdir(site.shares):
+            try:
+                sweeper.jobs(site, running_jobs(node_name(environ)))
+            except MonarchError as error:
+                sweeper.notes.append(f"jobs were not looked at: {error}")
+            sweeper.shares(site)
+        sweeper.budget(site)
+        sweeper.caches(site)
+    stranded = [
+        one for one in take_inventory(site, environ, measure=False).caches() if one.stranded_part()
+    ]
+    if stranded:
+        sweeper.notes.append(
+            f"stranded copies of {len(stranded)} caches stay: see monarchfs cache prune --dry-run"
+        )
+    _print_swept(sweeper, as_json=arguments.json)
+    return int(any(one.error is not None for one in sweeper.found))
+
+
+def _print_swept(sweeper: Sweeper, *, as_json: bool) -> None:
+    if as_json:
+        found = [asdict(one) for one in sweeper.found]
+        print(json.dumps({"dry_run": not sweeper.remove, "found": found, "notes": sweeper.notes}))
+        return
+    for one in sweeper.found:
+        did = "removed" if one.removed else "would remove" if one.error is None else "cannot remove"
+        error = "" if one.error is None else f": {one.error}"
+        print(printable(f"{did} {one.kind} {one.path} ({one.why}){error}"))
+    for note in sweeper.notes:
+        print(printable(note))
+    if not sweeper.found:
+        print("nothing was left behind")

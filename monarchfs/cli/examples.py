@@ -1,5 +1,19 @@
 """What the commands' --help shows below their options: examples, then what else is to be known."""
 
+SHORT_HELP = """\
+usage: monarchfs COMMAND [OPTION]... [ARGUMENT]...
+
+  monarchfs doctor /lustre/imagenet                        can this machine mount it, and how well
+  monarchfs mount /lustre/imagenet /mnt/imagenet           mount it
+  monarchfs run /lustre/imagenet -- python train.py        run a command that sees it cached
+  monarchfs warm /mnt/imagenet --wait                      copy it before the job
+  monarchfs status                                         what mounts there are, and what they do
+  monarchfs umount /mnt/imagenet                           unmount it
+
+monarchfs help shows all commands, monarchfs help COMMAND the options of one.
+"""
+"""What ``monarchfs`` alone says."""
+
 EXAMPLES = {
     "mount": """\
   monarchfs mount /lustre/imagenet /mnt/imagenet --tier /dev/shm=16G --tier /scratch=80%

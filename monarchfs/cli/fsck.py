@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from monarchfs.cli.progress import Progress, bar
-from monarchfs.cli.text import printable
+from monarchfs.cli.output import Progress
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id
 from monarchfs.slurm.discovery import user_of
@@ -22,6 +21,7 @@ from monarchfs.supervisor.identity import user_name
 from monarchfs.supervisor.launch import module_command, spawn_as
 from monarchfs.supervisor.lock import LOCK, Holder, InUse, read_holder, take_lock, write_holder
 from monarchfs.supervisor.tierdirs import read_record
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
 from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError, UsageError
@@ -202,6 +202,13 @@ def _child(
             except subprocess.TimeoutExpired:
                 process.kill()
             raise
+
+
+def bar(done: int, of: int, width: int = 24) -> str:
+    """How much of it, drawn: ``[######------]  50%``."""
+    share = min(1.0, done / of) if of > 0 else 1.0
+    filled = int(share * width)
+    return f"[{'#' * filled}{'-' * (width - filled)}] {100 * share:3.0f}%"
 
 
 def _show_rest(shown: Mapping[str, int], counts: Mapping[str, int]) -> None:

@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
+from monarchfs.cli.examples import SHORT_HELP
 from monarchfs.cli.output import (
     INTERRUPTED,
     complain,
@@ -26,7 +27,12 @@ from monarchfs.system.limits import explained, unmet
 from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-_MODULES = {**dict.fromkeys(("refresh", "pin", "unpin", "evict"), "ask"), "version": "help"}
+_ASKING = ("refresh", "pin", "unpin", "evict", "warm", "order", "weigh", "why", "peers", "restart")
+_MODULES = {
+    **dict.fromkeys(_ASKING, "ask"),
+    **{"gc": "cache", "selftest": "doctor", "completion": "documents", "report": "job"},
+    **{"help": "parser", "version": "parser"},
+}
 """The modules of commands that are not in one of their own name."""
 _WITH_COMMAND = ("run", "record")
 """Those that run another one, which stands behind ``--``."""
@@ -50,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _outcome(arguments: Sequence[str]) -> int:
     if not arguments:
-        from monarchfs.cli.help import SHORT_HELP
-
         sys.stderr.write(SHORT_HELP)
         return 2
     try:
@@ -81,8 +85,8 @@ def _outcome(arguments: Sequence[str]) -> int:
 
 def _command(name: str) -> Command:
     # Each command loads only what it needs: `umount` in an epilog should not wait for imports.
-    module = _MODULES.get(name, name)
-    command: Command = getattr(import_module(f"monarchfs.cli.{module}"), f"{module}_command")
+    module = import_module(f"monarchfs.cli.{_MODULES.get(name, name)}")
+    command: Command = getattr(module, f"{name}_command")
     return command
 
 

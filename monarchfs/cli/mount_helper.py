@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from monarchfs import __version__
 from monarchfs.cli.output import complain, output_written, prepare_streams
 from monarchfs.cli.parser import Parser, build_parser
-from monarchfs.cli.text import printable
 from monarchfs.config.settings import escape_option, is_known_option, split_options
 from monarchfs.system import inherited
+from monarchfs.system.escaping import printable
 from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError, UsageError
 

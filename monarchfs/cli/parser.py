@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from monarchfs import __version__
 from monarchfs.cli.examples import EXAMPLES
-from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS, RUN_OPTIONS, add_mount_options
+from monarchfs.config.options import OPTIONS, flag_of
 from monarchfs.config.values import parse_count, parse_interval, parse_path, parse_timeout
 from monarchfs.types import UsageError
+
+MOUNT_OPTIONS = tuple(key for key, option in OPTIONS.items() if option.help)
+"""Options of ``mount`` that have flags."""
+
+RUN_OPTIONS = tuple(key for key in MOUNT_OPTIONS if key != "foreground")
+"""Those of ``run``, which stays with its command."""
+
+PLAN_OPTIONS = ("tier", "state_dir", "user", "share")
+DOCTOR_OPTIONS = (*PLAN_OPTIONS[:3], "peers", "peer_name", "peer_port", "peer_key", "peer_tls")
+"""Those that say what would be mounted, for whom, with which tiers, and who would share."""
 
 SHELLS = ("bash", "zsh", "fish")
 JOB_STEPS = ("prolog", "epilog", "sweep", "record")
@@ -116,6 +126,23 @@ def _add_command(
     return parser
 
 
+def _add_mount_options(parser: argparse.ArgumentParser, keys: Iterable[str]) -> None:
+    """The flags of these options, and those for files and ``-o``."""
+    for key in keys:
+        option = OPTIONS[key]
+        names = [*(["-f"] if key == "foreground" else []), f"--{flag_of(key)}"]
+        if option.is_switch:
+            # None where it is not given: what files and variables say counts then.
+            parser.add_argument(*names, action="store_const", const=True, help=option.help)
+        else:
+            action = "append" if key == "tier" else "store"
+            parser.add_argument(*names, metavar=option.value, action=action, help=option.help)
+    parser.add_argument(
+        "-o", dest="options", metavar="OPT,...", action="append", help="mount options, as in fstab"
+    )
+    parser.add_argument("--config", metavar="FILE", help="a TOML file with these options")
+
+
 def _add_timeout(
     parser: argparse.ArgumentParser, default: str, what: str = "the time limit"
 ) -> None:
@@ -147,7 +174,7 @@ def _add_mounting(commands: _Commands) -> None:
     parser = _add_command(commands, "mount", "mount a dataset directory")
     parser.add_argument("source", help="the dataset's directory")
     parser.add_argument("mountpoint", help="where to mount; may be SOURCE")
-    add_mount_options(parser)
+    _add_mount_options(parser, MOUNT_OPTIONS)
     parser.add_argument(
         "--source-fd",
         metavar="N",
@@ -167,7 +194,7 @@ def _add_mounting(commands: _Commands) -> None:
     parser = _add_command(commands, "run", summary)
     option = parser.add_argument
     option("source", help="the dataset's directory")
-    add_mount_options(parser, RUN_OPTIONS)
+    _add_mount_options(parser, RUN_OPTIONS)
     option("--strict", action="store_true", help="do not run COMMAND if nothing can be mounted")
     report = "at the end, print on standard error what was served locally"
     option("--report", action="store_true", help=report)
@@ -257,7 +284,7 @@ def _add_checking(commands: _Commands) -> None:
     summary = "check whether this machine can mount, and how well"
     parser = _add_command(commands, "doctor", summary, json=True)
     parser.add_argument("source", nargs="?", help="the dataset's directory")
-    add_mount_options(parser, DOCTOR_OPTIONS)
+    _add_mount_options(parser, DOCTOR_OPTIONS)
     parser.add_argument("--quick", action="store_true", help="measure no rates")
     _add_timeout(parser, "60")
 
@@ -275,7 +302,7 @@ def _add_checking(commands: _Commands) -> None:
     parser = _add_command(commands, "plan", "say what caching a dataset would bring", json=True)
     option = parser.add_argument
     option("source", help="the dataset's directory")
-    add_mount_options(parser, (*PLAN_OPTIONS, "share"))
+    _add_mount_options(parser, PLAN_OPTIONS)
     nodes = "how many nodes share the dataset, each with such tiers"
     option("--nodes", metavar="N", type=parse_count, help=nodes)
     epochs = "how often the dataset is read (default 10)"
@@ -353,3 +380,16 @@ def _add_help(commands: _Commands) -> None:
     names = [*commands.choices, "version"]
     parser.add_argument("topic", metavar="COMMAND", nargs="?", choices=names, help="a command")
     _add_command(commands, "version", "print the version")
+
+
+def help_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints all commands, or the help of one."""
+    parser = build_parser()
+    chosen = parser if arguments.topic is None else commands_of(parser)[arguments.topic]
+    chosen.print_help()
+    return 0
+
+
+def version_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    print(f"monarchfs {__version__}")
+    return 0

@@ -14,9 +14,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.cli.doctor import config_from
-from monarchfs.cli.mount_options import PLAN_OPTIONS
-from monarchfs.cli.progress import Progress
-from monarchfs.cli.text import labelled, printable
+from monarchfs.cli.output import Progress, labelled
 from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
 from monarchfs.config.values import parse_path
@@ -31,6 +29,7 @@ from monarchfs.supervisor.probe import probe_source
 from monarchfs.supervisor.storage import recorded_directories
 from monarchfs.supervisor.tierdirs import names_for
 from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, Space
 
@@ -44,13 +43,13 @@ def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     """Prints the plan. Raises UsageError for what could not be mounted, OperationError where the
     source does not answer."""
     source = parse_path(arguments.source)
-    config, places = config_from(arguments, source, environ, (*PLAN_OPTIONS, "share"))
+    config, places = config_from(arguments, source, environ)
     refuse_ours(source)
     found = probe_source(source, config.user, _SOURCE_SECONDS)
     os.close(found.descriptor)
     refuse_ours(found.path)
     # The dataset's place in the tiers is named after the source without symbolic links.
-    config, places = config_from(arguments, found.path, environ, (*PLAN_OPTIONS, "share"))
+    config, places = config_from(arguments, found.path, environ)
     rooms = [_room(config, number, places.cache_dir) for number in range(len(config.tiers))]
     with Progress() as progress:
         rates = None if arguments.quick else _rates(config, progress)

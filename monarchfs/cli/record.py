@@ -5,25 +5,43 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from monarchfs.cli.ask import ASK_SECONDS
 from monarchfs.cli.child import run_child, signals_in_pipe
-from monarchfs.cli.progress import Progress
-from monarchfs.cli.recorder import HIDDEN, EventRecorder
-from monarchfs.cli.text import counted, printable
-from monarchfs.config.places import search_of
+from monarchfs.cli.output import Progress, counted
+from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_seconds, parse_size
-from monarchfs.insight.recording import MOST_SAMPLE
+from monarchfs.control.client import Connection, connect
+from monarchfs.control.messages import SILENCE_SECONDS
+from monarchfs.insight.recording import EVENT, MOST_SAMPLE, File, RecordingWriter
 from monarchfs.supervisor.recover import require_daemon
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+AGAIN_SECONDS = 0.2
+_BACK_SECONDS = 60.0
+"""A worker that is away for longer does not come back."""
+
+_FLUSH_SECONDS = 2.0
+"""What was received reaches the file in this time: a recorder that is killed loses no more."""
+
+HIDDEN = {
+    "lookups": "names that the kernel remembers",
+    "opens": "opens (the mount is immutable: the kernel opens files by itself)",
+    "reads": "reads from the page cache",
+    "passthrough": "reads that the kernel passes through to local copies above 1 MiB",
+}
 
 
 def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -77,7 +95,7 @@ def _new(output: str) -> Iterator[BinaryIO]:
 
 
 def _record(recorder: EventRecorder, mountpoint: str, output: str, seconds: float | None) -> int:
-    with _signals() as end, Progress() as progress:
+    with signals_in_pipe(_ENDING) as end, Progress() as progress:
         for _ in recorder.follow(recorder.connect(), end, seconds):
             progress.show(
                 f"recording {mountpoint}: {format_seconds(recorder.seconds)},"
@@ -136,17 +154,6 @@ def _record_in_child(recorder: EventRecorder, output: str, end: int, tells: int)
     return 0
 
 
-@contextmanager
-def _signals() -> Iterator[int]:
-    """A descriptor that is readable once a signal says that it is over."""
-    try:
-        with signals_in_pipe(_ENDING) as pipe:
-            yield pipe[0]
-    finally:
-        for descriptor in pipe:
-            os.close(descriptor)
-
-
 def _summary(recorder: EventRecorder, output: str) -> str:
     """One line."""
     parts = [
@@ -163,3 +170,177 @@ def _summary(recorder: EventRecorder, output: str) -> str:
         parts.append("it has every open and read")
     parts.append(f"not seen: {', '.join(HIDDEN[kind] for kind in recorder.hidden)}")
     return printable(f"monarchfs: {'; '.join(parts)}")
+
+
+# Events of a mount, also across restarts of its worker.
+
+
+def open_events(
+    mountpoint: str, search: Search, options: Mapping[str, int]
+) -> tuple[Connection, dict[str, Any]]:
+    """A connection on which events come, and what the mount says of itself before. Raises
+    OperationError if it cannot be recorded, or is gone."""
+    connection = connect(require_daemon(mountpoint, search), ASK_SECONDS)
+    try:
+        connection.ask({"command": "record", **options})
+        return connection, connection.next(SILENCE_SECONDS)[0]["progress"]
+    except (OperationError, ConnectionError) as error:
+        connection.__exit__()
+        raise OperationError(str(error)) from None
+
+
+def hidden_by(facts: Mapping[str, Any]) -> list[str]:
+    """What is never in events, as in HIDDEN."""
+    passes = ["passthrough"] if facts["data_path"] == "passthrough" else []
+    return [*facts["hidden"], *passes]
+
+
+class EventRecorder:
+    """Changing: ``events``, ``lost``, ``sample`` (one of so many files is recorded), ``stopped``
+    (why it ended by itself), the file's length; and what is to be said at the end."""
+
+    def __init__(
+        self,
+        mountpoint: str,
+        search: Search,
+        stream: BinaryIO,
+        facts: Mapping[str, Any],
+        *,
+        sample: int,
+        most_bytes: int,
+    ) -> None:
+        self._mountpoint, self._search = mountpoint, search
+        self._stream = stream
+        self._facts = dict(facts)
+        self.sample = sample
+        self._most_bytes = most_bytes
+        self._writer: RecordingWriter | None = None
+        self._origin_ns = 0
+        self._last_ns = 0
+        self._gaps: list[list[float]] = []
+        self._processes: dict[str, str] = {}
+        self._lost_before = 0
+        self._lost_now = 0
+        self._flushed = 0.0
+        self._inos: set[int] = set()
+        self.events = 0
+        self.stopped = ""
+        self.hidden: list[str] = []
+
+    @property
+    def lost(self) -> int:
+        return self._lost_before + self._lost_now
+
+    @property
+    def files(self) -> int:
+        return len(self._inos)
+
+    @property
+    def written(self) -> int:
+        return self._writer.written if self._writer is not None else 0
+
+    @property
+    def seconds(self) -> float:
+        return (time.monotonic_ns() - self._origin_ns) / 1e9 if self._origin_ns else 0.0
+
+    def connect(self) -> Connection:
+        """Raises OperationError if the mount cannot be recorded."""
+        connection, head = open_events(self._mountpoint, self._search, {"sample": self.sample})
+        if self._writer is None:
+            self._facts |= head["facts"]
+            self.hidden = hidden_by(head["facts"])
+            self._origin_ns = head["origin_ns"]
+            self._writer = RecordingWriter(
+                self._stream, head["begun"], self._facts, self._origin_ns
+            )
+        else:
+            self._gaps.append([self._since(self._last_ns), self._since(head["origin_ns"])])
+        self._last_ns = head["origin_ns"]
+        return connection
+
+    def _since(self, at_ns: int) -> float:
+        return round((at_ns - self._origin_ns) / 1e9, 3)
+
+    def follow(self, connection: Connection, end: int, seconds: float | None) -> Iterator[None]:
+        """Until ``end`` is readable, or for so many seconds, or as long as there is a mount and
+        room. Yields whenever something came."""
+        while True:
+            try:
+                with connection:
+                    yield from self._receive(connection, end, seconds)
+                return
+            except ConnectionError:
+                self._lost_before, self._lost_now = self.lost, 0
+            again = self._again(end)
+            if again is None:
+                return
+            connection = again
+
+    def _again(self, end: int) -> Connection | None:
+        """A connection to the worker that follows; None if there is none any more."""
+        deadline = time.monotonic() + _BACK_SECONDS
+        while True:
+            try:
+                return self.connect()
+            except OperationError as error:
+                if time.monotonic() > deadline:
+                    self.stopped = str(error)
+                    return None
+            try:
+                require_daemon(self._mountpoint, self._search)
+            except OperationError as error:
+                self.stopped = str(error)
+                return None
+            if select.select([end], [], [], AGAIN_SECONDS)[0]:
+                return None
+
+    def _receive(self, connection: Connection, end: int, seconds: float | None) -> Iterator[None]:
+        going = True
+        while True:
+            if going and self._is_over(connection, end, seconds):
+                going = False
+                connection.no_more()
+            message, content = connection.next(SILENCE_SECONDS)
+            if (progress := message.get("progress")) is None:
+                return
+            self._take(progress, content)
+            yield
+            if self.written >= self._most_bytes and not self.stopped:
+                self.stopped = "the file is full"
+
+    def _is_over(self, connection: Connection, end: int, seconds: float | None) -> bool:
+        """Waits until it is, or the mount says something."""
+        if self.stopped:
+            return True
+        left = None if seconds is None else max(0.0, seconds - self.seconds)
+        ready = select.select(
+            [end, connection.fileno()], [], [], 0 if connection.received else left
+        )[0]
+        return end in ready or (left is not None and self.seconds + 1e-3 >= (seconds or 0))
+
+    def _take(self, progress: Mapping[str, Any], content: bytes) -> None:
+        writer = self._writer
+        assert writer is not None
+        self._last_ns = time.monotonic_ns()
+        self._lost_now = progress["lost"]
+        self.sample = progress["sampled"]
+        self._processes |= progress["processes"]
+        files = {int(ino): File(*file) for ino, file in progress["files"].items()}
+        self._inos |= {ino for ino, file in files.items() if not file.is_directory}
+        writer.add_files(files)
+        if not self.stopped:
+            writer.add_packed(content)
+            self.events += len(content) // EVENT.size
+        full = writer.written + writer.pending_bytes > self._most_bytes
+        if full or self._last_ns - self._flushed > _FLUSH_SECONDS * 1e9:
+            self._flushed = self._last_ns
+            writer.flush()
+
+    def finish(self) -> None:
+        """The recording is complete."""
+        if self._writer is not None:
+            facts: dict[str, Any] = {"dropped": self.lost, "sampled": self.sample}
+            facts |= {"processes": self._processes, "gaps": self._gaps}
+            if self.stopped:
+                facts["stopped"] = self.stopped
+            self._writer.finish(round(self.seconds, 6), facts)

@@ -15,9 +15,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
-from monarchfs.cli.text import format_count, printable
-from monarchfs.cli.watch import LiveView, show
+from monarchfs.cli.live import LiveView, show
+from monarchfs.cli.output import format_count
+from monarchfs.cli.record import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
 from monarchfs.config.places import Search, search_of
 from monarchfs.control.client import Connection
 from monarchfs.control.messages import SILENCE_SECONDS
@@ -25,6 +25,7 @@ from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
 from monarchfs.insight.tables import Grid, aligned
 from monarchfs.supervisor.recover import require_daemon
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 
-from monarchfs.cli.output import complain
-from monarchfs.cli.text import counted, printable
+from monarchfs.cli.output import complain, counted
 from monarchfs.config.places import search_of
 from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mount import SYSTEM_PATH, check_fusermount, fusermount_path, may_mount
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.fuse.unmount import Unmounted
 from monarchfs.supervisor.recover import FoundMount, find_one, find_others_mount, unmount_found
+from monarchfs.system.escaping import printable
 from monarchfs.types import OperationError, UsageError
 
 _WORD_SECONDS = 1.0
