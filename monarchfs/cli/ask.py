@@ -19,6 +19,7 @@ from monarchfs.cli.output import (
     counted,
     failed,
     format_count,
+    plural,
     renumbered_text,
     show_result,
 )
@@ -172,24 +173,18 @@ def _described(command: str, result: Mapping[str, Any]) -> Iterator[str]:
     if command == "refresh":
         yield _counts(result)
         return
-    text = f"{_DONE[command]} {_number_of(result.get('files', 0), 'file')}"
-    text += f", {format_bytes(result.get('bytes', 0))}"
+    files, size = result.get("files", 0), format_bytes(result.get("bytes", 0))
+    text = f"{_DONE[command]} {files} {plural(files, 'file')}, {size}"
     if kept := result.get("kept", 0):
         text += f", kept {kept} that are {_KEPT[command]}"
-    if command == "pin" and (unseen := list(_unseen(result))):
-        text += f" so far, and what else lies there: {', '.join(unseen)}"
-    yield text
-
-
-def _unseen(result: Mapping[str, Any]) -> Iterator[str]:
+    unseen = []
     if directories := result.get("not_listed", 0):
-        yield f"{_number_of(directories, 'directory', 'directories')} not listed yet"
+        unseen.append(f"{directories} {plural(directories, 'directory', 'directories')} not listed")
     if names := result.get("not_looked_at", 0):
-        yield f"{_number_of(names, 'name')} not looked at yet"
-
-
-def _number_of(count: int, one: str, many: str = "") -> str:
-    return f"{count} {one if count == 1 else many or one + 's'}"
+        unseen.append(f"{names} {plural(names, 'name')} not looked at")
+    if command == "pin" and unseen:
+        text += f" so far, and what else lies there: {' yet, '.join(unseen)} yet"
+    yield text
 
 
 def _counts(result: Mapping[str, Any]) -> str:
@@ -460,10 +455,9 @@ def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         report for point, paths in wanted.items() for report in _reports(by_point[point], paths)
     ]
     errors = [report["error"] for report in reports if "error" in report]
-    if arguments.json or len(errors) < len(reports):
-        known = (report for report in reports if "error" not in report)
-        lines = (printable(line) for report in known for line in _explained(report))
-        show_result(arguments, {"paths": reports}, lines)
+    known = (report for report in reports if "error" not in report)
+    lines = (printable(line) for report in known for line in _explained(report))
+    show_result(arguments, {"paths": reports}, lines)
     return failed(arguments, f"{errors[0]}{_and_more(len(errors))}") if errors else 0
 
 

@@ -102,7 +102,8 @@ def show_result(arguments: Namespace, result: object, text: str | Iterable[str])
     if arguments.json:
         print(json.dumps(result))
     else:
-        print(text if isinstance(text, str) else "\n".join(text))
+        for line in [text] if isinstance(text, str) else text:
+            print(line)
 
 
 def failed(arguments: Namespace, why: str) -> int:
@@ -155,7 +156,11 @@ def format_count(count: float) -> str:
 
 def counted(count: int, one: str, many: str = "") -> str:
     """``1 file``, ``1,234 files``."""
-    return f"{count:,} {one if count == 1 else many or one + 's'}"
+    return f"{count:,} {plural(count, one, many)}"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    return one if count == 1 else many or f"{one}s"
 
 
 def labelled(label: str, text: str) -> str:
