@@ -9,10 +9,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 from monarchfs.cli.ask import ASK_SECONDS
 from monarchfs.cli.child import run_child, signals_in_pipe
@@ -52,17 +53,15 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         raise UsageError("there is no command behind --")
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
     sample, most_bytes = _sample(arguments.sample), _size(arguments.max_size)
-    mountpoint, output = arguments.mountpoint, arguments.output
+    mountpoint, output, argv = arguments.mountpoint, arguments.output, arguments.argv
     search = search_of(environ)
     require_daemon(mountpoint, search)  # before the file is made
     with _new(output) as stream:
-        facts = {} if arguments.argv is None else {"command": arguments.argv}
-        recorder = EventRecorder(
-            mountpoint, search, stream, facts, sample=sample, most_bytes=most_bytes
-        )
-        if arguments.argv is None:
-            return _record(recorder, mountpoint, output, seconds)
-        return _record_command(recorder, output, arguments.argv)
+        facts = {} if argv is None else {"command": argv}
+        begin = partial(EventRecorder, mountpoint, search, stream, facts, sample, most_bytes)
+        if argv is None:
+            return _record(begin, output, seconds)
+        return _record_command(begin, output, argv)
 
 
 def _sample(text: str) -> int:
@@ -94,33 +93,33 @@ def _new(output: str) -> Iterator[BinaryIO]:
             raise
 
 
-def _record(recorder: EventRecorder, mountpoint: str, output: str, seconds: float | None) -> int:
+def _record(begin: Callable[[], EventRecorder], output: str, seconds: float | None) -> int:
     with signals_in_pipe(_ENDING) as end, Progress() as progress:
-        for _ in recorder.follow(recorder.connect(), end, seconds):
+        recorder = begin()
+        for _ in recorder.follow(end, seconds):
             progress.show(
-                f"recording {mountpoint}: {format_seconds(recorder.seconds)},"
+                f"recording {recorder.mountpoint}: {format_seconds(recorder.seconds)},"
                 f" {recorder.events:,} events, {format_bytes(recorder.written)}"
             )
-        recorder.finish()
     print(_summary(recorder, output), file=sys.stderr)
     return 0
 
 
-def _record_command(recorder: EventRecorder, output: str, argv: Sequence[str]) -> int:
+def _record_command(begin: Callable[[], EventRecorder], output: str, argv: Sequence[str]) -> int:
     """The command has the terminal, its signals and this process; another one records."""
     told, tells = os.pipe()
     end, ends = os.pipe()
     pid = os.fork()
     if pid == 0:
-        code = 1
         try:
             os.close(told)
             os.close(ends)
             for number in _ENDING:
                 signal.signal(number, signal.SIG_IGN)  # it ends when the command has
-            code = _record_in_child(recorder, output, end, tells)
+            with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
+                _record_in_child(begin, output, end, answers)
         finally:
-            os._exit(code)
+            os._exit(0)
     os.close(tells)
     os.close(end)
     with open(told, encoding="utf-8") as answers:
@@ -135,23 +134,22 @@ def _record_command(recorder: EventRecorder, output: str, argv: Sequence[str]) -
     return code
 
 
-def _record_in_child(recorder: EventRecorder, output: str, end: int, tells: int) -> int:
-    with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
-        try:
-            connection = recorder.connect()
-            print('""', file=answers, flush=True)
-        except Exception as error:  # noqa: BLE001 - the parent says it
-            print(json.dumps(str(error)), file=answers, flush=True)
-            return 1
-        try:
-            for _ in recorder.follow(connection, end, None):
-                pass
-            recorder.finish()
-            print(_summary(recorder, output), file=answers)
-        except Exception as error:  # noqa: BLE001 - the same
-            print(printable(f"monarchfs: the recording failed: {error}"), file=answers)
-            return 1
-    return 0
+def _record_in_child(
+    begin: Callable[[], EventRecorder], output: str, end: int, answers: TextIO
+) -> None:
+    """Two lines: the error that keeps it from recording, if there is one; and the summary."""
+    try:
+        recorder = begin()
+        print('""', file=answers, flush=True)
+    except Exception as error:  # noqa: BLE001 - the parent says it
+        print(json.dumps(str(error)), file=answers)
+        return
+    try:
+        for _ in recorder.follow(end, None):
+            pass
+        print(_summary(recorder, output), file=answers)
+    except Exception as error:  # noqa: BLE001 - the same
+        print(printable(f"monarchfs: the recording failed: {error}"), file=answers)
 
 
 def _summary(recorder: EventRecorder, output: str) -> str:
@@ -205,27 +203,27 @@ class EventRecorder:
         search: Search,
         stream: BinaryIO,
         facts: Mapping[str, Any],
-        *,
         sample: int,
         most_bytes: int,
     ) -> None:
-        self._mountpoint, self._search = mountpoint, search
-        self._stream = stream
-        self._facts = dict(facts)
-        self.sample = sample
+        """Raises OperationError if the mount cannot be recorded."""
+        self.mountpoint, self._search = mountpoint, search
         self._most_bytes = most_bytes
-        self._writer: RecordingWriter | None = None
-        self._origin_ns = 0
-        self._last_ns = 0
+        self._connection, head = open_events(mountpoint, search, {"sample": sample})
+        self._origin_ns: int = head["origin_ns"]
+        self._last_ns = self._origin_ns
+        self._writer = RecordingWriter(
+            stream, head["begun"], {**facts, **head["facts"]}, self._origin_ns
+        )
         self._gaps: list[list[float]] = []
         self._processes: dict[str, str] = {}
-        self._lost_before = 0
-        self._lost_now = 0
+        self._lost_before = self._lost_now = 0
         self._flushed = 0.0
         self._inos: set[int] = set()
+        self.sample = sample
         self.events = 0
         self.stopped = ""
-        self.hidden: list[str] = []
+        self.hidden = hidden_by(head["facts"])
 
     @property
     def lost(self) -> int:
@@ -237,62 +235,56 @@ class EventRecorder:
 
     @property
     def written(self) -> int:
-        return self._writer.written if self._writer is not None else 0
+        return self._writer.written
 
     @property
     def seconds(self) -> float:
-        return (time.monotonic_ns() - self._origin_ns) / 1e9 if self._origin_ns else 0.0
-
-    def connect(self) -> Connection:
-        """Raises OperationError if the mount cannot be recorded."""
-        connection, head = open_events(self._mountpoint, self._search, {"sample": self.sample})
-        if self._writer is None:
-            self._facts |= head["facts"]
-            self.hidden = hidden_by(head["facts"])
-            self._origin_ns = head["origin_ns"]
-            self._writer = RecordingWriter(
-                self._stream, head["begun"], self._facts, self._origin_ns
-            )
-        else:
-            self._gaps.append([self._since(self._last_ns), self._since(head["origin_ns"])])
-        self._last_ns = head["origin_ns"]
-        return connection
+        return (time.monotonic_ns() - self._origin_ns) / 1e9
 
     def _since(self, at_ns: int) -> float:
         return round((at_ns - self._origin_ns) / 1e9, 3)
 
-    def follow(self, connection: Connection, end: int, seconds: float | None) -> Iterator[None]:
+    def follow(self, end: int, seconds: float | None) -> Iterator[None]:
         """Until ``end`` is readable, or for so many seconds, or as long as there is a mount and
-        room. Yields whenever something came."""
+        room; then the recording is complete. Yields whenever something came."""
         while True:
             try:
-                with connection:
+                with self._connection as connection:
                     yield from self._receive(connection, end, seconds)
-                return
+                break
             except ConnectionError:
                 self._lost_before, self._lost_now = self.lost, 0
-            again = self._again(end)
-            if again is None:
-                return
-            connection = again
+            if not self._is_back(end):
+                break
+        facts: dict[str, Any] = {"dropped": self.lost, "sampled": self.sample}
+        facts |= {"processes": self._processes, "gaps": self._gaps}
+        if self.stopped:
+            facts["stopped"] = self.stopped
+        self._writer.finish(round(self.seconds, 6), facts)
 
-    def _again(self, end: int) -> Connection | None:
-        """A connection to the worker that follows; None if there is none any more."""
+    def _is_back(self, end: int) -> bool:
+        """Waits for the worker that follows; False if there is none any more."""
         deadline = time.monotonic() + _BACK_SECONDS
         while True:
             try:
-                return self.connect()
+                self._connection, head = open_events(
+                    self.mountpoint, self._search, {"sample": self.sample}
+                )
+                began = head["origin_ns"]
+                self._gaps.append([self._since(self._last_ns), self._since(began)])
+                self._last_ns = began
+                return True
             except OperationError as error:
                 if time.monotonic() > deadline:
                     self.stopped = str(error)
-                    return None
+                    return False
             try:
-                require_daemon(self._mountpoint, self._search)
+                require_daemon(self.mountpoint, self._search)
             except OperationError as error:
                 self.stopped = str(error)
-                return None
+                return False
             if select.select([end], [], [], AGAIN_SECONDS)[0]:
-                return None
+                return False
 
     def _receive(self, connection: Connection, end: int, seconds: float | None) -> Iterator[None]:
         going = True
@@ -320,7 +312,6 @@ class EventRecorder:
 
     def _take(self, progress: Mapping[str, Any], content: bytes) -> None:
         writer = self._writer
-        assert writer is not None
         self._last_ns = time.monotonic_ns()
         self._lost_now = progress["lost"]
         self.sample = progress["sampled"]
@@ -335,12 +326,3 @@ class EventRecorder:
         if full or self._last_ns - self._flushed > _FLUSH_SECONDS * 1e9:
             self._flushed = self._last_ns
             writer.flush()
-
-    def finish(self) -> None:
-        """The recording is complete."""
-        if self._writer is not None:
-            facts: dict[str, Any] = {"dropped": self.lost, "sampled": self.sample}
-            facts |= {"processes": self._processes, "gaps": self._gaps}
-            if self.stopped:
-                facts["stopped"] = self.stopped
-            self._writer.finish(round(self.seconds, 6), facts)
