@@ -21,7 +21,7 @@ from monarchfs.types import OperationError, UsageError
 
 
 def analyze_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the analysis. Raises OperationError for what is no recording, and no log."""
+    """Prints the analysis."""
     if arguments.darshan:
         return _analyze_darshan(arguments)
     if len(arguments.file) > 1:

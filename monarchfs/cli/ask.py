@@ -65,6 +65,23 @@ def ask(
         return connection.request(request, progress=progress)
 
 
+def _ask_in_parts(
+    found: FoundMount,
+    request: Mapping[str, Any],
+    paths: Iterable[str],
+    show: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """The sum of the answers for all paths; ``show`` gets what it is so far."""
+    total: dict[str, Any] = {}
+    for part in with_paths(request, paths):
+
+        def tell(so_far: Mapping[str, Any], before: Mapping[str, Any] = total) -> None:
+            show(add(before, so_far))
+
+        total = add(total, ask(found, part, tell))
+    return total
+
+
 def with_paths(request: Mapping[str, Any], paths: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The request once for each group of paths that fits into one."""
     batch: list[str] = []
@@ -147,17 +164,15 @@ def _opened_list(name: str) -> BinaryIO:
 
 def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Has the worker do what ``arguments.command`` says to each path, or to the whole mount, and
-    prints the result; 1 if some of it failed. Raises UsageError or OperationError."""
+    prints the result; 1 if some of it failed."""
     command = arguments.command
     found, paths = mount_and_paths(arguments, environ)
-    total: dict[str, Any] = {}
     with Progress() as progress:
 
         def show(so_far: Mapping[str, Any]) -> None:
-            progress.show(f"{command}: {_counts(add(total, so_far))}")
+            progress.show(f"{command}: {_counts(so_far)}")
 
-        for request in with_paths({"command": command}, paths):
-            total = add(total, ask(found, request, show))
+        total = _ask_in_parts(found, {"command": command}, paths, show)
     show_result(arguments, total, _described(command, total))
     if count := total.get("failed", 0):
         reason = total.get("error") or f"see the log of {found.mountpoint}"
@@ -199,22 +214,19 @@ def _counts(result: Mapping[str, Any]) -> str:
 
 
 def warm_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """1 if something failed or, with ``--check``, is not resident. Raises UsageError,
-    OperationError, and KeyboardInterrupt with what goes on."""
+    """1 if something failed or, with ``--check``, is not resident. A KeyboardInterrupt says what
+    goes on."""
     if arguments.check and (arguments.wait or arguments.metadata):
         raise UsageError("--check only looks: leave out --wait and --metadata")
     what = "check" if arguments.check else "metadata" if arguments.metadata else "copy"
     waits = arguments.wait or arguments.check
     found, paths = mount_and_paths(arguments, environ)
-    total: dict[str, Any] = {}
+    request = {"command": "warm", "what": what, "wait": waits}
     try:
         with _shown(arguments) as show:
-            for request in with_paths({"command": "warm", "what": what, "wait": waits}, paths):
-
-                def tell(so_far: Mapping[str, Any], before: Mapping[str, Any] = total) -> None:
-                    show({**add(before, so_far), "what": what})
-
-                total = add(total, ask(found, request, tell))
+            total = _ask_in_parts(
+                found, request, paths, lambda so_far: show({**so_far, "what": what})
+            )
     except KeyboardInterrupt:
         goes_on = "" if arguments.check else f" the waiting; {_goes_on(found.mountpoint)}"
         raise KeyboardInterrupt(f"interrupted{goes_on}") from None
@@ -364,7 +376,7 @@ def _bar() -> Iterator[Show]:
 
 
 def order_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Tells a mount in which order files will be read. Raises UsageError, OperationError."""
+    """Tells a mount in which order files will be read."""
     if arguments.file.count("-") > 1:
         raise UsageError("standard input can be one list only")
     typed = parse_path(arguments.mountpoint)
@@ -394,7 +406,7 @@ def _parts(lines: BinaryIO, mountpoints: tuple[str, str], *, inodes: bool) -> It
 
 def weigh_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Tells a mount how often files will be read, compared with others; 1 if it does not know one
-    of them. Raises UsageError, OperationError."""
+    of them."""
     name, typed = arguments.file, parse_path(arguments.mountpoint)
     found = required(typed, search_of(environ))
     total: dict[str, Any] = {"files": 0, "unknown": 0, "first_unknown": ""}
@@ -439,7 +451,7 @@ def _and_more(count: int) -> str:
 
 def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints where the bytes of each file are, and if not on this node, why not; 1 if nothing is
-    known of one. Raises UsageError and OperationError."""
+    known of one."""
     by_point = {found.mountpoint: found for found in find_all(search_of(environ))}
     wanted: dict[str, list[str]] = {}
     for typed in arguments.path:
@@ -535,7 +547,7 @@ def _time(seconds: float) -> str:
 
 
 def peers_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Shows the peers, or changes their list; 0. Raises UsageError or OperationError."""
+    """Shows the peers, or changes their list."""
     if bool(arguments.action) != bool(arguments.node):
         raise UsageError("say add or remove, and which nodes: see monarchfs peers --help")
     daemon = require_daemon(arguments.mountpoint, search_of(environ))
@@ -591,9 +603,7 @@ def _peer_state(peer: Mapping[str, Any]) -> str:
 
 
 def restart_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Another worker under a mount that is in use; returns 0 when it serves. Raises UsageError, or
-    OperationError where the mount goes on with the old one, or did not say within ``--timeout``
-    seconds."""
+    """Another worker under a mount that is in use; returns 0 when it serves."""
     found = required(arguments.mountpoint, search_of(environ))
     message = {"command": "restart", "timeout": arguments.timeout}
     worker = ask_within(found.daemon, message, arguments.timeout)

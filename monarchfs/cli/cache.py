@@ -37,8 +37,7 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 
 
 def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Shows or removes caches; 1 if something could not be removed. Raises UsageError or
-    OperationError."""
+    """Shows or removes caches; 1 if something could not be removed."""
     logging.getLogger().addHandler(logging.NullHandler())
     step, names = arguments.what, [parse_path(name) for name in arguments.name]
     if step != "prune" and bool(names) != (step in ("show", "remove")):
@@ -244,8 +243,7 @@ def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
 
 
 def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints what was found and its fate; 1 if something could not be removed, or looked at. Raises
-    UsageError or OperationError."""
+    """Prints what was found and its fate; 1 if something could not be removed, or looked at."""
     logging.getLogger().addHandler(logging.NullHandler())
     site = read_site(arguments.config) if os.geteuid() == 0 else None
     sweeper = Sweeper(remove=not arguments.dry_run)

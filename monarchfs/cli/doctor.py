@@ -35,8 +35,8 @@ _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: 
 
 
 def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the checks; 1 if it cannot be mounted. Ends within ``--timeout`` seconds and a moment.
-    Raises UsageError for options that make no sense."""
+    """Prints the checks; 1 if it cannot be mounted. Ends within ``--timeout`` seconds and a
+    moment."""
     source = parse_path(arguments.source) if arguments.source is not None else ""
     config, places = config_from(arguments, source, environ)
     search = search_of(environ)
@@ -114,7 +114,7 @@ def _print_check(check: Check) -> None:
 
 def selftest_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Checks on a site's own file system, as a page that it can send; 1 if one of them found a
-    problem. Raises UsageError."""
+    problem."""
     from monarchfs.doctor.selftest import SelfTest, about
 
     for place in (arguments.directory, arguments.second, arguments.tier):

@@ -33,10 +33,7 @@ _END_SECONDS = 10.0
 
 
 def fsck_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Checks the cache of a state directory; 1 if something wrong was found and is still there.
-
-    Raises UsageError for what is no state directory, OperationError if a mount uses it.
-    """
+    """Checks the cache of a state directory; 1 if something wrong was found and is still there."""
     path = arguments.state_dir
     with ExitStack() as cleanup:
         state_dir = _open_state_dir(path)

@@ -98,8 +98,7 @@ def _first_that_works(path: str | None) -> logging.Handler:
 
 
 def report_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the reports of all nodes that keep theirs in the directory. Raises UsageError, or
-    OperationError if there is none."""
+    """Prints the reports of all nodes that keep theirs in the directory."""
     job = parse_job_id(arguments.job)
     reports = find_reports(_directory(arguments), job)
     show_result(arguments, {"job": job, "nodes": reports}, _report_lines(job, reports))

@@ -2,6 +2,10 @@
 
 0 done, 1 failed, 2 wrong usage; an error is one line on stderr that begins with ``monarchfs:``.
 Ctrl-C ends the process by SIGINT, which a shell shows as 130.
+
+A command is ``NAME_command(arguments, environ)`` in the module that ``_MODULES`` names: it asks
+something, prints the answer and returns the exit code. It raises UsageError for wrong usage, and
+OperationError, or OSError, for what failed.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def mount_command(
 ) -> int:
     """Returns 0 once the mount answers, or after it is gone with ``--foreground``.
 
-    Raises UsageError or OperationError. ``worker_command`` replaces the worker in tests.
+    ``worker_command`` replaces the worker in tests.
     """
     return mount_with(
         settings_from(arguments, environ=environ),

@@ -39,8 +39,6 @@ _SILENCE_SECONDS = 30.0
 
 
 def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the plan. Raises UsageError for what could not be mounted, OperationError where the
-    source does not answer."""
     source = parse_path(arguments.source)
     config, places = config_from(arguments, source, environ)
     refuse_ours(source)

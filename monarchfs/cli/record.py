@@ -46,7 +46,7 @@ HIDDEN = {
 
 
 def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """The command's exit code where there is one, else 0. Raises UsageError, OperationError."""
+    """The command's exit code where there is one, else 0."""
     if arguments.seconds is not None and arguments.argv:
         raise UsageError("either --seconds or a command: leave out one of them")
     if arguments.argv == []:

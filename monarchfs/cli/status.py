@@ -41,7 +41,7 @@ _SHOWN = ("files", "source_io", "served", "prefetch", "evictions", "replicas", "
 
 def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints one mount, or all, repeatedly with ``--watch``; 1 if the mount that was asked for is
-    not there or not well. Raises UsageError, OperationError."""
+    not there or not well."""
     search = search_of(environ)
     typed, interval = _what_to_watch(arguments)
     path = None if typed is None else parse_path(typed)

@@ -54,7 +54,6 @@ class Usage:
 
 
 def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Raises UsageError, and OperationError if the mount cannot be watched, or is gone."""
     mountpoint, interval = arguments.mountpoint, arguments.interval
     if not _LEAST_SECONDS <= interval <= _MOST_SECONDS:
         raise UsageError(

@@ -25,7 +25,7 @@ _MOST_NAMED = 5
 
 def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Returns 0 when nothing of ours is mounted there any more (or never was), within ``--timeout``
-    seconds and a moment. Raises OperationError if it still is."""
+    seconds and a moment."""
     deadline = time.monotonic() + arguments.timeout
     path = arguments.mountpoint
     found = find_one(path, search_of(environ))
