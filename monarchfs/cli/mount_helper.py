@@ -77,10 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(output_written(code, PROGRAM)) from None
 
 
-def _complain(message: str, code: int) -> int:
-    return complain(message, code, PROGRAM)
-
-
 def _outcome(arguments: Sequence[str] | None) -> int:
     try:
         given = build_helper_parser().parse_args(arguments)
@@ -91,7 +87,7 @@ def _outcome(arguments: Sequence[str] | None) -> int:
         words = ["mount", "-o", ",".join(options), "--", given.source, given.mountpoint]
         settings = settings_from(build_parser().parse_args(words))
     except UsageError as error:
-        return _complain(str(error), USAGE)
+        return complain(str(error), USAGE, PROGRAM)
     # Under sudo as at boot: fstab says whose mount it is.
     environ = {name: value for name, value in os.environ.items() if name != "SUDO_UID"}
     try:
@@ -99,11 +95,11 @@ def _outcome(arguments: Sequence[str] | None) -> int:
             _enter(given.namespace)
         mount_with(settings, given.source, given.mountpoint, environ, check_only=given.fake)
     except MonarchError as error:
-        return _complain(str(error), FAILED)
+        return complain(str(error), FAILED, PROGRAM)
     except OSError as error:
-        return _complain(explained(error), FAILED)
+        return complain(explained(error), FAILED, PROGRAM)
     except KeyboardInterrupt as interrupt:
-        return _complain(str(interrupt) or "interrupted", INTERRUPTED)
+        return complain(str(interrupt) or "interrupted", INTERRUPTED, PROGRAM)
     if given.verbose:
         done = "could be mounted" if given.fake else "mounted"
         listed = ",".join(("ro", "nosuid", "nodev", *options))

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from monarchfs.cli.doctor import config_from
@@ -224,7 +223,6 @@ def _newest(tier: str, config: Config) -> str:
 
 def lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """A plan for people."""
-    amount = partial(_described, plan)
     at_least = "" if plan["complete"] else "at least "
     yield (
         f"{printable(plan['source'])}: {at_least}{plan['files']} files,"
@@ -251,10 +249,12 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:
                 f" {tier['limited_by']}"
             )
         yield labelled("tier", text)
-    yield labelled("resident", amount("resident"))
-    if plan["partial"]["files"]:
-        yield labelled("partial", amount("partial"))
-    yield labelled("remote", amount("remote"))
+    for key in ("resident", "partial", "remote"):
+        amount = plan[key]
+        share = 100 * amount["bytes"] / plan["bytes"] if plan["bytes"] else 0
+        if amount["files"] or key != "partial":
+            size = format_bytes(amount["bytes"])
+            yield labelled(key, f"{amount['files']} files, {size} ({share:.0f}%)")
     reads = plan["source_bytes"]
     yield labelled(
         "source",
@@ -317,12 +317,6 @@ def _estimates(plan: Mapping[str, Any]) -> Iterator[str]:
         f"{plan['epochs']} epochs",
         f"{_duration(seconds['total'])} instead of {_duration(seconds['plain_total'])}; {gain}",
     )
-
-
-def _described(plan: Mapping[str, Any], key: str) -> str:
-    amount = plan[key]
-    share = 100 * amount["bytes"] / plan["bytes"] if plan["bytes"] else 0
-    return f"{amount['files']} files, {format_bytes(amount['bytes'])} ({share:.0f}%)"
 
 
 def _duration(seconds: float) -> str:

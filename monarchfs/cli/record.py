@@ -9,9 +9,8 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -52,16 +51,13 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     if arguments.argv == []:
         raise UsageError("there is no command behind --")
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
-    sample, most_bytes = _sample(arguments.sample), _size(arguments.max_size)
-    mountpoint, output, argv = arguments.mountpoint, arguments.output, arguments.argv
+    arguments.sample, arguments.max_size = _sample(arguments.sample), _size(arguments.max_size)
     search = search_of(environ)
-    require_daemon(mountpoint, search)  # before the file is made
-    with _new(output) as stream:
-        facts = {} if argv is None else {"command": argv}
-        begin = partial(EventRecorder, mountpoint, search, stream, facts, sample, most_bytes)
-        if argv is None:
-            return _record(begin, output, seconds)
-        return _record_command(begin, output, argv)
+    require_daemon(arguments.mountpoint, search)  # before the file is made
+    with _new(arguments.output) as stream:
+        if arguments.argv is None:
+            return _record(arguments, search, stream, seconds)
+        return _record_command(arguments, search, stream)
 
 
 def _sample(text: str) -> int:
@@ -93,19 +89,27 @@ def _new(output: str) -> Iterator[BinaryIO]:
             raise
 
 
-def _record(begin: Callable[[], EventRecorder], output: str, seconds: float | None) -> int:
+def _begin(arguments: argparse.Namespace, search: Search, stream: BinaryIO) -> EventRecorder:
+    facts = {} if arguments.argv is None else {"command": arguments.argv}
+    most = arguments.max_size
+    return EventRecorder(arguments.mountpoint, search, stream, facts, arguments.sample, most)
+
+
+def _record(
+    arguments: argparse.Namespace, search: Search, stream: BinaryIO, seconds: float | None
+) -> int:
     with signals_in_pipe(_ENDING) as end, Progress() as progress:
-        recorder = begin()
+        recorder = _begin(arguments, search, stream)
         for _ in recorder.follow(end, seconds):
             progress.show(
-                f"recording {recorder.mountpoint}: {format_seconds(recorder.seconds)},"
+                f"recording {arguments.mountpoint}: {format_seconds(recorder.seconds)},"
                 f" {recorder.events:,} events, {format_bytes(recorder.written)}"
             )
-    print(_summary(recorder, output), file=sys.stderr)
+    print(_summary(recorder, arguments.output), file=sys.stderr)
     return 0
 
 
-def _record_command(begin: Callable[[], EventRecorder], output: str, argv: Sequence[str]) -> int:
+def _record_command(arguments: argparse.Namespace, search: Search, stream: BinaryIO) -> int:
     """The command has the terminal, its signals and this process; another one records."""
     told, tells = os.pipe()
     end, ends = os.pipe()
@@ -117,7 +121,7 @@ def _record_command(begin: Callable[[], EventRecorder], output: str, argv: Seque
             for number in _ENDING:
                 signal.signal(number, signal.SIG_IGN)  # it ends when the command has
             with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
-                _record_in_child(begin, output, end, answers)
+                _record_in_child(arguments, search, stream, end, answers)
         finally:
             os._exit(0)
     os.close(tells)
@@ -127,7 +131,7 @@ def _record_command(begin: Callable[[], EventRecorder], output: str, argv: Seque
         if error:
             os.waitpid(pid, 0)
             raise OperationError(error)
-        code = run_child(argv)
+        code = run_child(arguments.argv)
         os.close(ends)
         print(answers.readline().rstrip("\n") or "monarchfs: the recorder died", file=sys.stderr)
     os.waitpid(pid, 0)
@@ -135,11 +139,11 @@ def _record_command(begin: Callable[[], EventRecorder], output: str, argv: Seque
 
 
 def _record_in_child(
-    begin: Callable[[], EventRecorder], output: str, end: int, answers: TextIO
+    arguments: argparse.Namespace, search: Search, stream: BinaryIO, end: int, answers: TextIO
 ) -> None:
     """Two lines: the error that keeps it from recording, if there is one; and the summary."""
     try:
-        recorder = begin()
+        recorder = _begin(arguments, search, stream)
         print('""', file=answers, flush=True)
     except Exception as error:  # noqa: BLE001 - the parent says it
         print(json.dumps(str(error)), file=answers)
@@ -147,7 +151,7 @@ def _record_in_child(
     try:
         for _ in recorder.follow(end, None):
             pass
-        print(_summary(recorder, output), file=answers)
+        print(_summary(recorder, arguments.output), file=answers)
     except Exception as error:  # noqa: BLE001 - the same
         print(printable(f"monarchfs: the recording failed: {error}"), file=answers)
 
@@ -207,7 +211,7 @@ class EventRecorder:
         most_bytes: int,
     ) -> None:
         """Raises OperationError if the mount cannot be recorded."""
-        self.mountpoint, self._search = mountpoint, search
+        self._mountpoint, self._search = mountpoint, search
         self._most_bytes = most_bytes
         self._connection, head = open_events(mountpoint, search, {"sample": sample})
         self._origin_ns: int = head["origin_ns"]
@@ -268,7 +272,7 @@ class EventRecorder:
         while True:
             try:
                 self._connection, head = open_events(
-                    self.mountpoint, self._search, {"sample": self.sample}
+                    self._mountpoint, self._search, {"sample": self.sample}
                 )
                 began = head["origin_ns"]
                 self._gaps.append([self._since(self._last_ns), self._since(began)])
@@ -279,7 +283,7 @@ class EventRecorder:
                     self.stopped = str(error)
                     return False
             try:
-                require_daemon(self.mountpoint, self._search)
+                require_daemon(self._mountpoint, self._search)
             except OperationError as error:
                 self.stopped = str(error)
                 return False

@@ -125,7 +125,12 @@ def _view_of(
 ) -> CommandView:
     settings = replace(settings_from(arguments, environ=environ), foreground=False)
     deadline = time.monotonic() + settings.start_timeout_seconds
-    real = _resolved(source, settings.start_timeout_seconds)
+    timeout = settings.start_timeout_seconds
+    real = bounded_value(  # without symbolic links
+        lambda: resolve_mountpoint(source),
+        timeout=timeout,
+        overdue=f"source {source} did not answer within {timeout:g} s: check its file system",
+    )
     found = _existing(real, user, environ)
     if found is not None:
         return found
@@ -149,16 +154,6 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
         check_filled(found)
     elif complaint is not None:
         complain(complaint, 0)
-
-
-def _resolved(source: str, timeout: float) -> str:
-    """``source`` without symbolic links."""
-    real = bounded_value(
-        lambda: resolve_mountpoint(source),
-        timeout=timeout,
-        overdue=f"source {source} did not answer within {timeout:g} s: check its file system",
-    )
-    return str(real)
 
 
 def _existing(real: str, user: User, environ: Mapping[str, str]) -> FoundMount | None:
