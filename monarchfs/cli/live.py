@@ -55,12 +55,10 @@ def show(
     0. Without ``screen`` the lines, there too."""
     console = Console()
     try:
-        if as_json:
+        if as_json or not screen or not console.is_terminal or console.is_dumb_terminal:
             for seen in _looks(view, interval, threading.Event()):
-                print(json.dumps(view.to_json(seen)), flush=True)
-        elif not screen or not console.is_terminal or console.is_dumb_terminal:
-            for seen in _looks(view, interval, threading.Event()):
-                print("\n".join(view.lines(seen)), flush=True)
+                text = json.dumps(view.to_json(seen)) if as_json else "\n".join(view.lines(seen))
+                print(text, flush=True)
         else:
             _show_on_screen(console, view, interval)
     except KeyboardInterrupt:

@@ -17,7 +17,6 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-from monarchfs.cli.examples import SHORT_HELP
 from monarchfs.cli.output import (
     INTERRUPTED,
     complain,
@@ -25,7 +24,7 @@ from monarchfs.cli.output import (
     output_written,
     prepare_streams,
 )
-from monarchfs.cli.parser import build_parser
+from monarchfs.cli.parser import SHORT_HELP, build_parser
 from monarchfs.system import inherited
 from monarchfs.system.limits import explained, unmet
 from monarchfs.types import MonarchError, UsageError

@@ -19,7 +19,7 @@ from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control.client import request
 from monarchfs.fuse.mountinfo import resolve_mountpoint
-from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private
+from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private, required
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 from monarchfs.types import MonarchError, OperationError, UsageError
@@ -92,9 +92,7 @@ def _find_mounts(path: str | None, search: Search) -> Report | list[Report]:
         private = [one for one in find_private(search) if one.mountpoint == resolved]
         if len(private) > 1:
             return reports_of(private)
-        found = private[0] if private else None
-    if found is None:
-        raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
+        found = private[0] if private else required(path, search)
     return report_of(found)
 
 
