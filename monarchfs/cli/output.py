@@ -99,11 +99,9 @@ def die_of_interrupt(code: int) -> int:
 
 def show_result(arguments: Namespace, result: object, text: str | Iterable[str]) -> None:
     """Prints what a command found: as an object with --json, else as text."""
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        for line in [text] if isinstance(text, str) else text:
-            print(line)
+    lines = [json.dumps(result)] if arguments.json else [text] if isinstance(text, str) else [*text]
+    if lines:
+        print("\n".join(lines))
 
 
 def failed(arguments: Namespace, why: str) -> int:
