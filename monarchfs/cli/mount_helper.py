@@ -50,8 +50,8 @@ def build_helper_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
-    parser.add_argument("mountpoint", metavar="DIR", help="where to mount; may be SOURCE")
+    parser.add("source", "the dataset's directory")
+    parser.add("mountpoint DIR", "where to mount; may be SOURCE")
     option = parser.add_argument
     option("-o", dest="options", metavar="OPT,...", action="append", help="mount options")
     option("-f", dest="fake", action="store_true", help="check everything, but do not mount")

@@ -59,23 +59,18 @@ def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         raise UsageError(
             f"--interval {interval:g}: use {_LEAST_SECONDS:g} to {_MOST_SECONDS:g} seconds"
         )
-    count = _count(arguments.count)
+    text = arguments.count
+    if text is not None and not (text.isdecimal() and 0 < int(text) < 1 << 31):
+        raise UsageError(f"--count {text}: give a number of intervals, 1 or more")
+    count = None if text is None else int(text)
     by_directory = arguments.by == "directory"
     search, order = search_of(environ), arguments.sort
     feed = Feed(mountpoint, search, interval, count, by_directory=by_directory, order=order)
-    view = TopView(mountpoint, feed, "directory" if by_directory else "process")
+    view = TopView(mountpoint, feed, arguments.by)
     code = show(view, interval, as_json=arguments.json, screen=count is None)
     if feed.error:
         raise OperationError(feed.error)
     return code
-
-
-def _count(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if text.isdecimal() and 0 < int(text) < 1 << 31:
-        return int(text)
-    raise UsageError(f"--count {text}: give a number of intervals, 1 or more")
 
 
 class Feed:

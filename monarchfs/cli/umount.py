@@ -32,9 +32,8 @@ def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     if found is None:
         other = find_others_mount(path)
         if other is not None:
-            what = (
-                "a part of a monarchfs mount" if other.fstype == MONARCHFS else "not of monarchfs"
-            )
+            ours = other.fstype == MONARCHFS
+            what = "a part of a monarchfs mount" if ours else "not of monarchfs"
             raise UsageError(f"{path} is a mount of type {other.fstype}, {what}: use umount")
         print(f"{printable(path)} is not mounted")
         return 0
