@@ -157,7 +157,7 @@ ELSEWHERE := $(filter-out $(abspath $(BIN))/python,$(wildcard $(INSTALLED)/pytho
 # The Python with monarchfs that writes the pages and the completion.
 RUN ?= $(or $(ELSEWHERE),$(BIN)/python) -I
 man: $(if $(ELSEWHERE),,$(STAMP))
-	@$(RUN) -m monarchfs.cli.man $(PAGES)
+	@$(RUN) -m monarchfs.cli.documents $(PAGES)
 
 # What pip cannot do: the place where mount(8) looks, man pages, completion, units of systemd, rules
 # and dashboard for Prometheus, Slurm's scripts and (with its headers) plugin. DESTDIR is for whoever

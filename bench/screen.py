@@ -32,8 +32,7 @@ from bench.harness import (
     workplace,
     write_random,
 )
-from monarchfs.cli.rates import History, MountView
-from monarchfs.cli.screen import draw
+from monarchfs.cli.watch import History, MountView, draw
 
 FILES = 1200
 INTERVAL_SECONDS = 0.5

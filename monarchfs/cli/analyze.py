@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
 
+from monarchfs.cli.output import show_result
 from monarchfs.config.values import parse_count
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.darshan import read_logs
 from monarchfs.insight.darshan_verdict import analyze_darshan, paths_of, text_lines
 from monarchfs.insight.page import page_of
 from monarchfs.insight.recording import open_recording
-from monarchfs.insight.results import Analysis
 from monarchfs.insight.tables import text_of
 from monarchfs.insight.trace import write_trace
 from monarchfs.system.escaping import printable
@@ -23,7 +21,7 @@ from monarchfs.types import OperationError, UsageError
 
 
 def analyze_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the analysis. Raises OperationError for what is no recording, and no log."""
+    """Prints the analysis."""
     if arguments.darshan:
         return _analyze_darshan(arguments)
     if len(arguments.file) > 1:
@@ -43,7 +41,8 @@ def analyze_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -
     if arguments.trace is not None:
         with open(arguments.trace, "w", encoding="utf-8") as stream:
             write_trace(recording, found.epochs, stream)
-    print(json.dumps(to_json(found)) if arguments.json else text_of(found))
+    result = {**asdict(found), "epochs": [epoch.to_json() for epoch in found.epochs]}
+    show_result(arguments, result, () if arguments.json else text_of(found))
     return 0
 
 
@@ -60,12 +59,5 @@ def _analyze_darshan(arguments: argparse.Namespace) -> int:
     if listed is not None:
         with open(listed, "w", encoding="utf-8") as stream:
             stream.writelines(f"{path}\n" for path in paths_of(found))
-    if arguments.json:
-        print(json.dumps(asdict(found)))
-    else:
-        print("\n".join(map(printable, text_lines(found))))
+    show_result(arguments, asdict(found), map(printable, text_lines(found)))
     return 0
-
-
-def to_json(found: Analysis) -> dict[str, Any]:
-    return {**asdict(found), "epochs": [epoch.to_json() for epoch in found.epochs]}

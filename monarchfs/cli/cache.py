@@ -1,18 +1,19 @@
-"""``monarchfs cache``: the caches of this node, mounted or not; to look at, and to remove."""
+"""``monarchfs cache`` and ``gc``: the caches of this node, mounted or not, to look at and to
+remove; and what crashes left behind."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
-from monarchfs.cli.text import printable
+from monarchfs.cli.output import plural, show_result
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.caches import all_caches, discard, trash_in
@@ -23,17 +24,19 @@ from monarchfs.slurm.discovery import (
     user_of,
     users_of_node,
 )
+from monarchfs.slurm.job import node_name
+from monarchfs.slurm.leftovers import Sweeper, running_jobs
 from monarchfs.slurm.records import prepare, remove_tree
 from monarchfs.slurm.removing import remove_cache
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.supervisor.recover import find_all, find_private
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 
 def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Shows or removes caches; 1 if something could not be removed. Raises UsageError or
-    OperationError."""
+    """Shows or removes caches; 1 if something could not be removed."""
     logging.getLogger().addHandler(logging.NullHandler())
     step, names = arguments.what, [parse_path(name) for name in arguments.name]
     if step != "prune" and bool(names) != (step in ("show", "remove")):
@@ -50,24 +53,34 @@ def cache_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
         state_dirs=[*arguments.state_dir, *names],
         named=len(arguments.state_dir),
     )
-    found = inventory.caches()
+    found, notes = inventory.caches(), inventory.notes
     if names:
         found = [one for name in names for one in _chosen(found, name)]
         found = list({tuple(_paths(one)): one for one in found}.values())
-    if step == "prune":
-        found = [
-            part for one in found if (part := _prunable(one, older, gone=arguments.source_gone))
-        ]
     if step in ("list", "show"):
-        _print(found, inventory.notes, as_json=arguments.json, whole=step == "show")
+        result = {"caches": [as_dict(one) for one in found], "notes": notes}
+        lines = (line for one in found for line in _lines(one, whole=step == "show"))
+        show_result(arguments, result, chain(lines, _ending(found, notes, "there is no cache")))
         return 0
-    busy = [one for one in found if one.in_use] if step == "remove" else []
-    if busy:
-        where = f" by the mount on {busy[0].mountpoint}" if busy[0].mountpoint else ""
-        raise OperationError(f"the cache of {busy[0].source} is in use{where}: unmount that first")
+    if step == "prune":
+        gone = arguments.source_gone
+        found = [part for one in found if (part := _prunable(one, older, gone=gone))]
+    elif busy := next((one for one in found if one.in_use), None):
+        where = f" by the mount on {busy.mountpoint}" if busy.mountpoint else ""
+        raise OperationError(f"the cache of {busy.source} is in use{where}: unmount that first")
     if found and not arguments.dry_run and not arguments.yes:
         _ask(found)
-    return _remove(found, inventory.notes, site, dry_run=arguments.dry_run, as_json=arguments.json)
+    results = []
+    for one in found:
+        error = None if arguments.dry_run else _remove(one, site)
+        removed = not arguments.dry_run and error is None
+        results.append({**as_dict(one), "removed": removed, "error": error})
+        if not arguments.json:
+            what = f"{format_bytes(one.used_bytes)} of {one.source}: {', '.join(_paths(one))}"
+            print(_fate(what, removed, error))
+    result = {"dry_run": arguments.dry_run, "caches": results, "notes": notes}
+    show_result(arguments, result, _ending(found, notes, "there is nothing to remove"))
+    return int(any(one["error"] is not None for one in results))
 
 
 def take_inventory(
@@ -174,49 +187,22 @@ def _ask(found: Sequence[LocalCache]) -> None:
         raise OperationError("nothing was removed")
 
 
-def _remove(
-    found: Sequence[LocalCache],
-    notes: list[str],
-    site: Site | None,
-    *,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
-    results = []
-    for one in found:
-        error = None
-        if not dry_run:
-            try:
-                _remove_one(one, site)
-            except (MonarchError, OSError) as failed:
-                error = str(failed)
-        results.append({**as_dict(one), "removed": not dry_run and error is None, "error": error})
-        if not as_json:
-            did = "would remove" if dry_run else "removed" if error is None else "cannot remove"
-            paths = ", ".join(_paths(one))
-            text = f"{did} {format_bytes(one.used_bytes)} of {one.source}: {paths}"
-            print(printable(text + (f": {error}" if error else "")))
-    if as_json:
-        print(json.dumps({"dry_run": dry_run, "caches": results, "notes": notes}))
-    else:
-        for note in notes:
-            print(printable(note))
-        if not found:
-            print("there is nothing to remove")
-    return int(any(one["error"] is not None for one in results))
-
-
-def _remove_one(cache: LocalCache, site: Site | None) -> None:
+def _remove(cache: LocalCache, site: Site | None) -> str | None:
+    """Why not; None if it is removed."""
     key = os.path.basename(os.path.dirname(cache.state_dir))
     whole = cache.claimed and not cache.part
-    if site is None or not whole or cache.state_dir != os.path.join(site.cache(key), "state"):
-        remove_cache(cache)
-        return
-    prepare(site)
-    if not discard(site, key, "as root asked"):
-        raise OperationError("a job uses it")
-    for path in trash_in(site):
-        remove_tree(path)
+    try:
+        if site is None or not whole or cache.state_dir != os.path.join(site.cache(key), "state"):
+            remove_cache(cache)
+            return None
+        prepare(site)
+        if not discard(site, key, "as root asked"):
+            return "a job uses it"
+        for path in trash_in(site):
+            remove_tree(path)
+        return None
+    except (MonarchError, OSError) as failed:
+        return str(failed)
 
 
 def _paths(cache: LocalCache) -> list[str]:
@@ -224,32 +210,65 @@ def _paths(cache: LocalCache) -> list[str]:
     return [*state, *(one.path for one in cache.directories)]
 
 
-def _print(found: Sequence[LocalCache], notes: list[str], *, as_json: bool, whole: bool) -> None:
-    if as_json:
-        print(json.dumps({"caches": [as_dict(one) for one in found], "notes": notes}))
-        return
-    for one in found:
-        print("\n".join(_lines(one, whole=whole)))
-    for note in notes:
-        print(printable(note))
+def _fate(what: str, removed: bool, error: str | None) -> str:
+    did = "removed" if removed else "would remove" if error is None else "cannot remove"
+    return printable(f"{did} {what}" + (f": {error}" if error else ""))
+
+
+def _ending(found: Sequence[object], notes: Iterable[str], nothing: str) -> Iterator[str]:
+    """What stands below a list."""
+    yield from map(printable, notes)
     if not found:
-        print("there is no cache")
+        yield nothing
 
 
 def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
     """A row for the cache, then one for each directory in a tier."""
     ago = format_seconds(max(0.0, time.time() - cache.last_used))
-    state = "not in use"
-    if cache.in_use:
-        state = f"in use by {cache.mountpoint or 'somebody'}"
+    state = f"in use by {cache.mountpoint or 'somebody'}" if cache.in_use else "not in use"
     used = format_bytes(cache.used_bytes)
-    whose = f"state {cache.state_dir}"
-    whose += "" if cache.claimed else " (gone, or has another)"
+    whose = f"state {cache.state_dir}{'' if cache.claimed else ' (gone, or has another)'}"
     lines = [f"{cache.source}  {cache.user.name}  {used}  used {ago} ago  {state}  {whose}"]
     for one in cache.directories:
         place = one.path if whole or one.stranded else one.tier
         size = ("" if one.size.whole else "at least ") + format_bytes(one.size.bytes)
-        count = "file" if one.size.files == 1 else "files"
+        files = f"{one.size.files} {plural(one.size.files, 'file')}"
         why = f"  stranded: {one.stranded}" if one.stranded else ""
-        lines.append(f"    {place}  {size}  {one.size.files} {count}{why}")
+        lines.append(f"    {place}  {size}  {files}{why}")
     return [printable(line) for line in lines]
+
+
+# What crashes left behind.
+
+
+def gc_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints what was found and its fate; 1 if something could not be removed, or looked at."""
+    logging.getLogger().addHandler(logging.NullHandler())
+    site = read_site(arguments.config) if os.geteuid() == 0 else None
+    sweeper = Sweeper(remove=not arguments.dry_run)
+    search = search_of(environ)
+    sweeper.registrations(search)
+    sweeper.sockets(search)
+    sweeper.mounts(search)
+    if site is not None and (os.path.isdir(site.run_dir) or os.path.isdir(site.cache_dir)):
+        if sweeper.remove:
+            prepare(site)
+        if os.path.isdir(site.shares):
+            try:
+                sweeper.jobs(site, running_jobs(node_name(environ)))
+            except MonarchError as error:
+                sweeper.notes.append(f"jobs were not looked at: {error}")
+            sweeper.shares(site)
+        sweeper.budget(site)
+        sweeper.caches(site)
+    caches = take_inventory(site, environ, measure=False).caches()
+    if stranded := sum(one.stranded_part() is not None for one in caches):
+        sweeper.notes.append(
+            f"stranded copies of {stranded} caches stay: see monarchfs cache prune --dry-run"
+        )
+    found = sweeper.found
+    result = {"dry_run": not sweeper.remove, "found": [asdict(one) for one in found]}
+    lines = (_fate(f"{one.kind} {one.path} ({one.why})", one.removed, one.error) for one in found)
+    ending = _ending(found, sweeper.notes, "nothing was left behind")
+    show_result(arguments, {**result, "notes": sweeper.notes}, chain(lines, ending))
+    return int(any(one.error is not None for one in found))

@@ -34,9 +34,8 @@ _WITNESS_SECONDS = 1.0
 
 
 @contextmanager
-def signals_in_pipe(caught: Iterable[signal.Signals]) -> Iterator[tuple[int, int]]:
-    """The two ends of a pipe in which signals come as their numbers, but those that are ignored
-    (nohup(1)). The caller closes them."""
+def signals_in_pipe(caught: Iterable[signal.Signals]) -> Iterator[int]:
+    """A pipe in which signals come as their numbers, but those that are ignored (nohup(1))."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     old = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
@@ -46,11 +45,13 @@ def signals_in_pipe(caught: Iterable[signal.Signals]) -> Iterator[tuple[int, int
         if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
-        yield reading, writing
+        yield reading
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(old)
+        os.close(reading)
+        os.close(writing)
 
 
 def run_child(command: Sequence[str], prepare: Callable[[], None] | None = None) -> int:

@@ -1,18 +1,20 @@
-"""``monarchfs doctor``: can this machine mount, and how well."""
+"""``monarchfs doctor`` and ``selftest``: can this machine mount, and how well; and is it right on a
+site's own file system."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from monarchfs.cli.mount import config_and_personal, settings_from
-from monarchfs.cli.mount_options import DOCTOR_OPTIONS, PLAN_OPTIONS
-from monarchfs.cli.progress import Progress
-from monarchfs.cli.text import counted, printable
+from monarchfs.cli.output import Progress, counted, show_result
 from monarchfs.config.files import SYSTEM_FILE
 from monarchfs.config.model import Config
 from monarchfs.config.places import (
@@ -26,49 +28,47 @@ from monarchfs.config.values import parse_path
 from monarchfs.doctor.checks import Check, Severity, Value, ok, warning
 from monarchfs.doctor.run import Subject, examine, summary
 from monarchfs.fuse.mountinfo import is_network_filesystem
+from monarchfs.system.escaping import printable
+from monarchfs.types import UsageError
 
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
 
 def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the checks; 1 if it cannot be mounted. Ends within ``--timeout`` seconds and a moment.
-    Raises UsageError for options that make no sense."""
+    """Prints the checks; 1 if it cannot be mounted. Ends within ``--timeout`` seconds and a
+    moment."""
     source = parse_path(arguments.source) if arguments.source is not None else ""
-    config, places = config_from(arguments, source, environ, DOCTOR_OPTIONS)
-    subject = Subject(
-        config,
-        places,
-        environ,
-        search_of(environ),
-        measures=not arguments.quick,
-    )
-    checks: list[Check] = []
+    config, places = config_from(arguments, source, environ)
+    search = search_of(environ)
+    subject = Subject(config, places, environ, search, measures=not arguments.quick)
     with Progress() as progress:
         found = examine(
             subject, arguments.timeout, lambda name: progress.show(f"looking at {name}")
         )
-        for check in chain([configuration(arguments, environ)], found):
-            checks.append(check)
-            if not arguments.json:
-                progress.clear()
-                print_check(check)
+        found = chain([configuration(arguments, environ)], found)
+        checks = _shown(found, progress, quiet=arguments.json)
     result = summary(checks)
-    if arguments.json:
-        print(json.dumps(result))
-    else:
-        print(conclusion(checks))
+    show_result(arguments, result, _conclusion(result))
     return int(not result["can_mount"])
 
 
+def _shown(checks: Iterable[Check], progress: Progress, *, quiet: bool) -> list[Check]:
+    """All of them, each shown once it is there."""
+    done = []
+    for check in checks:
+        done.append(check)
+        if not quiet:
+            progress.clear()
+            _print_check(check)
+    return done
+
+
 def config_from(
-    arguments: argparse.Namespace,
-    source: str,
-    environ: Mapping[str, str],
-    flags: Sequence[str] = PLAN_OPTIONS,
+    arguments: argparse.Namespace, source: str, environ: Mapping[str, str]
 ) -> tuple[Config, DefaultPlaces]:
     """The configuration of a mount of ``source`` with these options, on no mount point. Raises
     UsageError."""
-    settings = settings_from(arguments, flags, environ=environ)
+    settings = settings_from(arguments, environ=environ)
     user = resolve_user(settings.user, environ)
     places = default_places(os.geteuid(), environ, is_network_filesystem)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)
@@ -90,23 +90,17 @@ def configuration(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     return ok("configuration", detail, **numbers)
 
 
-def describe(check: Check) -> str:
-    """A check for people: one line, and one more with the remedy."""
-    text = f"{check.state.value:<8} {check.name:<12} {printable(check.detail)}"
-    return text + (f"\n{'':<21} -> {printable(check.remedy)}" if check.remedy else "")
-
-
-def conclusion(checks: Sequence[Check]) -> str:
-    result = summary(checks)
+def _conclusion(result: Mapping[str, Any]) -> str:
     can = "can mount" if result["can_mount"] else "cannot mount"
-    warnings, problems = result["warnings"], result["problems"]
-    parts = [counted(problems, "problem")] if problems else []
-    parts += [counted(warnings, "warning")] if warnings else []
+    found = [(result["problems"], "problem"), (result["warnings"], "warning")]
+    parts = [counted(number, what) for number, what in found if number]
     return f"{can}: {', '.join(parts) or 'all is well'}"
 
 
-def print_check(check: Check) -> None:
-    text = describe(check)
+def _print_check(check: Check) -> None:
+    """One line, and one more with the remedy."""
+    text = f"{check.state.value:<8} {check.name:<12} {printable(check.detail)}"
+    text += f"\n{'':<21} -> {printable(check.remedy)}" if check.remedy else ""
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         print(text, flush=True)
         return
@@ -116,3 +110,29 @@ def print_check(check: Check) -> None:
     coloured = Text(text)
     coloured.stylize(_COLOURS[check.state], 0, len(check.state.value))
     Console(highlight=False, soft_wrap=True).print(coloured)
+
+
+def selftest_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Checks on a site's own file system, as a page that it can send; 1 if one of them found a
+    problem."""
+    from monarchfs.doctor.selftest import SelfTest, about
+
+    for place in (arguments.directory, arguments.second, arguments.tier):
+        if place is not None and not os.path.isdir(place):
+            raise UsageError(f"{place} is no directory")
+    where = about(arguments.directory)
+    temporary = tempfile.gettempdir()
+    second = None if arguments.second is None else Path(arguments.second)
+    places = Path(arguments.directory), second, Path(arguments.tier or temporary), Path(temporary)
+    with Progress() as progress, SelfTest(*places, arguments.files, progress.show) as test:
+        if not arguments.json:
+            who = "root" if os.geteuid() == 0 else "an ordinary user"
+            print(f"monarchfs selftest, {time.strftime('%Y-%m-%d')}, as {who}")
+            for name, value in where.items():
+                print(f"  {name:<14} {printable(value)}")
+            print(flush=True)
+        checks = _shown(test.checks(), progress, quiet=arguments.json)
+    problems = sum(check.state is Severity.PROBLEM for check in checks)
+    found = {"about": where, "checks": [check.to_json() for check in checks], "problems": problems}
+    show_result(arguments, found, counted(problems, "problem") if problems else "all is well")
+    return int(problems > 0)

@@ -24,8 +24,7 @@ _LISTEN = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<four>[0-9.]+)):(?P<por
 
 
 def exporter_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Serves until it is ended; with ``--once`` prints the page. The exit code. Raises UsageError,
-    OperationError."""
+    """Serves until it is ended; with ``--once`` prints the page. The exit code."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     address, port = parse_listen(arguments.listen)
     as_root = runtime_dir_of(os.geteuid(), environ) == ROOT_RUNTIME_DIR

@@ -13,8 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-from monarchfs.cli.progress import Progress, bar
-from monarchfs.cli.text import printable
+from monarchfs.cli.output import Progress, show_result
 from monarchfs.config import User
 from monarchfs.config.places import dataset_id
 from monarchfs.slurm.discovery import user_of
@@ -30,23 +29,23 @@ from monarchfs.supervisor.directories import (
 )
 from monarchfs.supervisor.identity import user_name
 from monarchfs.supervisor.launch import module_command, spawn_as
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
 from monarchfs.system.trusted import place_of
 from monarchfs.types import OperationError, UsageError
 
 _INDEX = "index"
+_REMEDY = "name a directory as --state-dir of mount has it"
 _END_SECONDS = 10.0
 
 
 def fsck_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Checks the cache of a state directory; 1 if something wrong was found and is still there.
-
-    Raises UsageError for what is no state directory, OperationError if a mount uses it.
-    """
+    """Checks the cache of a state directory; 1 if something wrong was found and is still there."""
     path = arguments.state_dir
     with ExitStack() as cleanup:
-        state_dir, user = _open_state_dir(path)
+        state_dir = _open_state_dir(path)
         cleanup.callback(os.close, state_dir)
+        user = _owner_of(state_dir, path)
         if not _is_there(LOCK, state_dir):
             raise _unknown_dataset(path)  # taking it would make it
         try:
@@ -67,34 +66,28 @@ def fsck_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
         }
         report = _run(task, user, (state_dir, lock), quiet=arguments.json)
     report = {"state_dir": path, **report}
-    print(json.dumps(report) if arguments.json else describe(report, repair=arguments.repair))
+    show_result(arguments, report, map(printable, _lines(report, repair=arguments.repair)))
     return int(not report["clean"])
 
 
-def describe(report: Mapping[str, Any], *, repair: bool) -> str:
+def _lines(report: Mapping[str, Any], *, repair: bool) -> Iterator[str]:
     """The report for people: a line a tier, and one that sums up."""
-    lines = []
     for tier in report["tiers"]:
-        files, size = tier["files"], format_bytes(tier["allocated_bytes"])
+        size = format_bytes(tier["allocated_bytes"])
         there = "" if tier["present"] else ", not there"
-        lines.append(f"tier {tier['path']}: {files} files, {size}{there}")
+        yield f"tier {tier['path']}: {tier['files']} files, {size}{there}"
     if report["checked_files"]:
-        size = format_bytes(report["checked_bytes"])
-        lines.append(f"read {report['checked_files']} files, {size}")
+        yield f"read {report['checked_files']} files, {format_bytes(report['checked_bytes'])}"
     found = sum(report["findings"].values())
     if not found:
-        lines.append(f"{report['state_dir']}: nothing wrong")
-    else:
-        kinds = ", ".join(f"{name} {count}" for name, count in report["findings"].items())
-        rest = "" if report["clean"] else ": run it with --repair" * (not repair)
-        lines.append(
-            f"{report['state_dir']}: {found} found ({kinds}), {report['repaired']} put right{rest}"
-        )
-    return "\n".join(map(printable, lines))
+        yield f"{report['state_dir']}: nothing wrong"
+        return
+    kinds = ", ".join(f"{name} {count}" for name, count in report["findings"].items())
+    rest = "" if report["clean"] or repair else ": run it with --repair"
+    yield f"{report['state_dir']}: {found} found ({kinds}), {report['repaired']} put right{rest}"
 
 
-def _open_state_dir(path: str) -> tuple[int, User]:
-    """The open directory and whose it is."""
+def _open_state_dir(path: str) -> int:
     try:
         descriptor = os.open(path, OPEN_DIRECTORY)
         if os.fstat(descriptor).st_uid == 0 == os.geteuid():
@@ -102,28 +95,24 @@ def _open_state_dir(path: str) -> tuple[int, User]:
             os.close(descriptor)
             with place_of(path, alone=False) as place:
                 descriptor = place.open(OPEN_DIRECTORY)
+        return descriptor
     except OSError as error:
-        raise UsageError(
-            f"{path}: {error.strerror}: name a directory as --state-dir of mount has it"
-        ) from None
-    try:
-        st = os.fstat(descriptor)
-        if st.st_uid != os.geteuid() and os.geteuid() != 0:
-            raise OperationError(f"{path} belongs to {user_name(st.st_uid)}: ask them, or use root")
-        if not any(_is_there(name, descriptor) for name in (_INDEX, LOCK)):
-            raise UsageError(
-                f"{path} holds no cache of monarchfs: name a directory as --state-dir of mount"
-                " has it"
-            )
-        if st.st_mode & 0o022:
-            # What everybody shares (/tmp) is not to be closed to them.
-            shared = st.st_mode & stat.S_ISVTX
-            remedy = "it is no state directory" if shared else f"chmod 700 {path}"
-            raise OperationError(f"{path} can be written by others: {remedy}")
-        return descriptor, user_of(st.st_uid, st.st_gid)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        raise UsageError(f"{path}: {error.strerror}: {_REMEDY}") from None
+
+
+def _owner_of(state_dir: int, path: str) -> User:
+    """Whose it is. Raises UsageError, OperationError where nothing can or may be checked."""
+    st = os.fstat(state_dir)
+    if st.st_uid != os.geteuid() and os.geteuid() != 0:
+        raise OperationError(f"{path} belongs to {user_name(st.st_uid)}: ask them, or use root")
+    if not any(_is_there(name, state_dir) for name in (_INDEX, LOCK)):
+        raise UsageError(f"{path} holds no cache of monarchfs: {_REMEDY}")
+    if st.st_mode & 0o022:
+        # What everybody shares (/tmp) is not to be closed to them.
+        shared = st.st_mode & stat.S_ISVTX
+        remedy = "it is no state directory" if shared else f"chmod 700 {path}"
+        raise OperationError(f"{path} can be written by others: {remedy}")
+    return user_of(st.st_uid, st.st_gid)
 
 
 def _is_there(name: str, directory: int) -> bool:
@@ -176,8 +165,9 @@ def _listen(lines: Iterable[bytes], progress: Progress, *, quiet: bool) -> dict[
         if "report" in message:
             progress.clear()
             report = dict(message["report"])
-            if not quiet:
-                _show_rest(shown, report["findings"])
+            for kind, count in () if quiet else report["findings"].items():
+                if count > shown[kind]:
+                    print(f"{kind}: and {count - shown[kind]} more")
             return report
         if "failed" in message:
             raise OperationError(str(message["failed"]))
@@ -188,7 +178,8 @@ def _listen(lines: Iterable[bytes], progress: Progress, *, quiet: bool) -> dict[
             finding = message["finding"]
             shown[finding["kind"]] += 1
             progress.clear()
-            print(_line(finding))
+            done = f": {finding['done']}" if finding["done"] else ""
+            print(printable(f"{finding['kind']}: {finding['what']}: {finding['detail']}{done}"))
     return None
 
 
@@ -211,12 +202,8 @@ def _child(
             raise
 
 
-def _show_rest(shown: Mapping[str, int], counts: Mapping[str, int]) -> None:
-    for kind, count in counts.items():
-        if count > shown[kind]:
-            print(f"{kind}: and {count - shown[kind]} more")
-
-
-def _line(finding: Mapping[str, Any]) -> str:
-    done = f": {finding['done']}" if finding["done"] else ""
-    return printable(f"{finding['kind']}: {finding['what']}: {finding['detail']}{done}")
+def bar(done: int, of: int, width: int = 24) -> str:
+    """How much of it, drawn: ``[######------]  50%``."""
+    share = min(1.0, done / of) if of > 0 else 1.0
+    filled = int(share * width)
+    return f"[{'#' * filled}{'-' * (width - filled)}] {100 * share:3.0f}%"

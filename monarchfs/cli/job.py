@@ -1,25 +1,24 @@
-"""``monarchfs job``: run by Slurm's prolog and epilog.
+"""``monarchfs job``, which Slurm's prolog and epilog run, and ``report``: what datasets did for it.
 
-It never fails: errors are logged, and the job runs without a mount.
+``job`` never fails: errors are logged, and the job runs without a mount.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import logging.handlers
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from monarchfs.cli.text import printable
-from monarchfs.slurm.epilog import run_epilog, sweep
+from monarchfs.cli.output import show_result
+from monarchfs.slurm.archive import find_reports
 from monarchfs.slurm.job import job_from, parse_job_id
-from monarchfs.slurm.prolog import run_prolog
-from monarchfs.slurm.recordings import run_recording
 from monarchfs.slurm.records import make_directory
+from monarchfs.slurm.report import job_totals, page
 from monarchfs.slurm.site import Site, read_site
-from monarchfs.system.escaping import OneLine
+from monarchfs.system.escaping import OneLine, printable
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _SYSLOG = "/dev/log"
@@ -30,6 +29,8 @@ log = logging.getLogger(__name__)
 def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Returns 0, whatever happened. Raises UsageError where this is not run by root or not by
     Slurm."""
+    from monarchfs.slurm import epilog, prolog, recordings
+
     if os.geteuid() != 0:
         raise UsageError("this is for root: Slurm's prolog and epilog run it")
     if arguments.what in ("prolog", "epilog"):
@@ -44,13 +45,13 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     try:
         match arguments.what:
             case "prolog":
-                run_prolog(site, job)
+                prolog.run_prolog(site, job)
             case "epilog":
-                run_epilog(site, job)
+                epilog.run_epilog(site, job)
             case "sweep":
-                sweep(site, without=without)
+                epilog.sweep(site, without=without)
             case "record":
-                run_recording(site, arguments.recording or "")
+                recordings.run_recording(site, arguments.recording or "")
     except (MonarchError, OSError) as error:
         log.error("%s", error)
     except Exception:
@@ -88,8 +89,38 @@ def _first_that_works(path: str | None) -> logging.Handler:
         print(f"monarchfs: {printable(error)}", file=sys.stderr)
     try:
         if os.path.exists(_SYSLOG):
-            facility = logging.handlers.SysLogHandler.LOG_DAEMON
-            return logging.handlers.SysLogHandler(_SYSLOG, facility=facility)
+            from logging.handlers import SysLogHandler
+
+            return SysLogHandler(_SYSLOG, facility=SysLogHandler.LOG_DAEMON)
     except OSError as error:
         print(f"monarchfs: {printable(error)}", file=sys.stderr)
     return logging.StreamHandler(sys.stderr)
+
+
+def report_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints the reports of all nodes that keep theirs in the directory."""
+    job = parse_job_id(arguments.job)
+    reports = find_reports(_directory(arguments), job)
+    show_result(arguments, {"job": job, "nodes": reports}, _report_lines(job, reports))
+    return 0
+
+
+def _report_lines(job: int, reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """All reports, with an empty line between them."""
+    try:
+        pages = [*map(page, reports), *filter(None, [job_totals(reports)])]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise OperationError(f"the report of job {job} makes no sense: {error!r}") from None
+    for number, text in enumerate(pages):
+        yield from ([""] if number else [])
+        yield from map(printable, text.splitlines())
+
+
+def _directory(arguments: argparse.Namespace) -> str:
+    if arguments.dir is not None:
+        return str(arguments.dir)
+    try:
+        return read_site().report_dir
+    except UsageError:
+        # A user may not be meant to read the site's configuration.
+        return Site().report_dir

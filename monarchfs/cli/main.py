@@ -2,6 +2,10 @@
 
 0 done, 1 failed, 2 wrong usage; an error is one line on stderr that begins with ``monarchfs:``.
 Ctrl-C ends the process by SIGINT, which a shell shows as 130.
+
+A command is ``NAME_command(arguments, environ)`` in the module that ``_MODULES`` names: it asks
+something, prints the answer and returns the exit code. It raises UsageError for wrong usage, and
+OperationError, or OSError, for what failed.
 """
 
 from __future__ import annotations
@@ -20,13 +24,18 @@ from monarchfs.cli.output import (
     output_written,
     prepare_streams,
 )
-from monarchfs.cli.parser import build_parser
+from monarchfs.cli.parser import SHORT_HELP, build_parser
 from monarchfs.system import inherited
 from monarchfs.system.limits import explained, unmet
 from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
-_MODULES = {**dict.fromkeys(("refresh", "pin", "unpin", "evict"), "ask"), "version": "help"}
+_ASKING = ("refresh", "pin", "unpin", "evict", "warm", "order", "weigh", "why", "peers", "restart")
+_MODULES = {
+    **dict.fromkeys(_ASKING, "ask"),
+    **{"gc": "cache", "selftest": "doctor", "completion": "documents", "report": "job"},
+    **{"help": "parser", "version": "parser"},
+}
 """The modules of commands that are not in one of their own name."""
 _WITH_COMMAND = ("run", "record")
 """Those that run another one, which stands behind ``--``."""
@@ -50,8 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _outcome(arguments: Sequence[str]) -> int:
     if not arguments:
-        from monarchfs.cli.help import SHORT_HELP
-
         sys.stderr.write(SHORT_HELP)
         return 2
     try:
@@ -81,8 +88,8 @@ def _outcome(arguments: Sequence[str]) -> int:
 
 def _command(name: str) -> Command:
     # Each command loads only what it needs: `umount` in an epilog should not wait for imports.
-    module = _MODULES.get(name, name)
-    command: Command = getattr(import_module(f"monarchfs.cli.{module}"), f"{module}_command")
+    module = import_module(f"monarchfs.cli.{_MODULES.get(name, name)}")
+    command: Command = getattr(module, f"{name}_command")
     return command
 
 

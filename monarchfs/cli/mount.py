@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from monarchfs.cli.mount_options import MOUNT_OPTIONS
+from monarchfs.cli.parser import MOUNT_OPTIONS
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.personal import Personal, read_personal
 from monarchfs.config.places import default_places, resolve_user
@@ -31,7 +31,7 @@ def mount_command(
 ) -> int:
     """Returns 0 once the mount answers, or after it is gone with ``--foreground``.
 
-    Raises UsageError or OperationError. ``worker_command`` replaces the worker in tests.
+    ``worker_command`` replaces the worker in tests.
     """
     return mount_with(
         settings_from(arguments, environ=environ),
@@ -91,14 +91,11 @@ def _descriptor(text: str | None) -> int | None:
 
 
 def settings_from(
-    arguments: argparse.Namespace,
-    flags: Sequence[str] = MOUNT_OPTIONS,
-    *,
-    environ: Mapping[str, str] | None = None,
+    arguments: argparse.Namespace, *, environ: Mapping[str, str] | None = None
 ) -> Settings:
     """Defaults, then files (the machine's and the user's own, if none is named), then the
     environment, then ``-o``, then flags. Without ``environ`` nothing of the user's own counts."""
-    typed = words_of(arguments, flags)
+    typed = words_of(arguments)
     if environ is None:
         named, own = arguments.config, Personal()
     else:
@@ -107,14 +104,10 @@ def settings_from(
     return merge(*files, own.environment, *typed)
 
 
-def words_of(
-    arguments: argparse.Namespace, flags: Sequence[str] = MOUNT_OPTIONS
-) -> tuple[Layer, Layer]:
+def words_of(arguments: argparse.Namespace) -> tuple[Layer, Layer]:
     """What the command line itself says: ``-o``, then flags. Raises UsageError."""
-    return (
-        from_mount_options(arguments.options or ()),
-        from_flags({name: getattr(arguments, name) for name in flags}),
-    )
+    flags = {name: value for name, value in vars(arguments).items() if name in MOUNT_OPTIONS}
+    return from_mount_options(arguments.options or ()), from_flags(flags)
 
 
 def config_and_personal(
@@ -122,7 +115,10 @@ def config_and_personal(
 ) -> tuple[str | None, Personal]:
     """The file that replaces the machine's and the user's own, if one is named, and the user's own
     settings that count. Raises UsageError."""
-    options, flags = words_of(arguments, ("user",))
-    user = {**options, **flags}.get("user")
+    options, flag = (
+        from_mount_options(arguments.options or ()),
+        from_flags({"user": arguments.user}),
+    )
+    user = {**options, **flag}.get("user")
     own = read_personal(environ, user if isinstance(user, str) else None)
     return arguments.config if arguments.config is not None else own.config, own

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from monarchfs import __version__
 from monarchfs.cli.output import complain, output_written, prepare_streams
 from monarchfs.cli.parser import Parser, build_parser
-from monarchfs.cli.text import printable
 from monarchfs.config.settings import escape_option, is_known_option, split_options
 from monarchfs.system import inherited
+from monarchfs.system.escaping import printable
 from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -50,8 +50,8 @@ def build_helper_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("source", metavar="SOURCE", help="the dataset's directory")
-    parser.add_argument("mountpoint", metavar="DIR", help="where to mount; may be SOURCE")
+    parser.add("source", "the dataset's directory")
+    parser.add("mountpoint DIR", "where to mount; may be SOURCE")
     option = parser.add_argument
     option("-o", dest="options", metavar="OPT,...", action="append", help="mount options")
     option("-f", dest="fake", action="store_true", help="check everything, but do not mount")
@@ -77,10 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(output_written(code, PROGRAM)) from None
 
 
-def _complain(message: str, code: int) -> int:
-    return complain(message, code, PROGRAM)
-
-
 def _outcome(arguments: Sequence[str] | None) -> int:
     try:
         given = build_helper_parser().parse_args(arguments)
@@ -91,7 +87,7 @@ def _outcome(arguments: Sequence[str] | None) -> int:
         words = ["mount", "-o", ",".join(options), "--", given.source, given.mountpoint]
         settings = settings_from(build_parser().parse_args(words))
     except UsageError as error:
-        return _complain(str(error), USAGE)
+        return complain(str(error), USAGE, PROGRAM)
     # Under sudo as at boot: fstab says whose mount it is.
     environ = {name: value for name, value in os.environ.items() if name != "SUDO_UID"}
     try:
@@ -99,11 +95,11 @@ def _outcome(arguments: Sequence[str] | None) -> int:
             _enter(given.namespace)
         mount_with(settings, given.source, given.mountpoint, environ, check_only=given.fake)
     except MonarchError as error:
-        return _complain(str(error), FAILED)
+        return complain(str(error), FAILED, PROGRAM)
     except OSError as error:
-        return _complain(explained(error), FAILED)
+        return complain(explained(error), FAILED, PROGRAM)
     except KeyboardInterrupt as interrupt:
-        return _complain(str(interrupt) or "interrupted", INTERRUPTED)
+        return complain(str(interrupt) or "interrupted", INTERRUPTED, PROGRAM)
     if given.verbose:
         done = "could be mounted" if given.fake else "mounted"
         listed = ",".join(("ro", "nosuid", "nodev", *options))

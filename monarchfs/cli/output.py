@@ -1,46 +1,46 @@
-"""Standard output and standard error, which may be closed, full, or without a reader.
+"""What commands print: standard output and error, how far a command is, numbers for people.
 
-What cannot be written to standard error is dropped and never changes the outcome of a command.
-Python alone would end with exit code 120 (``sys.exit``).
+Streams may be closed, full, or without a reader. What cannot be written to standard error is
+dropped and never changes the outcome of a command. Python alone would end with exit code 120
+(``sys.exit``).
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 
-from monarchfs.cli.text import printable
+from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import format_bytes
+from monarchfs.types import OperationError
+
+Report = Mapping[str, Any]
+"""What a mount says of itself; of another version, perhaps."""
 
 INTERRUPTED = 128 + signal.SIGINT
 """The exit code that a shell shows for who died of SIGINT."""
 
+_EVERY_SECONDS = 0.1
+_CLEAR = "\r\033[K"
 
-class _Lossy(io.RawIOBase):
+
+class _Lossy(io.FileIO):
     """A descriptor that accepts everything, even what it cannot write."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self._descriptor)
 
     def write(self, data: bytes) -> int:  # type: ignore[override]
         left = memoryview(data).cast("B")
         size = left.nbytes
-        try:
+        with suppress(OSError):  # nowhere to tell that the place for telling is full or gone
             while left:
-                left = left[os.write(self._descriptor, left) :]
-        except OSError:
-            # There is nowhere to tell that the place for telling is full or gone.
-            return size
+                left = left[os.write(self.fileno(), left) :]
         return size
 
 
@@ -58,7 +58,7 @@ def prepare_streams() -> None:
     if sys.stderr is sys.__stderr__:
         # Unbuffered: a child that is forked must not print again what its parent has printed.
         sys.stderr = io.TextIOWrapper(
-            _Lossy(2),
+            _Lossy(2, "w", closefd=False),
             encoding=getattr(sys.stderr, "encoding", None),
             errors="backslashreplace",
             line_buffering=True,
@@ -95,3 +95,110 @@ def die_of_interrupt(code: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
     return code
+
+
+def show_result(arguments: Namespace, result: object, text: str | Iterable[str]) -> None:
+    """Prints what a command found: as an object with --json, else as text."""
+    lines = [json.dumps(result)] if arguments.json else [text] if isinstance(text, str) else [*text]
+    if lines:
+        print("\n".join(lines))
+
+
+def failed(arguments: Namespace, why: str) -> int:
+    """The exit code of a command of which a part failed, for programs, which read of it in the
+    result. For people raises OperationError."""
+    if arguments.json:
+        return 1
+    raise OperationError(why)
+
+
+# How far a command is.
+
+
+class Progress(AbstractContextManager["Progress"]):
+    """One line on a terminal, until the block ends; nothing elsewhere. ``clear`` it before other
+    output."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._shown = False
+        self._next = 0.0
+
+    def __exit__(self, *_raised: object) -> None:
+        self.clear()
+
+    def show(self, text: str) -> None:
+        """Puts ``text`` in place of what is there, a few times a second at most."""
+        now = time.monotonic()
+        if not self._terminal or now < self._next:
+            return
+        self._next = now + _EVERY_SECONDS
+        width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+        print(_CLEAR + text[: width - 1], end="", file=sys.stderr, flush=True)
+        self._shown = True
+
+    def clear(self) -> None:
+        if self._shown:
+            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            self._shown = False
+            self._next = 0.0
+
+
+# Numbers for people.
+
+
+def format_count(count: float) -> str:
+    """``1,234,567``."""
+    return f"{count:,.0f}"
+
+
+def counted(count: int, one: str, many: str = "") -> str:
+    """``1 file``, ``1,234 files``."""
+    return f"{count:,} {plural(count, one, many)}"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    return one if count == 1 else many or f"{one}s"
+
+
+def labelled(label: str, text: str) -> str:
+    """A line below a heading: what it is about, then the text."""
+    return f"  {label:<9} {text}"
+
+
+def format_share(part: float, whole: float) -> str:
+    """Per cent; ``-`` of nothing. 100% only of all, 0% only of nothing."""
+    if whole <= 0:
+        return "-"
+    percent = 100 * part / whole
+    if 0 < part < whole:
+        percent = min(max(percent, 0.1), 99.9)
+    return f"{percent:.1f}%" if 0 < percent < 100 else f"{percent:.0f}%"
+
+
+def renumbered_text(files: int) -> str:
+    """What a source does that gives its files other inode numbers."""
+    return (
+        f"the source changes inode numbers: {files:,} unchanged files were taken for others, and"
+        " are copied again (TROUBLESHOOTING, Speed)"
+    )
+
+
+def list_row(report: Report) -> list[str]:
+    """A mount's line in the list of mounts: its names, what is resident, how much is local, what is
+    used."""
+    names = [printable(report.get(key, "?")) for key in ("mountpoint", "source", "state")]
+    names[2] += ", private" if report.get("private") else ""
+    if "files" not in report:
+        return [*names, "-", "-", "-"]
+    served, tiers = report.get("served", {}), report.get("tiers", ())
+    local = served.get("local_opens", 0)
+    used, capacity = (
+        sum(tier.get(key, 0) for tier in tiers) for key in ("used_bytes", "capacity_bytes")
+    )
+    return [
+        *names,
+        format_count(report["files"].get("resident", 0)),
+        format_share(local, local + served.get("peer_opens", 0) + served.get("source_opens", 0)),
+        f"{format_bytes(used)} of {format_bytes(capacity)}",
+    ]

@@ -4,19 +4,15 @@ brings."""
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from monarchfs.cli.doctor import config_from
-from monarchfs.cli.mount_options import PLAN_OPTIONS
-from monarchfs.cli.progress import Progress
-from monarchfs.cli.text import labelled, printable
+from monarchfs.cli.output import Progress, labelled, show_result
 from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
 from monarchfs.config.values import parse_path
@@ -30,6 +26,7 @@ from monarchfs.supervisor.directories import names_for, recorded_directories
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.probe import probe_source
 from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, Space
 
@@ -40,16 +37,14 @@ _SILENCE_SECONDS = 30.0
 
 
 def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the plan. Raises UsageError for what could not be mounted, OperationError where the
-    source does not answer."""
     source = parse_path(arguments.source)
-    config, places = config_from(arguments, source, environ, (*PLAN_OPTIONS, "share"))
+    config, places = config_from(arguments, source, environ)
     refuse_ours(source)
     found = probe_source(source, config.user, _SOURCE_SECONDS)
     os.close(found.descriptor)
     refuse_ours(found.path)
     # The dataset's place in the tiers is named after the source without symbolic links.
-    config, places = config_from(arguments, found.path, environ, (*PLAN_OPTIONS, "share"))
+    config, places = config_from(arguments, found.path, environ)
     rooms = [_room(config, number, places.cache_dir) for number in range(len(config.tiers))]
     with Progress() as progress:
         rates = None if arguments.quick else _rates(config, progress)
@@ -57,7 +52,7 @@ def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     result = combine(config.source, report, rooms, rates, arguments.epochs)
     if arguments.nodes:
         result["sharing"] = shared(result, arguments.nodes, config.share)
-    print(json.dumps(result) if arguments.json else "\n".join(lines(result)))
+    show_result(arguments, result, lines(result))
     return 0
 
 
@@ -71,40 +66,38 @@ def combine(
     """What ``--json`` prints. Pure."""
     cached = [Amount(**amount) for amount in report["cached"]]
     placed = [Amount(**amount) for amount in report["placed"]]
-    remote = Amount(**report["remote"])
-    whole, partial_ = Amount(**report["whole"]), Amount(**report["partial"])
-    resident = total(whole, *cached)
-    new = total(*placed)
+    remote, new = Amount(**report["remote"]), total(*placed)
     estimate = times(placed, cached, remote, *rates) if rates is not None else None
     keys = ("complete", "files", "bytes", "directories", "others", "unreadable", "hard_links")
-    return {
-        "source": source,
-        **{key: report[key] for key in keys},
-        "sizes": report["sizes"],
-        "tiers": [
+    tiers = []
+    for room, will, was in zip(rooms, placed, cached, strict=True):
+        now, usable = total(will, was), min(room.size_bytes, room.usable_bytes + was.bytes)
+        tiers.append(
             {
                 "path": room.path,
                 "capacity_bytes": room.size_bytes,
-                "usable_bytes": (usable := min(room.size_bytes, room.usable_bytes + both[1].bytes)),
+                "usable_bytes": usable,
                 "limited_by": room.limited_by if usable < room.size_bytes else None,
                 "free_bytes": room.space.free_bytes,
-                "files": (now := total(*both)).files,
-                "bytes": now.bytes,
-                "cached_files": both[1].files,
+                **asdict(now),
+                "cached_files": was.files,
             }
-            for room, both in zip(rooms, zip(placed, cached, strict=True), strict=True)
-        ],
-        "resident": asdict(resident),
-        "partial": asdict(partial_),
-        "remote": asdict(remote),
+        )
+    return {
+        "source": source,
+        **{key: report[key] for key in (*keys, "sizes")},
+        "tiers": tiers,
+        "resident": asdict(total(Amount(**report["whole"]), *cached)),
+        "partial": report["partial"],
+        "remote": report["remote"],
         "cached_before": asdict(total(*cached)),
         "source_bytes": {
             "first_epoch": new.bytes + remote.bytes,
             "later_epoch": remote.bytes,
             "plain_epoch": report["bytes"],
         },
-        "rates": _rates_json(rates, rooms),
-        "seconds": _seconds_json(estimate, epochs),
+        "rates": None if rates is None else _rates_json(*rates, rooms),
+        "seconds": None if estimate is None else _seconds_json(estimate, epochs),
         "epochs": epochs,
         "pays_from_epoch": estimate.pays_from_epoch if estimate is not None else None,
     }
@@ -124,11 +117,8 @@ def shared(plan: Mapping[str, Any], nodes: int, share: ShareMode) -> dict[str, A
 
 
 def _rates_json(
-    rates: tuple[SourceRates, list[TierRates]] | None, rooms: list[PlannedTier]
-) -> dict[str, Any] | None:
-    if rates is None:
-        return None
-    source, tiers = rates
+    source: SourceRates, tiers: list[TierRates], rooms: list[PlannedTier]
+) -> dict[str, Any]:
     return {
         "source_read_bytes_per_second": source.read_bytes_per_second,
         "source_open_seconds": source.open_seconds,
@@ -144,15 +134,9 @@ def _rates_json(
     }
 
 
-def _seconds_json(estimate: Times | None, epochs: int) -> dict[str, float] | None:
-    if estimate is None:
-        return None
-    return {
-        **asdict(estimate),
-        "plain_total": estimate.plain_total(epochs),
-        "total": estimate.total(epochs),
-        "saved": estimate.plain_total(epochs) - estimate.total(epochs),
-    }
+def _seconds_json(estimate: Times, epochs: int) -> dict[str, float]:
+    plain, whole = estimate.plain_total(epochs), estimate.total(epochs)
+    return {**asdict(estimate), "plain_total": plain, "total": whole, "saved": plain - whole}
 
 
 def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
@@ -238,7 +222,6 @@ def _newest(tier: str, config: Config) -> str:
 
 def lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """A plan for people."""
-    amount = partial(_described, plan)
     at_least = "" if plan["complete"] else "at least "
     yield (
         f"{printable(plan['source'])}: {at_least}{plan['files']} files,"
@@ -265,10 +248,12 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:
                 f" {tier['limited_by']}"
             )
         yield labelled("tier", text)
-    yield labelled("resident", amount("resident"))
-    if plan["partial"]["files"]:
-        yield labelled("partial", amount("partial"))
-    yield labelled("remote", amount("remote"))
+    for key in ("resident", "partial", "remote"):
+        amount = plan[key]
+        share = 100 * amount["bytes"] / plan["bytes"] if plan["bytes"] else 0
+        if amount["files"] or key != "partial":
+            size = format_bytes(amount["bytes"])
+            yield labelled(key, f"{amount['files']} files, {size} ({share:.0f}%)")
     reads = plan["source_bytes"]
     yield labelled(
         "source",
@@ -331,12 +316,6 @@ def _estimates(plan: Mapping[str, Any]) -> Iterator[str]:
         f"{plan['epochs']} epochs",
         f"{_duration(seconds['total'])} instead of {_duration(seconds['plain_total'])}; {gain}",
     )
-
-
-def _described(plan: Mapping[str, Any], key: str) -> str:
-    amount = plan[key]
-    share = 100 * amount["bytes"] / plan["bytes"] if plan["bytes"] else 0
-    return f"{amount['files']} files, {format_bytes(amount['bytes'])} ({share:.0f}%)"
 
 
 def _duration(seconds: float) -> str:

@@ -5,46 +5,59 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TextIO
 
+from monarchfs.cli.ask import ASK_SECONDS
 from monarchfs.cli.child import run_child, signals_in_pipe
-from monarchfs.cli.progress import Progress
-from monarchfs.cli.recorder import HIDDEN, EventRecorder
-from monarchfs.cli.text import counted, printable
-from monarchfs.config.places import search_of
+from monarchfs.cli.output import Progress, counted
+from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_seconds, parse_size
-from monarchfs.insight.recording import MOST_SAMPLE
+from monarchfs.control.client import Connection, connect
+from monarchfs.control.messages import SILENCE_SECONDS
+from monarchfs.insight.recording import EVENT, MOST_SAMPLE, File, RecordingWriter
 from monarchfs.supervisor.recover import require_daemon
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+AGAIN_SECONDS = 0.2
+_BACK_SECONDS = 60.0
+"""A worker that is away for longer does not come back."""
+
+_FLUSH_SECONDS = 2.0
+"""What was received reaches the file in this time: a recorder that is killed loses no more."""
+
+HIDDEN = {
+    "lookups": "names that the kernel remembers",
+    "opens": "opens (the mount is immutable: the kernel opens files by itself)",
+    "reads": "reads from the page cache",
+    "passthrough": "reads that the kernel passes through to local copies above 1 MiB",
+}
+
 
 def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """The command's exit code where there is one, else 0. Raises UsageError, OperationError."""
+    """The command's exit code where there is one, else 0."""
     if arguments.seconds is not None and arguments.argv:
         raise UsageError("either --seconds or a command: leave out one of them")
     if arguments.argv == []:
         raise UsageError("there is no command behind --")
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
-    sample, most_bytes = _sample(arguments.sample), _size(arguments.max_size)
-    mountpoint, output = arguments.mountpoint, arguments.output
+    arguments.sample, arguments.max_size = _sample(arguments.sample), _size(arguments.max_size)
     search = search_of(environ)
-    require_daemon(mountpoint, search)  # before the file is made
-    with _new(output) as stream:
-        facts = {} if arguments.argv is None else {"command": arguments.argv}
-        recorder = EventRecorder(
-            mountpoint, search, stream, facts, sample=sample, most_bytes=most_bytes
-        )
+    require_daemon(arguments.mountpoint, search)  # before the file is made
+    with _new(arguments.output) as stream:
         if arguments.argv is None:
-            return _record(recorder, mountpoint, output, seconds)
-        return _record_command(recorder, output, arguments.argv)
+            return _record(arguments, search, stream, seconds)
+        return _record_command(arguments, search, stream)
 
 
 def _sample(text: str) -> int:
@@ -76,33 +89,41 @@ def _new(output: str) -> Iterator[BinaryIO]:
             raise
 
 
-def _record(recorder: EventRecorder, mountpoint: str, output: str, seconds: float | None) -> int:
-    with _signals() as end, Progress() as progress:
-        for _ in recorder.follow(recorder.connect(), end, seconds):
+def _begin(arguments: argparse.Namespace, search: Search, stream: BinaryIO) -> EventRecorder:
+    facts = {} if arguments.argv is None else {"command": arguments.argv}
+    most = arguments.max_size
+    return EventRecorder(arguments.mountpoint, search, stream, facts, arguments.sample, most)
+
+
+def _record(
+    arguments: argparse.Namespace, search: Search, stream: BinaryIO, seconds: float | None
+) -> int:
+    with signals_in_pipe(_ENDING) as end, Progress() as progress:
+        recorder = _begin(arguments, search, stream)
+        for _ in recorder.follow(end, seconds):
             progress.show(
-                f"recording {mountpoint}: {format_seconds(recorder.seconds)},"
+                f"recording {arguments.mountpoint}: {format_seconds(recorder.seconds)},"
                 f" {recorder.events:,} events, {format_bytes(recorder.written)}"
             )
-        recorder.finish()
-    print(_summary(recorder, output), file=sys.stderr)
+    print(_summary(recorder, arguments.output), file=sys.stderr)
     return 0
 
 
-def _record_command(recorder: EventRecorder, output: str, argv: Sequence[str]) -> int:
+def _record_command(arguments: argparse.Namespace, search: Search, stream: BinaryIO) -> int:
     """The command has the terminal, its signals and this process; another one records."""
     told, tells = os.pipe()
     end, ends = os.pipe()
     pid = os.fork()
     if pid == 0:
-        code = 1
         try:
             os.close(told)
             os.close(ends)
             for number in _ENDING:
                 signal.signal(number, signal.SIG_IGN)  # it ends when the command has
-            code = _record_in_child(recorder, output, end, tells)
+            with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
+                _record_in_child(arguments, search, stream, end, answers)
         finally:
-            os._exit(code)
+            os._exit(0)
     os.close(tells)
     os.close(end)
     with open(told, encoding="utf-8") as answers:
@@ -110,41 +131,29 @@ def _record_command(recorder: EventRecorder, output: str, argv: Sequence[str]) -
         if error:
             os.waitpid(pid, 0)
             raise OperationError(error)
-        code = run_child(argv)
+        code = run_child(arguments.argv)
         os.close(ends)
         print(answers.readline().rstrip("\n") or "monarchfs: the recorder died", file=sys.stderr)
     os.waitpid(pid, 0)
     return code
 
 
-def _record_in_child(recorder: EventRecorder, output: str, end: int, tells: int) -> int:
-    with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
-        try:
-            connection = recorder.connect()
-            print('""', file=answers, flush=True)
-        except Exception as error:  # noqa: BLE001 - the parent says it
-            print(json.dumps(str(error)), file=answers, flush=True)
-            return 1
-        try:
-            for _ in recorder.follow(connection, end, None):
-                pass
-            recorder.finish()
-            print(_summary(recorder, output), file=answers)
-        except Exception as error:  # noqa: BLE001 - the same
-            print(printable(f"monarchfs: the recording failed: {error}"), file=answers)
-            return 1
-    return 0
-
-
-@contextmanager
-def _signals() -> Iterator[int]:
-    """A descriptor that is readable once a signal says that it is over."""
+def _record_in_child(
+    arguments: argparse.Namespace, search: Search, stream: BinaryIO, end: int, answers: TextIO
+) -> None:
+    """Two lines: the error that keeps it from recording, if there is one; and the summary."""
     try:
-        with signals_in_pipe(_ENDING) as pipe:
-            yield pipe[0]
-    finally:
-        for descriptor in pipe:
-            os.close(descriptor)
+        recorder = _begin(arguments, search, stream)
+        print('""', file=answers, flush=True)
+    except Exception as error:  # noqa: BLE001 - the parent says it
+        print(json.dumps(str(error)), file=answers)
+        return
+    try:
+        for _ in recorder.follow(end, None):
+            pass
+        print(_summary(recorder, arguments.output), file=answers)
+    except Exception as error:  # noqa: BLE001 - the same
+        print(printable(f"monarchfs: the recording failed: {error}"), file=answers)
 
 
 def _summary(recorder: EventRecorder, output: str) -> str:
@@ -163,3 +172,161 @@ def _summary(recorder: EventRecorder, output: str) -> str:
         parts.append("it has every open and read")
     parts.append(f"not seen: {', '.join(HIDDEN[kind] for kind in recorder.hidden)}")
     return printable(f"monarchfs: {'; '.join(parts)}")
+
+
+# Events of a mount, also across restarts of its worker.
+
+
+def open_events(
+    mountpoint: str, search: Search, options: Mapping[str, int]
+) -> tuple[Connection, dict[str, Any]]:
+    """A connection on which events come, and what the mount says of itself before. Raises
+    OperationError if it cannot be recorded, or is gone."""
+    connection = connect(require_daemon(mountpoint, search), ASK_SECONDS)
+    try:
+        connection.ask({"command": "record", **options})
+        return connection, connection.next(SILENCE_SECONDS)[0]["progress"]
+    except (OperationError, ConnectionError) as error:
+        connection.__exit__()
+        raise OperationError(str(error)) from None
+
+
+def hidden_by(facts: Mapping[str, Any]) -> list[str]:
+    """What is never in events, as in HIDDEN."""
+    passes = ["passthrough"] if facts["data_path"] == "passthrough" else []
+    return [*facts["hidden"], *passes]
+
+
+class EventRecorder:
+    """Changing: ``events``, ``lost``, ``sample`` (one of so many files is recorded), ``stopped``
+    (why it ended by itself), the file's length; and what is to be said at the end."""
+
+    def __init__(
+        self,
+        mountpoint: str,
+        search: Search,
+        stream: BinaryIO,
+        facts: Mapping[str, Any],
+        sample: int,
+        most_bytes: int,
+    ) -> None:
+        """Raises OperationError if the mount cannot be recorded."""
+        self._mountpoint, self._search = mountpoint, search
+        self._most_bytes = most_bytes
+        self._connection, head = open_events(mountpoint, search, {"sample": sample})
+        self._origin_ns: int = head["origin_ns"]
+        self._last_ns = self._origin_ns
+        self._writer = RecordingWriter(
+            stream, head["begun"], {**facts, **head["facts"]}, self._origin_ns
+        )
+        self._gaps: list[list[float]] = []
+        self._processes: dict[str, str] = {}
+        self._lost_before = self._lost_now = 0
+        self._flushed = 0.0
+        self._inos: set[int] = set()
+        self.sample = sample
+        self.events = 0
+        self.stopped = ""
+        self.hidden = hidden_by(head["facts"])
+
+    @property
+    def lost(self) -> int:
+        return self._lost_before + self._lost_now
+
+    @property
+    def files(self) -> int:
+        return len(self._inos)
+
+    @property
+    def written(self) -> int:
+        return self._writer.written
+
+    @property
+    def seconds(self) -> float:
+        return (time.monotonic_ns() - self._origin_ns) / 1e9
+
+    def _since(self, at_ns: int) -> float:
+        return round((at_ns - self._origin_ns) / 1e9, 3)
+
+    def follow(self, end: int, seconds: float | None) -> Iterator[None]:
+        """Until ``end`` is readable, or for so many seconds, or as long as there is a mount and
+        room; then the recording is complete. Yields whenever something came."""
+        while True:
+            try:
+                with self._connection as connection:
+                    yield from self._receive(connection, end, seconds)
+                break
+            except ConnectionError:
+                self._lost_before, self._lost_now = self.lost, 0
+            if not self._is_back(end):
+                break
+        facts: dict[str, Any] = {"dropped": self.lost, "sampled": self.sample}
+        facts |= {"processes": self._processes, "gaps": self._gaps}
+        if self.stopped:
+            facts["stopped"] = self.stopped
+        self._writer.finish(round(self.seconds, 6), facts)
+
+    def _is_back(self, end: int) -> bool:
+        """Waits for the worker that follows; False if there is none any more."""
+        deadline = time.monotonic() + _BACK_SECONDS
+        while True:
+            try:
+                self._connection, head = open_events(
+                    self._mountpoint, self._search, {"sample": self.sample}
+                )
+                began = head["origin_ns"]
+                self._gaps.append([self._since(self._last_ns), self._since(began)])
+                self._last_ns = began
+                return True
+            except OperationError as error:
+                if time.monotonic() > deadline:
+                    self.stopped = str(error)
+                    return False
+            try:
+                require_daemon(self._mountpoint, self._search)
+            except OperationError as error:
+                self.stopped = str(error)
+                return False
+            if select.select([end], [], [], AGAIN_SECONDS)[0]:
+                return False
+
+    def _receive(self, connection: Connection, end: int, seconds: float | None) -> Iterator[None]:
+        going = True
+        while True:
+            if going and self._is_over(connection, end, seconds):
+                going = False
+                connection.no_more()
+            message, content = connection.next(SILENCE_SECONDS)
+            if (progress := message.get("progress")) is None:
+                return
+            self._take(progress, content)
+            yield
+            if self.written >= self._most_bytes and not self.stopped:
+                self.stopped = "the file is full"
+
+    def _is_over(self, connection: Connection, end: int, seconds: float | None) -> bool:
+        """Waits until it is, or the mount says something."""
+        if self.stopped:
+            return True
+        left = None if seconds is None else max(0.0, seconds - self.seconds)
+        ready = select.select(
+            [end, connection.fileno()], [], [], 0 if connection.received else left
+        )[0]
+        return end in ready or (left is not None and self.seconds + 1e-3 >= (seconds or 0))
+
+    def _take(self, progress: Mapping[str, Any], content: bytes) -> None:
+        writer = self._writer
+        self._last_ns = time.monotonic_ns()
+        self._lost_now = progress["lost"]
+        self.sample = progress["sampled"]
+        self._processes |= progress["processes"]
+        files = {int(ino): File(*file) for ino, file in progress["files"].items()}
+        self._inos |= {ino for ino, file in files.items() if not file.is_directory}
+        writer.add_files(files)
+        if not self.stopped:
+            writer.add_packed(content)
+            self.events += len(content) // EVENT.size
+        full = writer.written + writer.pending_bytes > self._most_bytes
+        if full or self._last_ns - self._flushed > _FLUSH_SECONDS * 1e9:
+            self._flushed = self._last_ns
+            writer.flush()

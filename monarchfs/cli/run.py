@@ -15,9 +15,7 @@ from typing import Any
 
 from monarchfs.cli.child import run_child
 from monarchfs.cli.mount import config_and_personal, settings_from, words_of
-from monarchfs.cli.mount_options import RUN_OPTIONS
-from monarchfs.cli.output import complain
-from monarchfs.cli.text import format_count, format_share
+from monarchfs.cli.output import complain, format_count, format_share
 from monarchfs.config import User
 from monarchfs.config.files import from_file
 from monarchfs.config.personal import flag_of_run
@@ -118,17 +116,20 @@ def _words_of(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Sett
     """The settings that the user named, without the machine's file. Raises UsageError."""
     named, own = config_and_personal(arguments, environ)
     file = {} if named is None else from_file(parse_path(named))
-    return merge(
-        own.home if named is None else file, own.environment, *words_of(arguments, RUN_OPTIONS)
-    )
+    return merge(own.home if named is None else file, own.environment, *words_of(arguments))
 
 
 def _view_of(
     arguments: argparse.Namespace, source: str, user: User, environ: Mapping[str, str]
 ) -> CommandView:
-    settings = replace(settings_from(arguments, RUN_OPTIONS, environ=environ), foreground=False)
+    settings = replace(settings_from(arguments, environ=environ), foreground=False)
     deadline = time.monotonic() + settings.start_timeout_seconds
-    real = _resolved(source, settings.start_timeout_seconds)
+    timeout = settings.start_timeout_seconds
+    real = bounded_value(  # without symbolic links
+        lambda: resolve_mountpoint(source),
+        timeout=timeout,
+        overdue=f"source {source} did not answer within {timeout:g} s: check its file system",
+    )
     found = _existing(real, user, environ)
     if found is not None:
         return found
@@ -152,16 +153,6 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
         check_filled(found)
     elif complaint is not None:
         complain(complaint, 0)
-
-
-def _resolved(source: str, timeout: float) -> str:
-    """``source`` without symbolic links."""
-    real = bounded_value(
-        lambda: resolve_mountpoint(source),
-        timeout=timeout,
-        overdue=f"source {source} did not answer within {timeout:g} s: check its file system",
-    )
-    return str(real)
 
 
 def _existing(real: str, user: User, environ: Mapping[str, str]) -> FoundMount | None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from monarchfs.cli.status_text import Report, format_list, format_report
+from monarchfs.cli.output import (
+    Report,
+    labelled,
+    list_row,
+    renumbered_text,
+    show_result,
+)
 from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control.client import request
 from monarchfs.fuse.mountinfo import resolve_mountpoint
-from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private
+from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private, required
+from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _ANSWER_SECONDS = 5.0
@@ -25,27 +32,36 @@ _LEAST_WATCH_SECONDS = 0.1
 _MOST_WATCH_SECONDS = 86400.0
 NOT_WELL = ("not yours", "dead", "unknown", "silent", "down", "worker not answering")
 
+_HEADINGS = ["MOUNT POINT", "SOURCE", "STATE", "RESIDENT", "LOCAL", "USED"]
+_PRIVATE = "not visible in this mount namespace"
+_APART = ("error", "last_death", "retry_seconds", "renumbered_files")
+_MOST_PEERS = 8
+_SHOWN = ("files", "source_io", "served", "prefetch", "evictions", "replicas", "worker")
+
 
 def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints one mount, or all, repeatedly with ``--watch``; 1 if the mount that was asked for is
-    not there or not well. Raises UsageError, OperationError."""
+    not there or not well."""
     search = search_of(environ)
     typed, interval = _what_to_watch(arguments)
     path = None if typed is None else parse_path(typed)
     reports = _find_mounts(path, search)
     if interval is not None:
-        from monarchfs.cli.watch import MountsView, show
+        from monarchfs.cli.live import show
+        from monarchfs.cli.watch import MountsView
 
         if isinstance(reports, list) and len(reports) == 1:
             path = str(reports[0]["mountpoint"])
         view = MountsView(partial(_look_again, path, reports, search))
         return show(view, interval, as_json=arguments.json)
-    if arguments.json:
-        print(json.dumps({"mounts": reports} if isinstance(reports, list) else reports))
-    elif sys.stdout.isatty() and not environ.get("NO_COLOR"):
-        _draw(reports)
+    if not arguments.json and sys.stdout.isatty() and not environ.get("NO_COLOR"):
+        from monarchfs.cli.watch import print_once
+
+        print_once(reports)
+    elif isinstance(reports, list):
+        show_result(arguments, {"mounts": reports}, _list_lines(reports))
     else:
-        print(format_list(reports) if isinstance(reports, list) else format_report(reports))
+        show_result(arguments, reports, report_lines(reports))
     return int(not isinstance(reports, list) and reports.get("state") in NOT_WELL)
 
 
@@ -76,9 +92,7 @@ def _find_mounts(path: str | None, search: Search) -> Report | list[Report]:
         private = [one for one in find_private(search) if one.mountpoint == resolved]
         if len(private) > 1:
             return reports_of(private)
-        found = private[0] if private else None
-    if found is None:
-        raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
+        found = private[0] if private else required(path, search)
     return report_of(found)
 
 
@@ -130,13 +144,75 @@ def report_of(found: FoundMount, deadline: float | None = None) -> Report:
         return {**silent, "state": "silent", "error": str(error)}
 
 
-def _draw(reports: Report | list[Report]) -> None:
-    from rich.console import Console
+# As plain text.
 
-    from monarchfs.cli.rates import History
-    from monarchfs.cli.screen import draw, draw_list
 
-    if isinstance(reports, list):
-        Console().print(draw_list(reports))
-    else:
-        Console().print(draw(History().add(0.0, reports)))
+def _list_lines(reports: Sequence[Report]) -> Iterator[str]:
+    """All mounts, one a line, in columns."""
+    if not reports:
+        yield "nothing is mounted"
+        return
+    yield from in_columns([_HEADINGS, *map(list_row, reports)], len(_HEADINGS))
+
+
+def report_lines(report: Report) -> Iterator[str]:
+    """A mount, one subject a line."""
+    yield f"{printable(report.get('source', '?'))} on {printable(report.get('mountpoint', '?'))}"
+    worker = report.get("worker")
+    of_worker = worker.get("error") if isinstance(worker, Mapping) else None
+    state = [printable(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
+    state += [f"private ({_PRIVATE})"] if report.get("private") else []
+    yield labelled("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
+    if report.get("age_seconds", 0) and report.get("state") != "serving":
+        yield labelled("", f"what follows is {format_seconds(report['age_seconds'])} old")
+    for tier in report.get("tiers", ()):
+        used, capacity = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
+        share = f" ({100 * used / capacity:.0f}%)" if capacity else ""
+        yield labelled(
+            "tier",
+            f"{printable(tier.get('path', '?'))}: {format_bytes(used)} of"
+            f" {format_bytes(capacity)}{share}, {tier.get('files', 0)} files",
+        )
+        if tier.get("out_of_service"):
+            yield labelled("", f"takes nothing: {printable(tier['out_of_service'])}")
+    if (report.get("index") or {}).get("frozen"):
+        yield labelled("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
+    peers = report.get("peers", ())
+    for peer in peers[:_MOST_PEERS]:
+        error = peer.get("error") or ("it failed a moment ago" if peer.get("avoided") else "")
+        yield labelled(
+            "peer",
+            f"{printable(peer.get('name', '?'))}: has {peer.get('has_files', 0)} files,"
+            f" gave {peer.get('read_files', 0)} ({format_bytes(peer.get('read_bytes', 0))})"
+            + (f"; does not answer: {printable(error)}" if error else ""),
+        )
+    if len(peers) > _MOST_PEERS:
+        yield labelled("", "and others: see monarchfs peers")
+    for key in _SHOWN:
+        values = report.get(key)
+        if isinstance(values, Mapping):
+            known = ((name, value) for name, value in values.items() if name not in _APART)
+            yield labelled(
+                key.removesuffix("_io"), ", ".join(_value(name, value) for name, value in known)
+            )
+    if renumbered := (report.get("source_io") or {}).get("renumbered_files"):
+        yield labelled("", renumbered_text(renumbered))
+    died = worker.get("last_death") if isinstance(worker, Mapping) else None
+    if isinstance(died, Mapping):
+        ago = max(0.0, time.time() - float(died.get("unix_seconds", 0)))
+        yield labelled("", f"{printable(died.get('why', '?'))}, {format_seconds(ago)} ago")
+    if isinstance(report.get("uptime_seconds"), (int, float)):
+        yield labelled("up", format_seconds(report["uptime_seconds"]))
+
+
+def _value(name: str, value: object) -> str:
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    if name.endswith("_bytes") and isinstance(value, (int, float)):
+        what = name.removesuffix("_bytes").replace("_", " ")
+        if what.endswith(" file"):
+            what = f"in {what}s"
+        return f"{what} {format_bytes(value)}"
+    if name.endswith("_seconds") and isinstance(value, (int, float)):
+        return f"{name.removesuffix('_seconds').replace('_', ' ')} time {format_seconds(value)}"
+    return f"{name.replace('_', ' ')} {'-' if value is None else printable(value)}"

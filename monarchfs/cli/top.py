@@ -15,9 +15,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from monarchfs.cli.recorder import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
-from monarchfs.cli.text import format_count, printable
-from monarchfs.cli.watch import LiveView, show
+from monarchfs.cli.live import LiveView, show
+from monarchfs.cli.output import format_count
+from monarchfs.cli.record import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
 from monarchfs.config.places import Search, search_of
 from monarchfs.control.client import Connection
 from monarchfs.control.messages import SILENCE_SECONDS
@@ -25,6 +25,7 @@ from monarchfs.insight.live import Interval, LiveRates
 from monarchfs.insight.recording import AnsweredBy, File
 from monarchfs.insight.tables import Grid, aligned
 from monarchfs.supervisor.recover import require_daemon
+from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, UsageError
 
@@ -53,29 +54,23 @@ class Usage:
 
 
 def top_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Raises UsageError, and OperationError if the mount cannot be watched, or is gone."""
     mountpoint, interval = arguments.mountpoint, arguments.interval
     if not _LEAST_SECONDS <= interval <= _MOST_SECONDS:
         raise UsageError(
             f"--interval {interval:g}: use {_LEAST_SECONDS:g} to {_MOST_SECONDS:g} seconds"
         )
-    count = _count(arguments.count)
+    text = arguments.count
+    if text is not None and not (text.isdecimal() and 0 < int(text) < 1 << 31):
+        raise UsageError(f"--count {text}: give a number of intervals, 1 or more")
+    count = None if text is None else int(text)
     by_directory = arguments.by == "directory"
     search, order = search_of(environ), arguments.sort
     feed = Feed(mountpoint, search, interval, count, by_directory=by_directory, order=order)
-    view = TopView(mountpoint, feed, "directory" if by_directory else "process")
+    view = TopView(mountpoint, feed, arguments.by)
     code = show(view, interval, as_json=arguments.json, screen=count is None)
     if feed.error:
         raise OperationError(feed.error)
     return code
-
-
-def _count(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if text.isdecimal() and 0 < int(text) < 1 << 31:
-        return int(text)
-    raise UsageError(f"--count {text}: give a number of intervals, 1 or more")
 
 
 class Feed:

@@ -9,14 +9,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 
-from monarchfs.cli.output import complain
-from monarchfs.cli.text import counted, printable
+from monarchfs.cli.output import complain, counted
 from monarchfs.config.places import search_of
 from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mount import SYSTEM_PATH, check_fusermount, fusermount_path, may_mount
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.fuse.unmount import Unmounted
 from monarchfs.supervisor.recover import FoundMount, find_one, find_others_mount, unmount_found
+from monarchfs.system.escaping import printable
 from monarchfs.types import OperationError, UsageError
 
 _WORD_SECONDS = 1.0
@@ -25,16 +25,15 @@ _MOST_NAMED = 5
 
 def umount_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Returns 0 when nothing of ours is mounted there any more (or never was), within ``--timeout``
-    seconds and a moment. Raises OperationError if it still is."""
+    seconds and a moment."""
     deadline = time.monotonic() + arguments.timeout
     path = arguments.mountpoint
     found = find_one(path, search_of(environ))
     if found is None:
         other = find_others_mount(path)
         if other is not None:
-            what = (
-                "a part of a monarchfs mount" if other.fstype == MONARCHFS else "not of monarchfs"
-            )
+            ours = other.fstype == MONARCHFS
+            what = "a part of a monarchfs mount" if ours else "not of monarchfs"
             raise UsageError(f"{path} is a mount of type {other.fstype}, {what}: use umount")
         print(f"{printable(path)} is not mounted")
         return 0

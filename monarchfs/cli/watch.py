@@ -1,57 +1,355 @@
-"""A screen that is drawn again and again, or lines: ``monarchfs status --watch`` and ``top``."""
+"""What mounts do, on a terminal: ``status``, and again and again ``status --watch``."""
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import select
-import signal
-import sys
-import termios
-import threading
 import time
-import tty
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.live import Live
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
-from monarchfs.cli.child import signals_in_pipe
-from monarchfs.cli.rates import History, MountView, number
-from monarchfs.cli.screen import draw, draw_list
-from monarchfs.cli.status_text import Report, list_row
-from monarchfs.cli.text import format_count, format_share, printable
-from monarchfs.system.sizes import format_bytes
+from monarchfs.cli.live import LiveView
+from monarchfs.cli.output import Report, format_count, format_share, list_row
+from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import format_bytes, format_seconds
 
-Seen = TypeVar("Seen")
+_SMOOTH_SECONDS = 30.0
+"""What time is left is told from the pace of this long."""
 
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
-_TICK = b"\0"
-"""On the wake-up pipe, where signals come as their numbers: a sample has come."""
+_PLACES = ("local", "peer", "source")
+_ENDS = ("completed", "failed", "refused", "outdated")
+
+_GOOD, _FAIR, _BAD = "green", "yellow", "bold red"
+_FAIR_STATES = ("starting", "restarting", "safe mode", "source not responding", "not mounted")
+_LABEL_CELLS = 9
 
 
-class LiveView(ABC, Generic[Seen]):
-    """What is shown again and again. Changing: what was seen before."""
+# From successive reports to rates, shares, and what is left to do.
 
-    @abstractmethod
-    def look(self) -> Seen | None:
-        """What there is now; None: it is over. May take seconds, and raises nothing."""
 
-    @abstractmethod
-    def to_json(self, seen: Seen) -> object:
-        """What was seen, for programs."""
+def number(report: Report, *keys: str) -> float:
+    """The number under the nested keys; 0 if there is none: a daemon may be of another version."""
+    value: Any = report
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, (int, float)) else 0.0
 
-    @abstractmethod
-    def lines(self, seen: Seen) -> Iterable[str]:
-        """The same as plain lines, with the time before each."""
 
-    @abstractmethod
-    def draw(self, seen: Seen, height: int, footer: str) -> RenderableType:
-        """The same in so many lines, with a footer."""
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What happened between two reports of one worker."""
+
+    seconds: float
+    before: Report
+    now: Report
+
+    def grown(self, *keys: str) -> float:
+        return max(0.0, number(self.now, *keys) - number(self.before, *keys))
+
+    def per_second(self, *keys: str) -> float:
+        return self.grown(*keys) / self.seconds
+
+    def share(self, what: str) -> float | None:
+        """The local part of ``opens`` or ``file_bytes``, from 0 to 1; None of nothing."""
+        counts = [self.grown("served", f"{place}_{what}") for place in _PLACES]
+        return counts[0] / sum(counts) if sum(counts) else None
+
+    @property
+    def local_share(self) -> float | None:
+        return self.share("opens")
+
+    @property
+    def evicted_files(self) -> float:
+        evictions = self.now.get("evictions")
+        keys = evictions if isinstance(evictions, Mapping) else ()
+        return sum(self.grown("evictions", key) for key in keys) / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MountView:
+    """One mount at one moment. ``report`` is the newest; ``details`` is the newest with an answer,
+    ``old_seconds`` old. ``left_seconds`` is None if unknown."""
+
+    report: Report
+    details: Report
+    old_seconds: float
+    rates: Rates | None
+    left_seconds: float | None
+
+
+class History:
+    """The reports of one mount as they come. Times are of one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, Report]] = deque()
+
+    def add(self, at: float, report: Report) -> MountView:
+        """What there is to see once ``report`` came at the time ``at``."""
+        rates = None
+        if "files" in report:
+            rates = self._take(at - number(report, "age_seconds"), report)
+        when, details = self._samples[-1] if self._samples else (at, report)
+        return MountView(report, details, max(0.0, at - when), rates, self._left())
+
+    def _take(self, at: float, report: Report) -> Rates | None:
+        samples = self._samples
+        if samples and at <= samples[-1][0] + 1e-3:
+            return None  # the same one again: nothing newer came
+        if samples and not _same_worker(samples[-1][1], report):
+            samples.clear()
+        samples.append((at, report))
+        while len(samples) > 2 and samples[1][0] <= at - _SMOOTH_SECONDS:
+            samples.popleft()
+        return self._since(-2) if len(samples) > 1 else None
+
+    def _since(self, sample: int) -> Rates:
+        (began, before), (ended, now) = self._samples[sample], self._samples[-1]
+        return Rates(ended - began, before, now)
+
+    def _left(self) -> float | None:
+        """When nothing waits to be copied any more, at the recent pace."""
+        if len(self._samples) < 2:
+            return None
+        recent = self._since(0)
+        now = recent.now
+        queued, active = number(now, "prefetch", "queued"), number(now, "prefetch", "active")
+        if not queued + active or number(now, "prefetch", "scanning"):
+            return None
+        if queued:
+            left, pace = queued + active, sum(recent.per_second("prefetch", key) for key in _ENDS)
+        else:
+            left = number(now, "prefetch", "left_bytes")
+            pace = recent.per_second("source_io", "read_bytes")
+        return left / pace if pace else None
+
+
+def _same_worker(before: Report, now: Report) -> bool:
+    """Its counts begin at 0 with each worker."""
+    same = number(before, "worker", "pid") == number(now, "worker", "pid")
+    # Another mount in the same place may have a worker of the same number, in a container.
+    return same and all(
+        number(now, *keys) >= number(before, *keys)
+        for keys in (("source_io", "operations"), ("uptime_seconds",))
+    )
+
+
+# On a terminal.
+
+
+def _style_of(state: object) -> str:
+    if state == "serving":
+        return _GOOD
+    return _FAIR if state in _FAIR_STATES else _BAD
+
+
+def draw(view: MountView, *, footer: str = "") -> RenderableType:
+    """All of one mount, in a frame; ``footer`` below it."""
+    body = Table.grid(padding=(0, 1), expand=True)
+    body.add_column(style="bold cyan", no_wrap=True, width=_LABEL_CELLS)
+    body.add_column(ratio=1)
+    for label, value in _rows(view):
+        body.add_row(label, value)
+    report = view.report
+    title = Text.assemble(
+        (printable(report.get("mountpoint", "?")), "bold"),
+        " is ",
+        printable(report.get("source", "?")),
+        overflow="ellipsis",
+        no_wrap=True,
+    )
+    style = _style_of(report.get("state"))
+    frame = Panel(body, title=title, title_align="left", border_style=style)
+    return Group(frame, Text(footer, style="dim", no_wrap=True)) if footer else frame
+
+
+def draw_list(reports: Sequence[Report], *, footer: str = "") -> RenderableType:
+    """All mounts, one a line."""
+    if not reports:
+        return Group("nothing is mounted", Text(footer, style="dim"))
+    table = Table(box=None, pad_edge=False, expand=False, header_style="bold cyan")
+    for heading in ("mount point", "source", "state"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("resident", "local", "used"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for report in reports:
+        mountpoint, source, state, *numbers = list_row(report)
+        table.add_row(
+            Text(mountpoint), Text(source), Text(state, _style_of(report.get("state"))), *numbers
+        )
+    return Group(table, Text(footer, style="dim")) if footer else table
+
+
+def _rows(view: MountView) -> Iterator[tuple[str, RenderableType]]:
+    report, now, rates = view.report, view.details, view.rates
+    yield "state", _state(report)
+    worker = report.get("worker")
+    of_worker = worker.get("error") if isinstance(worker, Mapping) else None
+    for error in (report.get("error"), of_worker):
+        if error:
+            yield "", Text(printable(error), _BAD)
+    if "files" not in now:
+        return
+    if view.old_seconds >= 1:
+        yield "", Text(f"what follows is {format_seconds(view.old_seconds)} old", _FAIR)
+    for position, tier in enumerate(_tiers(now)):
+        yield "tiers" if position == 0 else "", _Tier(tier)
+        if tier.get("out_of_service"):
+            yield "", Text(f"takes nothing: {printable(tier['out_of_service'])}", _BAD)
+    frozen = (now.get("index") or {}).get("frozen")
+    if frozen:
+        yield "index", Text(f"nothing new is recorded: {printable(frozen)}", _BAD)
+    yield "files", _listed(now.get("files"))
+    yield "copying", _copying(view)
+    yield "local", _local(view)
+    yield "source", _source(view)
+    for key, trouble in (("stuck", "calls hang"), ("errors", "errors")):
+        if number(now, "source_io", key):
+            yield "", Text(f"{format_count(number(now, 'source_io', key))} {trouble}", _BAD)
+    relayed = f"{format_bytes(number(now, 'served', 'relayed_bytes'))} relayed"
+    served = f"{format_bytes(rates.per_second('served', 'relayed_bytes'))}/s, " if rates else ""
+    yield "served", Text(served + relayed)
+    evicted = _listed(now.get("evictions"))
+    if rates and rates.evicted_files:
+        evicted.append(f" ({rates.evicted_files:.1f}/s)", _FAIR)
+    yield "evicted", evicted
+
+
+def _state(report: Report) -> Text:
+    state = report.get("state", "?")
+    text = Text.assemble((printable(state), _style_of(state)))
+    worker = report.get("worker")
+    for key, name in (("data_path", ""), ("freshness", "freshness ")):
+        if report.get(key):
+            text.append(f", {name}{printable(report[key])}")
+    if "uptime_seconds" in report:
+        text.append(f", up {format_seconds(number(report, 'uptime_seconds'))}")
+    if isinstance(worker, Mapping):
+        pid = worker.get("pid")
+        text.append(", no worker" if pid is None else f", worker {printable(pid)}")
+        if number(worker, "restarts"):
+            text.append(f", restarted {format_count(number(worker, 'restarts'))} times", _FAIR)
+    return text
+
+
+def _copying(view: MountView) -> Text:
+    prefetch = view.details.get("prefetch", {})
+    text = Text(f"{format_count(number(prefetch, 'queued'))} queued, ")
+    text.append(f"{format_count(number(prefetch, 'active'))} active")
+    if number(prefetch, "left_bytes"):
+        text.append(f" ({format_bytes(number(prefetch, 'left_bytes'))} left)")
+    if prefetch.get("scanning"):
+        text.append(", scanning")
+    if view.rates is not None:
+        text.append(f", {view.rates.per_second('prefetch', 'completed'):.1f} files/s")
+    if view.left_seconds is not None and view.left_seconds >= 1:
+        text.append(f", done in about {format_seconds(view.left_seconds)}", _GOOD)
+    for key in ("failed", "refused", "outdated"):
+        if number(prefetch, key):
+            style = _BAD if key == "failed" else _FAIR
+            text.append(f", {format_count(number(prefetch, key))} {key}", style)
+    return text
+
+
+def _local(view: MountView) -> Text:
+    served = view.details.get("served", {})
+    opens, sizes = (
+        (number(served, f"local_{what}"), number(served, f"source_{what}"))
+        for what in ("opens", "file_bytes")
+    )
+    text = Text(f"{format_share(opens[0], sum(opens))} of {format_count(sum(opens))} opens")
+    text.append(f", {format_share(sizes[0], sum(sizes))} of {format_bytes(sum(sizes))}")
+    if view.rates is not None:
+        share, sized = view.rates.local_share, view.rates.share("file_bytes")
+        if share is None:
+            text.append("; now no opens", "dim")
+        else:
+            text.append(f"; now {format_share(share, 1)} of opens, {format_share(sized or 0, 1)}")
+            text.append(" of bytes")
+    return text
+
+
+def _source(view: MountView) -> Text:
+    rates = view.rates
+    if rates is None:
+        counts = view.details.get("source_io", {})
+        return Text(
+            f"{format_bytes(number(counts, 'demand_read_bytes'))} on demand,"
+            f" {format_bytes(number(counts, 'prefetch_read_bytes'))} prefetched,"
+            f" {format_count(number(counts, 'operations'))} operations"
+        )
+    text = Text(f"{format_bytes(rates.per_second('source_io', 'demand_read_bytes'))}/s on demand,")
+    ahead = rates.per_second("source_io", "prefetch_read_bytes")
+    text.append(f" {format_bytes(ahead)}/s prefetched,")
+    text.append(f" {rates.per_second('source_io', 'operations'):.1f} operations/s")
+    if operations := rates.grown("source_io", "operations"):
+        took = rates.grown("source_io", "operation_seconds") / operations
+        text.append(f" of {format_seconds(took)}")
+    if number(view.details, "requests", "waiting"):
+        text.append(f", {format_count(number(view.details, 'requests', 'waiting'))} wait")
+    return text
+
+
+def _listed(values: object) -> Text:
+    text = Text()
+    if isinstance(values, Mapping):
+        counted = [f"{format_count(number(values, key))} {key}" for key in values]
+        text.append(", ".join(counted))
+    return text
+
+
+def _tiers(report: Report) -> list[Mapping[str, Any]]:
+    tiers = report.get("tiers")
+    return [tier for tier in tiers if isinstance(tier, Mapping)] if isinstance(tiers, list) else []
+
+
+class _Tier:
+    """A tier's bar with its numbers, and its path before it where there is room."""
+
+    def __init__(self, tier: Mapping[str, Any]) -> None:
+        self._tier = tier
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        tier = self._tier
+        used, capacity = number(tier, "used_bytes"), number(tier, "capacity_bytes")
+        share = min(1.0, used / capacity) if capacity else 0.0
+        text = f" {format_bytes(used)} of {format_bytes(capacity)},"
+        text += f" {format_count(number(tier, 'files'))} files"
+        if number(tier, "unclaimed"):
+            text += f" ({format_count(number(tier, 'unclaimed'))} unclaimed)"
+        cells = max(6, min(24, options.max_width // 4))
+        full, empty = ("#", "-") if options.ascii_only else ("█", "░")
+        filled = round(share * cells) if share in (0.0, 1.0) else max(1, int(share * cells))
+        bar = Text.assemble((full * filled, _BAD if tier.get("out_of_service") else _GOOD))
+        bar.append(empty * (cells - filled), "dim")
+        bar.append(f" {int(100 * share):3}%", "bold")
+        bar.append(text)
+        path = printable(tier.get("path", "?"))
+        left = options.max_width - bar.cell_len
+        if len(path) + 2 <= left:
+            bar.append(f"  {path}")
+            yield bar
+        else:
+            yield Text(path, overflow="fold")
+            yield bar
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(20, options.max_width)
+
+
+def print_once(reports: Report | list[Report]) -> None:
+    if isinstance(reports, list):
+        Console().print(draw_list(reports))
+    else:
+        Console().print(draw(History().add(0.0, reports)))
+
+
+# Again and again.
 
 
 class MountsView(LiveView["MountView | list[Report]"]):
@@ -86,38 +384,6 @@ class MountsView(LiveView["MountView | list[Report]"]):
         return draw(seen, footer=footer)
 
 
-def show(
-    view: LiveView[Any], interval: float, *, as_json: bool = False, screen: bool = True
-) -> int:
-    """Shows what is looked at, every ``interval`` seconds, until q or Ctrl-C on a terminal; returns
-    0. Without ``screen`` the lines, there too."""
-    console = Console()
-    try:
-        if as_json:
-            for seen in _looks(view, interval, threading.Event()):
-                print(json.dumps(view.to_json(seen)), flush=True)
-        elif not screen or not console.is_terminal or console.is_dumb_terminal:
-            for seen in _looks(view, interval, threading.Event()):
-                print("\n".join(view.lines(seen)), flush=True)
-        else:
-            _show_on_screen(console, view, interval)
-    except KeyboardInterrupt:
-        return 0
-    except BrokenPipeError:
-        # Whoever read it has seen enough. What is left in the buffer must not fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
-
-
-def _looks(view: LiveView[Seen], interval: float, ended: threading.Event) -> Iterator[Seen]:
-    following = time.monotonic()
-    while not ended.is_set() and (seen := view.look()) is not None:
-        now = time.monotonic()
-        yield seen
-        following = max(following + interval, now)
-        ended.wait(max(0.0, following - time.monotonic()))
-
-
 def _line(view: MountView) -> str:
     report, now, rates = view.report, view.details, view.rates
     text = f"{printable(report.get('mountpoint', '?'))} {printable(report.get('state', '?'))}"
@@ -134,101 +400,12 @@ def _line(view: MountView) -> str:
     if rates is not None:
         share = rates.local_share
         parts[0] += f" (now {'-' if share is None else format_share(share, 1)})"
+        demand = rates.per_second("source_io", "demand_read_bytes")
+        source = demand + rates.per_second("source_io", "prefetch_read_bytes")
         parts += [
-            f"copied {rates.copied_files:.1f} files/s",
-            f"source {format_bytes(rates.source_bytes)}/s"
-            f" (demand {format_bytes(rates.demand_bytes)}/s)",
-            f"{rates.operations:.1f} operations/s",
-            f"served {format_bytes(rates.served_bytes)}/s",
+            f"copied {rates.per_second('prefetch', 'completed'):.1f} files/s",
+            f"source {format_bytes(source)}/s (demand {format_bytes(demand)}/s)",
+            f"{rates.per_second('source_io', 'operations'):.1f} operations/s",
+            f"served {format_bytes(rates.per_second('served', 'relayed_bytes'))}/s",
         ]
     return f"{text}: {', '.join(parts)}"
-
-
-class _Sampler:
-    """Looks in a thread of its own, so that keys work while a mount does not answer."""
-
-    def __init__(self, view: LiveView[Any], interval: float, wake: int) -> None:
-        self.seen: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.over = False
-        self._view, self._interval, self._wake = view, interval, wake
-        self._ended = threading.Event()
-        # Nobody waits for one that waits for a mount.
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for seen in _looks(self._view, self._interval, self._ended):
-            if self._ended.is_set():
-                return
-            self.seen.put(seen)
-            os.write(self._wake, _TICK)
-        self.over = True
-        os.write(self._wake, _TICK)
-
-    def end(self) -> bool:
-        """Whether it is gone, and the wake-up pipe may be closed."""
-        self._ended.set()
-        self._thread.join(0.1)
-        return not self._thread.is_alive()
-
-
-def _show_on_screen(console: Console, view: LiveView[Any], interval: float) -> None:
-    drawn: RenderableType = "asking ..."
-    footer = f"q quits · every {interval:g} s"
-    with _wake_ups(view, interval) as (wake, sampler), _keys_at_once():
-        keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
-        ended_by: signal.Signals | None = None
-        with Live(drawn, console=console, screen=True, auto_refresh=False) as live:
-            while ended_by is None and not sampler.over:
-                live.update(drawn, refresh=True)
-                awake = select.select([wake] if keyboard is None else [wake, keyboard], [], [])[0]
-                if keyboard in awake and _says_quit(keyboard):
-                    break
-                caught = os.read(wake, 1 << 12) if wake in awake else b""
-                if signal.SIGINT in caught:
-                    break
-                ended_by = next((one for one in _ENDING if one in caught), None)
-                while not sampler.seen.empty():
-                    said = f"{footer} · {time.strftime('%H:%M:%S')}"
-                    drawn = view.draw(sampler.seen.get(), console.height, said)
-    if ended_by is not None:
-        signal.signal(ended_by, signal.SIG_DFL)
-        os.kill(os.getpid(), ended_by)
-
-
-def _says_quit(keyboard: int | None) -> bool:
-    assert keyboard is not None
-    try:
-        keys = os.read(keyboard, 64)
-    except OSError:
-        return True  # the terminal is gone
-    return not keys or b"q" in keys or b"Q" in keys or b"\x03" in keys
-
-
-@contextmanager
-def _wake_ups(view: LiveView[Any], interval: float) -> Iterator[tuple[int, _Sampler]]:
-    """A pipe that is readable when there is something to do: a sample, a new size of the terminal,
-    a signal that is to end the program once the terminal is restored."""
-    caught = (signal.SIGWINCH, signal.SIGCONT, signal.SIGINT, *_ENDING)
-    try:
-        with signals_in_pipe(caught) as pipe:
-            sampler = _Sampler(view, interval, pipe[1])
-            yield pipe[0], sampler
-    finally:
-        for descriptor in pipe if sampler.end() else ():
-            os.close(descriptor)
-
-
-@contextmanager
-def _keys_at_once() -> Iterator[None]:
-    """Keys are read as they are typed, and not shown."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    keyboard = sys.stdin.fileno()
-    before = termios.tcgetattr(keyboard)
-    tty.setcbreak(keyboard)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

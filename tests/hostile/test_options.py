@@ -14,9 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.cli.mount_helper import _options as helper_options
-from monarchfs.cli.mount_options import MOUNT_OPTIONS
 from monarchfs.cli.output import complain
-from monarchfs.cli.parser import build_parser
+from monarchfs.cli.parser import MOUNT_OPTIONS, build_parser
 from monarchfs.config.files import from_content, toml_table
 from monarchfs.config.options import OPTIONS, flag_of
 from monarchfs.config.settings import Layer, Settings, from_mount_options, merge

@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cli import warm as warm_module
-from monarchfs.cli.ask import ask_command, below
+from monarchfs.cli import ask as ask_module
+from monarchfs.cli.ask import RateEstimate, ask_command, below
+from monarchfs.cli.fsck import bar
 from monarchfs.cli.parser import build_parser
-from monarchfs.cli.progress import bar
-from monarchfs.cli.warm import RateEstimate
 from monarchfs.control import client, messages
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.types import UsageError
@@ -93,10 +92,10 @@ def test_lines_for_a_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     so_far = {"files": 2000, "bytes": 4 << 20, "resident": 1000, "resident_bytes": 1 << 20}
-    warm_module._lines()(so_far)
+    ask_module._lines()(so_far)
     assert capsys.readouterr().err == "", "not that often"
-    monkeypatch.setattr(warm_module, "_LINE_SECONDS", 0.0)
-    show = warm_module._lines()
+    monkeypatch.setattr(ask_module, "_LINE_SECONDS", 0.0)
+    show = ask_module._lines()
     show(so_far)
     show({**so_far, "walked": True, "failed": 2, "refused": 3})
     show({**so_far, "what": "metadata"})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.cli.completion import completion_for
+from monarchfs.cli.documents import completion_for
 from monarchfs.cli.parser import SHELLS, build_parser, commands_of
 from tests.support import surroundings
 from tests.support.mounting import Bench, needs_mounts, run

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cli.recorder import open_events
+from monarchfs.cli.record import open_events
 from monarchfs.config.places import search_of
 from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.fs.files import MAPS_DIRECT

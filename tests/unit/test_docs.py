@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import bench.run
-from monarchfs.cli.man import helper_page, monarchfs_page
+from monarchfs.cli.documents import helper_page, monarchfs_page
 from monarchfs.cli.mount_helper import build_helper_parser
 from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.config.files import SYSTEM_FILE, from_file
@@ -184,7 +184,7 @@ def test_every_key_is_documented_and_in_the_report_of_the_fake_daemon(work: Benc
 
 @pytest.fixture
 def pages(tmp_path: Path) -> list[Path]:
-    words = [sys.executable, "-m", "monarchfs.cli.man", str(tmp_path / "man")]
+    words = [sys.executable, "-m", "monarchfs.cli.documents", str(tmp_path / "man")]
     execute(words, cwd=REPOSITORY, check=True)
     return sorted((tmp_path / "man").iterdir())
 

@@ -23,13 +23,10 @@ from rich.console import Console
 
 from monarchfs.cli import cache as cache_module
 from monarchfs.cli import doctor as doctor_module
-from monarchfs.cli import gc as gc_module
 from monarchfs.cli.main import main
 from monarchfs.cli.plan import combine, lines, shared
-from monarchfs.cli.rates import History, MountView
-from monarchfs.cli.screen import draw, draw_list
 from monarchfs.cli.top import TopView, Usage
-from monarchfs.cli.watch import MountsView
+from monarchfs.cli.watch import History, MountsView, MountView, draw, draw_list
 from monarchfs.config import User
 from monarchfs.config.model import ShareMode
 from monarchfs.doctor.checks import ok, problem, warning
@@ -232,9 +229,7 @@ def test_cache_and_gc(shown: Shown, golden: Golden, monkeypatch: pytest.MonkeyPa
         notes=[],
         **dict.fromkeys(("registrations", "sockets", "mounts"), id),
     )
-    monkeypatch.setattr(gc_module, "Sweeper", lambda **_: sweeper)
-    monkeypatch.setattr(gc_module, "read_site", lambda _: None)
-    monkeypatch.setattr(gc_module, "take_inventory", lambda *_, **__: inventory)
+    monkeypatch.setattr(cache_module, "Sweeper", lambda **_: sweeper)
     shown.run("gc --dry-run")
     sweeper.found = [
         Leftover("socket", "/run/a\n", "nobody listens"),

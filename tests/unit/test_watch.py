@@ -21,11 +21,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from monarchfs.cli.rates import History, number
-from monarchfs.cli.screen import draw
-from monarchfs.cli.status_text import format_report
-from monarchfs.cli.text import format_share
-from monarchfs.cli.watch import MountsView
+from monarchfs.cli.output import format_share
+from monarchfs.cli.status import report_lines
+from monarchfs.cli.watch import History, MountsView, draw, number
 from monarchfs.system.sizes import format_bytes, format_seconds
 from tests.support import surroundings
 from tests.support.fake_daemon import changed, healthy
@@ -132,7 +130,7 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
     history = history_of((0.0, report))
     Console(file=io.StringIO(), width=80).print(draw(history.add(1.0, report)))
     assert list(MountsView(list).lines(history.add(2.0, report)))
-    assert format_report({**report, "files": None, "tiers": []}).startswith("? on ?\n")
+    assert "\n".join(report_lines({**report, "files": None, "tiers": []})).startswith("? on ?\n")
     assert number(report, "served", "local_opens") == 0
 
 
