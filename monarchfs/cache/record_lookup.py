@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 
 from monarchfs.cache.index.index import Index
@@ -15,10 +17,27 @@ MOST_NAMES = 1_000
 """So many names are looked at for one search of foreign replicas, which takes about 2 ms."""
 
 
+@dataclass(eq=False, slots=True)
+class _Search:
+    """Through the names of a tier, round and round: ``after``, where the last one ended."""
+
+    after: bytes = b""
+
+
+@dataclass(eq=False, slots=True)
+class _Searches:
+    """Of one tier: for any replica, and for foreign ones; ``own_in_turn``, how many names in turn
+    were no foreign ones'; ``own_alone``: none of them is."""
+
+    any: _Search = field(default_factory=_Search)
+    foreign: _Search = field(default_factory=_Search)
+    own_in_turn: int = 0
+    own_alone: bool = False
+
+
 class RecordLookup:
     """Constant: its parts, which others change; ``awaited``, which tells whether a file is about to
-    be opened; ``owns``. Changing: where the last search for any replica of a tier ended, and for
-    foreign ones; how many names in turn were no foreign ones'; the tiers that have none."""
+    be opened; ``owns``. Changing: the searches through each tier."""
 
     def __init__(
         self,
@@ -39,10 +58,7 @@ class RecordLookup:
         self._readers = readers
         self.owns = owns
         self.awaited = awaited
-        self._after: dict[int, bytes] = {}
-        self._foreign_after: dict[int, bytes] = {}
-        self._own_in_turn: dict[int, int] = {}
-        self._own_alone: set[int] = set()
+        self._tiers: defaultdict[int, _Searches] = defaultdict(_Searches)
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
         record = None if ino in self._busy else self._index.replicas.replica(ino)
@@ -59,21 +75,22 @@ class RecordLookup:
     def any(self, tier: int) -> Iterator[int]:
         """Each replica once, from where the last search ended. Names are hashes, so the order is
         random."""
-        return (ino for _name, ino in self._names(tier, self._after))
+        return (ino for _name, ino in self._names(tier, self._tiers[tier].any))
 
     def foreign(self, tier: int) -> Iterator[int]:
         """The same, only foreign ones, among so many names."""
-        if self.owns is None or tier in self._own_alone:
+        searches = self._tiers[tier]
+        if self.owns is None or searches.own_alone:
             return
-        for name, ino in islice(self._names(tier, self._foreign_after), MOST_NAMES):
+        for name, ino in islice(self._names(tier, searches.foreign), MOST_NAMES):
             if self.owns(name, 0) or not self.is_foreign(ino):
-                self._own_in_turn[tier] = self._own_in_turn.get(tier, 0) + 1
+                searches.own_in_turn += 1
             else:
-                self._own_in_turn[tier] = 0
+                searches.own_in_turn = 0
                 yield ino
         totals = self._index.replicas.tier_totals().get(tier, TierTotals())
-        if self._own_in_turn.get(tier, 0) >= totals.resident + totals.partial + totals.found:
-            self._own_alone.add(tier)
+        if searches.own_in_turn >= totals.resident + totals.partial + totals.found:
+            searches.own_alone = True
 
     def is_foreign(self, ino: int) -> bool:
         record = self._index.replicas.replica(ino)
@@ -83,18 +100,18 @@ class RecordLookup:
 
     def foreign_stored(self) -> None:
         """There is one more of them."""
-        self._own_alone.clear()
-        self._own_in_turn.clear()
+        for searches in self._tiers.values():
+            searches.own_in_turn, searches.own_alone = 0, False
 
-    def _names(self, tier: int, places: dict[int, bytes]) -> Iterator[tuple[bytes, int]]:
-        start = after = places.get(tier, b"")
+    def _names(self, tier: int, search: _Search) -> Iterator[tuple[bytes, int]]:
+        start = after = search.after
         wrapped = False
         while True:
             rows = self._index.replicas.names(tier, b"", after, NAMES_BATCH)
             for name, ino in rows:
                 if wrapped and name > start:
                     return
-                places[tier] = name
+                search.after = name
                 yield name, ino
             if rows:
                 after = rows[-1][0]

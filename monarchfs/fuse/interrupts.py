@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from dataclasses import dataclass
 
 import trio
 
@@ -46,13 +47,25 @@ def dying(pid: int) -> bool:
     return any(int(line.split()[1], 16) & SIGKILL_BIT for line in pending)
 
 
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A request, since when it waits, and the thread that does. ``signalled``: that may have got a
+    signal that did not kill it."""
+
+    scope: trio.CancelScope
+    pid: int
+    since: float
+    signalled: bool = False
+
+
 class Interrupts:
-    """The waiting requests of one session, by their ``unique``."""
+    """The waiting requests of one session, by their ``unique``. Changing: these;
+    ``_any_signalled``, whether one of them may be."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._waiting: dict[int, tuple[trio.CancelScope, int, float]] = {}
-        self._signalled: set[int] = set()
+        self._waiting: dict[int, _Waiting] = {}
+        self._any_signalled = False
         self._news = trio.Event()
 
     @property
@@ -62,17 +75,19 @@ class Interrupts:
     def begin(self, unique: int, pid: int) -> trio.CancelScope:
         """A request waits until ``end``. The scope in which it is to be answered; it is cancelled
         when the process that waits for it is killed."""
-        scope = trio.CancelScope()
-        self._waiting[unique] = (scope, pid, trio.current_time())
+        waiting = _Waiting(trio.CancelScope(), pid, trio.current_time())
+        self._waiting[unique] = waiting
         if unique & RESENT:
             # Its process may have got its signal while an earlier worker had it.
-            self._signalled.add(unique)
-            self._news.set()
-        return scope
+            self._look_again(waiting)
+        return waiting.scope
 
     def end(self, unique: int) -> None:
         self._waiting.pop(unique, None)
-        self._signalled.discard(unique)
+
+    def _look_again(self, waiting: _Waiting) -> None:
+        waiting.signalled = self._any_signalled = True
+        self._news.set()
 
     def on_interrupt(self, unique: int) -> bool:
         """FUSE_INTERRUPT for a request; False if it does not wait here: it was answered already, or
@@ -80,32 +95,30 @@ class Interrupts:
         if unique not in self._waiting:
             # What came out of a journal the kernel knows as it was.
             unique |= RESENT
-        if unique not in self._waiting:
+        if (waiting := self._waiting.get(unique)) is None:
             return False
-        if not self._check(unique):
-            self._signalled.add(unique)
-            self._news.set()
+        if not self._check(waiting):
+            self._look_again(waiting)
         return True
 
-    def _check(self, unique: int) -> bool:
-        """Give the request up if its process is dying; whether it is given up, or over."""
-        if (waiting := self._waiting.get(unique)) is None:
-            return True
-        scope, pid, _since = waiting
-        if not scope.cancel_called and dying(pid):
+    def _check(self, waiting: _Waiting) -> bool:
+        """Give the request up if its process is dying; whether it is given up."""
+        if not waiting.scope.cancel_called and dying(waiting.pid):
             self._metrics.interrupted_requests += 1
-            scope.cancel()
-        return scope.cancel_called
+            waiting.scope.cancel()
+        return waiting.scope.cancel_called
 
     async def watch(self) -> None:
         """Look again at requests whose process got a signal that did not kill it, and at those that
         wait for long, for ever."""
         looked = trio.current_time()
         while True:
-            with trio.move_on_after(POLL_SECONDS if self._signalled else LONG_SECONDS):
+            with trio.move_on_after(POLL_SECONDS if self._any_signalled else LONG_SECONDS):
                 await self._news.wait()
             self._news = trio.Event()
-            self._signalled = {unique for unique in self._signalled if not self._check(unique)}
+            self._any_signalled = False
+            for waiting in self._waiting.values():
+                self._any_signalled |= waiting.signalled and not self._check(waiting)
             if trio.current_time() - looked >= LONG_SECONDS:
                 await self._check_old()
                 looked = trio.current_time()
@@ -113,9 +126,10 @@ class Interrupts:
     async def _check_old(self) -> None:
         before = trio.current_time() - LONG_SECONDS
         # In the order in which they came.
-        for unique, (_scope, pid, since) in list(self._waiting.items()):
-            if since > before:
+        for unique, waiting in list(self._waiting.items()):
+            if waiting.since > before:
                 return
-            if pid:  # without a signal, there is no reason to take who cannot be seen for dead
-                self._check(unique)
+            # Without a signal, who cannot be seen is not taken for dead.
+            if unique in self._waiting and waiting.pid:
+                self._check(waiting)
             await trio.lowlevel.checkpoint()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
 
 import trio
 
@@ -227,10 +228,19 @@ def _of_span(digests: Data, span: int) -> bytes:
     return bytes(digests[span * size : (span + 1) * size])
 
 
+@dataclass(eq=False, slots=True)
+class _Owner:
+    """``asking``: it is being asked, in turn; ``asked``, when it was last; ``quiet_since``, since
+    when it has had nothing new."""
+
+    asking: bool = False
+    asked: float | None = None
+    quiet_since: float | None = None
+
+
 class SpanNodes:
     """As ``prefetch.spans.Nodes``: asks the owners of spans what they have, and reads it. Changing:
-    ``_asking``, the owners being asked; ``_asked``, when each was last asked; ``_quiet``, since
-    when an owner has had nothing new; ``_lost``, those that were avoided when ``run`` looked."""
+    the owners by number; ``_lost``, those that were avoided when ``run`` looked."""
 
     def __init__(
         self, jobs: CopyJobs, digests: SpanDigests, share: NodeShare, following: Following
@@ -243,9 +253,7 @@ class SpanNodes:
         self._ownership = share.ownership
         self._following = following
         self._own = share.ownership.own
-        self._asking: set[int] = set()
-        self._asked: dict[int, float] = {}
-        self._quiet: dict[int, float] = {}
+        self._owners: defaultdict[int, _Owner] = defaultdict(_Owner)
         self._threads = trio.CapacityLimiter(ASKING_THREADS)
         self._reading = trio.CapacityLimiter(READING_THREADS)
         self._wakes = trio.lowlevel.ParkingLot()
@@ -279,14 +287,14 @@ class SpanNodes:
         self._lost = lost
 
     def waits_for(self, owner: int) -> bool:
-        now = trio.current_time()
+        now, known = trio.current_time(), self._owners[owner]
         if self._following.starts(owner):
             return True
         if avoided(owner):
             return False
-        if now - self._asked.get(owner, now) > STALLED_SECONDS:
+        if known.asked is not None and now - known.asked > STALLED_SECONDS:
             return True  # nobody expected anything of it meanwhile
-        return now - self._quiet.get(owner, now) < STALLED_SECONDS
+        return known.quiet_since is None or now - known.quiet_since < STALLED_SECONDS
 
     def completed(self, name: bytes, digests: bytes) -> None:
         self.digests.put(name, digests)
@@ -310,7 +318,7 @@ class SpanNodes:
                 if self._jobs.files:
                     self._look()
                 for owner, wanted in self._due().items():
-                    self._asking.add(owner)
+                    self._owners[owner].asking = True
                     nursery.start_soon(self._ask_in_turn, owner, wanted)
                 with trio.move_on_after(ASK_SECONDS):
                     await self._wakes.park()
@@ -325,7 +333,7 @@ class SpanNodes:
                 continue
             spans.priority = fill.copy.priority
             for owner, span in spans.due(now):
-                if owner not in self._asking and len(due[owner]) < MOST_SPANS:
+                if not self._owners[owner].asking and len(due[owner]) < MOST_SPANS:
                     due[owner].append((spans, span))
         return {owner: wanted for owner, wanted in due.items() if wanted}
 
@@ -333,7 +341,7 @@ class SpanNodes:
         try:
             await self.ask(owner, wanted, lane=Lane.BACKGROUND)
         finally:
-            self._asking.discard(owner)
+            self._owners[owner].asking = False
         self._wakes.unpark_all()
 
     async def ask(
@@ -343,10 +351,10 @@ class SpanNodes:
         unit: Unit | None = None,
         lane: Lane = Lane.DEMAND,
     ) -> None:
-        now = trio.current_time()
-        if now - self._asked.get(owner, 0) > STALLED_SECONDS:
-            self._quiet.pop(owner, None)  # nobody expected anything of it meanwhile
-        self._asked[owner] = now
+        now, known = trio.current_time(), self._owners[owner]
+        if known.asked is None or now - known.asked > STALLED_SECONDS:
+            known.quiet_since = None  # nobody expected anything of it meanwhile
+        known.asked = now
         for spans, span in wanted:
             spans.asked(owner, span, now)
         part = (0, 0) if unit is None else (unit.start % SPAN_BYTES, unit.end - unit.start)
@@ -372,7 +380,7 @@ class SpanNodes:
                 for (spans, span), held in zip(wanted, answers, strict=True)
             ]
             if any(news):
-                self._quiet.pop(owner, None)
-            else:
-                self._quiet.setdefault(owner, now)
+                known.quiet_since = None
+            elif known.quiet_since is None:
+                known.quiet_since = now
         self._jobs.wakes.unpark_all()

@@ -63,6 +63,14 @@ class _OpenSegment:
     gone: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class _MadeSegment:
+    """One that this process made: its device and inode, and how far it was written."""
+
+    identity: tuple[int, int]
+    end: int = 0
+
+
 class SegmentFiles:
     """The segments of one dataset on one tier.
 
@@ -72,8 +80,7 @@ class SegmentFiles:
 
     Constant: ``path`` (for messages); ``memory_backed``; ``align``: records begin at multiples of
     it (4096, or the file system's block if larger). Changing, under ``_lock``: ``_held``, the open
-    segments, the last used at the end; ``_made``, the device and inode of each segment that this
-    object made; ``_ends``, how far it wrote to each.
+    segments, the last used at the end; ``_made``, those that this object made.
 
     All methods block and raise OSError. Thread-safe.
     """
@@ -83,8 +90,7 @@ class SegmentFiles:
         self.path = path
         self._lock = threading.Lock()
         self._held: OrderedDict[int, _OpenSegment] = OrderedDict()
-        self._made: dict[int, tuple[int, int]] = {}
-        self._ends: dict[int, int] = {}
+        self._made: dict[int, _MadeSegment] = {}
         self.memory_backed = on_disk.is_in_memory(dir_fd)
         self.align = allocated(max(os.fstatvfs(dir_fd).f_frsize, ALIGN_BYTES))
         self._dir_fd = os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd)
@@ -147,9 +153,9 @@ class SegmentFiles:
     ) -> None:
         with self._lock:
             for (segment, offset, data), result in zip(records, results, strict=True):
-                if segment in self._made and isinstance(result, int):
-                    end = offset + memoryview(data).nbytes
-                    self._ends[segment] = max(end, self._ends.get(segment, 0))
+                made = self._made.get(segment)
+                if made is not None and isinstance(result, int):
+                    made.end = max(offset + memoryview(data).nbytes, made.end)
 
     def punch(self, segment: int, ranges: Sequence[tuple[int, int]]) -> None:
         """Give back the room of each (offset, length), which then reads as zeros.
@@ -175,7 +181,6 @@ class SegmentFiles:
         with self._lock:
             # Only now: a descriptor that is opened before the removal would keep the room.
             self._made.pop(segment, None)
-            self._ends.pop(segment, None)
             self._let_go(segment)
         self.lists.remove(segment)
         self.trees.gone(segment_name(segment))
@@ -281,12 +286,12 @@ class SegmentFiles:
                 )
             self._held.move_to_end(segment)
             if to_write:
-                st = os.fstat(held.fd)
-                same = (st.st_dev, st.st_ino) == self._made[segment]
+                st, made = os.fstat(held.fd), self._made[segment]
+                same = (st.st_dev, st.st_ino) == made.identity
                 # A write past the end of a truncated segment would put zeros where records were.
-                if not (st.st_nlink and same and st.st_size >= self._ends.get(segment, 0)):
+                if not (st.st_nlink and same and st.st_size >= made.end):
                     self._let_go(segment)
-                    self._made[segment] = _TAKEN_AWAY  # its inode may be given out again
+                    made.identity = _TAKEN_AWAY  # its inode may be given out again
                     raise ReplicaLost(segment_name(segment), "Not the segment that was made")
             held.users += 1
             self._close_some()
@@ -304,7 +309,7 @@ class SegmentFiles:
         st = os.fstat(fd)
         self._let_go(segment)
         self._held[segment] = _OpenSegment(fd)
-        self._made[segment] = (st.st_dev, st.st_ino)
+        self._made[segment] = _MadeSegment((st.st_dev, st.st_ino))
         self._close_some()
 
     def _close_some(self) -> None:
