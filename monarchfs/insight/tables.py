@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from monarchfs.insight.facts import read_facts
+from monarchfs.insight.findings import count, percent
 from monarchfs.insight.results import CAUSES, Analysis, Conclusion, Epoch
-from monarchfs.insight.verdict import count, percent, words_of
+from monarchfs.insight.verdict import words_of
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 
