@@ -23,7 +23,7 @@ from monarchfs.control import messages, peers, registration
 from monarchfs.exporter import broker
 from monarchfs.exporter.discovery import DiscoveredMount
 from monarchfs.exporter.http import serve
-from monarchfs.exporter.text import exposition_of
+from monarchfs.exporter.text import exposition
 from monarchfs.exporter.wire import decode
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
@@ -149,7 +149,7 @@ class NodeExporter:
                 self._labelled, ((one.key, self._labels(one)) for one in mounts)
             )
             values = page_values([(self._labelled[mount.key], mount) for mount in mounts], left_off)
-            pending.page = await trio.to_thread.run_sync(exposition_of, values)
+            pending.page = await trio.to_thread.run_sync(exposition, values)
         except trio.TooSlowError:
             log.warning("metrics: the part that looks for mounts does not answer")
         except Exception:  # a bug, and no reason to end
