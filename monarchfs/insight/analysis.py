@@ -153,9 +153,9 @@ def _source_limits(
         sweep.load.share(),
         amount / (merged or 1),
         largest.percentile(50),
-        sum(visits.slow_reads.values()) / visits.source_reads,
+        visits.slow_reads / visits.source_reads,
         visits.slow_seconds / (visits.source_seconds or 1),
-        len(visits.slow_reads),
+        visits.slow_files,
         visits.same_files,
         visits.slowest,
     )
