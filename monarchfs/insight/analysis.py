@@ -61,8 +61,8 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
         pattern.end_epoch()
     spans = sweep.finish()
     epochs = [
-        Epoch(number, _sum(part), one.files, one.source, one.source_bytes, one.shared, one.whole)
-        for number, (one, part) in enumerate(
+        Epoch(number, _sum(part), files)
+        for number, (files, part) in enumerate(
             zip(pattern.epochs, _divided(spans, found), strict=True), start=1
         )
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from monarchfs.insight.darshan import FileReads, JobReads
 from monarchfs.insight.findings import (
@@ -128,10 +129,8 @@ def commonest(files: Sequence[FileReads]) -> str:
 
 def _file_system(source: str, job: JobReads) -> str:
     """As Darshan saw it mounted; empty if it did not."""
-    place = source
-    while place not in job.mounts and place != "/":
-        place = os.path.dirname(place)
-    return job.mounts.get(place, "")
+    places = (source, *map(str, PurePath(source).parents))
+    return next((job.mounts[place] for place in places if place in job.mounts), "")
 
 
 def _rooms(files: Sequence[FileReads]) -> list[RoomShare]:

@@ -82,7 +82,7 @@ def pattern_lines(analysis: Analysis) -> Iterator[str]:
         order = "another one" if found.order_alike < 0.3 else alike
         correlation = f"(rank correlation {found.order_alike:.2f})"
         yield f"The order of files is {order} in each epoch {correlation}."
-    shared = sum(epoch.shared_files for epoch in epochs) / (sum(e.files for e in epochs) or 1)
+    shared = sum(epoch.files.shared for epoch in epochs) / (sum(e.files.read for e in epochs) or 1)
     yield f"{percent(shared)} of files were read by more than one process in an epoch."
 
 
@@ -104,7 +104,7 @@ def _epoch(epoch: Epoch) -> Sequence[str]:
     return (
         str(epoch.number),
         format_seconds(epoch.seconds),
-        f"{epoch.files:,}",
+        f"{epoch.files.read:,}",
         format_bytes(epoch.bytes),
         percent(epoch.hit_ratio),
         format_bytes(span.bytes[0]),

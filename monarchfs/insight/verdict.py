@@ -143,7 +143,7 @@ def _causes(
 ) -> Iterator[str]:
     shares = [seconds / (epoch.span.waiting or 1) for seconds in epoch.span.shared]
     ranked = sorted(range(len(CAUSES)), key=lambda cause: -shares[cause])
-    files = f"{count(epoch.source_files, 'file')} ({format_bytes(epoch.source_file_bytes)})"
+    files = f"{count(epoch.files.source, 'file')} ({format_bytes(epoch.files.source_bytes)})"
     words = {"files": files, "freshness": facts.freshness}
     for cause in ranked[:2]:
         if shares[cause] < WORTH_SAYING:
