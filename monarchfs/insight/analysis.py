@@ -33,8 +33,6 @@ from monarchfs.system.sizes import format_bytes
 from monarchfs.types import EvictionPolicy
 
 _BINS = 160
-_SLOW = 10
-"""So many times the median is slow."""
 
 
 def analyze(recording: Recording, nodes: int = 1) -> Analysis:
@@ -71,7 +69,7 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
     facts = replace(facts, passthrough=facts.passthrough and handed)
     source = _source_limits(epochs, latencies, sweep, visits)
     outcomes = _outcomes(recording, facts, epochs, visits, nodes)
-    verdict = give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs))
+    verdict = give_verdict(facts, epochs, source, outcomes)
     if not recording.complete:
         verdict.reservations.append("The recorder was killed: the recording ends before its end.")
     return Analysis(
@@ -130,11 +128,7 @@ def _sum(spans: Sequence[Span]) -> Span:
 
 
 def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visits:
-    slow = [
-        _SLOW * one.percentile(50) if (one := latencies.source(number)) else float("inf")
-        for number in range(len(SIZES))
-    ]
-    visits = Visits(recording.files, latencies.expected(True), latencies.expected(False), slow)
+    visits = Visits(recording.files, latencies)
     for number, origin, event in _waited_for(recording, found):
         visits.add(number + 1, origin, event)
     visits.finish()
@@ -144,21 +138,13 @@ def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visi
 def _source_limits(
     epochs: Sequence[Epoch], latencies: Latencies, sweep: Sweep, visits: Visits
 ) -> SourceLimits | None:
-    if not visits.source_reads:
+    answers = list(filter(None, map(latencies.source, range(len(SIZES)))))
+    if not answers:
         return None
     amount = sum(epoch.span.bytes[SOURCE] for epoch in epochs)
     merged = sum(epoch.span.merged[SOURCE] for epoch in epochs)
-    largest = max(filter(None, map(latencies.source, range(len(SIZES)))), key=lambda one: one.total)
-    return SourceLimits(
-        sweep.load.share(),
-        amount / (merged or 1),
-        largest.percentile(50),
-        visits.slow_reads / visits.source_reads,
-        visits.slow_seconds / (visits.source_seconds or 1),
-        visits.slow_files,
-        visits.same_files,
-        visits.slowest,
-    )
+    median = max(answers, key=lambda one: one.total).percentile(50)
+    return visits.source_limits(sweep.load.share(), amount / (merged or 1), median)
 
 
 def _outcomes(
@@ -172,15 +158,10 @@ def _outcomes(
     epoch = steady_epoch(epochs)
     if epoch is None or epoch.number == 1 or not facts.tier_paths:
         return []
-    paths = {
-        visit.ino: recording.files[visit.ino].path
-        for visit in visits.all
-        if visit.ino in recording.files
-    }
     read = epochs[0].span
     rate = read.bytes[SOURCE] / (read.merged[SOURCE] or 1)
     setup = facts.setup
-    replay = Replay(visits, facts.sampled, paths, rate, setup)
+    replay = Replay(visits, facts.sampled, recording.files, rate, setup)
     settings = [(AS_IT_WAS, setup)]
     if not setup.immutable and epoch.span.merged[CHECKS]:
         settings.append((IMMUTABLE, replace(setup, immutable=True)))

@@ -25,6 +25,7 @@ from monarchfs.cache.placement.events import (
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.insight.estimates import COPY_FILES_PER_SECOND
 from monarchfs.insight.fitting import NoReplicas, blocks
+from monarchfs.insight.recording import File
 from monarchfs.insight.results import Epoch, Outcome
 from monarchfs.insight.visits import LookUps, Visit, Visits
 from monarchfs.types import EvictionPolicy, Space
@@ -147,19 +148,22 @@ class Replay:
         self,
         found: Visits,
         sampled: int,
-        paths: Mapping[int, str],
+        files: Mapping[int, File],
         bytes_per_second: float,
         present: Setup,
     ) -> None:
-        """One of so many files was recorded, with the ``present`` settings. ``paths`` give the
-        order in which ``--prefetch all`` copies, as fast as the source gave what readers waited
+        """One of so many files was recorded, with the ``present`` settings. ``--prefetch all``
+        copies in the order of the ``files``' paths, as fast as the source gave what readers waited
         for."""
         self._visits = visits = found.all
         self._look_ups = found.look_ups
         self._part = found.one_of
         self._one_of = found.one_of * sampled
         sizes = {visit.ino: visit.size for visit in visits}
-        self._sizes = dict(sorted(sizes.items(), key=lambda item: paths.get(item[0], "")))
+        nameless = File("", 0)
+        self._sizes = {
+            ino: sizes[ino] for ino in sorted(sizes, key=lambda ino: files.get(ino, nameless).path)
+        }
         first: dict[int, Visit] = {}
         for visit in visits:
             first.setdefault(visit.ino, visit)

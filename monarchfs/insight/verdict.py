@@ -64,8 +64,8 @@ def give_verdict(
     epochs: Sequence[Epoch],
     source: SourceLimits | None,
     outcomes: Sequence[Outcome],
-    requests: int,
 ) -> Conclusion:
+    requests = sum(epoch.span.requests for epoch in epochs)
     reservations = list(_reservations(facts, epochs))
     epoch = steady_epoch(epochs)
     if epoch is None or requests < FEWEST_REQUESTS or epoch.seconds < SHORTEST_SECONDS:

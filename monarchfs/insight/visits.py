@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND
-from monarchfs.insight.latencies import size_class
+from monarchfs.insight.latencies import SIZES, Latencies, size_class
 from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind, hashed, one_of
-from monarchfs.insight.results import CHECKS, ELSEWHERE, moved_bytes
+from monarchfs.insight.results import CHECKS, ELSEWHERE, SourceLimits, moved_bytes
 
 _MOST_FILES = 20_000
 _ENOUGH = 20
+_SLOW = 10
+"""So many times the median is slow."""
 _AROUND_SECONDS = 0.01
 """A reader whose next request comes later did something else."""
 
@@ -89,25 +91,21 @@ class Visits:
     """Collects visits, of at most 20,000 files: one of ``one_of``; and all look-ups, by epoch. And
     finds out whether what was slow in the source was slow again."""
 
-    def __init__(
-        self,
-        files: Mapping[int, File],
-        local: Sequence[float],
-        remote: Sequence[float],
-        slow: Sequence[float],
-    ) -> None:
-        """``local`` and ``remote`` are the seconds that a read may take, by class of sizes; from
-        ``slow`` on, one of the source is slow."""
+    def __init__(self, files: Mapping[int, File], latencies: Latencies) -> None:
         self.one_of = one_of(len(files), _MOST_FILES)
         self.all: list[Visit] = []
         self._files = files
-        self._local, self._remote, self._slow = local, remote, slow
+        self._local, self._remote = latencies.expected(True), latencies.expected(False)
+        self._slow = [
+            _SLOW * one.percentile(50) if (one := latencies.source(number)) else float("inf")
+            for number in range(len(SIZES))
+        ]
         self._seen: dict[int, _FileSeen] = {}
         self.look_ups: defaultdict[int, LookUps] = defaultdict(LookUps)
         self._asked: dict[int, float] = {}
         self._slow_files: list[_FileSeen] = []
-        self.slow_seconds = self.source_seconds = 0.0
-        self.source_reads = 0
+        self._slow_seconds = self._source_seconds = 0.0
+        self._source_reads = 0
 
     def add(self, epoch: int, origin: int, event: Event) -> None:
         begin, duration, kind, answer, ino, pid, offset, read = event
@@ -169,35 +167,36 @@ class Visits:
             self._asked[event.pid] = event.begin + event.duration
         seen.named = event.ino != 0
 
-    @property
-    def slow_files(self) -> int:
-        return len(self._slow_files)
-
-    @property
-    def slow_reads(self) -> int:
-        return sum(seen.slow_reads for seen in self._slow_files)
-
-    @property
-    def same_files(self) -> bool:
-        """Whether of the other reads of files with a slow one at least a third were slow, too."""
-        others = sum(seen.source_reads - 1 for seen in self._slow_files)
-        return others >= 4 and (self.slow_reads - self.slow_files) * 3 >= others
-
-    @property
-    def slowest(self) -> str:
-        """The path of a file with most slow reads."""
-        if not self._slow_files:
-            return ""
-        ino = max(self._slow_files, key=lambda seen: seen.slow_reads).ino
-        file = self._files.get(ino)
-        return file.path if file is not None else f"inode {ino}"
+    def source_limits(
+        self, load_share: float | None, bytes_per_second: float, median: float
+    ) -> SourceLimits:
+        """What was slow was slow again if of the other reads of files with a slow one at least a
+        third were slow, too."""
+        slow = self._slow_files
+        reads = sum(seen.slow_reads for seen in slow)
+        others = sum(seen.source_reads for seen in slow) - len(slow)
+        example = ""
+        if slow:
+            ino = max(slow, key=lambda seen: seen.slow_reads).ino
+            file = self._files.get(ino)
+            example = file.path if file is not None else f"inode {ino}"
+        return SourceLimits(
+            load_share,
+            bytes_per_second,
+            median,
+            reads / self._source_reads,
+            self._slow_seconds / (self._source_seconds or 1),
+            len(slow),
+            others >= 4 and (reads - len(slow)) * 3 >= others,
+            example,
+        )
 
     def _count_source(self, seen: _FileSeen, duration: float, slow: bool) -> None:
-        self.source_reads += 1
-        self.source_seconds += duration
+        self._source_reads += 1
+        self._source_seconds += duration
         seen.source_reads += 1
         if slow:
             if not seen.slow_reads:
                 self._slow_files.append(seen)
             seen.slow_reads += 1
-            self.slow_seconds += duration
+            self._slow_seconds += duration

@@ -47,7 +47,7 @@ class SourceLoad:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _WaitingReader:
     """``ended``: when its last request did, while none is under way."""
 
     under_way: int = 0
@@ -66,7 +66,7 @@ class Sweep:
         self.spans = [Span(begin, end) for begin, end in pairwise(edges)]
         self.gaps = LogHistogram()
         self.load = SourceLoad()
-        self._readers = {pid: _Reader() for pid in readers}
+        self._readers = {pid: _WaitingReader() for pid in readers}
         self._number, self._now, self._end = 0, edges[0], edges[1]
         self._coming = [(reader.begin, _ALIVE, pid, 1) for pid, reader in readers.items()]
         self._coming += [(reader.end, _ALIVE, pid, -1) for pid, reader in readers.items()]
