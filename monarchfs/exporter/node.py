@@ -41,7 +41,6 @@ NAME_SECONDS = 1.0
 MOST_ANSWER_BYTES = 256 << 10
 MOST_PATH_CHARACTERS = 1024
 
-_LABELS = ("user", "source", "mount")
 _DROPPED = ("source", "mountpoint")
 
 Labels = tuple[str, str, str]
@@ -291,7 +290,7 @@ def _labelled(family: Family, mount: Labels, samples: Iterable[Sample]) -> Itera
 
 def _with_labels(family: Family) -> Family:
     own = (name for name in family.labels if name not in _DROPPED)
-    return replace(family, labels=(*_LABELS, *own))
+    return replace(family, labels=(*names.MOUNT_LABELS, *own))
 
 
 _WITH_LABELS: Mapping[Family, Family] = {family: _with_labels(family) for family in FAMILIES}
