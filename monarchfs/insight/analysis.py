@@ -44,11 +44,9 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
     edges = sorted({0.0, *found.begins, found.end, *(end * n / _BINS for n in range(_BINS + 1))})
     sweep = Sweep(edges, found.readers)
     latencies, pattern = Latencies(), PatternFinder(recording.files)
-    for number, origin, event in _waited_for(recording, found):
+    for number, cause, origin, event, moved in _waited_for(recording, found):
         while len(pattern.epochs) < number:
             pattern.end_epoch()
-        cause = cause_of(event)
-        moved = moved_bytes(event, recording.files)
         sweep.add(cause, origin, event, moved)
         latencies.add(cause, event, moved)
         if event.kind is Kind.READ:
@@ -91,17 +89,20 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
     )
 
 
-def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, int, Event]]:
-    """(number of the epoch, from 0 on, where the bytes come from, event) of all that somebody waits
-    for. What the open brought into memory came from who answered it. An open that hands the file
-    to the kernel has the file's size: it is taken to be read whole, from a tier."""
+def _waited_for(
+    recording: Recording, found: Overview
+) -> Iterator[tuple[int, int, int, Event, int]]:
+    """All that somebody waits for: (number of the epoch, from 0 on, what it waits for, where the
+    bytes come from, event, how many bytes the answer brought). What the open brought into memory
+    came from who answered it. An open that hands the file to the kernel has the file's size: it is
+    taken to be read whole, from a tier."""
     begins = [*found.begins[1:], float("inf")]
     number, brought = 0, dict[int, int]()
     for event in in_order(recording.events):
         if event.kind is not Kind.RELEASE:
             while event.begin >= begins[number]:
                 number += 1
-            origin = cause_of(event)
+            cause = origin = cause_of(event)
             if event.kind is Kind.OPEN:
                 brought.pop(event.ino, None)
                 if origin in ELSEWHERE:
@@ -111,7 +112,7 @@ def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, in
                     origin, event = TIER, event._replace(size=file.size if file else 0)
             elif origin == MEMORY:
                 origin = brought.get(event.ino, MEMORY)
-            yield number, origin, event
+            yield number, cause, origin, event, moved_bytes(event, recording.files)
 
 
 def _divided(spans: Sequence[Span], found: Overview) -> Iterator[list[Span]]:
@@ -129,8 +130,8 @@ def _sum(spans: Sequence[Span]) -> Span:
 
 def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visits:
     visits = Visits(recording.files, latencies)
-    for number, origin, event in _waited_for(recording, found):
-        visits.add(number + 1, origin, event)
+    for number, _cause, origin, event, moved in _waited_for(recording, found):
+        visits.add(number + 1, origin, event, moved)
     visits.finish()
     return visits
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND
 from monarchfs.insight.latencies import SIZES, Latencies, size_class
 from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind, hashed, one_of
-from monarchfs.insight.results import CHECKS, ELSEWHERE, SourceLimits, moved_bytes
+from monarchfs.insight.results import CHECKS, ELSEWHERE, SourceLimits
 
 _MOST_FILES = 20_000
 _ENOUGH = 20
@@ -107,7 +107,7 @@ class Visits:
         self._slow_seconds = self._source_seconds = 0.0
         self._source_reads = 0
 
-    def add(self, epoch: int, origin: int, event: Event) -> None:
+    def add(self, epoch: int, origin: int, event: Event, moved: int) -> None:
         begin, duration, kind, answer, ino, pid, offset, read = event
         ended = self._asked.pop(pid, None)
         if ended is not None and ended < begin < ended + _AROUND_SECONDS:
@@ -118,7 +118,6 @@ class Visits:
         if kind is Kind.LOOKUP:
             self._look_up(seen, self.look_ups[epoch], origin, event)
             return
-        moved = moved_bytes(event, self._files)
         of_class = size_class(moved)
         if answer is AnsweredBy.SOURCE and moved:
             self._count_source(seen, duration, duration > self._slow[of_class])
