@@ -175,13 +175,18 @@ def _private(directory: int, owner: int) -> bool:
     return found.st_uid == owner and not found.st_mode & 0o022
 
 
-def _stems(directory: int) -> list[str]:
+def _listed(directory: int, most: int) -> list[str]:
+    """Names in a directory, so many at most. Raises OSError."""
     listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
     try:
         with os.scandir(listing) as entries:
-            names = [entry.name for entry in islice(entries, _MOST_NAMES)]
+            return [entry.name for entry in islice(entries, most)]
     finally:
         os.close(listing)
+
+
+def _stems(directory: int) -> list[str]:
+    names = _listed(directory, _MOST_NAMES)
     return sorted(match[1] for match in map(_NAME.fullmatch, names) if match)
 
 
@@ -237,7 +242,7 @@ def _jobs(registration: int, directory: int, top: str) -> tuple[str, ...]:
     Only root's words are read, and the whole way to the jobs must be root's."""
     try:
         content = os.pread(registration, MOST_REQUEST_BYTES, 0)
-        names = way_to_jobs(decode_registration(content, 0).mountpoint, top)
+        names = _way_to_jobs(decode_registration(content, 0).mountpoint, top)
         if not names:
             return ()
         with ExitStack() as closing:
@@ -246,14 +251,13 @@ def _jobs(registration: int, directory: int, top: str) -> tuple[str, ...]:
                 place = closing.enter_context(_step(place, name, os.O_DIRECTORY))
                 if not _private(place, 0):
                     return ()
-            listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place)
-            closing.callback(os.close, listing)
-            return jobs_in(listing)
+            jobs = filter(_JOB.fullmatch, _listed(place, _MOST_JOB_NAMES))
+            return tuple(sorted(jobs)[:MOST_JOBS])
     except (OSError, ValueError):
         return ()
 
 
-def way_to_jobs(mountpoint: str, top: str) -> list[str]:
+def _way_to_jobs(mountpoint: str, top: str) -> list[str]:
     """The names from the directory ``top`` to the set of a mount's jobs; empty if that is not below
     it."""
     names = mountpoint.split("/")[1:]
@@ -262,10 +266,3 @@ def way_to_jobs(mountpoint: str, top: str) -> list[str]:
     if names[: len(begin)] != begin or len(below) < 2 or not {"", ".", ".."}.isdisjoint(below):
         return []
     return [*below[:-1], JOBS]
-
-
-def jobs_in(directory: int) -> tuple[str, ...]:
-    """The ids of the jobs that the open directory names, MOST_JOBS at most. Raises OSError."""
-    with os.scandir(directory) as entries:
-        names = [entry.name for entry in islice(entries, _MOST_JOB_NAMES)]
-    return tuple(sorted(name for name in names if _JOB.fullmatch(name))[:MOST_JOBS])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 
 import trio
 
 from monarchfs.exporter.text import CONTENT_TYPE, exposition
-from monarchfs.metrics.names import Values
+from monarchfs.metrics.names import FAMILIES, Values
 from monarchfs.system import http_server
 from monarchfs.system.http_server import HttpRequest, HttpResponse
 from monarchfs.system.threads import run_sync
@@ -48,6 +49,6 @@ class Exporter:
         await serve(self._listener, self._page)
 
     async def _page(self) -> bytes:
-        return await run_sync(
-            exposition, self._values(), limiter=self._one_at_a_time, abandon_on_cancel=True
-        )
+        now = self._values()
+        page = partial(exposition, {family: now[family] for family in FAMILIES}, process=True)
+        return await run_sync(page, limiter=self._one_at_a_time, abandon_on_cancel=True)

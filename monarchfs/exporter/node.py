@@ -23,7 +23,7 @@ from monarchfs.control import messages, peers, registration
 from monarchfs.exporter import broker
 from monarchfs.exporter.discovery import DiscoveredMount
 from monarchfs.exporter.http import serve
-from monarchfs.exporter.text import exposition_of
+from monarchfs.exporter.text import exposition
 from monarchfs.exporter.wire import decode
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
@@ -41,7 +41,6 @@ NAME_SECONDS = 1.0
 MOST_ANSWER_BYTES = 256 << 10
 MOST_PATH_CHARACTERS = 1024
 
-_LABELS = ("user", "source", "mount")
 _DROPPED = ("source", "mountpoint")
 
 Labels = tuple[str, str, str]
@@ -149,7 +148,7 @@ class NodeExporter:
                 self._labelled, ((one.key, self._labels(one)) for one in mounts)
             )
             values = page_values([(self._labelled[mount.key], mount) for mount in mounts], left_off)
-            pending.page = await trio.to_thread.run_sync(exposition_of, values)
+            pending.page = await trio.to_thread.run_sync(exposition, values)
         except trio.TooSlowError:
             log.warning("metrics: the part that looks for mounts does not answer")
         except Exception:  # a bug, and no reason to end
@@ -291,7 +290,7 @@ def _labelled(family: Family, mount: Labels, samples: Iterable[Sample]) -> Itera
 
 def _with_labels(family: Family) -> Family:
     own = (name for name in family.labels if name not in _DROPPED)
-    return replace(family, labels=(*_LABELS, *own))
+    return replace(family, labels=(*names.MOUNT_LABELS, *own))
 
 
 _WITH_LABELS: Mapping[Family, Family] = {family: _with_labels(family) for family in FAMILIES}

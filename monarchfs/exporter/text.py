@@ -15,20 +15,16 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from monarchfs.metrics import NS
-from monarchfs.metrics.names import FAMILIES, Durations, Family, MetricType, Sample, Values
+from monarchfs.metrics.names import Durations, Family, MetricType, Sample, Values
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def exposition(values: Values) -> bytes:
-    """All metrics of one mount, and those of the process. Reads some files of /proc."""
-    families = (_metric(family, values[family]) for family in FAMILIES)
-    return generate_latest(_Collected(chain(families, ProcessCollector(registry=None).collect())))
-
-
-def exposition_of(values: Values) -> bytes:
-    """The metrics in ``values`` alone, in its order."""
-    return generate_latest(_Collected(starmap(_metric, values.items())))
+def exposition(values: Values, *, process: bool = False) -> bytes:
+    """The metrics in ``values``, in its order; then those of this ``process``, of which the kernel
+    tells in some files of /proc."""
+    more = ProcessCollector(registry=None).collect() if process else ()
+    return generate_latest(_Collected(chain(starmap(_metric, values.items()), more)))
 
 
 class _Collected(Collector):

@@ -33,8 +33,6 @@ from monarchfs.system.sizes import format_bytes
 from monarchfs.types import EvictionPolicy
 
 _BINS = 160
-_SLOW = 10
-"""So many times the median is slow."""
 
 
 def analyze(recording: Recording, nodes: int = 1) -> Analysis:
@@ -46,11 +44,9 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
     edges = sorted({0.0, *found.begins, found.end, *(end * n / _BINS for n in range(_BINS + 1))})
     sweep = Sweep(edges, found.readers)
     latencies, pattern = Latencies(), PatternFinder(recording.files)
-    for number, origin, event in _waited_for(recording, found):
+    for number, cause, origin, event, moved in _waited_for(recording, found):
         while len(pattern.epochs) < number:
             pattern.end_epoch()
-        cause = cause_of(event)
-        moved = moved_bytes(event, recording.files)
         sweep.add(cause, origin, event, moved)
         latencies.add(cause, event, moved)
         if event.kind is Kind.READ:
@@ -61,8 +57,8 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
         pattern.end_epoch()
     spans = sweep.finish()
     epochs = [
-        Epoch(number, _sum(part), one.files, one.source, one.source_bytes, one.shared, one.whole)
-        for number, (one, part) in enumerate(
+        Epoch(number, _sum(part), files)
+        for number, (files, part) in enumerate(
             zip(pattern.epochs, _divided(spans, found), strict=True), start=1
         )
     ]
@@ -71,7 +67,7 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
     facts = replace(facts, passthrough=facts.passthrough and handed)
     source = _source_limits(epochs, latencies, sweep, visits)
     outcomes = _outcomes(recording, facts, epochs, visits, nodes)
-    verdict = give_verdict(facts, epochs, source, outcomes, sum(e.span.requests for e in epochs))
+    verdict = give_verdict(facts, epochs, source, outcomes)
     if not recording.complete:
         verdict.reservations.append("The recorder was killed: the recording ends before its end.")
     return Analysis(
@@ -93,17 +89,20 @@ def analyze(recording: Recording, nodes: int = 1) -> Analysis:
     )
 
 
-def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, int, Event]]:
-    """(number of the epoch, from 0 on, where the bytes come from, event) of all that somebody waits
-    for. What the open brought into memory came from who answered it. An open that hands the file
-    to the kernel has the file's size: it is taken to be read whole, from a tier."""
+def _waited_for(
+    recording: Recording, found: Overview
+) -> Iterator[tuple[int, int, int, Event, int]]:
+    """All that somebody waits for: (number of the epoch, from 0 on, what it waits for, where the
+    bytes come from, event, how many bytes the answer brought). What the open brought into memory
+    came from who answered it. An open that hands the file to the kernel has the file's size: it is
+    taken to be read whole, from a tier."""
     begins = [*found.begins[1:], float("inf")]
     number, brought = 0, dict[int, int]()
     for event in in_order(recording.events):
         if event.kind is not Kind.RELEASE:
             while event.begin >= begins[number]:
                 number += 1
-            origin = cause_of(event)
+            cause = origin = cause_of(event)
             if event.kind is Kind.OPEN:
                 brought.pop(event.ino, None)
                 if origin in ELSEWHERE:
@@ -113,7 +112,7 @@ def _waited_for(recording: Recording, found: Overview) -> Iterator[tuple[int, in
                     origin, event = TIER, event._replace(size=file.size if file else 0)
             elif origin == MEMORY:
                 origin = brought.get(event.ino, MEMORY)
-            yield number, origin, event
+            yield number, cause, origin, event, moved_bytes(event, recording.files)
 
 
 def _divided(spans: Sequence[Span], found: Overview) -> Iterator[list[Span]]:
@@ -130,13 +129,9 @@ def _sum(spans: Sequence[Span]) -> Span:
 
 
 def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visits:
-    slow = [
-        _SLOW * one.percentile(50) if (one := latencies.source(number)) else float("inf")
-        for number in range(len(SIZES))
-    ]
-    visits = Visits(recording.files, latencies.expected(True), latencies.expected(False), slow)
-    for number, origin, event in _waited_for(recording, found):
-        visits.add(number + 1, origin, event)
+    visits = Visits(recording.files, latencies)
+    for number, _cause, origin, event, moved in _waited_for(recording, found):
+        visits.add(number + 1, origin, event, moved)
     visits.finish()
     return visits
 
@@ -144,21 +139,13 @@ def _visits(recording: Recording, found: Overview, latencies: Latencies) -> Visi
 def _source_limits(
     epochs: Sequence[Epoch], latencies: Latencies, sweep: Sweep, visits: Visits
 ) -> SourceLimits | None:
-    if not visits.source_reads:
+    answers = list(filter(None, map(latencies.source, range(len(SIZES)))))
+    if not answers:
         return None
     amount = sum(epoch.span.bytes[SOURCE] for epoch in epochs)
     merged = sum(epoch.span.merged[SOURCE] for epoch in epochs)
-    largest = max(filter(None, map(latencies.source, range(len(SIZES)))), key=lambda one: one.total)
-    return SourceLimits(
-        sweep.load.share(),
-        amount / (merged or 1),
-        largest.percentile(50),
-        sum(visits.slow_reads.values()) / visits.source_reads,
-        visits.slow_seconds / (visits.source_seconds or 1),
-        len(visits.slow_reads),
-        visits.same_files,
-        visits.slowest,
-    )
+    median = max(answers, key=lambda one: one.total).percentile(50)
+    return visits.source_limits(sweep.load.share(), amount / (merged or 1), median)
 
 
 def _outcomes(
@@ -172,15 +159,10 @@ def _outcomes(
     epoch = steady_epoch(epochs)
     if epoch is None or epoch.number == 1 or not facts.tier_paths:
         return []
-    paths = {
-        visit.ino: recording.files[visit.ino].path
-        for visit in visits.all
-        if visit.ino in recording.files
-    }
     read = epochs[0].span
     rate = read.bytes[SOURCE] / (read.merged[SOURCE] or 1)
     setup = facts.setup
-    replay = Replay(visits, facts.sampled, paths, rate, setup)
+    replay = Replay(visits, facts.sampled, recording.files, rate, setup)
     settings = [(AS_IT_WAS, setup)]
     if not setup.immutable and epoch.span.merged[CHECKS]:
         settings.append((IMMUTABLE, replace(setup, immutable=True)))

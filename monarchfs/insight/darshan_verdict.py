@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from monarchfs.insight.darshan import FileReads, JobReads
+from monarchfs.insight.findings import (
+    FEWEST_REQUESTS,
+    SENTENCES,
+    SHORTEST_SECONDS,
+    WORTH_SAYING,
+    count,
+    kind_of,
+    percent,
+)
 from monarchfs.insight.fitting import blocks
 from monarchfs.insight.results import Conclusion
 from monarchfs.insight.tables import Grid, lines_of
-from monarchfs.insight.verdict import COMPUTE_BOUND, INPUT_BOUND, count, percent
 from monarchfs.system.sizes import format_bytes, format_seconds
 
-_SHORTEST_SECONDS = 1.0
-_FEWEST_READS = 50
 _MOST_OF_IT = 0.9
 """The dataset's directory is where so much of what was read lies."""
 
-_WORTH_SAYING = 0.25
 _ROOMS = (0.25, 0.5, 1.0)
 _SLOWEST = 10
 
@@ -123,10 +129,8 @@ def commonest(files: Sequence[FileReads]) -> str:
 
 def _file_system(source: str, job: JobReads) -> str:
     """As Darshan saw it mounted; empty if it did not."""
-    place = source
-    while place not in job.mounts and place != "/":
-        place = os.path.dirname(place)
-    return job.mounts.get(place, "")
+    places = (source, *map(str, PurePath(source).parents))
+    return next((job.mounts[place] for place in places if place in job.mounts), "")
 
 
 def _rooms(files: Sequence[FileReads]) -> list[RoomShare]:
@@ -148,88 +152,71 @@ def _rooms(files: Sequence[FileReads]) -> list[RoomShare]:
 
 def _verdict(found: DarshanAnalysis, job: JobReads, listed: str | None) -> Conclusion:
     reservations = list(_reservations(found, job))
-    if found.reads < _FEWEST_READS or found.seconds < _SHORTEST_SECONDS:
+    if found.reads < FEWEST_REQUESTS or found.seconds < SHORTEST_SECONDS:
         line = (
             f"No verdict: the job read too little below {found.source}"
             f" ({count(found.reads, 'read')} in {format_seconds(found.seconds)})."
         )
         return Conclusion("unknown", 0, [line], reservations)
-    kind, line = _kind(found)
-    lines = [line, *_helps(kind, found), *_prefetch(kind, found, listed)]
-    return Conclusion(kind, 0, lines, reservations)
+    words = _words(found, listed)
+    lines = [SENTENCES[cause].format_map(words) for cause in _causes(found)]
+    return Conclusion(kind_of(found.waited_share), 0, lines, reservations)
 
 
-def _kind(found: DarshanAnalysis) -> tuple[str, str]:
+def _causes(found: DarshanAnalysis) -> Iterator[str]:
+    kind = kind_of(found.waited_share)
+    waits = kind != "compute-bound"
+    yield kind
+    yield "read again" if _again(found) >= WORTH_SAYING else "read once"
+    if waits and (found.small_share or 0) >= WORTH_SAYING:
+        yield "small reads"
+    if waits and _of_names(found) >= WORTH_SAYING:
+        yield "names"
+    if not waits:
+        yield "little waiting"
+    elif any(one.worth_copying for one in found.files):
+        yield "known order"
+    if not all(one.worth_copying for one in found.files):
+        yield "sparse reads"
+
+
+def _again(found: DarshanAnalysis) -> float:
+    """The share of bytes that were read again."""
+    return 1 - found.distinct_bytes / (found.bytes or 1)
+
+
+def _of_names(found: DarshanAnalysis) -> float:
+    """The share of waiting that was for opens and look-ups."""
+    return found.meta_seconds / (found.waited_seconds or 1)
+
+
+def _words(found: DarshanAnalysis, listed: str | None) -> dict[str, str]:
     many = found.readers != 1
     who = f"the {found.readers:,} processes that read" if many else "the process that read"
     waited = (
         f"{who} spent {percent(found.waited_share)} of the time in reads, opens and look-ups of"
         f" files below {found.source}"
     )
-    if found.waited_share >= INPUT_BOUND:
-        return "input-bound", f"Input-bound: {waited}."
-    if found.waited_share >= COMPUTE_BOUND:
-        return "mixed", f"Partly input-bound: {waited}."
-    gain = found.waited_share * found.seconds
-    return "compute-bound", (
-        f"Not input-bound: {waited}. Without any waiting the job would be about"
-        f" {format_seconds(gain)} shorter, of {format_seconds(found.seconds)}."
-    )
-
-
-def _helps(kind: str, found: DarshanAnalysis) -> Iterator[str]:
-    again = 1 - found.distinct_bytes / (found.bytes or 1)
-    room = format_bytes(sum(blocks(one.extent) for one in found.files))
-    if again >= _WORTH_SAYING:
-        yield (
-            f"Files were read again: {percent(again)} of {format_bytes(found.bytes)} would have"
-            f" come from local copies, and all of it in the next such job, with {room} in the tiers"
-            " of the node."
-        )
-    else:
-        yield (
-            f"Nearly all of {format_bytes(found.bytes)} was read once, so within one such job"
-            " copies help only where they are made before they are read. The next such job on the"
-            f" node would find all of it local, with {room} in its tiers."
-        )
-    if kind == "compute-bound":
-        return
-    if found.small_share is not None and found.small_share >= _WORTH_SAYING:
-        order = ""
-        if found.sequential_share is not None and found.sequential_share <= 1 - _WORTH_SAYING:
-            order = f", and {percent(1 - found.sequential_share)} did not follow the one before"
-        yield (
-            f"{percent(found.small_share)} of reads were below 100 KB{order}: they wait for the"
-            " latency of the file system, which local copies do not have."
-        )
-    meta = found.meta_seconds / (found.waited_seconds or 1)
-    if meta >= _WORTH_SAYING:
-        yield (
-            f"{percent(meta)} of the waiting was for opens and look-ups of"
-            f" {count(len(found.files), 'file')}: a mount answers these from what it knows"
-            " (--freshness immutable: all of them)."
-        )
-
-
-def _prefetch(kind: str, found: DarshanAnalysis, listed: str | None) -> Iterator[str]:
     sparse = [one for one in found.files if not one.worth_copying]
-    if kind == "compute-bound":
-        yield "The default, --prefetch auto, is enough: it spares the file system these reads."
-    elif len(sparse) < len(found.files):
-        name = listed or "LIST"
-        how = "" if listed else ", which analyze writes with --list LIST,"
-        yield (
-            f"--prefetch {name}{how} copies the job's files in the order in which it read them; if"
-            " they are most of the dataset, --prefetch all does, without a list."
-        )
-    if sparse:
-        whole = format_bytes(sum(one.extent for one in sparse))
-        read = format_bytes(sum(one.once for one in sparse))
-        yield (
-            f"Of {count(len(sparse), 'file')} the job read less than half: whole copies would read"
-            f" {whole} instead of {read}, which pays only if they are read again and again. They"
-            " are not in the list."
-        )
+    sequential = 1.0 if found.sequential_share is None else found.sequential_share
+    order = f", and {percent(1 - sequential)} did not follow the one before"
+    return {
+        "waited": waited,
+        "computing": "",
+        "gain": f"the job would be about {format_seconds(found.waited_share * found.seconds)}",
+        "of": f", of {format_seconds(found.seconds)}",
+        "again": percent(_again(found)),
+        "bytes": format_bytes(found.bytes),
+        "room": format_bytes(sum(blocks(one.extent) for one in found.files)),
+        "small": percent(found.small_share or 0),
+        "order": order if sequential <= 1 - WORTH_SAYING else "",
+        "share": percent(_of_names(found)),
+        "files": count(len(found.files), "file"),
+        "list": listed or "LIST, which analyze writes with --list LIST,",
+        "sparse": count(len(sparse), "file"),
+        "whole": format_bytes(sum(one.extent for one in sparse)),
+        "read": format_bytes(sum(one.once for one in sparse)),
+    }
 
 
 def _reservations(found: DarshanAnalysis, job: JobReads) -> Iterator[str]:
@@ -248,7 +235,7 @@ def _reservations(found: DarshanAnalysis, job: JobReads) -> Iterator[str]:
     if found.written_files:
         written = count(found.written_files, "file")
         yield f"{written} that the job wrote, too, are left out: a mount is read-only."
-    if found.other_bytes > found.bytes * _WORTH_SAYING:
+    if found.other_bytes > found.bytes * WORTH_SAYING:
         yield f"{format_bytes(found.other_bytes)} were read elsewhere: see --source."
     if job.partial:
         yield "Darshan had no memory for all files: some are missing."

@@ -24,19 +24,20 @@ def size_class(size: int) -> int:
 class LogHistogram:
     """Counted in classes a fifth wide: percentiles of any number in little memory."""
 
-    __slots__ = ("classes", "count", "most", "total")
+    __slots__ = ("bytes", "classes", "count", "most", "total")
 
     def __init__(self) -> None:
         self.classes: Counter[int] = Counter()
-        self.count = 0
-        self.total = 0.0
-        self.most = 0.0
+        self.count = self.bytes = 0
+        self.total = self.most = 0.0
 
-    def add(self, seconds: float) -> None:
+    def add(self, seconds: float, moved: int = 0) -> None:
+        """``moved``: the bytes that came meanwhile."""
         mantissa, exponent = frexp(seconds or _LEAST)
         self.classes[exponent * _STEPS + int(mantissa * 2 * _STEPS)] += 1
         self.count += 1
         self.total += seconds
+        self.bytes += moved
         if seconds > self.most:
             self.most = seconds
 
@@ -66,7 +67,6 @@ class Latencies:
 
     def __init__(self) -> None:
         self._histograms: dict[tuple[int, int], LogHistogram] = {}
-        self._bytes: dict[tuple[int, int], int] = {}
 
     def add(self, cause: int, event: Event, moved: int) -> None:
         """``moved``: the bytes that the answer brought."""
@@ -75,9 +75,7 @@ class Latencies:
         histogram = self._histograms.get(key)
         if histogram is None:
             histogram = self._histograms[key] = LogHistogram()
-            self._bytes[key] = 0
-        histogram.add(event.duration)
-        self._bytes[key] += moved
+        histogram.add(event.duration, moved)
 
     def rows(self) -> list[Latency]:
         return [
@@ -85,7 +83,7 @@ class Latencies:
                 CAUSES[cause],
                 SIZES[of_class] if of_class >= 0 else 0,
                 found.count,
-                self._bytes[cause, of_class],
+                found.bytes,
                 found.mean,
                 found.percentile(50),
                 found.percentile(90),
@@ -107,7 +105,7 @@ class Latencies:
             key: one for key, one in self._histograms.items() if key[0] in causes and key[1] >= 0
         }
         seconds = sum(one.total for one in seen.values())
-        amount = sum(self._bytes[key] for key in seen)
+        amount = sum(one.bytes for one in seen.values())
         count = sum(one.count for one in seen.values())
         means = []
         for number, size in enumerate((SIZES[0], SIZES[1] // 2, SIZES[2] // 4, SIZES[2])):

@@ -7,9 +7,10 @@ from html import escape
 from math import log2
 
 from monarchfs.insight import charts
+from monarchfs.insight.findings import percent
 from monarchfs.insight.results import CAUSES, Analysis, Span
 from monarchfs.insight.tables import Grid, grids, headline, pattern_lines
-from monarchfs.insight.verdict import percent, words_of
+from monarchfs.insight.verdict import words_of
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from monarchfs.insight.fitting import Sizes
 from monarchfs.insight.recording import Event, File, hashed, one_of
-from monarchfs.insight.results import SOURCE, HotFile, Pattern
+from monarchfs.insight.results import SOURCE, FilesOfEpoch, HotFile, Pattern
 
 _MOST_STREAMS = 100_000
 _MOST_COMPARED = 20_000
@@ -27,17 +27,6 @@ class _InEpoch:
     reads: int = 0
     shared: bool = False
     source: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FilesOfEpoch:
-    """How many files were read, whole, by several processes, from the source."""
-
-    files: int
-    whole: int
-    shared: int
-    source: int
-    source_bytes: int
 
 
 class PatternFinder:
@@ -107,7 +96,7 @@ class PatternFinder:
         cache answered some, the order of the others says nothing."""
         reads = self._reads or 1
         random = self._reads - self._sequential - self._strided
-        files = sum(epoch.files for epoch in self.epochs) or 1
+        files = sum(epoch.read for epoch in self.epochs) or 1
         sizes = Sizes()
         for file in self._files.values():
             if not file.is_directory:

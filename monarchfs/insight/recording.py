@@ -10,7 +10,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
@@ -115,7 +115,6 @@ class RecordingWriter:
         self, stream: BinaryIO, begun: float, facts: Mapping[str, Any], origin_ns: int = 0
     ) -> None:
         self._stream = stream
-        self._origin_ns = origin_ns
         self._pending = bytearray()
         self.written = stream.write(MAGIC)
         header = {"version": VERSION, "begun": begun, "origin_ns": origin_ns, "facts": dict(facts)}
@@ -126,10 +125,6 @@ class RecordingWriter:
         self._pending += events
         if len(self._pending) >= EVENTS_A_BLOCK * EVENT.size:
             self.flush()
-
-    def add(self, events: Iterable[Event]) -> None:
-        for event in events:
-            self.add_packed(self._pack(event))
 
     def add_files(self, files: Mapping[int, File]) -> None:
         """Files that events name; they may come before or after those."""
@@ -153,19 +148,6 @@ class RecordingWriter:
         self.flush()
         self._write_json(END, {"seconds": seconds, "facts": dict(facts)})
         self._stream.flush()
-
-    def _pack(self, event: Event) -> bytes:
-        begin = self._origin_ns + round(event.begin * 1e9)
-        return EVENT.pack(
-            begin,
-            event.ino,
-            event.offset,
-            event.duration,
-            event.size,
-            event.pid,
-            event.kind,
-            event.source_of,
-        )
 
     def _write_json(self, kind: bytes, value: Mapping[str, Any]) -> None:
         self._write_block(kind, json.dumps(value).encode())

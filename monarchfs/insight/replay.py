@@ -25,6 +25,7 @@ from monarchfs.cache.placement.events import (
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.insight.estimates import COPY_FILES_PER_SECOND
 from monarchfs.insight.fitting import NoReplicas, blocks
+from monarchfs.insight.recording import File
 from monarchfs.insight.results import Epoch, Outcome
 from monarchfs.insight.visits import LookUps, Visit, Visits
 from monarchfs.types import EvictionPolicy, Space
@@ -59,7 +60,6 @@ class SimulatedNode(NoReplicas):
 
     def __init__(self, setup: Setup, one_of: int = 1) -> None:
         self._at: dict[int, tuple[int, int]] = {}
-        self._places: dict[int, int] = {}
         self.stored = 0
         tiers = range(len(setup.capacities))
         self._placement = Placement(tiers, self, eviction=setup.policy, reserve_percent=0)
@@ -92,14 +92,13 @@ class SimulatedNode(NoReplicas):
     def copy(self, ino: int, size: int, *, evicts: bool) -> None:
         if ino in self._at:
             return
-        whole = self._handle(Wanted(ino, size, evicts))
-        if whole is None:
+        place = self._handle(Wanted(ino, size, evicts))
+        if not isinstance(place, Place):
             return
-        occupied = blocks(size if whole else self._grow(ino, size))
-        stored = Stored([(ino, occupied)]) if whole else Suspended(ino, occupied)
-        self._handle(stored)
+        occupied = blocks(size if place.whole else self._grow(ino, size))
+        self._handle(Stored([(ino, occupied)]) if place.whole else Suspended(ino, occupied))
         self.stored += 1
-        self._at[ino] = self._places.pop(ino), occupied
+        self._at[ino] = place.tier, occupied
 
     def _grow(self, ino: int, size: int) -> int:
         granted = 0
@@ -110,16 +109,13 @@ class SimulatedNode(NoReplicas):
             granted += wanted
         return granted
 
-    def _handle(self, event: PlacementEvent) -> bool | None:
-        """Carries out what placement decides. Whether a file is to be copied whole; True for room
-        that was granted."""
+    def _handle(self, event: PlacementEvent) -> Place | Grant | None:
+        """Carries out what placement decides; what it granted."""
         answer = None
         for action in self._placement.handle(event):
             match action:
-                case Place(ino, tier, _, whole):
-                    self._places[ino], answer = tier, whole
-                case Grant():
-                    answer = True
+                case Place() | Grant():
+                    answer = action
                 case Evict(ino, tier):
                     del self._at[ino]
                     self._handle(Evicted(ino, tier))
@@ -147,19 +143,20 @@ class Replay:
         self,
         found: Visits,
         sampled: int,
-        paths: Mapping[int, str],
+        files: Mapping[int, File],
         bytes_per_second: float,
         present: Setup,
     ) -> None:
-        """One of so many files was recorded, with the ``present`` settings. ``paths`` give the
-        order in which ``--prefetch all`` copies, as fast as the source gave what readers waited
+        """One of so many files was recorded, with the ``present`` settings. ``--prefetch all``
+        copies in the order of the ``files``' paths, as fast as the source gave what readers waited
         for."""
-        self._visits = visits = found.all
-        self._look_ups = found.look_ups
-        self._part = found.one_of
+        self._found, visits = found, found.all
         self._one_of = found.one_of * sampled
         sizes = {visit.ino: visit.size for visit in visits}
-        self._sizes = dict(sorted(sizes.items(), key=lambda item: paths.get(item[0], "")))
+        nameless = File("", 0)
+        self._sizes = {
+            ino: sizes[ino] for ino in sorted(sizes, key=lambda ino: files.get(ino, nameless).path)
+        }
         first: dict[int, Visit] = {}
         for visit in visits:
             first.setdefault(visit.ino, visit)
@@ -190,7 +187,7 @@ class Replay:
         ahead = self._copied_ahead() if setup.scans else iter(())
         coming = next(ahead, None)
         elsewhere = 1 - 1 / setup.nodes
-        for visit in self._visits:
+        for visit in self._found.all:
             while coming is not None and coming[0] <= visit.begin:
                 node.copy(coming[1], self._sizes[coming[1]], evicts=False)
                 coming = next(ahead, None)
@@ -206,9 +203,9 @@ class Replay:
     def _estimate(self, epoch: Epoch, replayed: _Replayed, immutable: bool) -> float:
         """The epoch's time, if what its readers waited for changes in proportion: from what the
         replay says of the present setup, so that what it cannot know does not count."""
-        look_ups = self._look_ups.get(epoch.number, LookUps())
-        present = self._present.get(epoch.number, _Replayed()).seconds * self._part
-        expected = replayed.seconds * self._part - look_ups.again * immutable
+        look_ups = self._found.look_ups.get(epoch.number, LookUps())
+        present = self._present.get(epoch.number, _Replayed()).seconds * self._found.one_of
+        expected = replayed.seconds * self._found.one_of - look_ups.again * immutable
         now = present + look_ups.seconds
         change = (present - expected) / now if now else 0.0
         around = look_ups.around / max(1.0, epoch.readers) if immutable else 0.0
@@ -216,7 +213,7 @@ class Replay:
 
     def _copied_ahead(self) -> Iterator[tuple[float, int]]:
         """(when, which file)."""
-        moment = min((visit.begin for visit in self._visits), default=0.0)
+        moment = min((visit.begin for visit in self._found.all), default=0.0)
         for ino, size in self._sizes.items():
             seconds = max(size / (self._bytes_per_second or 1), 1 / COPY_FILES_PER_SECOND)
             moment += seconds * self._one_of

@@ -91,17 +91,22 @@ class Span:
         self.bytes = [*map(add, self.bytes, other.bytes)]
 
 
+@dataclass(frozen=True, slots=True)
+class FilesOfEpoch:
+    """How many files were read, whole, by several processes, at least in part from the source."""
+
+    read: int
+    whole: int
+    shared: int
+    source: int
+    source_bytes: int
+
+
 @dataclass(slots=True)
 class Epoch:
-    """``files`` were read, ``source_files`` of them at least in part from the source."""
-
     number: int
     span: Span
-    files: int
-    source_files: int
-    source_file_bytes: int
-    shared_files: int
-    whole_files: int
+    files: FilesOfEpoch
 
     @property
     def seconds(self) -> float:
@@ -137,10 +142,10 @@ class Epoch:
             "begin": span.begin,
             "seconds": self.seconds,
             "requests": span.requests,
-            "files": self.files,
-            "whole_files": self.whole_files,
-            "shared_files": self.shared_files,
-            "source_files": self.source_files,
+            "files": self.files.read,
+            "whole_files": self.files.whole,
+            "shared_files": self.files.shared,
+            "source_files": self.files.source,
             "bytes": self.bytes,
             "bytes_from": dict(zip(CAUSES, map(int, span.bytes), strict=True)),
             "hit_ratio": self.hit_ratio,

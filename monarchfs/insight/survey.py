@@ -8,11 +8,12 @@ import stat
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from monarchfs.cache.store import files as on_disk
+from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.insight.fitting import Amount, Fitted, PlannedTier, Sizes, fit
 from monarchfs.system.bounded import Tell
@@ -145,36 +146,30 @@ def _replicas(directory: str, clock: _Clock) -> dict[bytes, int]:
     """The names of the complete replicas in a tier, with what they occupy. A name derives from the
     file's version, so no more is needed."""
     found: dict[bytes, int] = {}
-    for number in range(256):
-        try:
-            with os.scandir(os.path.join(directory, f"{number:02x}")) as entries:
-                for entry in entries:
-                    parsed = on_disk.parse_replica(entry.name)
-                    if parsed is not None:
-                        found[parsed[0]] = entry.stat(follow_symlinks=False).st_blocks * 512
-        except OSError:
-            continue  # nothing is there, or it goes just now
-        clock.tick("looking at what is cached", Amount(len(found), sum(found.values())))
-    with suppress(OSError):
-        for row in _in_segments(directory):
-            found[row.name] = row.allocated_bytes
-            if len(found) % _LOOK_EVERY == 0:
-                clock.tick("looking at what is cached", Amount(len(found), sum(found.values())))
+    done = Amount()
+    for files in _complete(directory):
+        for file in files:
+            found[file.name] = file.allocated_bytes
+            done.add(file.allocated_bytes)
+        clock.tick("looking at what is cached", done)
     return found
 
 
-def _in_segments(directory: str) -> Iterator[TierFile]:
-    """By the lists beside segments: copies of the last half minute are missing."""
-    fd = os.open(directory, on_disk.DIRECTORY)
-    try:
-        segments = SegmentFiles(fd, directory, os.fstat(fd).st_uid)
-    finally:
-        os.close(fd)
-    try:
+def _complete(directory: str) -> Iterator[Sequence[TierFile]]:
+    """Those with a file each, then those in segments by the lists beside them: copies of the last
+    half minute are missing. What cannot be read is left out."""
+    with ExitStack() as closing, suppress(OSError):
+        fd = os.open(directory, on_disk.DIRECTORY)
+        closing.callback(os.close, fd)
+        owner = os.fstat(fd).st_uid
+        files, segments = ReplicaFiles(fd, directory, owner), SegmentFiles(fd, directory, owner)
+        closing.callback(files.close)
+        closing.callback(segments.close)
+        for number in range(256):
+            with suppress(OSError):
+                yield files.complete(number)
         for segment in segments.found():
-            yield from segments.present(segment)
-    finally:
-        segments.close()
+            yield segments.present(segment)
 
 
 def _report(survey: Survey, fitted: Fitted) -> dict[str, Any]:

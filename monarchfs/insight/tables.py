@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from monarchfs.insight.facts import read_facts
+from monarchfs.insight.findings import count, percent
 from monarchfs.insight.results import CAUSES, Analysis, Conclusion, Epoch
-from monarchfs.insight.verdict import count, percent, words_of
+from monarchfs.insight.verdict import words_of
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 
@@ -81,7 +82,7 @@ def pattern_lines(analysis: Analysis) -> Iterator[str]:
         order = "another one" if found.order_alike < 0.3 else alike
         correlation = f"(rank correlation {found.order_alike:.2f})"
         yield f"The order of files is {order} in each epoch {correlation}."
-    shared = sum(epoch.shared_files for epoch in epochs) / (sum(e.files for e in epochs) or 1)
+    shared = sum(epoch.files.shared for epoch in epochs) / (sum(e.files.read for e in epochs) or 1)
     yield f"{percent(shared)} of files were read by more than one process in an epoch."
 
 
@@ -103,7 +104,7 @@ def _epoch(epoch: Epoch) -> Sequence[str]:
     return (
         str(epoch.number),
         format_seconds(epoch.seconds),
-        f"{epoch.files:,}",
+        f"{epoch.files.read:,}",
         format_bytes(epoch.bytes),
         percent(epoch.hit_ratio),
         format_bytes(span.bytes[0]),

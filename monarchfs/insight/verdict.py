@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from monarchfs.insight.facts import Facts
+from monarchfs.insight.findings import (
+    COMPUTE_BOUND,
+    FEWEST_REQUESTS,
+    INPUT_BOUND,
+    SENTENCES,
+    SHORTEST_SECONDS,
+    WORTH_SAYING,
+    count,
+    kind_of,
+    percent,
+)
 from monarchfs.insight.results import (
     CAUSES,
     CHECKS,
@@ -21,11 +32,6 @@ from monarchfs.insight.results import (
 )
 from monarchfs.system.sizes import format_bytes, format_seconds
 
-INPUT_BOUND = 0.5
-COMPUTE_BOUND = 0.2
-_SHORTEST_SECONDS = 1.0
-_FEWEST_REQUESTS = 50
-_WORTH_SAYING = 0.25
 _GAIN = 0.95
 AS_IT_WAS = "as it was"
 PEERS = "--peers"
@@ -46,14 +52,6 @@ def words_of(cause: int) -> str:
     return _WORDS.get(cause, "unknown")
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.0f}%"
-
-
-def count(number: float, one: str) -> str:
-    return f"{number:,.0f} {one}{'' if round(number) == 1 else 's'}"
-
-
 def steady_epoch(epochs: Sequence[Epoch]) -> Epoch | None:
     """The last whole one: it shows what an epoch takes once copies are made."""
     most = max((epoch.bytes for epoch in epochs), default=0)
@@ -66,15 +64,15 @@ def give_verdict(
     epochs: Sequence[Epoch],
     source: SourceLimits | None,
     outcomes: Sequence[Outcome],
-    requests: int,
 ) -> Conclusion:
+    requests = sum(epoch.span.requests for epoch in epochs)
     reservations = list(_reservations(facts, epochs))
     epoch = steady_epoch(epochs)
-    if epoch is None or requests < _FEWEST_REQUESTS or epoch.seconds < _SHORTEST_SECONDS:
+    if epoch is None or requests < FEWEST_REQUESTS or epoch.seconds < SHORTEST_SECONDS:
         found = "no epoch" if epoch is None else f"an epoch of {format_seconds(epoch.seconds)}"
         line = (
             f"No verdict: the recording is too short ({found}, {count(requests, 'request')})."
-            f" Record an epoch of {_SHORTEST_SECONDS:g} s or more; two are better."
+            f" Record an epoch of {SHORTEST_SECONDS:g} s or more; two are better."
         )
         return Conclusion("unknown", epoch.number if epoch else 0, [line], reservations)
     kind, line = _kind(facts, epoch)
@@ -127,19 +125,17 @@ def _kind(facts: Facts, epoch: Epoch) -> tuple[str, str]:
     idle = percent(epoch.span.idle / seconds)
     if facts.sampled > 1:
         return "unknown", f"No verdict (sampled): {waited}, or more."
-    if share >= INPUT_BOUND:
-        return "input-bound", f"Input-bound: {waited}."
-    if facts.passthrough and "reads" in facts.hidden:
+    if share < INPUT_BOUND and facts.passthrough and "reads" in facts.hidden:
         return "unknown", (
             f"No verdict, because the kernel read by itself: {waited} for what the mount answered."
         )
-    if share >= COMPUTE_BOUND:
-        return "mixed", f"Partly input-bound: {waited}; {idle} nobody waited (computing)."
-    gain = format_seconds(epoch.span.waited)
-    return "compute-bound", (
-        f"Not input-bound: {waited}, and {idle} nobody did. Without any waiting an epoch of"
-        f" {format_seconds(epoch.seconds)} would be at most {gain} shorter."
-    )
+    kind = kind_of(share)
+    mixed = kind == "mixed"
+    computing = f"; {idle} nobody waited (computing)" if mixed else f", and {idle} nobody did"
+    gain = f"an epoch of {format_seconds(epoch.seconds)} would be at most"
+    gain = f"{gain} {format_seconds(epoch.span.waited)}"
+    words = {"waited": waited, "computing": computing, "gain": gain, "of": ""}
+    return kind, SENTENCES[kind].format_map(words)
 
 
 def _causes(
@@ -147,80 +143,50 @@ def _causes(
 ) -> Iterator[str]:
     shares = [seconds / (epoch.span.waiting or 1) for seconds in epoch.span.shared]
     ranked = sorted(range(len(CAUSES)), key=lambda cause: -shares[cause])
+    files = f"{count(epoch.files.source, 'file')} ({format_bytes(epoch.files.source_bytes)})"
+    words = {"files": files, "freshness": facts.freshness}
     for cause in ranked[:2]:
-        if shares[cause] < _WORTH_SAYING:
+        if shares[cause] < WORTH_SAYING:
             return
-        begin = f"{percent(shares[cause])} of the waiting was for"
+        words |= {"share": percent(shares[cause]), "words": words_of(cause)}
         if cause == SOURCE:
-            yield f"{begin} the source: {_of_source(epoch, outcomes)}."
-            yield from _limits(source)
+            yield SENTENCES[_why_from_source(epoch, outcomes)].format_map(words)
+            if source is not None:
+                yield _limit(source)
         elif cause == CHECKS:
-            yield f"{begin} {_checks(facts, epoch)}"
+            known = epoch.number > 1 and not facts.setup.immutable
+            yield SENTENCES["checks" if known else "new names"].format_map(words)
         elif cause in (MEMORY, TIER):
             rate = epoch.span.bytes[cause] / (epoch.span.merged[cause] or 1)
             where = "in a tier" if cause == TIER else "in memory"
-            yield (
-                f"{begin} the daemon: the data were local ({where}) and came at"
-                f" {format_bytes(rate)}/s while they were waited for. More room would not help;"
-                " larger reads, more readers at once or a faster tier may."
-            )
+            words |= {"where": where, "local_rate": format_bytes(rate)}
+            yield SENTENCES["daemon"].format_map(words)
         else:
-            yield f"{begin} {words_of(cause)}."
+            yield SENTENCES["other"].format_map(words)
 
 
-def _checks(facts: Facts, epoch: Epoch) -> str:
-    """Its sentence goes on."""
-    if epoch.number == 1 or facts.setup.immutable:
-        return "the source, asked for names and attributes that were not known yet."
-    return (
-        f"the source, asked whether names and files have changed (--freshness {facts.freshness}):"
-        " more room would not help."
-    )
-
-
-def _of_source(epoch: Epoch, outcomes: Sequence[Outcome]) -> str:
-    files = f"{count(epoch.source_files, 'file')} ({format_bytes(epoch.source_file_bytes)})"
+def _why_from_source(epoch: Epoch, outcomes: Sequence[Outcome]) -> str:
     if epoch.number == 1:
-        return f"the first epoch read {files} from it"
+        return "first epoch"
     fits = next((o.hit_ratio for o in outcomes if o.change == AS_IT_WAS), 0.0)
-    if fits > epoch.hit_ratio + 0.1:
-        return (
-            f"{files} were read from it again, though more would fit: they were not copied yet, or"
-            " not at all (`monarchfs why` says the reason)"
-        )
-    return f"{files} that do not fit into the tiers were read from it again"
+    return "not copied" if fits > epoch.hit_ratio + 0.1 else "no room"
 
 
-def _limits(source: SourceLimits | None) -> Iterator[str]:
-    if source is None:
-        return
+def _limit(source: SourceLimits) -> str:
     if source.slow_share_of_time >= 0.3 and source.slow_share_of_reads <= 0.2:
-        again = (
-            f"the same {count(source.slow_files, 'file')}, as {source.example}: one storage target"
-            " of the source may be slow"
-            if source.same_files
-            else "other files each time: the source paused, or was busy with others"
-        )
-        yield (
-            f"{percent(source.slow_share_of_reads)} of its answers took ten times the median or"
-            f" more, and made {percent(source.slow_share_of_time)} of its time; these were {again}."
-        )
-        return
-    rate = f"{format_bytes(source.bytes_per_second)}/s"
-    if source.load_share is None:
-        yield (
-            f"It gave {rate}; half of its answers took {format_seconds(source.median)} or more."
-            " About as much was asked at all times, so whether latency or bandwidth was the limit"
-            " cannot be told."
-        )
-    elif source.load_share >= 0.5:
-        yield f"Its bandwidth was the limit: it gave {rate}, the slower the more was asked at once."
+        limit = "slow target" if source.same_files else "pauses"
+    elif source.load_share is None:
+        limit = "latency or bandwidth"
     else:
-        yield (
-            f"Its latency was the limit, not its bandwidth: half of its answers took"
-            f" {format_seconds(source.median)} or more, however much was asked. It gave {rate};"
-            " more readers at once would get more."
-        )
+        limit = "bandwidth" if source.load_share >= 0.5 else "latency"
+    return SENTENCES[limit].format(
+        slow_reads=percent(source.slow_share_of_reads),
+        slow_time=percent(source.slow_share_of_time),
+        slow_files=count(source.slow_files, "file"),
+        example=source.example,
+        rate=format_bytes(source.bytes_per_second),
+        median=format_seconds(source.median),
+    )
 
 
 def _remedies(kind: str, epoch: Epoch, outcomes: Sequence[Outcome]) -> Iterator[str]:

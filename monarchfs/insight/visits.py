@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND
-from monarchfs.insight.latencies import size_class
+from monarchfs.insight.latencies import SIZES, Latencies, size_class
 from monarchfs.insight.recording import HANDED, AnsweredBy, Event, File, Kind, hashed, one_of
-from monarchfs.insight.results import CHECKS, ELSEWHERE, moved_bytes
+from monarchfs.insight.results import CHECKS, ELSEWHERE, SourceLimits
 
 _MOST_FILES = 20_000
 _ENOUGH = 20
+_SLOW = 10
+"""So many times the median is slow."""
 _AROUND_SECONDS = 0.01
 """A reader whose next request comes later did something else."""
 
@@ -35,6 +37,18 @@ class Visit:
     remote: float = 0.0
     checks: float = 0.0
     unseen: float = 0.0
+
+
+@dataclass(slots=True)
+class _FileSeen:
+    """``visit``: the last one, of a file whose visits are collected. ``named``: a look-up gave its
+    number."""
+
+    ino: int
+    visit: Visit | None = None
+    named: bool = False
+    source_reads: int = 0
+    slow_reads: int = 0
 
 
 @dataclass(slots=True)
@@ -77,47 +91,43 @@ class Visits:
     """Collects visits, of at most 20,000 files: one of ``one_of``; and all look-ups, by epoch. And
     finds out whether what was slow in the source was slow again."""
 
-    def __init__(
-        self,
-        files: Mapping[int, File],
-        local: Sequence[float],
-        remote: Sequence[float],
-        slow: Sequence[float],
-    ) -> None:
-        """``local`` and ``remote`` are the seconds that a read may take, by class of sizes; from
-        ``slow`` on, one of the source is slow."""
+    def __init__(self, files: Mapping[int, File], latencies: Latencies) -> None:
         self.one_of = one_of(len(files), _MOST_FILES)
         self.all: list[Visit] = []
         self._files = files
-        self._local, self._remote, self._slow = local, remote, slow
-        self._now: dict[int, Visit] = {}
+        self._local, self._remote = latencies.expected(True), latencies.expected(False)
+        self._slow = [
+            _SLOW * one.percentile(50) if (one := latencies.source(number)) else float("inf")
+            for number in range(len(SIZES))
+        ]
+        self._seen: dict[int, _FileSeen] = {}
         self.look_ups: defaultdict[int, LookUps] = defaultdict(LookUps)
-        self._named: set[int] = set()
         self._asked: dict[int, float] = {}
-        self.slow_reads: Counter[int] = Counter()
-        self.slow_seconds = self.source_seconds = 0.0
-        self.source_reads = 0
-        self._from_source: Counter[int] = Counter()
+        self._slow_files: list[_FileSeen] = []
+        self._slow_seconds = self._source_seconds = 0.0
+        self._source_reads = 0
 
-    def add(self, epoch: int, origin: int, event: Event) -> None:
+    def add(self, epoch: int, origin: int, event: Event, moved: int) -> None:
         begin, duration, kind, answer, ino, pid, offset, read = event
         ended = self._asked.pop(pid, None)
         if ended is not None and ended < begin < ended + _AROUND_SECONDS:
             self.look_ups[epoch].around += begin - ended
+        seen = self._seen.get(ino)
+        if seen is None:
+            seen = self._seen[ino] = _FileSeen(ino)
         if kind is Kind.LOOKUP:
-            self._look_up(epoch, origin, event)
+            self._look_up(seen, self.look_ups[epoch], origin, event)
             return
-        moved = moved_bytes(event, self._files)
         of_class = size_class(moved)
         if answer is AnsweredBy.SOURCE and moved:
-            self._count_source(ino, duration, duration > self._slow[of_class])
+            self._count_source(seen, duration, duration > self._slow[of_class])
         if hashed(ino) & self.one_of - 1:
             return
-        visit = self._now.get(ino)
+        visit = seen.visit
         if visit is None or visit.epoch != epoch:
             file = self._files.get(ino)
             size = file.size if file is not None else offset + read
-            visit = self._now[ino] = Visit(epoch, ino, size, begin)
+            visit = seen.visit = Visit(epoch, ino, size, begin)
             self.all.append(visit)
         visit.bytes += read
         visit.measured += duration
@@ -149,35 +159,43 @@ class Visits:
             if visit.remote_bytes < visit.bytes and (mean := remote.of(visit)):
                 visit.remote = max(visit.measured, mean[0] - visit.unseen)
 
-    def _look_up(self, epoch: int, origin: int, event: Event) -> None:
-        look_ups = self.look_ups[epoch]
+    def _look_up(self, seen: _FileSeen, look_ups: LookUps, origin: int, event: Event) -> None:
         look_ups.seconds += event.duration
-        if event.ino in self._named:
-            if origin == CHECKS:
-                look_ups.again += event.duration
-                self._asked[event.pid] = event.begin + event.duration
-        elif event.ino:
-            self._named.add(event.ino)
+        if seen.named and origin == CHECKS:
+            look_ups.again += event.duration
+            self._asked[event.pid] = event.begin + event.duration
+        seen.named = event.ino != 0
 
-    @property
-    def same_files(self) -> bool:
-        """Whether of the other reads of files with a slow one at least a third were slow, too."""
-        files = len(self.slow_reads)
-        others = sum(self._from_source[ino] for ino in self.slow_reads) - files
-        return others >= 4 and (sum(self.slow_reads.values()) - files) * 3 >= others
-
-    @property
-    def slowest(self) -> str:
-        """The path of a file with most slow reads."""
-        for ino, _ in self.slow_reads.most_common(1):
-            file = self._files.get(ino)
-            return file.path if file is not None else f"inode {ino}"
-        return ""
-
-    def _count_source(self, ino: int, duration: float, slow: bool) -> None:
-        self.source_reads += 1
-        self.source_seconds += duration
-        self._from_source[ino] += 1
+    def source_limits(
+        self, load_share: float | None, bytes_per_second: float, median: float
+    ) -> SourceLimits:
+        """What was slow was slow again if of the other reads of files with a slow one at least a
+        third were slow, too."""
+        slow = self._slow_files
+        reads = sum(seen.slow_reads for seen in slow)
+        others = sum(seen.source_reads for seen in slow) - len(slow)
+        example = ""
         if slow:
-            self.slow_reads[ino] += 1
-            self.slow_seconds += duration
+            ino = max(slow, key=lambda seen: seen.slow_reads).ino
+            file = self._files.get(ino)
+            example = file.path if file is not None else f"inode {ino}"
+        return SourceLimits(
+            load_share,
+            bytes_per_second,
+            median,
+            reads / self._source_reads,
+            self._slow_seconds / (self._source_seconds or 1),
+            len(slow),
+            others >= 4 and (reads - len(slow)) * 3 >= others,
+            example,
+        )
+
+    def _count_source(self, seen: _FileSeen, duration: float, slow: bool) -> None:
+        self._source_reads += 1
+        self._source_seconds += duration
+        seen.source_reads += 1
+        if slow:
+            if not seen.slow_reads:
+                self._slow_files.append(seen)
+            seen.slow_reads += 1
+            self._slow_seconds += duration

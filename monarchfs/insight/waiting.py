@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
@@ -45,6 +46,14 @@ class SourceLoad:
         return min(1.0, max(0.0, slope * load / seconds))
 
 
+@dataclass(slots=True)
+class _WaitingReader:
+    """``ended``: when its last request did, while none is under way."""
+
+    under_way: int = 0
+    ended: float | None = None
+
+
 class Sweep:
     """Adds up ``Span``s between ``edges``. Requests have to begin in order.
 
@@ -57,15 +66,13 @@ class Sweep:
         self.spans = [Span(begin, end) for begin, end in pairwise(edges)]
         self.gaps = LogHistogram()
         self.load = SourceLoad()
-        self._readers = readers
+        self._readers = {pid: _WaitingReader() for pid in readers}
         self._number, self._now, self._end = 0, edges[0], edges[1]
         self._coming = [(reader.begin, _ALIVE, pid, 1) for pid, reader in readers.items()]
         self._coming += [(reader.end, _ALIVE, pid, -1) for pid, reader in readers.items()]
         heapify(self._coming)
         self._state = self._source_bytes = 0
         self._seconds: defaultdict[int, float] = defaultdict(float)
-        self._requests: dict[int, int] = {}
-        self._ended: dict[int, float] = {}
 
     def add(self, cause: int, origin: int, event: Event, moved: int) -> None:
         """``origin``: where the bytes come from; ``moved``: how many the answer brought."""
@@ -79,13 +86,12 @@ class Sweep:
             if moved:
                 self.load.add(self._source_bytes, duration)
         self._state += _UNIT[cause]
-        if pid in self._readers:
-            waits_for = self._requests.get(pid, 0)
-            self._requests[pid] = waits_for + 1
-            if not waits_for:
+        if (reader := self._readers.get(pid)) is not None:
+            if not reader.under_way:
                 self._state += _UNIT[_WAITING]
-                if (ended := self._ended.get(pid)) is not None:
-                    self.gaps.add(begin - ended)
+                if reader.ended is not None:
+                    self.gaps.add(begin - reader.ended)
+            reader.under_way += 1
         heappush(self._coming, (begin + duration, cause, pid, moved))
 
     def finish(self) -> list[Span]:
@@ -106,13 +112,11 @@ class Sweep:
             self._state -= _UNIT[what]
             if what == SOURCE:
                 self._source_bytes -= size
-            waits_for = self._requests.get(pid, 0)
-            if waits_for == 1:
-                del self._requests[pid]
-                self._ended[pid] = at
-                self._state -= _UNIT[_WAITING]
-            elif waits_for:
-                self._requests[pid] = waits_for - 1
+            if (reader := self._readers.get(pid)) is not None:
+                reader.under_way -= 1
+                if not reader.under_way:
+                    reader.ended = at
+                    self._state -= _UNIT[_WAITING]
         if moment > self._now:
             self._account(moment)
 

@@ -1,4 +1,4 @@
-"""All counts of the worker, with unit and meaning.
+"""All counts of the worker. ``names`` has the meaning of those that are exported.
 
 Plain integers, changed on the event loop only: counting an open costs no more than an addition,
 timing a request one search in a short list. The source layer's own counts are in
@@ -86,71 +86,64 @@ class Requests:
     statfs: Histogram = field(default_factory=Histogram)
 
 
-def _count(unit: str, meaning: str) -> int:
-    value: int = field(default=0, metadata={"unit": unit, "help": meaning})
-    return value
-
-
 @dataclass(slots=True)
 class Metrics:
     """What happened since this worker started."""
 
-    local_opens: int = _count("opens", "Files opened whose replica was complete")
-    source_opens: int = _count("opens", "Files opened that had to ask the source")
-    local_file_bytes: int = _count("bytes", "Sizes of the files counted by local_opens")
-    source_file_bytes: int = _count("bytes", "Sizes of the files counted by source_opens")
-    peer_opens: int = _count("opens", "Files opened that peers gave, without asking the source")
-    peer_file_bytes: int = _count("bytes", "Sizes of the files counted by peer_opens")
-    relayed_bytes: int = _count("bytes", "Bytes handed to the kernel in answers to READ")
-    passthrough_opens: int = _count("opens", "Files opened that the kernel reads itself")
-    backing_refused: int = _count("files", "Files the kernel was to read itself, but does not")
-    stale_answers: int = _count(
-        "answers", "Answers from known metadata because the source did not answer in time"
-    )
-    renumbered_files: int = _count(
-        "files", "Files and directories that got another inode number, but no other size or times"
-    )
-    interrupted_requests: int = _count("requests", "Requests given up because their process died")
-    copies_completed: int = _count("files", "Replicas that became complete")
-    copies_failed: int = _count("files", "Copies given up after an error")
-    copies_outdated: int = _count("files", "Copies thrown away because the source changed")
-    copies_refused: int = _count("files", "Files not copied for want of room")
-    chunks_dropped: int = _count(
-        "chunks", "Fetched chunks that were not kept because the tiers were too far behind"
-    )
-    tier_errors: int = _count("errors", "Errors of tiers that were routed around")
-    replicas_lost: int = _count("files", "Replicas found missing or damaged, and dropped")
-    replicas_corrupt: int = _count("files", "Replicas whose bytes were found to be wrong")
-    replicas_adopted: int = _count("files", "Replicas that an earlier index had left in a tier")
-    replicas_moved: int = _count("files", "Replicas promoted or demoted")
-    evictions_outdated: int = _count("files", "Replicas evicted as outdated or of unknown files")
-    evictions_policy: int = _count("files", "Replicas evicted by the policy for a file in demand")
-    evictions_pressure: int = _count("files", "Replicas evicted to stay within capacity or reserve")
-    evictions_manual: int = _count("files", "Replicas that somebody asked to evict")
-    touches_completed: int = _count("files", "Files of which a byte was read for --touch-source")
-    touches_failed: int = _count("files", "Files that could not be touched in the source")
-    peer_names: int = _count("names", "Names whose attributes came from peers")
-    peer_files: int = _count("files", "Small files that were read from peers")
-    peer_bytes: int = _count("bytes", "Bytes that were read from peers")
-    peer_failures: int = _count("requests", "Requests that peers did not answer, or not in time")
-    peer_wrong_files: int = _count("files", "Files that were not what the peer had said")
-    peer_bypassed_files: int = _count(
-        "files", "Files read from the source because their owners would have taken much longer"
-    )
-    window_files: int = _count("files", "Files that were read into the window")
-    window_bytes: int = _count("bytes", "Sizes of the files counted by window_files")
-    window_hits: int = _count("files", "Files that were opened while they were in the window")
-    window_hit_bytes: int = _count("bytes", "Sizes of the files counted by window_hits")
-    window_wasted_bytes: int = _count("bytes", "What the window gave up, and nobody had opened")
-    orders_learned: int = _count("orders", "Orders in which files were read before")
-    orders_given_up: int = _count("orders", "Orders in which files were not read")
-    scrubbed_bytes: int = _count("bytes", "Bytes of replicas that were compared with a checksum")
-    thread_wait_ns: int = _count("ns", "Of open_source and read_source, what threads answered")
-    source_wait_ns: int = _count("ns", "Of thread_wait_ns, what the source answered")
-    memory_wait_ns: int = _count("ns", "The same, out of memory")
-    tier_wait_ns: int = _count("ns", "The same, out of a partial replica")
-    peer_wait_ns: int = _count("ns", "The same, from a peer")
-    copy_wait_ns: int = _count("ns", "The same, after waiting for a copy that was under way")
+    local_opens: int = 0
+    source_opens: int = 0
+    local_file_bytes: int = 0
+    source_file_bytes: int = 0
+    peer_opens: int = 0
+    peer_file_bytes: int = 0
+    relayed_bytes: int = 0
+    passthrough_opens: int = 0
+    backing_refused: int = 0
+    stale_answers: int = 0
+    renumbered_files: int = 0
+    interrupted_requests: int = 0
+    copies_completed: int = 0
+    copies_failed: int = 0
+    copies_outdated: int = 0
+    copies_refused: int = 0
+    chunks_dropped: int = 0
+    tier_errors: int = 0
+    replicas_lost: int = 0
+    replicas_corrupt: int = 0
+    replicas_adopted: int = 0
+    replicas_moved: int = 0
+    evictions_outdated: int = 0
+    """Or of unknown files."""
+    evictions_policy: int = 0
+    """For a file in demand."""
+    evictions_pressure: int = 0
+    """To stay within capacity or reserve."""
+    evictions_manual: int = 0
+    touches_completed: int = 0
+    touches_failed: int = 0
+    peer_names: int = 0
+    peer_files: int = 0
+    peer_bytes: int = 0
+    peer_failures: int = 0
+    peer_wrong_files: int = 0
+    peer_bypassed_files: int = 0
+    window_files: int = 0
+    window_bytes: int = 0
+    window_hits: int = 0
+    window_hit_bytes: int = 0
+    window_wasted_bytes: int = 0
+    orders_learned: int = 0
+    orders_given_up: int = 0
+    scrubbed_bytes: int = 0
+    thread_wait_ns: int = 0
+    """Of open_source and read_source, what threads answered; then, by who gave the data."""
+    source_wait_ns: int = 0
+    memory_wait_ns: int = 0
+    tier_wait_ns: int = 0
+    """Out of a partial replica."""
+    peer_wait_ns: int = 0
+    copy_wait_ns: int = 0
+    """After waiting for a copy that was under way."""
     requests: Requests = field(default_factory=Requests)
     request_errors: ErrorCounts = field(default_factory=ErrorCounts)
     copy_errors: ErrorCounts = field(default_factory=ErrorCounts)

@@ -44,17 +44,22 @@ Values = dict[Family, list[Sample]]
 """The values of metrics at one moment."""
 
 FAMILIES: list[Family] = []
+NODE_FAMILIES: list[Family] = []
+"""What the exporter of the node adds."""
+MOUNT_LABELS = ("user", "source", "mount")
+"""There, these come first in all metrics of mounts."""
 
 
-def _add(kind: MetricType, name: str, meaning: str, *labels: str) -> Family:
+def _add(to: list[Family], kind: MetricType, name: str, meaning: str, *labels: str) -> Family:
     family = Family(f"monarchfs_{name}", kind, meaning, labels)
-    FAMILIES.append(family)
+    to.append(family)
     return family
 
 
-_counter = partial(_add, MetricType.COUNTER)
-_gauge = partial(_add, MetricType.GAUGE)
-_histogram = partial(_add, MetricType.HISTOGRAM)
+_counter = partial(_add, FAMILIES, MetricType.COUNTER)
+_gauge = partial(_add, FAMILIES, MetricType.GAUGE)
+_histogram = partial(_add, FAMILIES, MetricType.HISTOGRAM)
+_of_node = partial(_add, NODE_FAMILIES, MetricType.GAUGE)
 
 BUILD_INFO = _gauge("build_info", "Always 1; the labels show the versions", "version", "python")
 MOUNT_INFO = _gauge(
@@ -239,31 +244,16 @@ INDEX_INODES = _gauge("index_inodes", "Known inode numbers")
 INDEX_BYTES = _gauge("index_bytes", "Size of the index's data")
 INDEX_FROZEN = _gauge("index_frozen", "1 while nothing new can be recorded on disk, else 0")
 
-NODE_FAMILIES = (
-    Family(
-        "monarchfs_mount_up",
-        MetricType.GAUGE,
-        "1 if the mount answered this scrape, else 0",
-        ("user", "source", "mount"),
-    ),
-    Family(
-        "monarchfs_mount_start_time_seconds",
-        MetricType.GAUGE,
-        "Time of mounting, in seconds since 1970",
-        ("user", "source", "mount"),
-    ),
-    Family(
-        "monarchfs_mount_job_info",
-        MetricType.GAUGE,
-        "Always 1; the labels show which job uses which mount",
-        ("user", "source", "mount", "job_id"),
-    ),
-    Family(
-        "monarchfs_exporter_mounts_left_off",
-        MetricType.GAUGE,
-        "Mounts that were not asked because there are too many",
-    ),
+MOUNT_UP = _of_node("mount_up", "1 if the mount answered this scrape, else 0", *MOUNT_LABELS)
+MOUNT_STARTED = _of_node(
+    "mount_start_time_seconds", "Time of mounting, in seconds since 1970", *MOUNT_LABELS
 )
-"""What the exporter of the node adds. There, these three labels come first in all other metrics."""
-
-MOUNT_UP, MOUNT_STARTED, MOUNT_JOB, LEFT_OFF = NODE_FAMILIES
+MOUNT_JOB = _of_node(
+    "mount_job_info",
+    "Always 1; the labels show which job uses which mount",
+    *MOUNT_LABELS,
+    "job_id",
+)
+LEFT_OFF = _of_node(
+    "exporter_mounts_left_off", "Mounts that were not asked because there are too many"
+)

@@ -82,11 +82,15 @@ class PersistentCounts:
         return _WORD.size + (which - 1) * self._half_bytes
 
 
-def _names(part: object) -> list[str]:
+def _counts(part: object) -> list[tuple[Any, object]]:
+    """The counts in a part that is no number, by their key or attribute."""
+    if isinstance(part, dict):
+        return list(part.items())
     if is_dataclass(part):
-        return [one.name for one in fields(part) if one.metadata.get("kept", True)]
-    named: tuple[str, ...] = getattr(part, "KEPT", ())
-    return list(named) or list(getattr(part, "__slots__", ()))
+        names = [one.name for one in fields(part) if one.metadata.get("kept", True)]
+    else:
+        names = [*getattr(part, "KEPT", getattr(part, "__slots__", ()))]
+    return [(name, getattr(part, name)) for name in names]
 
 
 def _plain(part: object) -> Any:
@@ -95,36 +99,27 @@ def _plain(part: object) -> Any:
         return part
     if isinstance(part, Histogram):
         return {"total_ns": part.total_ns, "counts": part.counts} if any(part.counts) else None
-    items = (
-        ((_key(key), value) for key, value in part.items())
-        if isinstance(part, dict)
-        else ((name, getattr(part, name)) for name in _names(part))
-    )
-    plain = ((name, _plain(value)) for name, value in items)
+    plain = ((_name(key), _plain(value)) for key, value in _counts(part))
     return {name: value for name, value in plain if value} or None
 
 
-def _add(part: Any, saved: object) -> None:
+def _add(part: object, saved: object) -> None:
     """Add to a part that is no number; what does not fit is passed over."""
     if not isinstance(saved, dict):
         return
     if isinstance(part, Histogram):
         _add_histogram(part, saved)
         return
-    if isinstance(part, dict):
-        for key, value in part.items():
-            more = saved.get(_key(key))
-            if _is_number(value) and _is_number(more):
-                part[key] = value + more
-            else:
-                _add(value, more)
-        return
-    for name in _names(part):
-        value, more = getattr(part, name), saved.get(name)
-        if (value is None or _is_number(value)) and _is_number(more):
-            setattr(part, name, more if value is None else value + more)
-        else:
+    for key, value in _counts(part):
+        more = saved.get(_name(key))
+        if not _is_number(more) or not (value is None or _is_number(value)):
             _add(value, more)
+            continue
+        total = more if value is None else value + more
+        if isinstance(part, dict):
+            part[key] = total
+        else:
+            setattr(part, key, total)
 
 
 def _add_histogram(histogram: Histogram, saved: Mapping[str, Any]) -> None:
@@ -136,7 +131,7 @@ def _add_histogram(histogram: Histogram, saved: Mapping[str, Any]) -> None:
         histogram.total_ns += total
 
 
-def _key(key: object) -> str:
+def _name(key: object) -> str:
     return "/".join(key) if isinstance(key, tuple) else str(key)
 
 

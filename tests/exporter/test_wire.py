@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from monarchfs.exporter import node, wire
 from monarchfs.exporter.node import Seen, label_mounts, learn_names, page_values
-from monarchfs.exporter.text import exposition_of
+from monarchfs.exporter.text import exposition
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, names
 from monarchfs.metrics.counts import ERRORS, OTHER
 from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Durations, MetricType, Values
@@ -125,7 +125,7 @@ def test_a_page_can_be_read_whatever_a_mount_says(message: dict[str, Any], path:
     hostile = Seen("a", 1, path, path, values=values)
     well = Seen("b", 0, "/s", "/m", values=VALUES_OF_ONE)
     named = [(("user", printable(path), printable(path)), hostile), (("root", "/s", "/m"), well)]
-    now = parse(exposition_of(page_values(named, 0)).decode())
+    now = parse(exposition(page_values(named, 0)).decode())
     assert now.value("monarchfs_mount_up", user="root", source="/s", mount="/m") == 1
     assert now.value(OPENS, user="root", source="/s", mount="/m", served="local") == 5
     assert all(name.startswith("monarchfs_") for name in now.kinds)
@@ -153,7 +153,7 @@ def test_the_page(golden: Golden) -> None:
     told = {"started_ns": 1500000000, "jobs": ("1", "2_4"), "values": wire.decode(sent(values))}
     well = Seen("k", 0, odd, "/m", **told)  # type: ignore[arg-type]
     mounts = [(("u", odd, "/m"), well), (("v", "/s", "/gone"), Seen("l", 7, "/s", "/gone"))]
-    text = exposition_of(page_values(mounts, 3)).decode()
+    text = exposition(page_values(mounts, 3)).decode()
     golden("exporter-page.txt", text)
     now = parse(text)
     assert set(now.kinds) == {f.name for f in (*FAMILIES, *names.NODE_FAMILIES)}

@@ -53,6 +53,7 @@ from monarchfs.worker.kept_hints import KeptHints, KeptOrder
 from tests.index.tools import DIRECTORY, NOW, add_listing, open_index, replica, scratch, source_stat
 from tests.store.tools import open_tier
 from tests.support.indexing import record_found
+from tests.support.jobs import add_events
 
 FROZEN = Path(__file__).with_name("frozen")
 ALICE = User("alice", 1000, 1001, (4, 5))
@@ -360,10 +361,10 @@ EVENTS = [
 def make_recording(to: Path) -> None:
     with (to / "recording").open("wb") as stream:
         writer = RecordingWriter(stream, 1e9, FACTS | {"dropped": 0}, NOW)
-        writer.add(EVENTS[:3])
+        add_events(writer, EVENTS[:3], NOW)
         writer.flush()
         writer.add_files(FILES)
-        writer.add(EVENTS[3:])
+        add_events(writer, EVENTS[3:], NOW)
         writer.finish(7.5, {"dropped": 3})
 
 

@@ -22,6 +22,7 @@ from monarchfs.insight.recording import (
     open_recording,
 )
 from monarchfs.types import OperationError
+from tests.support.jobs import add_events
 
 ORIGIN = 5_000_000_000
 
@@ -43,7 +44,7 @@ def write(path: Path, *batches: list[Event], files: dict[int, File] | None = Non
     with path.open("wb") as stream:
         writer = RecordingWriter(stream, 1e9, {"source": "/data", "dropped": 0}, ORIGIN)
         for batch in batches:
-            writer.add(batch)
+            add_events(writer, batch, ORIGIN)
             writer.flush()
         writer.add_files(files or {})
         writer.finish(7.5, {"dropped": 3})

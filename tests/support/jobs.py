@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heapreplace
 from pathlib import Path
 from typing import Any
 
-from monarchfs.insight.recording import AnsweredBy, Event, File, Kind, RecordingWriter
+from monarchfs.insight.recording import EVENT, AnsweredBy, Event, File, Kind, RecordingWriter
 
 SOURCE = AnsweredBy.SOURCE
 KIB, MIB = 1 << 10, 1 << 20
@@ -104,9 +104,16 @@ class Job:
         with path.open("wb") as stream:
             writer = RecordingWriter(stream, 1.7e9, FACTS | facts)
             writer.add_files(self.files)
-            writer.add(events)
+            add_events(writer, events)
             writer.finish(self.end, {})
         return path
+
+
+def add_events(writer: RecordingWriter, events: Iterable[Event], origin_ns: int = 0) -> None:
+    """As the C part packs them."""
+    for begin, duration, kind, answer, ino, pid, offset, size in events:
+        moment = origin_ns + round(begin * 1e9)
+        writer.add_packed(EVENT.pack(moment, ino, offset, duration, size, pid, kind, answer))
 
 
 def many_files(count: int, size: int) -> dict[int, File]:
