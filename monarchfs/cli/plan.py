@@ -16,9 +16,8 @@ from monarchfs.cli.output import Progress, labelled, show_result
 from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
 from monarchfs.config.values import parse_path
-from monarchfs.doctor.run import source_rates, tier_rates
-from monarchfs.doctor.source import refuse_ours
-from monarchfs.doctor.storage import check_and_locate, room_of
+from monarchfs.doctor.speed import source_rates, tier_rates
+from monarchfs.doctor.storage import check_and_locate, refuse_ours, room_of
 from monarchfs.insight.estimates import SourceRates, TierRates, Times, plan_sharing, times
 from monarchfs.insight.fitting import Amount, PlannedTier, total
 from monarchfs.insight.survey import survey_and_fit

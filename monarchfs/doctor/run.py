@@ -5,24 +5,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
-from monarchfs.doctor import leftovers, peers, source, speed, storage, system
+from monarchfs.doctor import leftovers, peers, speed, storage, system
 from monarchfs.doctor.checks import Check, Severity, warning
-from monarchfs.insight.estimates import SourceRates, TierRates
-from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.preflight import nearest
 from monarchfs.system.bounded import bounded_value
-from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, OperationError
 
 SOURCE_SECONDS = 10.0
-SPEED_SECONDS = 12.0
-"""Measuring takes 4 seconds where a file system answers."""
 LEAST_SECONDS = 0.05
 
 
@@ -63,7 +57,7 @@ def _probes(subject: Subject) -> Iterator[tuple[str, float, Probe]]:
     yield from system.probes(config.user)
     if config.source:
         touches = bool(config.touch_source_seconds)
-        look = partial(source.source, config.source, config.user, SOURCE_SECONDS, touches=touches)
+        look = partial(storage.source, config.source, config.user, SOURCE_SECONDS, touches=touches)
         yield "source", SOURCE_SECONDS + 2, look
     for tier in config.tiers:
         yield ("tier", 5.0, partial(storage.tier, tier, config, places.cache_dir, subject.environ))
@@ -100,12 +94,12 @@ def _speeds(
     subject: Subject, deadline: float, failed: set[str], show: Callable[[str], None]
 ) -> Iterator[Check]:
     config = subject.config
-    of_source: SourceRates | None = None
+    of_source = None
     if config.source and not failed & {config.source, "source"}:
         show("source_speed")
         try:
-            of_source = source_rates(config, deadline - time.monotonic())
-            yield source.judge_source_speed(of_source)
+            of_source = speed.source_rates(config, deadline - time.monotonic())
+            yield speed.judge_source_speed(of_source)
         except OperationError as error:
             yield warning("source_speed", str(error), "see whether it is overloaded")
     for tier in config.tiers:
@@ -113,43 +107,12 @@ def _speeds(
             continue
         show("tier_speed")
         try:
-            rates = tier_rates(tier.path, deadline - time.monotonic())
+            rates = speed.tier_rates(tier.path, deadline - time.monotonic())
         except OperationError as error:
             detail = f"{tier.path}: {error}"
             yield warning("tier_speed", detail, "see whether it fails", path=tier.path)
             continue
-        yield source.judge_tier_speed(tier.path, rates, of_source)
-
-
-def source_rates(config: Config, timeout: float) -> SourceRates:
-    """Measured in a child, as the mount's user. Raises OperationError."""
-
-    def call() -> dict[str, Any]:
-        become(config.user)
-        return asdict(speed.measure_source(config.source, config.copy_workers))
-
-    return SourceRates(**_measured(call, timeout))
-
-
-def tier_rates(path: str, timeout: float) -> TierRates:
-    """Measured in a child, in the tier's directory or the nearest existing one above it. Raises
-    OperationError."""
-
-    def call() -> dict[str, Any]:
-        try:
-            existing = nearest(path)
-            free = storage.locate(path, existing).space.free_bytes
-            return asdict(speed.measure_tier(existing, free))
-        except OSError as error:
-            raise OperationError(f"cannot be measured: {explained(error)}") from None
-
-    return TierRates(**_measured(call, timeout))
-
-
-def _measured(call: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
-    seconds = max(LEAST_SECONDS, min(SPEED_SECONDS, timeout))
-    overdue = f"not measured: no answer within {seconds:.0f} s"
-    return dict(bounded_value(call, timeout=seconds, overdue=overdue))
+        yield speed.judge_tier_speed(tier.path, rates, of_source)
 
 
 def summary(checks: Sequence[Check]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The checks, one after the other, on real mounts of what was made below the directory."""
+"""``monarchfs selftest``: its checks, one after the other, on real mounts of what was made below
+the directory. ``selftest_dataset`` makes that, and compares."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import monarchfs
-from monarchfs.doctor import selftest_counters as counters
 from monarchfs.doctor import selftest_dataset as dataset
 from monarchfs.doctor.checks import Check, Value, ok, problem, warning
 from monarchfs.fuse.mountinfo import find_mount, mount_of
@@ -40,6 +41,9 @@ _SEEN_SECONDS = 90.0
 a minute)."""
 _STEP_SECONDS = 1800.0
 _MOST_SHOWN = 5
+_COUNTERS = ("/proc/fs/lustre/llite/*/stats", "/sys/kernel/debug/lustre/llite/*/stats")
+"""Only root can read them on most nodes."""
+_SHOWN_COUNTERS = ("open", "close", "getattr", "getxattr", "readdir", "read", "read_bytes")
 
 
 def about(directory: str) -> dict[str, Value]:
@@ -180,17 +184,17 @@ class SelfTest:
         names = sorted(os.listdir(self.root / "plain"))
         rows: dict[str, dict[str, float]] = {}
         for what, root in (("plain", self.root / "plain"), ("first", point), ("second", point)):
-            before, asked = counters.client_counts(), self._source_io(point)
+            before, asked = client_counts(), self._source_io(point)
             seconds = self._within(f"the epoch ({what})", partial(_read_all, root, names))
             if what == "first":
                 self._command("warm", str(point), "--wait")
-            after, asked_after = counters.client_counts(), self._source_io(point)
+            after, asked_after = client_counts(), self._source_io(point)
             row = {"seconds": round(seconds, 3)}
             if what != "plain":
                 row |= {name: asked_after[name] - asked[name] for name in asked}
             if before is not None and after is not None:
                 counted = after - before
-                row |= {f"client_{name}": counted[name] for name in counters.SHOWN}
+                row |= {f"client_{name}": counted[name] for name in _SHOWN_COUNTERS}
             rows[what] = row
         self._umount(point)
         detail = f"{len(names)} files of {format_bytes(dataset.SMALL_BYTES)}: " + ", ".join(
@@ -433,3 +437,31 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+# What a Lustre client counts of the calls that it got
+
+
+def client_counts() -> Counter[str] | None:
+    """Of all mounts of Lustre on this node, by the counter's name: how often, and of ``read_bytes``
+    how many. None where they cannot be read."""
+    total: Counter[str] = Counter()
+    found = False
+    for path in (path for pattern in _COUNTERS for path in glob(pattern)):
+        with suppress(OSError), open(path, encoding="ascii") as file:
+            total += parse_counts(file.read())
+            found = True
+    return total if found else None
+
+
+def parse_counts(text: str) -> Counter[str]:
+    """Of lines as lprocfs_stats_seq_show has them (lustre/obdclass/lprocfs_status.c): ``name count
+    samples [unit]``, and for bytes ``minimum maximum sum``. Raises ValueError for what is no number
+    where there must be one."""
+    counts: Counter[str] = Counter()
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) < 4 or words[2] != "samples":
+            continue
+        counts[words[0]] += int(words[6] if words[0].endswith("_bytes") else words[1])
+    return counts

@@ -1,4 +1,4 @@
-"""Read and write rates, measured in a bounded time. For child processes: everything here blocks."""
+"""Read and write rates of the source and the tiers, measured in children within a bounded time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
 
-from monarchfs.insight.estimates import SourceRates, TierRates
+from monarchfs.config import Config
+from monarchfs.doctor.checks import Check, Value, ok, warning
+from monarchfs.doctor.storage import locate
+from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND, SourceRates, TierRates
 from monarchfs.source.posix import read_layout
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.preflight import nearest
+from monarchfs.system.bounded import bounded_value
+from monarchfs.system.limits import explained
+from monarchfs.types import OperationError
 
 SOURCE_BYTES = 512 << 20
 """What is read of the source at most; half of it, of a tier, is written and read."""
@@ -20,7 +30,89 @@ LOOK_SECONDS = 1.0
 PHASE_SECONDS = 1.5
 SMALL_BYTES = 1 << 20
 MOST_FILES = 4000
+WORTH_IT = 1.5
+_SECONDS = 12.0
+"""Measuring takes 4 seconds where a file system answers."""
+_LEAST_SECONDS = 0.05
 _BLOCK = 1 << 20
+
+
+def source_rates(config: Config, timeout: float) -> SourceRates:
+    """Measured in a child, as the mount's user. Raises OperationError."""
+
+    def call() -> dict[str, Any]:
+        become(config.user)
+        return asdict(measure_source(config.source, config.copy_workers))
+
+    return SourceRates(**_measured(call, timeout))
+
+
+def tier_rates(path: str, timeout: float) -> TierRates:
+    """Measured in a child, in the tier's directory or the nearest existing one above it. Raises
+    OperationError."""
+
+    def call() -> dict[str, Any]:
+        try:
+            existing = nearest(path)
+            free = locate(path, existing).space.free_bytes
+            return asdict(measure_tier(existing, free))
+        except OSError as error:
+            raise OperationError(f"cannot be measured: {explained(error)}") from None
+
+    return TierRates(**_measured(call, timeout))
+
+
+def _measured(call: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
+    seconds = max(_LEAST_SECONDS, min(_SECONDS, timeout))
+    overdue = f"not measured: no answer within {seconds:.0f} s"
+    return dict(bounded_value(call, timeout=seconds, overdue=overdue))
+
+
+def judge_source_speed(rates: SourceRates) -> Check:
+    numbers: dict[str, Value] = {
+        "read_bytes_per_second": rates.read_bytes_per_second,
+        "open_seconds": rates.open_seconds,
+        "threads": rates.threads,
+        "sampled_bytes": rates.sampled_bytes,
+        "sampled_files": rates.sampled_files,
+    }
+    if rates.read_bytes_per_second is None or rates.open_seconds is None:
+        detail = "no file was found within a second that could be read"
+        return warning("source_speed", detail, "see whether it holds files", **numbers)
+    detail = (
+        f"{rates.read_bytes_per_second / 1e6:.0f} MB/s with {rates.threads} threads,"
+        f" {rates.open_seconds * 1e3:.2f} ms to open a file and read its beginning"
+    )
+    if rates.read_bytes_per_second >= RELAY_BYTES_PER_SECOND:
+        detail += "; a mount relays hardly more"
+        remedy = "read it directly, if it is always that fast (it may have been in memory)"
+        return warning("source_speed", detail, remedy, **numbers)
+    return ok("source_speed", detail, **numbers)
+
+
+def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None) -> Check:
+    source_rate = of_source.read_bytes_per_second if of_source else None
+    ratio = rates.read_bytes_per_second / source_rate if source_rate else None
+    numbers: dict[str, Value] = {
+        "path": path,
+        "write_bytes_per_second": rates.write_bytes_per_second,
+        "read_bytes_per_second": rates.read_bytes_per_second,
+        "sampled_bytes": rates.sampled_bytes,
+        "times_source": ratio,
+    }
+    detail = (
+        f"{path}: writes {rates.write_bytes_per_second / 1e6:.0f} MB/s,"
+        f" reads {rates.read_bytes_per_second / 1e6:.0f} MB/s"
+    )
+    if ratio is not None:
+        detail += f", {ratio:.1f} x the source"
+        if ratio < WORTH_IT:
+            remedy = "use a faster disk or memory; what is gained is the load off the source"
+            return warning("tier_speed", detail, remedy, **numbers)
+    return ok("tier_speed", detail, **numbers)
+
+
+# In a child: all of it blocks
 
 
 def measure_source(root: str, threads: int) -> SourceRates:
