@@ -20,6 +20,7 @@ from monarchfs.slurm.caches import all_caches, discard, trash_in
 from monarchfs.slurm.discovery import (
     Inventory,
     LocalCache,
+    remove_cache,
     source_gone,
     user_of,
     users_of_node,
@@ -27,7 +28,6 @@ from monarchfs.slurm.discovery import (
 from monarchfs.slurm.job import node_name
 from monarchfs.slurm.leftovers import Sweeper, running_jobs
 from monarchfs.slurm.records import prepare, remove_tree
-from monarchfs.slurm.removing import remove_cache
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.supervisor.recover import find_all, find_private
 from monarchfs.system.escaping import printable

@@ -18,7 +18,7 @@ from monarchfs.config.model import User
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.control import client
 from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.slurm.identity import Dataset
+from monarchfs.slurm.shares import Dataset
 from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.recover import FoundMount, find_all, find_one
 from monarchfs.types import OperationError

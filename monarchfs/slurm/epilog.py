@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.slurm import caches, daemon, recordings
-from monarchfs.slurm.archive import keep_report
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import sweep_words
 from monarchfs.slurm.records import (
@@ -21,7 +20,7 @@ from monarchfs.slurm.records import (
     remove_unfinished,
     unlink,
 )
-from monarchfs.slurm.report import Status, dataset_report, job_report, unmounted_report
+from monarchfs.slurm.report import Status, dataset_report, job_report, keep_report, unmounted_report
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.recover import unmount_found

@@ -14,11 +14,9 @@ from typing import Any
 from monarchfs.config.model import User
 from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon, recordings
-from monarchfs.slurm.identity import Dataset, resolve, user_of
-from monarchfs.slurm.job import Job
+from monarchfs.slurm.job import Job, Request
 from monarchfs.slurm.records import locked, prepare, write_record, write_text
-from monarchfs.slurm.request import Request
-from monarchfs.slurm.shares import Share, record_of, share_key
+from monarchfs.slurm.shares import Dataset, Share, record_of, resolve, share_key, user_of_job
 from monarchfs.slurm.sharing import follow_job, sharing_options
 from monarchfs.slurm.site import Site, is_below
 from monarchfs.supervisor.recover import FoundMount, remove_by_force, unmount_found
@@ -67,7 +65,7 @@ def run_prolog(site: Site, job: Job) -> None:
     _tell(site, job, wanted, paths, warnings)
     reasons: dict[int, str] = {}
     try:
-        user = user_of(job.uid, max(1.0, (deadline - time.monotonic()) / 2))
+        user = user_of_job(job.uid, max(1.0, (deadline - time.monotonic()) / 2))
     except MonarchError as error:
         reasons = {number: str(error) for number in range(len(wanted))}
     else:

@@ -20,7 +20,6 @@ from typing import Any
 
 from monarchfs.config.model import User
 from monarchfs.slurm import daemon
-from monarchfs.slurm.archive import add_verdict, keep_file
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import (
     Busy,
@@ -32,6 +31,7 @@ from monarchfs.slurm.records import (
     write_record,
     write_text,
 )
+from monarchfs.slurm.report import add_verdict, keep_file
 from monarchfs.slurm.shares import Share
 from monarchfs.slurm.site import Site
 from monarchfs.types import MonarchError, OperationError

@@ -21,8 +21,7 @@ from monarchfs.config.values import (
     parse_tiers,
     parse_timeout,
 )
-from monarchfs.slurm.job import Job
-from monarchfs.slurm.request import Request, parse_dataset_path, parse_request
+from monarchfs.slurm.job import Job, Request, parse_dataset_path, parse_request
 from monarchfs.types import UsageError
 
 SITE_FILE = "/etc/monarchfs-slurm.toml"
