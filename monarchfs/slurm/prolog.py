@@ -157,7 +157,7 @@ def _mount_for(
                 options = mount_options(site, job, wanted)
                 options += sharing_options(site, job, share.key)
                 others = share.jobs() != [job.id]
-                _mount(site, share, dataset, options, user, deadline, others=others)
+                _mount(share, dataset, options, user, deadline, others=others)
                 before = None
             elif found and found.registered and before and before.get("peer_server"):
                 left = max(1.0, min(_PEERS_SECONDS, deadline - time.monotonic()))
@@ -181,7 +181,7 @@ def _mount_for(
         "mountpoint": share.mountpoint(source),
         "variable": wanted.variable,
     }
-    recordings.begin(site, job, user, share, facts)
+    recordings.begin(share, job, user, facts)
     used = "mounted" if before is None else "shares"
     log.info("job %d of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
     return share.mountpoint(source)
@@ -214,7 +214,6 @@ def _status(found: FoundMount | None, deadline: float) -> dict[str, Any] | None:
 
 
 def _mount(
-    site: Site,
     share: Share,
     dataset: Dataset,
     options: Sequence[str],
@@ -238,15 +237,15 @@ def _mount(
     os.makedirs(mountpoint, mode=0o755, exist_ok=True)
     share.write({**record_of(source, user), "mountpoint": mountpoint})
     try:
-        tiers = caches.open_cache(site, share, source, user)
+        tiers = caches.open_cache(share, source, user)
         daemon.start(
             dataset,
             mountpoint,
             user,
             tiers=tiers,
-            state_dir=os.path.join(share.site.cache(share.key), "state"),
+            state_dir=os.path.join(share.cache, "state"),
             options=options,
-            log_file=site.log_file,
+            log_file=share.site.log_file,
             unit=f"monarchfs-{share.key}-{os.getpid()}",
             deadline=deadline,
         )

@@ -66,6 +66,10 @@ class Share:
         return self.site.lock(self.key)
 
     @property
+    def cache(self) -> str:
+        return self.site.cache(self.key)
+
+    @property
     def _jobs(self) -> str:
         return os.path.join(self.directory, "jobs")
 
