@@ -15,6 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from glob import glob
@@ -266,14 +267,15 @@ class SelfTest:
         pids = [self._status(point)["worker"]["pid"]]
 
         def kill() -> dict[str, Any]:
-            reader = _Reader(self.root / "mounted", point)
-            reader.start()
+            ended = threading.Event()
+            # Not in a with block: who reads what hangs is not waited for where a step fails.
+            reader = ThreadPoolExecutor(1)
+            found = reader.submit(_compare, self.root / "mounted", point, ended)
             for restarts in range(1, KILLS + 1):
                 os.kill(pids[-1], signal.SIGKILL)
                 pids.append(self._wait_replaced(point, restarts))
-            reader.stop()
-            return {"errors": reader.errors[:_MOST_SHOWN], "reads": reader.reads,
-                    "longest": reader.longest}  # fmt: skip
+            ended.set()
+            return found.result()
 
         found = self._within("reading under kills", kill)
         watch = time.monotonic()
@@ -357,33 +359,23 @@ class SelfTest:
         raise OperationError(f"no worker took over within {_COMMAND_SECONDS:g} s")
 
 
-class _Reader(threading.Thread):
-    """Compares files of a mount with those of its source until it is stopped."""
-
-    def __init__(self, source: Path, point: Path) -> None:
-        super().__init__(daemon=True)
-        self.errors: list[str] = []
-        self.reads = 0
-        self.longest = 0.0
-        self._source, self._point = source, point
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        names = sorted(os.listdir(self._source))
-        while not self._stopped.is_set():
-            name = names[self.reads % len(names)]
-            expected, watch = (self._source / name).read_bytes(), time.monotonic()
-            try:
-                if (self._point / name).read_bytes() != expected:
-                    self.errors.append(f"{name}: wrong bytes")
-            except OSError as error:
-                self.errors.append(f"{name}: {error.strerror}")
-            self.longest = max(self.longest, time.monotonic() - watch)
-            self.reads += 1
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
+def _compare(source: Path, point: Path, ended: threading.Event) -> dict[str, Any]:
+    """Compares files of a mount with those of its source, one after the other: some errors, how
+    many reads there were, and how long the longest took."""
+    names = sorted(os.listdir(source))
+    errors: list[str] = []
+    reads, longest = 0, 0.0
+    while not ended.is_set():
+        name = names[reads % len(names)]
+        expected, watch = (source / name).read_bytes(), time.monotonic()
+        try:
+            if (point / name).read_bytes() != expected:
+                errors.append(f"{name}: wrong bytes")
+        except OSError as error:
+            errors.append(f"{name}: {error.strerror}")
+        longest = max(longest, time.monotonic() - watch)
+        reads += 1
+    return {"errors": errors[:_MOST_SHOWN], "reads": reads, "longest": longest}
 
 
 def _remove(path: Path) -> None:
