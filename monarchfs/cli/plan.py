@@ -17,13 +17,12 @@ from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.speed import source_rates, tier_rates
-from monarchfs.doctor.storage import check_and_locate, refuse_ours, room_of
+from monarchfs.doctor.storage import check_and_locate, look_at_source, room_of
 from monarchfs.insight.estimates import SourceRates, TierRates, Times, plan_sharing, times
 from monarchfs.insight.fitting import Amount, PlannedTier, total
 from monarchfs.insight.survey import survey_and_fit
 from monarchfs.supervisor.directories import names_for, recorded_directories
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.probe import probe_source
 from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
@@ -38,10 +37,7 @@ _SILENCE_SECONDS = 30.0
 def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     source = parse_path(arguments.source)
     config, places = config_from(arguments, source, environ)
-    refuse_ours(source)
-    found = probe_source(source, config.user, _SOURCE_SECONDS)
-    os.close(found.descriptor)
-    refuse_ours(found.path)
+    found = look_at_source(source, config.user, _SOURCE_SECONDS)
     # The dataset's place in the tiers is named after the source without symbolic links.
     config, places = config_from(arguments, found.path, environ)
     rooms = [_room(config, number, places.cache_dir) for number in range(len(config.tiers))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -42,6 +42,10 @@ class Check:
         return cls(
             fields["name"], Severity(fields["state"]), fields["detail"], fields["remedy"], numbers
         )
+
+
+Probe = Callable[[], Iterable[Check]]
+"""Asks the machine, and may hang."""
 
 
 # The three kinds; ``numbers`` by name.

@@ -4,7 +4,7 @@ behind."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.doctor import leftovers, peers, speed, storage, system
-from monarchfs.doctor.checks import Check, Severity, warning
+from monarchfs.doctor.checks import Check, Probe, Severity, warning
 from monarchfs.system.bounded import bounded_value
 from monarchfs.types import MonarchError, OperationError
 
@@ -30,9 +30,6 @@ class Subject:
     environ: Mapping[str, str]
     search: Search
     measures: bool
-
-
-Probe = Callable[[], Iterable[Check]]
 
 
 def examine(

@@ -297,21 +297,9 @@ class SelfTest:
         point.mkdir()
         state, tier = self._work / f"state{number}", self._tier / str(number)
         tier.mkdir()
-        self._command(
-            "mount",
-            str(self.root / name),
-            str(point),
-            "--freshness",
-            mode,
-            "--state-dir",
-            str(state),
-            "--tier",
-            f"{tier}=4G",
-            "--log-file",
-            str(self._work / "log"),
-            "--prefetch",
-            "access",
-        )
+        words = ["mount", str(self.root / name), str(point), "--freshness", mode]
+        words += ["--state-dir", str(state), "--tier", f"{tier}=4G", "--prefetch", "access"]
+        self._command(*words, "--log-file", str(self._work / "log"))
         return point
 
     def _umount(self, point: Path) -> None:

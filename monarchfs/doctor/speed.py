@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -193,9 +194,17 @@ def _opens(paths: list[str]) -> list[float]:
     for path in paths[:: max(1, len(paths) // 200)]:
         if time.monotonic() > end:
             break
-        seconds = _with_file(path, lambda fd: os.pread(fd, 4096, 0))
-        if seconds is not None:
-            times.append(seconds)
+        if (opened := _open_cold(path)) is None:
+            continue
+        fd, seconds = opened
+        begun = time.monotonic()
+        try:
+            os.pread(fd, 4096, 0)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+        times.append(seconds + time.monotonic() - begun)
     return times
 
 
@@ -206,22 +215,23 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     begun = time.monotonic()
     end = begun + PHASE_SECONDS
 
-    def read(number: int) -> None:
-        def stream(fd: int) -> None:
-            offset = 0
-            while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
-                size = len(os.pread(fd, _BLOCK, offset))
-                if not size:
-                    break
-                offset += size
-                totals[number] += size
+    def goes_on(number: int) -> bool:
+        return time.monotonic() < end and totals[number] < SOURCE_BYTES // threads
 
-        while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
+    def read(number: int) -> None:
+        while goes_on(number):
             try:
-                path = left.popleft()
+                opened = _open_cold(left.popleft())
             except IndexError:
                 return
-            _with_file(path, stream)
+            if opened is None:
+                continue
+            fd, offset = opened[0], 0
+            with suppress(OSError):
+                while goes_on(number) and (size := len(os.pread(fd, _BLOCK, offset))):
+                    offset += size
+                    totals[number] += size
+            os.close(fd)
 
     running = [threading.Thread(target=read, args=(number,)) for number in range(threads)]
     for thread in running:
@@ -231,22 +241,19 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     return sum(totals), max(time.monotonic() - begun, 1e-9)
 
 
-def _with_file(path: str, use: Callable[[int], object]) -> float | None:
-    """Has ``use`` read a file, dropped from memory first: the seconds of opening, that, and
-    closing. None if it cannot be read, or if that would bring it back from an archive, or might."""
+def _open_cold(path: str) -> tuple[int, float] | None:
+    """A file that was dropped from memory, and the seconds of opening it. None if it cannot be
+    read, or if that would bring it back from an archive, or might."""
     begun = time.monotonic()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
+    seconds = time.monotonic() - begun
     try:
-        opened = time.monotonic()
         read_layout(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        begun += time.monotonic() - opened
-        use(fd)
     except OSError:
-        return None
-    finally:
         os.close(fd)
-    return time.monotonic() - begun
+        return None
+    return fd, seconds

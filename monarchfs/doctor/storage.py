@@ -20,7 +20,7 @@ from monarchfs.fuse.mountinfo import (
     resolve_mountpoint,
 )
 from monarchfs.supervisor.preflight import check_directory, check_size, directories_of
-from monarchfs.supervisor.probe import complaint_of_empty, probe_source
+from monarchfs.supervisor.probe import OpenedSource, complaint_of_empty, probe_source
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
@@ -41,10 +41,7 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
     """Takes a little more than ``seconds`` if the source hangs. ``touches``: --touch-source is
     given."""
     try:
-        refuse_ours(path)
-        found = probe_source(path, user, seconds)
-        os.close(found.descriptor)
-        refuse_ours(found.path)
+        found = look_at_source(path, user, seconds)
     except MonarchError as error:
         return [from_error("source", error)]
     complaint = complaint_of_empty(found)
@@ -59,6 +56,16 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
         *judge_inode_numbers(mount.fstype),
         *judge_purge(mount.fstype, f"{mount.options},{mount.super_options}", touches=touches),
     ]
+
+
+def look_at_source(path: str, user: User, seconds: float) -> OpenedSource:
+    """What ``path`` (absolute) is for ``user``; its descriptor is closed. Raises UsageError,
+    OperationError for what cannot be mounted."""
+    refuse_ours(path)
+    found = probe_source(path, user, seconds)
+    os.close(found.descriptor)
+    refuse_ours(found.path)
+    return found
 
 
 def judge_type(path: str, fstype: str) -> Check:

@@ -19,7 +19,7 @@ from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from monarchfs.config import User
-from monarchfs.doctor.checks import Check, Value, from_error, ok, problem, warning
+from monarchfs.doctor.checks import Check, Probe, Value, from_error, ok, problem, warning
 from monarchfs.fuse.mount import (
     DEVICE,
     FUSERMOUNT,
@@ -332,7 +332,7 @@ def _checked(result: int, doing: str) -> None:
         raise OperationError(f"may not {doing}: {os.strerror(ctypes.get_errno())}")
 
 
-def probes(user: User) -> Sequence[tuple[str, float, Any]]:
+def probes(user: User) -> Sequence[tuple[str, float, Probe]]:
     """(name, seconds, probe) of each."""
     return (
         ("kernel", 2.0, lambda: [judge_kernel(platform.release())]),

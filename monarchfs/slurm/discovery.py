@@ -179,17 +179,14 @@ class Inventory:
         return True
 
     def _look_in_tier(self, tier: str, user: User) -> None:
+        """Add the directories in a tier that no state directory has claimed so far."""
         for name, owner in self._names(tier, user, NAME):
             if (os.path.join(tier, name), owner.uid) not in self._claimed:
                 self._look_at(tier, name, owner)
 
     def _look_at(self, tier: str, name: str, owner: User) -> None:
-        """Add a directory in a tier that no state directory has claimed so far."""
-        found = self._directory(tier, name, owner)
-        if found is None:
-            return
-        one, said = found
-        if said is None or said["uid"] != owner.uid:
+        one, said = self._directory(tier, name, owner) or (None, None)
+        if one is None or said is None or said["uid"] != owner.uid:
             return
         source, state_dir = said["source"], said["state_dir"]
         if os.path.isabs(state_dir) and claims(state_dir, tier, name, owner):
