@@ -26,7 +26,8 @@ from monarchfs.config.places import (
 )
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.checks import Check, Severity, Value, ok, warning
-from monarchfs.doctor.run import Subject, examine, summary
+from monarchfs.doctor.run import examine, summary
+from monarchfs.doctor.speed import measure
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.system.escaping import printable
 from monarchfs.types import UsageError
@@ -40,13 +41,18 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     source = parse_path(arguments.source) if arguments.source is not None else ""
     config, places = config_from(arguments, source, environ)
     search = search_of(environ)
-    subject = Subject(config, places, environ, search, measures=not arguments.quick)
+    deadline = time.monotonic() + arguments.timeout
     with Progress() as progress:
-        found = examine(
-            subject, arguments.timeout, lambda name: progress.show(f"looking at {name}")
-        )
+
+        def looking_at(name: str) -> None:
+            progress.show(f"looking at {name}")
+
+        found = examine(config, places, environ, search, arguments.timeout, looking_at)
         found = chain([configuration(arguments, environ)], found)
         checks = _shown(found, progress, quiet=arguments.json)
+        if not arguments.quick:
+            measured = measure(config, checks, deadline - time.monotonic(), looking_at)
+            checks += _shown(measured, progress, quiet=arguments.json)
     result = summary(checks)
     show_result(arguments, result, _conclusion(result))
     return int(not result["can_mount"])

@@ -30,7 +30,6 @@ from monarchfs.types import OperationError, Space
 
 _SOURCE_SECONDS = 10.0
 _TIER_SECONDS = 5.0
-_SPEED_SECONDS = 12.0
 _SILENCE_SECONDS = 30.0
 
 
@@ -157,13 +156,13 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
 def _rates(config: Config, progress: Progress) -> tuple[SourceRates, list[TierRates]] | None:
     """None where the source has nothing to measure."""
     progress.show("measuring the source")
-    of_source = source_rates(config, _SPEED_SECONDS)
+    of_source = source_rates(config)
     if of_source.read_bytes_per_second is None or of_source.open_seconds is None:
         return None
     tiers = []
     for tier in config.tiers:
         progress.show(f"measuring {tier.path}")
-        tiers.append(tier_rates(tier.path, _SPEED_SECONDS))
+        tiers.append(tier_rates(tier.path))
     return of_source, tiers
 
 

@@ -9,13 +9,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from monarchfs.config import Config
-from monarchfs.doctor.checks import Check, Value, ok, warning
+from monarchfs.doctor.checks import Check, Severity, Value, ok, warning
 from monarchfs.doctor.storage import locate
 from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND, SourceRates, TierRates
 from monarchfs.source.posix import read_layout
@@ -38,7 +38,36 @@ _LEAST_SECONDS = 0.05
 _BLOCK = 1 << 20
 
 
-def source_rates(config: Config, timeout: float) -> SourceRates:
+def measure(
+    config: Config, checks: Iterable[Check], timeout: float, show: Callable[[str], None]
+) -> Iterator[Check]:
+    """Rates of the source and the tiers in which ``checks`` found no problem, within ``timeout``
+    seconds and a moment. ``show`` is told what is being measured."""
+    deadline = time.monotonic() + timeout
+    problems = [check for check in checks if check.state is Severity.PROBLEM]
+    failed = {str(check.numbers.get("path", check.name)) for check in problems}
+    of_source = None
+    if config.source and not failed & {config.source, "source"}:
+        show("source_speed")
+        try:
+            of_source = source_rates(config, deadline - time.monotonic())
+            yield judge_source_speed(of_source)
+        except OperationError as error:
+            yield warning("source_speed", str(error), "see whether it is overloaded")
+    for tier in config.tiers:
+        if tier.path in failed:
+            continue
+        show("tier_speed")
+        try:
+            rates = tier_rates(tier.path, deadline - time.monotonic())
+        except OperationError as error:
+            detail = f"{tier.path}: {error}"
+            yield warning("tier_speed", detail, "see whether it fails", path=tier.path)
+            continue
+        yield judge_tier_speed(tier.path, rates, of_source)
+
+
+def source_rates(config: Config, timeout: float = _SECONDS) -> SourceRates:
     """Measured in a child, as the mount's user. Raises OperationError."""
 
     def call() -> dict[str, Any]:
@@ -48,7 +77,7 @@ def source_rates(config: Config, timeout: float) -> SourceRates:
     return SourceRates(**_measured(call, timeout))
 
 
-def tier_rates(path: str, timeout: float) -> TierRates:
+def tier_rates(path: str, timeout: float = _SECONDS) -> TierRates:
     """Measured in a child, in the tier's directory or the nearest existing one above it. Raises
     OperationError."""
 

@@ -23,7 +23,7 @@ from monarchfs.config.places import DefaultPlaces
 from monarchfs.doctor import leftovers, peers, selftest, speed, storage, system
 from monarchfs.doctor import selftest_dataset as dataset
 from monarchfs.doctor.checks import Check, Severity
-from monarchfs.doctor.run import Subject, examine
+from monarchfs.doctor.run import examine
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
 from monarchfs.insight.estimates import SourceRates, TierRates
@@ -409,11 +409,11 @@ def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
     assert by_name(result, "mounts")["stale"] >= 1
 
 
-def subject(work: Bench, **changes: Any) -> Subject:
+def examined(work: Bench) -> list[Check]:
     me = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
     config = Config("", "", (), f"{work.path}/state", f"{work.path}/run/x", "0" * 16, me)
     places = DefaultPlaces(f"{work.path}/cache", f"{work.path}/run/x")
-    return Subject(config, places, {}, lambda owners: [f"{work.path}/run"], measures=False)
+    return list(examine(config, places, {}, lambda owners: [f"{work.path}/run"], 60))
 
 
 def test_sockets_and_caches_from_the_past(work: Bench) -> None:
@@ -427,10 +427,10 @@ def test_sockets_and_caches_from_the_past(work: Bench) -> None:
         gone = {"pid": 1, "mountpoint": "/m", "source": "/gone", "dataset_id": "ab" * 8}
         lock = work.path / "cache/state/one/lock"
         lock.write_text(json.dumps({**gone, "tiers": ["/t"]}))
-        found = list(examine(subject(work), 60))
+        found = examined(work)
         with lock.open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            assert "orphan" not in states(list(examine(subject(work), 60))), "it is in use"
+            assert "orphan" not in states(examined(work)), "it is in use"
     for name, path in (("stale_socket", "run/dead.sock"), ("orphan", "cache/state/one")):
         (check,) = [check for check in found if check.name == name]
         assert (check.numbers["path"], check.state) == (f"{work.path}/{path}", WARNING)
@@ -448,7 +448,7 @@ def test_a_check_that_hangs_or_breaks_stops_no_other(
 
     probes = (("device", 0.2, hang), ("worker", 5.0, break_down), ("memory", 0.2, hang))
     monkeypatch.setattr(system, "probes", lambda user: probes)
-    found = {check.name: check for check in examine(subject(work), 60)}
+    found = {check.name: check for check in examined(work)}
     assert found["device"].state is PROBLEM
     assert "no answer within" in found["device"].detail
     assert found["worker"].state is PROBLEM
