@@ -17,7 +17,7 @@ from monarchfs.cli.output import plural, show_result
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.caches import all_caches, discard, trash_in
-from monarchfs.slurm.discovery import (
+from monarchfs.slurm.inventory import (
     Inventory,
     LocalCache,
     remove_cache,

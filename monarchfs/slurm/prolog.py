@@ -15,9 +15,9 @@ from monarchfs.config.model import User
 from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon, recordings
 from monarchfs.slurm.job import Job, Request
+from monarchfs.slurm.peers import follow_job, sharing_options
 from monarchfs.slurm.records import locked, prepare, write_record, write_text
 from monarchfs.slurm.shares import Dataset, Share, record_of, resolve, share_key, user_of_job
-from monarchfs.slurm.sharing import follow_job, sharing_options
 from monarchfs.slurm.site import Site, is_below
 from monarchfs.supervisor.recover import FoundMount, remove_by_force, unmount_found
 from monarchfs.types import MonarchError, OperationError
