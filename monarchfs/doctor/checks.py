@@ -48,6 +48,10 @@ Probe = Callable[[], Iterable[Check]]
 """Asks the machine, and may hang."""
 
 
+Step = str | Check
+"""What is done now, for people; or what was found."""
+
+
 # The three kinds; ``numbers`` by name.
 
 

@@ -4,14 +4,14 @@ behind."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
 from monarchfs.doctor import leftovers, peers, storage, system
-from monarchfs.doctor.checks import Check, Probe, Severity, warning
+from monarchfs.doctor.checks import Check, Probe, Severity, Step, warning
 from monarchfs.system.bounded import bounded_value
 from monarchfs.types import MonarchError
 
@@ -25,14 +25,13 @@ def examine(
     environ: Mapping[str, str],
     search: Search,
     timeout: float,
-    show: Callable[[str], None] = lambda text: None,
-) -> Iterator[Check]:
+) -> Iterator[Step]:
     """The checks as they are made, within ``timeout`` seconds and a moment. ``config.source`` is
-    empty if none was named; ``places`` are the defaults, ``search`` names runtime directories;
-    ``show`` is told what is being checked. For processes of one thread, because it forks."""
+    empty if none was named; ``places`` are the defaults, ``search`` names runtime directories. For
+    processes of one thread, because it forks."""
     deadline = time.monotonic() + timeout
     for name, seconds, probe in _probes(config, places, environ, search):
-        show(name)
+        yield f"looking at {name}"
         yield from _guarded(name, min(seconds, deadline - time.monotonic()), probe)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import monarchfs
 from monarchfs.doctor import selftest_dataset as dataset
-from monarchfs.doctor.checks import Check, Value, ok, problem, warning
+from monarchfs.doctor.checks import Check, Step, Value, ok, problem, warning
 from monarchfs.fuse.mountinfo import find_mount, mount_of
 from monarchfs.supervisor.launch import module_command
 from monarchfs.system.bounded import bounded_value
@@ -77,14 +77,12 @@ class SelfTest:
         tier: Path,
         temporary: Path,
         files: int,
-        told: Callable[[str], None],
     ) -> None:
         """A directory of the file system, ``second`` the same one by another mount of it; ``tier``
         and ``temporary`` are on this node; how many small ``files`` an epoch has. All paths are
-        absolute. ``told`` hears what is done now. Raises UsageError."""
+        absolute. Raises UsageError."""
         self._by_another_client = second is not None
         self._files = files
-        self._told = told
         self._mounts = 0
         made: list[Path] = []
         for place in (directory, temporary, tier):
@@ -114,28 +112,31 @@ class SelfTest:
         for path in (self._tier, self._work, self.root):
             self._within("removing", partial(_remove, path))
 
-    def checks(self) -> Iterator[Check]:
+    def checks(self) -> Iterator[Step]:
         """All of them. What cannot be tested here is a warning."""
+        yield "making files"
         yield self._make()
         for mode in MODES:
-            yield self._step("mirror", f"mirror, {mode}", partial(self._mirror, mode))
-        yield self._step("epochs", "epochs", self._epochs)
+            yield from self._step("mirror", f"mirror, {mode}", partial(self._mirror, mode))
+        yield from self._step("epochs", "epochs", self._epochs)
         if self._second_shows():
             for mode in MODES[1:]:
-                yield self._step("freshness", f"freshness, {mode}", partial(self._fresh, mode))
+                call = partial(self._fresh, mode)
+                yield from self._step("freshness", f"freshness, {mode}", call)
         else:
             detail = f"{self._second} does not appear there"
             yield problem("freshness", detail, "--second must be the same directory")
-        yield self._step("kill", "kill", self._kill)
+        yield from self._step("kill", "kill", self._kill)
 
     # -- steps
 
-    def _step(self, name: str, what: str, call: Callable[[], Check]) -> Check:
-        self._told(what)
+    def _step(self, name: str, what: str, call: Callable[[], Check]) -> Iterator[Step]:
+        yield what
         try:
-            return call()
+            check = call()
         except (OSError, OperationError, subprocess.SubprocessError) as error:
-            return problem(name, f"{what}: {error}")
+            check = problem(name, f"{what}: {error}")
+        yield check
 
     def _within(self, what: str, call: Callable[[], Any]) -> Any:
         """What a child returns: a file system that hangs does not hang this."""
@@ -143,7 +144,6 @@ class SelfTest:
         return bounded_value(call, timeout=_STEP_SECONDS, overdue=overdue)
 
     def _make(self) -> Check:
-        self._told("making files")
         (self.root / "all").mkdir()
 
         def make() -> tuple[list[str], dict[str, str]]:

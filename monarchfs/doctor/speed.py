@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from monarchfs.config import Config
-from monarchfs.doctor.checks import Check, Severity, Value, ok, warning
+from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, warning
 from monarchfs.doctor.storage import locate
 from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND, SourceRates, TierRates
 from monarchfs.source.posix import read_layout
@@ -38,17 +38,15 @@ _LEAST_SECONDS = 0.05
 _BLOCK = 1 << 20
 
 
-def measure(
-    config: Config, checks: Iterable[Check], timeout: float, show: Callable[[str], None]
-) -> Iterator[Check]:
+def measure(config: Config, checks: Iterable[Check], timeout: float) -> Iterator[Step]:
     """Rates of the source and the tiers in which ``checks`` found no problem, within ``timeout``
-    seconds and a moment. ``show`` is told what is being measured."""
+    seconds and a moment."""
     deadline = time.monotonic() + timeout
     problems = [check for check in checks if check.state is Severity.PROBLEM]
     failed = {str(check.numbers.get("path", check.name)) for check in problems}
     of_source = None
     if config.source and not failed & {config.source, "source"}:
-        show("source_speed")
+        yield "looking at source_speed"
         try:
             of_source = source_rates(config, deadline - time.monotonic())
             yield judge_source_speed(of_source)
@@ -57,7 +55,7 @@ def measure(
     for tier in config.tiers:
         if tier.path in failed:
             continue
-        show("tier_speed")
+        yield "looking at tier_speed"
         try:
             rates = tier_rates(tier.path, deadline - time.monotonic())
         except OperationError as error:

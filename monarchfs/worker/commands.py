@@ -66,9 +66,6 @@ class Commands:
         self._parts = parts
         self._tree = parts.tree
         self._cache = parts.cache
-        self._kernel = parts.kernel
-        self._warming = parts.warming
-        self._finder = parts.finder
         self._why = Why(
             parts.tree,
             parts.cache,
@@ -120,7 +117,7 @@ class Commands:
             case "weigh":
                 return await self._weigh(paths, request)
         # All of them first: if a name does not exist, nothing is done.
-        nodes = [await self._finder.find(path) for path in paths]
+        nodes = [await self._parts.finder.find(path) for path in paths]
         if request["command"] == "warm":
             return await self._warm(nodes, request, so_far)
         return await self._change_all(nodes, request["command"], so_far)
@@ -160,7 +157,7 @@ class Commands:
             def progress(now: RefreshResult, done: dict[str, Any] = done) -> None:
                 so_far.update(_sum(done, now))
 
-            total = _sum(done, await Refresh(self._tree, self._kernel, progress).run(path))
+            total = _sum(done, await Refresh(self._tree, self._parts.kernel, progress).run(path))
         return total
 
     async def _explain(self, paths: Sequence[str], so_far: dict[str, Any]) -> dict[str, Any]:
@@ -200,13 +197,13 @@ class Commands:
         if what is None:
             raise OperationError(f"unknown way to warm: {request.get('what')!r}")
         if what is What.CHECK:
-            warm = self._warming.request(what)
+            warm = self._parts.warming.request(what)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(warm.run, nodes)
                 moving = await _follow(warm, so_far)
                 nursery.cancel_scope.cancel()
         else:
-            warm = self._warming.start(what, nodes)
+            warm = self._parts.warming.start(what, nodes)
             # If the client goes away, the request goes on.
             moving = request.get("wait") is not True or await _follow(warm, so_far)
         if not moving:
