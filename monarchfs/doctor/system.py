@@ -156,10 +156,6 @@ def _contents(path: str) -> str:
         return ""
 
 
-def allow_other() -> list[Check]:
-    return [judge_allow_other(_contents(FUSE_CONF), is_root=os.geteuid() == 0)]
-
-
 def judge_allow_other(fuse_conf: str, *, is_root: bool) -> Check:
     """Not a warning where it is missing: most mounts are for one user."""
     allowed = any(line.strip() == "user_allow_other" for line in fuse_conf.splitlines())
@@ -334,11 +330,12 @@ def _checked(result: int, doing: str) -> None:
 
 def probes(user: User) -> Sequence[tuple[str, float, Probe]]:
     """(name, seconds, probe) of each."""
+    is_root = os.geteuid() == 0
     return (
         ("kernel", 2.0, lambda: [judge_kernel(platform.release())]),
         ("device", 5.0, device),
         ("fusermount3", 7.0, fusermount),
-        ("allow_other", 2.0, allow_other),
+        ("allow_other", 2.0, lambda: [judge_allow_other(_contents(FUSE_CONF), is_root=is_root)]),
         ("mount", 10.0, kernel_offers),
         ("worker", _WORKER_SECONDS + 2, lambda: worker(user)),
         ("descriptors", 2.0, lambda: [judge_descriptors(getrlimit(RLIMIT_NOFILE)[1])]),

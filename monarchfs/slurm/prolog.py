@@ -164,27 +164,18 @@ def _mount_for(
                 alone = share.jobs() == [job.id]
                 follow_job(site, job, found.registered, left, alone=alone)
             since = daemon.started_ns(found) if found is not None and before is not None else None
-            share.note(
-                job.id,
-                before=before,
-                mount_started_ns=since,
-                source=source,
-                variable=wanted.variable,
-            )
+            about = {"source": source, "variable": wanted.variable}
+            share.note(job.id, before=before, mount_started_ns=since, **about)
         except BaseException:
             share.leave(job.id)
             if not share.jobs() and not share.record():
                 share.clear()
             raise
-    facts = {
-        "source": source,
-        "mountpoint": share.mountpoint(source),
-        "variable": wanted.variable,
-    }
-    recordings.begin(share, job, user, facts)
+    mountpoint = share.mountpoint(source)
+    recordings.begin(share, job, user, {**about, "mountpoint": mountpoint})
     used = "mounted" if before is None else "shares"
     log.info("job %d of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
-    return share.mountpoint(source)
+    return mountpoint
 
 
 def mount_options(site: Site, job: Job, wanted: WantedDataset) -> list[str]:
