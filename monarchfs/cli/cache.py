@@ -17,9 +17,10 @@ from monarchfs.cli.output import plural, show_result
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.caches import all_caches, discard, trash_in
-from monarchfs.slurm.discovery import (
+from monarchfs.slurm.inventory import (
     Inventory,
     LocalCache,
+    remove_cache,
     source_gone,
     user_of,
     users_of_node,
@@ -27,7 +28,6 @@ from monarchfs.slurm.discovery import (
 from monarchfs.slurm.job import node_name
 from monarchfs.slurm.leftovers import Sweeper, running_jobs
 from monarchfs.slurm.records import prepare, remove_tree
-from monarchfs.slurm.removing import remove_cache
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.supervisor.recover import find_all, find_private
 from monarchfs.system.escaping import printable

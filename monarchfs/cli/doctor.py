@@ -25,8 +25,9 @@ from monarchfs.config.places import (
     search_of,
 )
 from monarchfs.config.values import parse_path
-from monarchfs.doctor.checks import Check, Severity, Value, ok, warning
-from monarchfs.doctor.run import Subject, examine, summary
+from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, warning
+from monarchfs.doctor.run import examine, summary
+from monarchfs.doctor.speed import measure
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.system.escaping import printable
 from monarchfs.types import UsageError
@@ -40,26 +41,30 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     source = parse_path(arguments.source) if arguments.source is not None else ""
     config, places = config_from(arguments, source, environ)
     search = search_of(environ)
-    subject = Subject(config, places, environ, search, measures=not arguments.quick)
+    deadline = time.monotonic() + arguments.timeout
     with Progress() as progress:
-        found = examine(
-            subject, arguments.timeout, lambda name: progress.show(f"looking at {name}")
-        )
+        found = examine(config, places, environ, search, arguments.timeout)
         found = chain([configuration(arguments, environ)], found)
         checks = _shown(found, progress, quiet=arguments.json)
+        if not arguments.quick:
+            measured = measure(config, checks, deadline - time.monotonic())
+            checks += _shown(measured, progress, quiet=arguments.json)
     result = summary(checks)
     show_result(arguments, result, _conclusion(result))
     return int(not result["can_mount"])
 
 
-def _shown(checks: Iterable[Check], progress: Progress, *, quiet: bool) -> list[Check]:
-    """All of them, each shown once it is there."""
+def _shown(steps: Iterable[Step], progress: Progress, *, quiet: bool) -> list[Check]:
+    """All checks, each shown once it is there."""
     done = []
-    for check in checks:
-        done.append(check)
+    for step in steps:
+        if isinstance(step, str):
+            progress.show(step)
+            continue
+        done.append(step)
         if not quiet:
             progress.clear()
-            _print_check(check)
+            _print_check(step)
     return done
 
 
@@ -124,7 +129,7 @@ def selftest_command(arguments: argparse.Namespace, environ: Mapping[str, str]) 
     temporary = tempfile.gettempdir()
     second = None if arguments.second is None else Path(arguments.second)
     places = Path(arguments.directory), second, Path(arguments.tier or temporary), Path(temporary)
-    with Progress() as progress, SelfTest(*places, arguments.files, progress.show) as test:
+    with Progress() as progress, SelfTest(*places, arguments.files) as test:
         if not arguments.json:
             who = "root" if os.geteuid() == 0 else "an ordinary user"
             print(f"monarchfs selftest, {time.strftime('%Y-%m-%d')}, as {who}")

@@ -13,10 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from monarchfs.cli.output import show_result
-from monarchfs.slurm.archive import find_reports
 from monarchfs.slurm.job import job_from, parse_job_id
 from monarchfs.slurm.records import make_directory
-from monarchfs.slurm.report import job_totals, page
+from monarchfs.slurm.report import find_reports, job_totals, page
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.system.escaping import OneLine, printable
 from monarchfs.types import MonarchError, OperationError, UsageError

@@ -16,15 +16,13 @@ from monarchfs.cli.output import Progress, labelled, show_result
 from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
 from monarchfs.config.values import parse_path
-from monarchfs.doctor.run import source_rates, tier_rates
-from monarchfs.doctor.source import refuse_ours
-from monarchfs.doctor.storage import check_and_locate, room_of
+from monarchfs.doctor.speed import source_rates, tier_rates
+from monarchfs.doctor.storage import check_and_locate, look_at_source, room_of
 from monarchfs.insight.estimates import SourceRates, TierRates, Times, plan_sharing, times
 from monarchfs.insight.fitting import Amount, PlannedTier, total
 from monarchfs.insight.survey import survey_and_fit
 from monarchfs.supervisor.directories import names_for, recorded_directories
 from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.probe import probe_source
 from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
@@ -32,17 +30,13 @@ from monarchfs.types import OperationError, Space
 
 _SOURCE_SECONDS = 10.0
 _TIER_SECONDS = 5.0
-_SPEED_SECONDS = 12.0
 _SILENCE_SECONDS = 30.0
 
 
 def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     source = parse_path(arguments.source)
     config, places = config_from(arguments, source, environ)
-    refuse_ours(source)
-    found = probe_source(source, config.user, _SOURCE_SECONDS)
-    os.close(found.descriptor)
-    refuse_ours(found.path)
+    found = look_at_source(source, config.user, _SOURCE_SECONDS)
     # The dataset's place in the tiers is named after the source without symbolic links.
     config, places = config_from(arguments, found.path, environ)
     rooms = [_room(config, number, places.cache_dir) for number in range(len(config.tiers))]
@@ -162,13 +156,13 @@ def _room(config: Config, number: int, cache_dir: str) -> PlannedTier:
 def _rates(config: Config, progress: Progress) -> tuple[SourceRates, list[TierRates]] | None:
     """None where the source has nothing to measure."""
     progress.show("measuring the source")
-    of_source = source_rates(config, _SPEED_SECONDS)
+    of_source = source_rates(config)
     if of_source.read_bytes_per_second is None or of_source.open_seconds is None:
         return None
     tiers = []
     for tier in config.tiers:
         progress.show(f"measuring {tier.path}")
-        tiers.append(tier_rates(tier.path, _SPEED_SECONDS))
+        tiers.append(tier_rates(tier.path))
     return of_source, tiers
 
 

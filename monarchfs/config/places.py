@@ -146,6 +146,15 @@ def resolve_user(name: str | None, environ: Mapping[str, str]) -> User:
         return current_user()
     if entry.pw_uid == euid:
         return current_user()
+    return _user_of(entry)
+
+
+def known_user(uid: int) -> User:
+    """A user by number, with all groups. Raises KeyError if there is none."""
+    return _user_of(pwd.getpwuid(uid))
+
+
+def _user_of(entry: pwd.struct_passwd) -> User:
     groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
     return User(entry.pw_name, entry.pw_uid, entry.pw_gid, groups)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -42,6 +42,14 @@ class Check:
         return cls(
             fields["name"], Severity(fields["state"]), fields["detail"], fields["remedy"], numbers
         )
+
+
+Probe = Callable[[], Iterable[Check]]
+"""Asks the machine, and may hang."""
+
+
+Step = str | Check
+"""What is done now, for people; or what was found."""
 
 
 # The three kinds; ``numbers`` by name.

@@ -93,6 +93,13 @@ def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNod
     is that of the source, so they have to answer a request that is signed with it."""
     from monarchfs.peers import _replicas
 
+    path = "/ask/catalogue?after=" if authorised else "/"
+
+    def ask(number: int) -> str:
+        status, _answer = _replicas.ask(number, path, None, _ANSWER_SECONDS, _ANSWER_BYTES)
+        # Who has no token is refused: so there is somebody.
+        return "" if status == 200 or (status == 403 and not authorised) else f"status {status}"
+
     token = credentials.token(own_address, peers.secret, time.time()) if authorised else ""
     _replicas.token(token, own_address)
     _replicas.pin(peers.pin)
@@ -101,14 +108,10 @@ def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNod
     for number, node in enumerate(peers.nodes):
         if number != peers.own:
             _replicas.peer(number, node.url(node.address, tls=bool(peers.pin)))
-            asked[pool.submit(ask, number, "/ask/catalogue?after=" if authorised else "/")] = node
+            asked[pool.submit(ask, number)] = node
     done, _late = wait(asked, _ALL_SECONDS)
     pool.shutdown(wait=False, cancel_futures=True)
-    said = {node: _said(one) if one in done else "no answer" for one, node in asked.items()}
-    if not authorised:
-        # Who has no token is refused: so there is somebody.
-        said = {node: "" if why == "status 403" else why for node, why in said.items()}
-    return said
+    return {node: _said(one) if one in done else "no answer" for one, node in asked.items()}
 
 
 def _said(one: Future[str]) -> str:
@@ -116,14 +119,6 @@ def _said(one: Future[str]) -> str:
         return one.result()
     except OSError as error:
         return error.strerror or str(error)
-
-
-def ask(number: int, path: str) -> str:
-    """Why a peer does not answer as one does; "" if it does. Raises OSError."""
-    from monarchfs.peers import _replicas
-
-    status, _answer = _replicas.ask(number, path, None, _ANSWER_SECONDS, _ANSWER_BYTES)
-    return "" if status == 200 else f"status {status}"
 
 
 def judge_peers(said: dict[PeerNode, str]) -> Iterator[Check]:

@@ -4,75 +4,53 @@ behind."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from monarchfs.config import Config
 from monarchfs.config.places import DefaultPlaces, Search
-from monarchfs.doctor import leftovers, peers, source, speed, storage, system
-from monarchfs.doctor.checks import Check, Severity, warning
-from monarchfs.insight.estimates import SourceRates, TierRates
-from monarchfs.supervisor.identity import become
-from monarchfs.supervisor.preflight import nearest
+from monarchfs.doctor import leftovers, peers, storage, system
+from monarchfs.doctor.checks import Check, Probe, Severity, Step, warning
 from monarchfs.system.bounded import bounded_value
-from monarchfs.system.limits import explained
-from monarchfs.types import MonarchError, OperationError
+from monarchfs.types import MonarchError
 
 SOURCE_SECONDS = 10.0
-SPEED_SECONDS = 12.0
-"""Measuring takes 4 seconds where a file system answers."""
 LEAST_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is checked. ``config.source`` is empty if none was named. ``places`` are the defaults,
-    ``search`` names runtime directories; ``measures``: rates too."""
-
-    config: Config
-    places: DefaultPlaces
-    environ: Mapping[str, str]
-    search: Search
-    measures: bool
-
-
-Probe = Callable[[], Iterable[Check]]
-
-
 def examine(
-    subject: Subject, timeout: float, show: Callable[[str], None] = lambda text: None
-) -> Iterator[Check]:
-    """The checks as they are made, within ``timeout`` seconds and a moment; ``show`` is told what
-    is being checked. For processes of one thread, because it forks."""
+    config: Config,
+    places: DefaultPlaces,
+    environ: Mapping[str, str],
+    search: Search,
+    timeout: float,
+) -> Iterator[Step]:
+    """The checks as they are made, within ``timeout`` seconds and a moment. ``config.source`` is
+    empty if none was named; ``places`` are the defaults, ``search`` names runtime directories. For
+    processes of one thread, because it forks."""
     deadline = time.monotonic() + timeout
-    failed: set[str] = set()
-    for name, seconds, probe in _probes(subject):
-        show(name)
-        for check in _guarded(name, min(seconds, deadline - time.monotonic()), probe):
-            if check.state is Severity.PROBLEM:
-                failed.add(str(check.numbers.get("path", check.name)))
-            yield check
-    if subject.measures:
-        yield from _speeds(subject, deadline, failed, show)
+    for name, seconds, probe in _probes(config, places, environ, search):
+        yield f"looking at {name}"
+        yield from _guarded(name, min(seconds, deadline - time.monotonic()), probe)
 
 
-def _probes(subject: Subject) -> Iterator[tuple[str, float, Probe]]:
-    config, places = subject.config, subject.places
+def _probes(
+    config: Config, places: DefaultPlaces, environ: Mapping[str, str], search: Search
+) -> Iterator[tuple[str, float, Probe]]:
     yield from system.probes(config.user)
     if config.source:
         touches = bool(config.touch_source_seconds)
-        look = partial(source.source, config.source, config.user, SOURCE_SECONDS, touches=touches)
+        look = partial(storage.source, config.source, config.user, SOURCE_SECONDS, touches=touches)
         yield "source", SOURCE_SECONDS + 2, look
     for tier in config.tiers:
-        yield ("tier", 5.0, partial(storage.tier, tier, config, places.cache_dir, subject.environ))
+        yield ("tier", 5.0, partial(storage.tier, tier, config, places.cache_dir, environ))
     yield "state_dir", 5.0, partial(storage.state_dir, config, places.cache_dir)
     if config.peers:
         yield "peers", peers.PEERS_SECONDS, partial(peers.peers, config)
     yield "runtime_dir", 2.0, partial(leftovers.runtime_dir, places.runtime_dir)
-    yield "mounts", 10.0, partial(leftovers.mounts, subject.search)
-    yield "stale_socket", 10.0, partial(leftovers.sockets, subject.search)
+    yield "mounts", 10.0, partial(leftovers.mounts, search)
+    yield "stale_socket", 10.0, partial(leftovers.sockets, search)
     yield "caches", 5.0, partial(leftovers.caches, places)
 
 
@@ -94,62 +72,6 @@ def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
     except MonarchError as error:
         return [Check(name, state, str(error), "see which file system hangs (mount, dmesg)")]
     return [Check.from_json(fields) for fields in found]
-
-
-def _speeds(
-    subject: Subject, deadline: float, failed: set[str], show: Callable[[str], None]
-) -> Iterator[Check]:
-    config = subject.config
-    of_source: SourceRates | None = None
-    if config.source and not failed & {config.source, "source"}:
-        show("source_speed")
-        try:
-            of_source = source_rates(config, deadline - time.monotonic())
-            yield source.judge_source_speed(of_source)
-        except OperationError as error:
-            yield warning("source_speed", str(error), "see whether it is overloaded")
-    for tier in config.tiers:
-        if tier.path in failed:
-            continue
-        show("tier_speed")
-        try:
-            rates = tier_rates(tier.path, deadline - time.monotonic())
-        except OperationError as error:
-            detail = f"{tier.path}: {error}"
-            yield warning("tier_speed", detail, "see whether it fails", path=tier.path)
-            continue
-        yield source.judge_tier_speed(tier.path, rates, of_source)
-
-
-def source_rates(config: Config, timeout: float) -> SourceRates:
-    """Measured in a child, as the mount's user. Raises OperationError."""
-
-    def call() -> dict[str, Any]:
-        become(config.user)
-        return asdict(speed.measure_source(config.source, config.copy_workers))
-
-    return SourceRates(**_measured(call, timeout))
-
-
-def tier_rates(path: str, timeout: float) -> TierRates:
-    """Measured in a child, in the tier's directory or the nearest existing one above it. Raises
-    OperationError."""
-
-    def call() -> dict[str, Any]:
-        try:
-            existing = nearest(path)
-            free = storage.locate(path, existing).space.free_bytes
-            return asdict(speed.measure_tier(existing, free))
-        except OSError as error:
-            raise OperationError(f"cannot be measured: {explained(error)}") from None
-
-    return TierRates(**_measured(call, timeout))
-
-
-def _measured(call: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
-    seconds = max(LEAST_SECONDS, min(SPEED_SECONDS, timeout))
-    overdue = f"not measured: no answer within {seconds:.0f} s"
-    return dict(bounded_value(call, timeout=seconds, overdue=overdue))
 
 
 def summary(checks: Sequence[Check]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The checks, one after the other, on real mounts of what was made below the directory."""
+"""``monarchfs selftest``: its checks, one after the other, on real mounts of what was made below
+the directory. ``selftest_dataset`` makes that, and compares."""
 
 from __future__ import annotations
 
@@ -14,15 +15,16 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import monarchfs
-from monarchfs.doctor import selftest_counters as counters
 from monarchfs.doctor import selftest_dataset as dataset
-from monarchfs.doctor.checks import Check, Value, ok, problem, warning
+from monarchfs.doctor.checks import Check, Step, Value, ok, problem, warning
 from monarchfs.fuse.mountinfo import find_mount, mount_of
 from monarchfs.supervisor.launch import module_command
 from monarchfs.system.bounded import bounded_value
@@ -40,6 +42,9 @@ _SEEN_SECONDS = 90.0
 a minute)."""
 _STEP_SECONDS = 1800.0
 _MOST_SHOWN = 5
+_COUNTERS = ("/proc/fs/lustre/llite/*/stats", "/sys/kernel/debug/lustre/llite/*/stats")
+"""Only root can read them on most nodes."""
+_SHOWN_COUNTERS = ("open", "close", "getattr", "getxattr", "readdir", "read", "read_bytes")
 
 
 def about(directory: str) -> dict[str, Value]:
@@ -72,14 +77,12 @@ class SelfTest:
         tier: Path,
         temporary: Path,
         files: int,
-        told: Callable[[str], None],
     ) -> None:
         """A directory of the file system, ``second`` the same one by another mount of it; ``tier``
         and ``temporary`` are on this node; how many small ``files`` an epoch has. All paths are
-        absolute. ``told`` hears what is done now. Raises UsageError."""
+        absolute. Raises UsageError."""
         self._by_another_client = second is not None
         self._files = files
-        self._told = told
         self._mounts = 0
         made: list[Path] = []
         for place in (directory, temporary, tier):
@@ -109,28 +112,31 @@ class SelfTest:
         for path in (self._tier, self._work, self.root):
             self._within("removing", partial(_remove, path))
 
-    def checks(self) -> Iterator[Check]:
+    def checks(self) -> Iterator[Step]:
         """All of them. What cannot be tested here is a warning."""
+        yield "making files"
         yield self._make()
         for mode in MODES:
-            yield self._step("mirror", f"mirror, {mode}", partial(self._mirror, mode))
-        yield self._step("epochs", "epochs", self._epochs)
+            yield from self._step("mirror", f"mirror, {mode}", partial(self._mirror, mode))
+        yield from self._step("epochs", "epochs", self._epochs)
         if self._second_shows():
             for mode in MODES[1:]:
-                yield self._step("freshness", f"freshness, {mode}", partial(self._fresh, mode))
+                call = partial(self._fresh, mode)
+                yield from self._step("freshness", f"freshness, {mode}", call)
         else:
             detail = f"{self._second} does not appear there"
             yield problem("freshness", detail, "--second must be the same directory")
-        yield self._step("kill", "kill", self._kill)
+        yield from self._step("kill", "kill", self._kill)
 
     # -- steps
 
-    def _step(self, name: str, what: str, call: Callable[[], Check]) -> Check:
-        self._told(what)
+    def _step(self, name: str, what: str, call: Callable[[], Check]) -> Iterator[Step]:
+        yield what
         try:
-            return call()
+            check = call()
         except (OSError, OperationError, subprocess.SubprocessError) as error:
-            return problem(name, f"{what}: {error}")
+            check = problem(name, f"{what}: {error}")
+        yield check
 
     def _within(self, what: str, call: Callable[[], Any]) -> Any:
         """What a child returns: a file system that hangs does not hang this."""
@@ -138,7 +144,6 @@ class SelfTest:
         return bounded_value(call, timeout=_STEP_SECONDS, overdue=overdue)
 
     def _make(self) -> Check:
-        self._told("making files")
         (self.root / "all").mkdir()
 
         def make() -> tuple[list[str], dict[str, str]]:
@@ -180,17 +185,17 @@ class SelfTest:
         names = sorted(os.listdir(self.root / "plain"))
         rows: dict[str, dict[str, float]] = {}
         for what, root in (("plain", self.root / "plain"), ("first", point), ("second", point)):
-            before, asked = counters.client_counts(), self._source_io(point)
+            before, asked = client_counts(), self._source_io(point)
             seconds = self._within(f"the epoch ({what})", partial(_read_all, root, names))
             if what == "first":
                 self._command("warm", str(point), "--wait")
-            after, asked_after = counters.client_counts(), self._source_io(point)
+            after, asked_after = client_counts(), self._source_io(point)
             row = {"seconds": round(seconds, 3)}
             if what != "plain":
                 row |= {name: asked_after[name] - asked[name] for name in asked}
             if before is not None and after is not None:
                 counted = after - before
-                row |= {f"client_{name}": counted[name] for name in counters.SHOWN}
+                row |= {f"client_{name}": counted[name] for name in _SHOWN_COUNTERS}
             rows[what] = row
         self._umount(point)
         detail = f"{len(names)} files of {format_bytes(dataset.SMALL_BYTES)}: " + ", ".join(
@@ -262,14 +267,15 @@ class SelfTest:
         pids = [self._status(point)["worker"]["pid"]]
 
         def kill() -> dict[str, Any]:
-            reader = _Reader(self.root / "mounted", point)
-            reader.start()
+            ended = threading.Event()
+            # Not in a with block: who reads what hangs is not waited for where a step fails.
+            reader = ThreadPoolExecutor(1)
+            found = reader.submit(_compare, self.root / "mounted", point, ended)
             for restarts in range(1, KILLS + 1):
                 os.kill(pids[-1], signal.SIGKILL)
                 pids.append(self._wait_replaced(point, restarts))
-            reader.stop()
-            return {"errors": reader.errors[:_MOST_SHOWN], "reads": reader.reads,
-                    "longest": reader.longest}  # fmt: skip
+            ended.set()
+            return found.result()
 
         found = self._within("reading under kills", kill)
         watch = time.monotonic()
@@ -291,21 +297,9 @@ class SelfTest:
         point.mkdir()
         state, tier = self._work / f"state{number}", self._tier / str(number)
         tier.mkdir()
-        self._command(
-            "mount",
-            str(self.root / name),
-            str(point),
-            "--freshness",
-            mode,
-            "--state-dir",
-            str(state),
-            "--tier",
-            f"{tier}=4G",
-            "--log-file",
-            str(self._work / "log"),
-            "--prefetch",
-            "access",
-        )
+        words = ["mount", str(self.root / name), str(point), "--freshness", mode]
+        words += ["--state-dir", str(state), "--tier", f"{tier}=4G", "--prefetch", "access"]
+        self._command(*words, "--log-file", str(self._work / "log"))
         return point
 
     def _umount(self, point: Path) -> None:
@@ -353,33 +347,23 @@ class SelfTest:
         raise OperationError(f"no worker took over within {_COMMAND_SECONDS:g} s")
 
 
-class _Reader(threading.Thread):
-    """Compares files of a mount with those of its source until it is stopped."""
-
-    def __init__(self, source: Path, point: Path) -> None:
-        super().__init__(daemon=True)
-        self.errors: list[str] = []
-        self.reads = 0
-        self.longest = 0.0
-        self._source, self._point = source, point
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        names = sorted(os.listdir(self._source))
-        while not self._stopped.is_set():
-            name = names[self.reads % len(names)]
-            expected, watch = (self._source / name).read_bytes(), time.monotonic()
-            try:
-                if (self._point / name).read_bytes() != expected:
-                    self.errors.append(f"{name}: wrong bytes")
-            except OSError as error:
-                self.errors.append(f"{name}: {error.strerror}")
-            self.longest = max(self.longest, time.monotonic() - watch)
-            self.reads += 1
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
+def _compare(source: Path, point: Path, ended: threading.Event) -> dict[str, Any]:
+    """Compares files of a mount with those of its source, one after the other: some errors, how
+    many reads there were, and how long the longest took."""
+    names = sorted(os.listdir(source))
+    errors: list[str] = []
+    reads, longest = 0, 0.0
+    while not ended.is_set():
+        name = names[reads % len(names)]
+        expected, watch = (source / name).read_bytes(), time.monotonic()
+        try:
+            if (point / name).read_bytes() != expected:
+                errors.append(f"{name}: wrong bytes")
+        except OSError as error:
+            errors.append(f"{name}: {error.strerror}")
+        longest = max(longest, time.monotonic() - watch)
+        reads += 1
+    return {"errors": errors[:_MOST_SHOWN], "reads": reads, "longest": longest}
 
 
 def _remove(path: Path) -> None:
@@ -433,3 +417,31 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+# What a Lustre client counts of the calls that it got
+
+
+def client_counts() -> Counter[str] | None:
+    """Of all mounts of Lustre on this node, by the counter's name: how often, and of ``read_bytes``
+    how many. None where they cannot be read."""
+    total: Counter[str] = Counter()
+    found = False
+    for path in (path for pattern in _COUNTERS for path in glob(pattern)):
+        with suppress(OSError), open(path, encoding="ascii") as file:
+            total += parse_counts(file.read())
+            found = True
+    return total if found else None
+
+
+def parse_counts(text: str) -> Counter[str]:
+    """Of lines as lprocfs_stats_seq_show has them (lustre/obdclass/lprocfs_status.c): ``name count
+    samples [unit]``, and for bytes ``minimum maximum sum``. Raises ValueError for what is no number
+    where there must be one."""
+    counts: Counter[str] = Counter()
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) < 4 or words[2] != "samples":
+            continue
+        counts[words[0]] += int(words[6] if words[0].endswith("_bytes") else words[1])
+    return counts

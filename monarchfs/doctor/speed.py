@@ -1,4 +1,4 @@
-"""Read and write rates, measured in a bounded time. For child processes: everything here blocks."""
+"""Read and write rates of the source and the tiers, measured in children within a bounded time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,21 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
 
-from monarchfs.insight.estimates import SourceRates, TierRates
+from monarchfs.config import Config
+from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, warning
+from monarchfs.doctor.storage import locate
+from monarchfs.insight.estimates import RELAY_BYTES_PER_SECOND, SourceRates, TierRates
 from monarchfs.source.posix import read_layout
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.preflight import nearest
+from monarchfs.system.bounded import bounded_value
+from monarchfs.system.limits import explained
+from monarchfs.types import OperationError
 
 SOURCE_BYTES = 512 << 20
 """What is read of the source at most; half of it, of a tier, is written and read."""
@@ -20,7 +31,116 @@ LOOK_SECONDS = 1.0
 PHASE_SECONDS = 1.5
 SMALL_BYTES = 1 << 20
 MOST_FILES = 4000
+WORTH_IT = 1.5
+_SECONDS = 12.0
+"""Measuring takes 4 seconds where a file system answers."""
+_LEAST_SECONDS = 0.05
 _BLOCK = 1 << 20
+
+
+def measure(config: Config, checks: Iterable[Check], timeout: float) -> Iterator[Step]:
+    """Rates of the source and the tiers in which ``checks`` found no problem, within ``timeout``
+    seconds and a moment."""
+    deadline = time.monotonic() + timeout
+    problems = [check for check in checks if check.state is Severity.PROBLEM]
+    failed = {str(check.numbers.get("path", check.name)) for check in problems}
+    of_source = None
+    if config.source and not failed & {config.source, "source"}:
+        yield "looking at source_speed"
+        try:
+            of_source = source_rates(config, deadline - time.monotonic())
+            yield judge_source_speed(of_source)
+        except OperationError as error:
+            yield warning("source_speed", str(error), "see whether it is overloaded")
+    for tier in config.tiers:
+        if tier.path in failed:
+            continue
+        yield "looking at tier_speed"
+        try:
+            rates = tier_rates(tier.path, deadline - time.monotonic())
+        except OperationError as error:
+            detail = f"{tier.path}: {error}"
+            yield warning("tier_speed", detail, "see whether it fails", path=tier.path)
+            continue
+        yield judge_tier_speed(tier.path, rates, of_source)
+
+
+def source_rates(config: Config, timeout: float = _SECONDS) -> SourceRates:
+    """Measured in a child, as the mount's user. Raises OperationError."""
+
+    def call() -> dict[str, Any]:
+        become(config.user)
+        return asdict(measure_source(config.source, config.copy_workers))
+
+    return SourceRates(**_measured(call, timeout))
+
+
+def tier_rates(path: str, timeout: float = _SECONDS) -> TierRates:
+    """Measured in a child, in the tier's directory or the nearest existing one above it. Raises
+    OperationError."""
+
+    def call() -> dict[str, Any]:
+        try:
+            existing = nearest(path)
+            free = locate(path, existing).space.free_bytes
+            return asdict(measure_tier(existing, free))
+        except OSError as error:
+            raise OperationError(f"cannot be measured: {explained(error)}") from None
+
+    return TierRates(**_measured(call, timeout))
+
+
+def _measured(call: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
+    seconds = max(_LEAST_SECONDS, min(_SECONDS, timeout))
+    overdue = f"not measured: no answer within {seconds:.0f} s"
+    return dict(bounded_value(call, timeout=seconds, overdue=overdue))
+
+
+def judge_source_speed(rates: SourceRates) -> Check:
+    numbers: dict[str, Value] = {
+        "read_bytes_per_second": rates.read_bytes_per_second,
+        "open_seconds": rates.open_seconds,
+        "threads": rates.threads,
+        "sampled_bytes": rates.sampled_bytes,
+        "sampled_files": rates.sampled_files,
+    }
+    if rates.read_bytes_per_second is None or rates.open_seconds is None:
+        detail = "no file was found within a second that could be read"
+        return warning("source_speed", detail, "see whether it holds files", **numbers)
+    detail = (
+        f"{rates.read_bytes_per_second / 1e6:.0f} MB/s with {rates.threads} threads,"
+        f" {rates.open_seconds * 1e3:.2f} ms to open a file and read its beginning"
+    )
+    if rates.read_bytes_per_second >= RELAY_BYTES_PER_SECOND:
+        detail += "; a mount relays hardly more"
+        remedy = "read it directly, if it is always that fast (it may have been in memory)"
+        return warning("source_speed", detail, remedy, **numbers)
+    return ok("source_speed", detail, **numbers)
+
+
+def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None) -> Check:
+    source_rate = of_source.read_bytes_per_second if of_source else None
+    ratio = rates.read_bytes_per_second / source_rate if source_rate else None
+    numbers: dict[str, Value] = {
+        "path": path,
+        "write_bytes_per_second": rates.write_bytes_per_second,
+        "read_bytes_per_second": rates.read_bytes_per_second,
+        "sampled_bytes": rates.sampled_bytes,
+        "times_source": ratio,
+    }
+    detail = (
+        f"{path}: writes {rates.write_bytes_per_second / 1e6:.0f} MB/s,"
+        f" reads {rates.read_bytes_per_second / 1e6:.0f} MB/s"
+    )
+    if ratio is not None:
+        detail += f", {ratio:.1f} x the source"
+        if ratio < WORTH_IT:
+            remedy = "use a faster disk or memory; what is gained is the load off the source"
+            return warning("tier_speed", detail, remedy, **numbers)
+    return ok("tier_speed", detail, **numbers)
+
+
+# In a child: all of it blocks
 
 
 def measure_source(root: str, threads: int) -> SourceRates:
@@ -101,9 +221,17 @@ def _opens(paths: list[str]) -> list[float]:
     for path in paths[:: max(1, len(paths) // 200)]:
         if time.monotonic() > end:
             break
-        seconds = _with_file(path, lambda fd: os.pread(fd, 4096, 0))
-        if seconds is not None:
-            times.append(seconds)
+        if (opened := _open_cold(path)) is None:
+            continue
+        fd, seconds = opened
+        begun = time.monotonic()
+        try:
+            os.pread(fd, 4096, 0)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+        times.append(seconds + time.monotonic() - begun)
     return times
 
 
@@ -114,22 +242,23 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     begun = time.monotonic()
     end = begun + PHASE_SECONDS
 
-    def read(number: int) -> None:
-        def stream(fd: int) -> None:
-            offset = 0
-            while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
-                size = len(os.pread(fd, _BLOCK, offset))
-                if not size:
-                    break
-                offset += size
-                totals[number] += size
+    def goes_on(number: int) -> bool:
+        return time.monotonic() < end and totals[number] < SOURCE_BYTES // threads
 
-        while time.monotonic() < end and totals[number] < SOURCE_BYTES // threads:
+    def read(number: int) -> None:
+        while goes_on(number):
             try:
-                path = left.popleft()
+                opened = _open_cold(left.popleft())
             except IndexError:
                 return
-            _with_file(path, stream)
+            if opened is None:
+                continue
+            fd, offset = opened[0], 0
+            with suppress(OSError):
+                while goes_on(number) and (size := len(os.pread(fd, _BLOCK, offset))):
+                    offset += size
+                    totals[number] += size
+            os.close(fd)
 
     running = [threading.Thread(target=read, args=(number,)) for number in range(threads)]
     for thread in running:
@@ -139,22 +268,19 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     return sum(totals), max(time.monotonic() - begun, 1e-9)
 
 
-def _with_file(path: str, use: Callable[[int], object]) -> float | None:
-    """Has ``use`` read a file, dropped from memory first: the seconds of opening, that, and
-    closing. None if it cannot be read, or if that would bring it back from an archive, or might."""
+def _open_cold(path: str) -> tuple[int, float] | None:
+    """A file that was dropped from memory, and the seconds of opening it. None if it cannot be
+    read, or if that would bring it back from an archive, or might."""
     begun = time.monotonic()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
+    seconds = time.monotonic() - begun
     try:
-        opened = time.monotonic()
         read_layout(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        begun += time.monotonic() - opened
-        use(fd)
     except OSError:
-        return None
-    finally:
         os.close(fd)
-    return time.monotonic() - begun
+        return None
+    return fd, seconds

@@ -1,4 +1,5 @@
-"""Tiers and the state directory: their file systems, and how much room there is."""
+"""The source, tiers and the state directory: whether they can be used, their file systems, and how
+much room there is."""
 
 from __future__ import annotations
 
@@ -6,19 +7,108 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from monarchfs.config import Config, TierSpec
+from monarchfs.config import Config, TierSpec, User
 from monarchfs.doctor.checks import Check, Value, from_error, ok, warning
-from monarchfs.fuse.mountinfo import Mount, mount_of, read_mountinfo
+from monarchfs.fuse.mountinfo import (
+    MONARCHFS,
+    RENUMBERING,
+    Mount,
+    is_network_type,
+    mount_of,
+    mount_on_the_way,
+    read_mountinfo,
+    resolve_mountpoint,
+)
 from monarchfs.supervisor.preflight import check_directory, check_size, directories_of
+from monarchfs.supervisor.probe import OpenedSource, complaint_of_empty, probe_source
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.system.sizes import format_bytes
-from monarchfs.types import MonarchError, OperationError, Space, TierSize
+from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
 
+OFTEN_PURGED = frozenset(
+    ("lustre", "gpfs", "beegfs", "beegfs_nodev", "wekafs", "panfs", "pvfs2", "orangefs")
+)
+_REMEDIES = {"fuse.squashfuse": "let the kernel mount the image: mount -t squashfs -o loop,ro"}
+_REMEDY = "unpack the files into a directory of the parallel file system"
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 LITTLE_BYTES = 64 << 20
 JOB_SCRATCH = ("TMPDIR", "SLURM_TMPDIR", "JOB_TMPDIR", "SCRATCH", "LOCAL_SCRATCH")
 """Environment variables in which batch systems tell jobs where their scratch is."""
 COMMON_SCRATCH = ("/tmp", "/var/tmp", "/scratch", "/local", "/localscratch")
+
+
+def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Check]:
+    """Takes a little more than ``seconds`` if the source hangs. ``touches``: --touch-source is
+    given."""
+    try:
+        found = look_at_source(path, user, seconds)
+    except MonarchError as error:
+        return [from_error("source", error)]
+    complaint = complaint_of_empty(found)
+    if complaint is not None:
+        return [warning("source", complaint, "mount it, or name another", path=found.path)]
+    mount = mount_of(found.path)
+    if mount is None:
+        detail = f"{found.path} is on a file system that the table of mounts does not have"
+        return [ok("source", detail, path=found.path, type=None)]
+    return [
+        judge_type(found.path, mount.fstype),
+        *judge_inode_numbers(mount.fstype),
+        *judge_purge(mount.fstype, f"{mount.options},{mount.super_options}", touches=touches),
+    ]
+
+
+def look_at_source(path: str, user: User, seconds: float) -> OpenedSource:
+    """What ``path`` (absolute) is for ``user``; its descriptor is closed. Raises UsageError,
+    OperationError for what cannot be mounted."""
+    refuse_ours(path)
+    found = probe_source(path, user, seconds)
+    os.close(found.descriptor)
+    refuse_ours(found.path)
+    return found
+
+
+def judge_type(path: str, fstype: str) -> Check:
+    network = is_network_type(fstype)
+    detail = f"{path} can be read; a {'network' if network else 'local'} file system ({fstype})"
+    return ok("source", detail, path=path, type=fstype, network=network)
+
+
+def judge_inode_numbers(fstype: str) -> list[Check]:
+    """Of file systems that number files as they are looked up."""
+    if fstype not in RENUMBERING:
+        return []
+    detail = f"{fstype} gives files other inode numbers, so copies are kept until the unmount only"
+    return [warning("inode_numbers", detail, _REMEDIES.get(fstype, _REMEDY), type=fstype)]
+
+
+def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:
+    """Sites purge such file systems by access time, and no program can find out."""
+    if fstype not in OFTEN_PURGED:
+        return []
+    unrecorded = "noatime" in options.split(",")
+    numbers: dict[str, Value] = {"type": fstype, "noatime": unrecorded, "touch_source": touches}
+    if unrecorded:
+        detail = f"this {fstype} is mounted with noatime: reading does not keep files from a purge"
+        return [warning("purge", detail, "ask how files are purged here", **numbers)]
+    if touches:
+        return [ok("purge", "--touch-source keeps access times going", **numbers)]
+    detail = (
+        f"many sites purge {fstype} by access time, and what is cached is not read there any more"
+    )
+    return [warning("purge", detail, "if yours does: --touch-source 1d", **numbers)]
+
+
+def refuse_ours(path: str) -> None:
+    """Raises UsageError if ``path`` (absolute) is one of our mounts, or lies in one, by the mount
+    table."""
+    mount = mount_on_the_way(resolve_mountpoint(path))
+    if mount is not None and mount.fstype == MONARCHFS:
+        raise UsageError(
+            f"{path} is itself a monarchfs mount of {mount.source}, or lies in one: name the"
+            f" dataset where it is not covered, or unmount it with monarchfs umount"
+            f" {mount.mountpoint}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

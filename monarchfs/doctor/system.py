@@ -1,11 +1,17 @@
-"""The machine: kernel, /dev/fuse, fusermount3, the installation, limits, memory."""
+"""The machine: kernel, /dev/fuse, fusermount3, the installation, limits, memory.
+
+What the kernel's FUSE offers is asked by a trial mount in a namespace of its own, which nobody sees
+and which ends with its process.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
 import re
+import select
 import stat
 import subprocess
 from collections.abc import Sequence
@@ -13,11 +19,21 @@ from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Any
 
 from monarchfs.config import User
-from monarchfs.doctor import connection
-from monarchfs.doctor.checks import Check, Value, from_error, ok, problem, warning
-from monarchfs.fuse.mount import DEVICE, FUSERMOUNT, SYSTEM_PATH, check_device, fusermount_path
+from monarchfs.doctor.checks import Check, Probe, Value, from_error, ok, problem, warning
+from monarchfs.fuse.mount import (
+    DEVICE,
+    FUSERMOUNT,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_RDONLY,
+    SYSTEM_PATH,
+    check_device,
+    fusermount_path,
+)
+from monarchfs.fuse.protocol import InitFlag, ProtocolError, parse_init_request
 from monarchfs.supervisor.identity import in_first_user_namespace, popen_as
 from monarchfs.supervisor.launch import module_command
+from monarchfs.supervisor.namespace import map_ids
 from monarchfs.supervisor.preflight import check_limits
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom, MemoryProbe
@@ -26,10 +42,17 @@ from monarchfs.types import OperationError
 
 FIRST_LARGE_READS = (4, 20)
 """Linux: FUSE_MAX_PAGES, without which a read request asks for 128 KiB at most."""
+FIRST_PASSTHROUGH = (6, 9)
+"""Linux: include/uapi/linux/fuse.h, protocol 7.40; resend is of the same release."""
 FEW_DESCRIPTORS = 16384
 LITTLE_MEMORY = 1 << 30
 FUSE_CONF = "/etc/fuse.conf"
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+TRIAL_NAME = "monarchfs-doctor"
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000
+_LARGEST_INIT = 1 << 18
+_ANSWER_MS = 3000
 _TRIAL_SECONDS = 5.0
 _WORKER_SECONDS = 20.0
 
@@ -133,10 +156,6 @@ def _contents(path: str) -> str:
         return ""
 
 
-def allow_other() -> list[Check]:
-    return [judge_allow_other(_contents(FUSE_CONF), is_root=os.geteuid() == 0)]
-
-
 def judge_allow_other(fuse_conf: str, *, is_root: bool) -> Check:
     """Not a warning where it is missing: most mounts are for one user."""
     allowed = any(line.strip() == "user_allow_other" for line in fuse_conf.splitlines())
@@ -153,7 +172,7 @@ def kernel_offers() -> list[Check]:
     refusal = ""
     try:
         flags = bounded_value(
-            lambda: int(connection.ask_kernel()),
+            lambda: int(ask_kernel()),
             timeout=_TRIAL_SECONDS,
             overdue="a trial mount did not come about in time",
         )
@@ -162,7 +181,73 @@ def kernel_offers() -> list[Check]:
     release = release_of(platform.release())
     is_root = os.geteuid() == 0
     passes = is_root and in_first_user_namespace()
-    return connection.judge(flags, refusal, release, is_root=is_root, passes=passes)
+    return judge_offers(flags, refusal, release, is_root=is_root, passes=passes)
+
+
+def ask_kernel() -> InitFlag:
+    """The flags that the kernel offers in FUSE_INIT. For a child process: it leaves this mount
+    namespace and, without root, this user namespace. Raises OperationError if that or the mount
+    fails."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    uid, gid = os.geteuid(), os.getegid()
+    spaces = _CLONE_NEWNS if uid == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
+    _checked(libc.unshare(spaces), "make a mount namespace")
+    try:
+        if uid != 0:
+            map_ids(0, 0, uid, gid)
+        fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise OperationError(f"cannot open {DEVICE}: {error.strerror}") from None
+    target = b"/tmp" if os.path.isdir("/tmp") else b"/"
+    private = ctypes.c_ulong(_MS_REC | _MS_PRIVATE)
+    if libc.mount(b"none", b"/", None, private, None) != 0:
+        # mount(2): EINVAL where the root directory is no mount point (chroot). /proc is one.
+        target = b"/proc/self"
+        private = ctypes.c_ulong(_MS_PRIVATE)
+        _checked(libc.mount(b"none", b"/proc", None, private, None), "leave mounts of others alone")
+    options = b"fd=%d,rootmode=40000,user_id=0,group_id=0" % fd
+    flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV)
+    _checked(libc.mount(TRIAL_NAME.encode(), target, b"fuse", flags, options), "mount")
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    if not poll.poll(_ANSWER_MS):
+        raise OperationError("the kernel sent no FUSE_INIT")
+    try:
+        return parse_init_request(os.read(fd, _LARGEST_INIT)).flags
+    except (OSError, ProtocolError) as error:
+        raise OperationError(f"FUSE_INIT cannot be read: {error}") from None
+
+
+def judge_offers(
+    flags: int | None, refusal: str, release: tuple[int, int], *, is_root: bool, passes: bool
+) -> list[Check]:
+    """What the answer means. Without one (None) the kernel's version decides; for root ``refusal``
+    says that it cannot mount at all. ``passes``: this user may use passthrough if the kernel can.
+    """
+    checks = []
+    if flags is not None:
+        checks.append(ok("mount", "a trial mount in a namespace of its own works"))
+    elif is_root:
+        remedy = "root needs CAP_SYS_ADMIN here (in a container: --cap-add SYS_ADMIN)"
+        checks.append(problem("mount", f"a trial mount failed: {refusal}", remedy))
+    passthrough, resend = (
+        bool(flags & flag) if flags is not None else release >= FIRST_PASSTHROUGH
+        for flag in (InitFlag.PASSTHROUGH, InitFlag.HAS_RESEND)
+    )
+    seen = f"Linux {release[0]}.{release[1]}"
+    known = "offered by the kernel" if flags is not None else f"expected of {seen}, not tried"
+    numbers = {"available": passthrough and passes, "used": True, "tried": flags is not None}
+    if not passthrough:
+        old = release < FIRST_PASSTHROUGH
+        why = f"{seen} does not offer it" if old else "this kernel was built without"
+        remedy = "Linux {}.{} or later with CONFIG_FUSE_PASSTHROUGH".format(*FIRST_PASSTHROUGH)
+        detail = f"{why}: reads are relayed by the daemon"
+        checks.append(warning("passthrough", detail, remedy, **numbers))
+    else:
+        only = "; only mounts made by root may use it, outside of any user namespace"
+        checks.append(ok("passthrough", known if passes else known + only, **numbers))
+    how = known if resend else f"{seen} does not offer it: requests are journalled instead"
+    return [*checks, ok("resend", how, **{**numbers, "available": resend})]
 
 
 def worker(user: User) -> list[Check]:
@@ -238,13 +323,19 @@ def judge_memory(room: MemoryHeadroom, huge: str) -> Check:
     return ok("memory", detail, **numbers)
 
 
-def probes(user: User) -> Sequence[tuple[str, float, Any]]:
+def _checked(result: int, doing: str) -> None:
+    if result != 0:
+        raise OperationError(f"may not {doing}: {os.strerror(ctypes.get_errno())}")
+
+
+def probes(user: User) -> Sequence[tuple[str, float, Probe]]:
     """(name, seconds, probe) of each."""
+    is_root = os.geteuid() == 0
     return (
         ("kernel", 2.0, lambda: [judge_kernel(platform.release())]),
         ("device", 5.0, device),
         ("fusermount3", 7.0, fusermount),
-        ("allow_other", 2.0, allow_other),
+        ("allow_other", 2.0, lambda: [judge_allow_other(_contents(FUSE_CONF), is_root=is_root)]),
         ("mount", 10.0, kernel_offers),
         ("worker", _WORKER_SECONDS + 2, lambda: worker(user)),
         ("descriptors", 2.0, lambda: [judge_descriptors(getrlimit(RLIMIT_NOFILE)[1])]),

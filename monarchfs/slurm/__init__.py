@@ -1,1 +1,6 @@
-"""Mounts for Slurm jobs: what a prolog, an epilog and a task prolog do (docs/SLURM.md)."""
+"""Mounts for Slurm jobs: what a prolog, an epilog and a task prolog do (docs/SLURM.md).
+
+``prolog``, ``epilog`` and ``recordings`` are run for jobs. ``site`` says what a job may have,
+``job`` what it asks for. ``inventory`` (``monarchfs cache``) and ``leftovers`` (``gc``) are about
+all that is on a node, also of other mounts.
+"""

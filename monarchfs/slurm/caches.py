@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,9 +60,13 @@ class CacheShare:
         return tree_size(path).bytes if self.used is None else self.used[tier]
 
 
+def _record_path(site: Site, key: str) -> str:
+    return os.path.join(site.cache(key), "cache.json")
+
+
 def read_cache(site: Site, key: str) -> CacheShare | None:
     """What is recorded of a cache; None if that makes no sense."""
-    record = read_record(os.path.join(site.cache(key), "cache.json"))
+    record = read_record(_record_path(site, key))
     try:
         if record is None or share_key_of(record) != key:
             return None
@@ -95,21 +100,22 @@ def all_caches(site: Site) -> list[CacheShare]:
     return [cache for cache in found if cache is not None]
 
 
-def open_cache(site: Site, share: Share, source: str, user: User) -> list[str]:
+def open_cache(share: Share, source: str, user: User) -> list[str]:
     """Makes room for a share that is about to be mounted, and records that; the tiers as for mount,
     PATH=SIZE. The share's record must exist (its lock is held): mounted shares, and those about to
     be, keep what they were granted.
 
     Raises OperationError if mounted shares have used up the budget.
     """
-    make_directory(site.cache(share.key), 0o711)
-    path = os.path.join(site.cache(share.key), "cache.json")
+    site = share.site
+    make_directory(share.cache, 0o711)
     for tier in site.tiers:
         make_directory(tier.path, 0o755)
     used_now = {"used": None, "last_used_unix_seconds": time.time()}
     with locked(site.lock(_BUDGET_LOCK), time.monotonic() + 2 * MEASURE_SECONDS):
         granted = {tier.path: _grant(site, share.key, tier) for tier in site.tiers}
-        write_record(path, {**record_of(source, user), **used_now, "granted": granted})
+        record = {**record_of(source, user), **used_now, "granted": granted}
+        write_record(_record_path(site, share.key), record)
     for tier in site.tiers:
         make_directory(os.path.join(tier.path, share.key), 0o755)
     return [
@@ -121,7 +127,7 @@ def open_cache(site: Site, share: Share, source: str, user: User) -> list[str]:
 
 def close_cache(site: Site, key: str, status: Mapping[str, Any] | None) -> None:
     """Records what an unmounted share's cache holds, by its last status."""
-    path = os.path.join(site.cache(key), "cache.json")
+    path = _record_path(site, key)
     record = read_record(path)
     if record is None:
         return
@@ -224,17 +230,15 @@ def _grant(site: Site, key: str, tier: TierSpec) -> int:
 def discard(site: Site, key: str, why: str) -> bool:
     """Throws away a cache that no share uses; whether it could be."""
     share = Share(site, key)
-    try:
-        with locked(share.lock, 0.0):
-            cache = read_cache(site, key)
-            state = os.path.join(site.cache(key), "state")
-            if cache is None or share.record() or share.jobs() or in_use(state):
-                return False
-            log.info("removing the cache of %s of %s (%s)", cache.source, cache.user, why)
-            throw_away(site, cache)
-            return True
-    except Busy:
-        return False
+    with suppress(Busy), locked(share.lock, 0.0):
+        cache = read_cache(site, key)
+        state = os.path.join(share.cache, "state")
+        if cache is None or share.record() or share.jobs() or in_use(state):
+            return False
+        log.info("removing the cache of %s of %s (%s)", cache.source, cache.user, why)
+        throw_away(site, cache)
+        return True
+    return False
 
 
 def _size(size: TierSize) -> str:
@@ -248,5 +252,5 @@ def remove_empty_cache(site: Site, key: str) -> None:
         return
     for tier in cache.granted:
         remove_directory(os.path.join(tier, key))
-    unlink(os.path.join(site.cache(key), "cache.json"))
+    unlink(_record_path(site, key))
     remove_directory(site.cache(key))

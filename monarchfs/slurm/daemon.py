@@ -18,7 +18,7 @@ from monarchfs.config.model import User
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.control import client
 from monarchfs.fuse.mount import SYSTEM_PATH
-from monarchfs.slurm.identity import Dataset
+from monarchfs.slurm.shares import Dataset
 from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.recover import FoundMount, find_all, find_one
 from monarchfs.types import OperationError
@@ -67,10 +67,8 @@ def start(
     if log_file is not None:
         words += ["--log-file", log_file]
     command = command_of_ours(*words)
-    if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
-        _run([*_scope(unit), *command], command, dataset.descriptor, deadline)
-    else:
-        _run(command, None, dataset.descriptor, deadline)
+    scope = _scope(f"--unit={unit}")
+    _run([*scope, *command], command if scope else None, dataset.descriptor, deadline)
 
 
 def find(mountpoint: str) -> FoundMount | None:
@@ -109,16 +107,15 @@ def serves(status: dict[str, Any] | None) -> bool:
 
 def leave_running(words: Sequence[str]) -> None:
     """Runs a command of ours that outlives this process; it logs what it has to say."""
-    command = command_of_ours(*words)
-    if os.path.isdir(_BOOTED) and os.access(_SYSTEMD_RUN, os.X_OK):
-        command = [*_scope(""), *command]
-    begun(command, start_new_session=True)
+    begun([*_scope(), *command_of_ours(*words)], start_new_session=True)
 
 
-def _scope(unit: str) -> list[str]:
-    """systemd-run(1) makes a scope and then becomes the command."""
-    named = [f"--unit={unit}"] if unit else []
-    return [_SYSTEMD_RUN, "--scope", "--quiet", "--collect", "--slice=monarchfs", *named, "--"]
+def _scope(*options: str) -> list[str]:
+    """What a command has in front, to be in a scope of its own: systemd-run(1) makes that and then
+    becomes the command. Nothing where there is no systemd."""
+    if not os.path.isdir(_BOOTED) or not os.access(_SYSTEMD_RUN, os.X_OK):
+        return []
+    return [_SYSTEMD_RUN, "--scope", "--quiet", "--collect", "--slice=monarchfs", *options, "--"]
 
 
 def _run(

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.slurm import caches, daemon, recordings
-from monarchfs.slurm.archive import keep_report
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.prolog import sweep_words
 from monarchfs.slurm.records import (
@@ -21,7 +20,7 @@ from monarchfs.slurm.records import (
     remove_unfinished,
     unlink,
 )
-from monarchfs.slurm.report import Status, dataset_report, job_report, unmounted_report
+from monarchfs.slurm.report import Status, dataset_report, job_report, keep_report, unmounted_report
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.recover import unmount_found
@@ -62,7 +61,7 @@ def run_epilog(site: Site, job: Job) -> None:
                 dataset, status = _leave(share, job.id)
                 datasets.append(dataset)
                 if not share.jobs() and site.linger_seconds <= 0:
-                    end_share(site, share, until, status)
+                    end_share(share, until, status)
         except Busy as error:
             log.warning("job %d of %s: %s: it is taken out later", job.id, job.user, error)
             later = True
@@ -108,7 +107,7 @@ def sweep_once(site: Site) -> float | None:
                 continue
             left = site.linger_seconds - share.idle_seconds()
             if left <= 0:
-                end_share(site, share, time.monotonic() + _UMOUNT_SECONDS, last_status(share))
+                end_share(share, time.monotonic() + _UMOUNT_SECONDS, last_status(share))
             else:
                 pauses.append(left)
     return min(pauses) + _MOMENT_SECONDS / 10 if pauses else None
@@ -136,7 +135,7 @@ def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
     source = str(entry.get("source", record.get("source", "")))
     found = daemon.find(share.mountpoint(source)) if source else None
     after = daemon.status_of(found) if found is not None else None
-    recordings.end(share.site, job, share.key)
+    recordings.end(share, job)
     share.leave(job)
     if not share.jobs():
         share.mark_idle()
@@ -166,7 +165,7 @@ def last_status(share: Share) -> Status | None:
     return daemon.status_of(mounts[0]) if mounts else None
 
 
-def end_share(site: Site, share: Share, deadline: float, status: Status | None) -> bool:
+def end_share(share: Share, deadline: float, status: Status | None) -> bool:
     """Unmounts a share, even if it is in use, by ``deadline`` (time.monotonic), and keeps or wipes
     its cache; whether that worked. With its lock held. ``status`` is the daemon's last one, if
     there was one."""
@@ -182,7 +181,7 @@ def end_share(site: Site, share: Share, deadline: float, status: Status | None) 
     share.clear()
     if known or mounts:
         caches.close_cache(share.site, share.key, status)
-    if site.wipe and (cache := caches.read_cache(share.site, share.key)) is not None:
+    if share.site.wipe and (cache := caches.read_cache(share.site, share.key)) is not None:
         caches.throw_away(share.site, cache)
     return True
 

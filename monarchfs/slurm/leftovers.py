@@ -13,10 +13,9 @@ import pwd
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 from monarchfs.config.places import DATASET_ID, OWNER, Search
 from monarchfs.control.registration import find_mounts
@@ -70,17 +69,15 @@ class Sweeper:
         self.notes: list[str] = []
         """What could not be looked at, and why; what other commands are there for."""
 
-    def _put(self, kind: str, path: str, why: str, remove: Callable[[], object]) -> None:
-        """Notes something, and removes it; ``remove`` raises, or returns False, if it cannot."""
+    @contextmanager
+    def _put(self, kind: str, path: str, why: str) -> Iterator[Leftover]:
+        """Notes something. The block says whether it is ``removed``, or raises."""
         leftover = Leftover(kind, path, why)
         self.found.append(leftover)
-        if not self.remove:
-            return
         try:
-            if remove() is False:
+            yield leftover
+            if self.remove and not leftover.removed:
                 leftover.error = "it is in use again"
-            else:
-                leftover.removed = True
         except (MonarchError, OSError) as error:
             leftover.error = str(error)
 
@@ -97,12 +94,11 @@ class Sweeper:
                 continue
             if registered in mounted or supervisor_lives(registered):
                 continue
-            self._put(
-                "registration",
-                registered.socket_path,
-                f"its process {registered.entry.supervisor_pid} is gone",
-                partial(remove_registration, registered.stem, registered.owner_uid),
-            )
+            why = f"its process {registered.entry.supervisor_pid} is gone"
+            with self._put("registration", registered.socket_path, why) as one:
+                if self.remove:
+                    remove_registration(registered.stem, registered.owner_uid)
+                    one.removed = True
 
     def sockets(self, search: Search) -> None:
         """Sockets without a registration that nobody listens on."""
@@ -110,15 +106,18 @@ class Sweeper:
             for path in dead_sockets(directory):
                 owner = os.lstat(path).st_uid
                 if os.geteuid() in (0, owner):
-                    why = "nobody listens there any more"
-                    self._put("socket", path, why, partial(unlink_as, owner, path))
+                    with self._put("socket", path, "nobody listens there any more") as one:
+                        if self.remove:
+                            unlink_as(owner, path)
+                            one.removed = True
 
     def mounts(self, search: Search) -> None:
         """Mounts whose daemon is dead."""
         for found in find_all(search):
             if found.mount is None or not _is_dead(found):
                 continue
-            self._put("mount", found.mountpoint, "its daemon is dead", partial(_unmount, found))
+            with self._put("mount", found.mountpoint, "its daemon is dead") as one:
+                one.removed = self.remove and _unmount(found)
 
     # Of root
 
@@ -131,20 +130,23 @@ class Sweeper:
                 if job in running or entered > young:
                     continue
                 path = os.path.join(share.directory, "jobs", str(job))
-                self._put("job", path, "it is over", partial(_leave, share, job))
+                with self._put("job", path, "it is over") as one:
+                    one.removed = self.remove and _leave(share, job)
         for directory in (site.environments, os.path.dirname(site.facts(0))):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
                 is_over = name.isdecimal() and int(name) not in running
                 if is_over and os.lstat(path).st_mtime < young:
-                    self._put("job", path, "it is over", partial(unlink, path))
+                    with self._put("job", path, "it is over") as one:
+                        one.removed = self.remove and unlink(path)
 
     def shares(self, site: Site) -> None:
         """Mounts that no job uses, and that have lingered long enough."""
         for share in every_share(site):
             if share.jobs() or share.idle_seconds() < max(site.linger_seconds, 1.0):
                 continue
-            self._put("share", share.directory, "no job uses it", partial(_end, site, share))
+            with self._put("share", share.directory, "no job uses it") as one:
+                one.removed = self.remove and _end(share)
 
     def caches(self, site: Site) -> None:
         """Caches of users that are gone, copies that nobody counts, and what was thrown away."""
@@ -152,26 +154,19 @@ class Sweeper:
         old = time.time() - GONE_USER_SECONDS
         for cache in known.values():
             if cache.last_used < old and not _user_exists(cache.uid):
-                why = f"user {cache.user} ({cache.uid}) is gone"
-                self._put(
-                    "cache",
-                    site.cache(cache.key),
-                    why,
-                    partial(caches.discard, site, cache.key, why),
-                )
+                self._discard(site, cache.key, f"user {cache.user} ({cache.uid}) is gone")
         for tier in dict.fromkeys(tier.path for tier in site.tiers):
             for name in names_in(tier):
                 if KEY.fullmatch(name) and name not in known:
                     path = os.path.join(tier, name)
-                    self._put(
-                        "copies",
-                        path,
-                        "no index counts them",
-                        partial(_remove_uncounted, site, name, path),
-                    )
+                    with self._put("copies", path, "no index counts them") as one:
+                        one.removed = self.remove and _remove_uncounted(Share(site, name), path)
         self._of_plain_mounts(site.cache_dir, old)
         for path in caches.trash_in(site):
-            self._put("trash", path, "it was thrown away", partial(remove_tree, path))
+            with self._put("trash", path, "it was thrown away") as one:
+                if self.remove:
+                    remove_tree(path)
+                    one.removed = True
 
     def budget(self, site: Site) -> None:
         """Unmounted caches beyond the budget of their tier, the least recently used first."""
@@ -180,8 +175,11 @@ class Sweeper:
             if budget is None:
                 continue
             for key in caches.over_budget(budget, *caches.usage_of(site, tier.path), 0):
-                why = f"the budget of {tier.path} is exceeded"
-                self._put("cache", site.cache(key), why, partial(caches.discard, site, key, why))
+                self._discard(site, key, f"the budget of {tier.path} is exceeded")
+
+    def _discard(self, site: Site, key: str, why: str) -> None:
+        with self._put("cache", site.cache(key), why) as one:
+            one.removed = self.remove and caches.discard(site, key, why)
 
     def _of_plain_mounts(self, cache_dir: str, old: float) -> None:
         """State and copies of ``monarchfs mount`` in the default place, by users that are gone."""
@@ -194,8 +192,8 @@ class Sweeper:
                     continue
                 state = os.path.join(states, name[:_ID_DIGITS])
                 if not in_use(state) and not in_use(path, OWNER):
-                    why = f"user {st.st_uid} is gone"
-                    self._put("cache", path, why, partial(_remove_plain, path, state))
+                    with self._put("cache", path, f"user {st.st_uid} is gone") as one:
+                        one.removed = self.remove and _remove_plain(path, state)
 
 
 def running_jobs(node: str) -> set[int]:
@@ -249,36 +247,28 @@ def _unmount(found: FoundMount) -> bool:
     return True
 
 
-@contextmanager
-def _holding(site: Site, key: str) -> Iterator[bool]:
-    try:
-        with locked(site.lock(key), 0.0):
-            yield True
-    except Busy:
-        yield False
-
-
 def _leave(share: Share, job: int) -> bool:
     with locked(share.lock, time.monotonic() + _LOOK_SECONDS):
         return share.leave(job)
 
 
-def _end(site: Site, share: Share) -> bool:
-    with _holding(share.site, share.key) as mine:
-        if not mine or share.jobs():
+def _end(share: Share) -> bool:
+    with suppress(Busy), locked(share.lock, 0.0):
+        if share.jobs():
             return False
-        if not end_share(site, share, time.monotonic() + _UMOUNT_SECONDS, last_status(share)):
+        if not end_share(share, time.monotonic() + _UMOUNT_SECONDS, last_status(share)):
             raise OperationError(f"{share.directory} cannot be unmounted")
         return True
+    return False
 
 
-def _remove_uncounted(site: Site, key: str, path: str) -> bool:
-    with _holding(site, key) as mine:
-        share = Share(site, key)
-        if not mine or share.record() or share.jobs() or os.path.exists(site.cache(key)):
+def _remove_uncounted(share: Share, path: str) -> bool:
+    with suppress(Busy), locked(share.lock, 0.0):
+        if share.record() or share.jobs() or os.path.exists(share.cache):
             return False
         remove_tree(path)
         return True
+    return False
 
 
 def _remove_plain(path: str, state: str) -> bool:

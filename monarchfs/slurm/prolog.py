@@ -14,12 +14,10 @@ from typing import Any
 from monarchfs.config.model import User
 from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon, recordings
-from monarchfs.slurm.identity import Dataset, resolve, user_of
-from monarchfs.slurm.job import Job
+from monarchfs.slurm.job import Job, Request
+from monarchfs.slurm.peers import follow_job, sharing_options
 from monarchfs.slurm.records import locked, prepare, write_record, write_text
-from monarchfs.slurm.request import Request
-from monarchfs.slurm.shares import Share, record_of, share_key
-from monarchfs.slurm.sharing import follow_job, sharing_options
+from monarchfs.slurm.shares import Dataset, Share, record_of, resolve, share_key, user_of_job
 from monarchfs.slurm.site import Site, is_below
 from monarchfs.supervisor.recover import FoundMount, remove_by_force, unmount_found
 from monarchfs.types import MonarchError, OperationError
@@ -67,7 +65,7 @@ def run_prolog(site: Site, job: Job) -> None:
     _tell(site, job, wanted, paths, warnings)
     reasons: dict[int, str] = {}
     try:
-        user = user_of(job.uid, max(1.0, (deadline - time.monotonic()) / 2))
+        user = user_of_job(job.uid, max(1.0, (deadline - time.monotonic()) / 2))
     except MonarchError as error:
         reasons = {number: str(error) for number in range(len(wanted))}
     else:
@@ -159,34 +157,25 @@ def _mount_for(
                 options = mount_options(site, job, wanted)
                 options += sharing_options(site, job, share.key)
                 others = share.jobs() != [job.id]
-                _mount(site, share, dataset, options, user, deadline, others=others)
+                _mount(share, dataset, options, user, deadline, others=others)
                 before = None
             elif found and found.registered and before and before.get("peer_server"):
                 left = max(1.0, min(_PEERS_SECONDS, deadline - time.monotonic()))
                 alone = share.jobs() == [job.id]
                 follow_job(site, job, found.registered, left, alone=alone)
             since = daemon.started_ns(found) if found is not None and before is not None else None
-            share.note(
-                job.id,
-                before=before,
-                mount_started_ns=since,
-                source=source,
-                variable=wanted.variable,
-            )
+            about = {"source": source, "variable": wanted.variable}
+            share.note(job.id, before=before, mount_started_ns=since, **about)
         except BaseException:
             share.leave(job.id)
             if not share.jobs() and not share.record():
                 share.clear()
             raise
-    facts = {
-        "source": source,
-        "mountpoint": share.mountpoint(source),
-        "variable": wanted.variable,
-    }
-    recordings.begin(site, job, user, share, facts)
+    mountpoint = share.mountpoint(source)
+    recordings.begin(share, job, user, {**about, "mountpoint": mountpoint})
     used = "mounted" if before is None else "shares"
     log.info("job %d of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
-    return share.mountpoint(source)
+    return mountpoint
 
 
 def mount_options(site: Site, job: Job, wanted: WantedDataset) -> list[str]:
@@ -216,7 +205,6 @@ def _status(found: FoundMount | None, deadline: float) -> dict[str, Any] | None:
 
 
 def _mount(
-    site: Site,
     share: Share,
     dataset: Dataset,
     options: Sequence[str],
@@ -240,15 +228,15 @@ def _mount(
     os.makedirs(mountpoint, mode=0o755, exist_ok=True)
     share.write({**record_of(source, user), "mountpoint": mountpoint})
     try:
-        tiers = caches.open_cache(site, share, source, user)
+        tiers = caches.open_cache(share, source, user)
         daemon.start(
             dataset,
             mountpoint,
             user,
             tiers=tiers,
-            state_dir=os.path.join(share.site.cache(share.key), "state"),
+            state_dir=os.path.join(share.cache, "state"),
             options=options,
-            log_file=site.log_file,
+            log_file=share.site.log_file,
             unit=f"monarchfs-{share.key}-{os.getpid()}",
             deadline=deadline,
         )

@@ -20,7 +20,6 @@ from typing import Any
 
 from monarchfs.config.model import User
 from monarchfs.slurm import daemon
-from monarchfs.slurm.archive import add_verdict, keep_file
 from monarchfs.slurm.job import Job
 from monarchfs.slurm.records import (
     Busy,
@@ -32,6 +31,7 @@ from monarchfs.slurm.records import (
     write_record,
     write_text,
 )
+from monarchfs.slurm.report import add_verdict, keep_file
 from monarchfs.slurm.shares import Share
 from monarchfs.slurm.site import Site
 from monarchfs.types import MonarchError, OperationError
@@ -46,60 +46,48 @@ _ANALYSIS_BYTES = 4 << 30
 _KEEP_SECONDS = 30.0
 _OLD_SECONDS = 86_400.0
 _NICE = 19
+_FACTS, _OVER, _LOCK = ".json", ".over", ".lock"
+"""Files beside a recording's place, which is a directory of the user's by the job's number and the
+share's key; ``rec`` and ``html`` lie in it."""
 
 log = logging.getLogger(__name__)
 
 
-class JobRecording:
-    """Where a recording lies while it is made: a directory of the user's, and files beside it."""
-
-    def __init__(self, site: Site, name: str) -> None:
-        """``name``: the job's number and the share's key."""
-        self.name = name
-        self._stem = os.path.join(site.recordings, name)
-        self.directory = self._stem
-        self.file = os.path.join(self.directory, "rec")
-        self.page = os.path.join(self.directory, "html")
-        self.facts = self._stem + ".json"
-        self.over = self._stem + ".over"
-        self.lock = self._stem + ".lock"
-
-    def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        for path in (self.facts, self.over, self.lock):
-            unlink(path)
+def _place(share: Share, job: int) -> str:
+    return os.path.join(share.site.recordings, f"{job}.{share.key}")
 
 
-def begin(site: Site, job: Job, user: User, share: Share, facts: Mapping[str, str]) -> None:
+def begin(share: Share, job: Job, user: User, facts: Mapping[str, str]) -> None:
     """Have a mount recorded for a job, in the background; ``facts``: its source, its mountpoint,
     the job's variable. What fails is logged."""
+    site = share.site
     if not site.record_bytes:
         return
-    recording = JobRecording(site, f"{job.id}.{share.key}")
+    place = _place(share, job.id)
     try:
         make_directory(site.recordings, 0o711)
         _remove_old(site)
-        os.mkdir(recording.directory, 0o700)
-        os.chown(recording.directory, user.uid, user.gid)
+        os.mkdir(place, 0o700)
+        os.chown(place, user.uid, user.gid)
         who = {"uid": user.uid, "gid": user.gid, "groups": list(user.groups)}
-        write_record(recording.facts, {"job": job.id, "node": job.node, **who, **facts})
+        write_record(place + _FACTS, {"job": job.id, "node": job.node, **who, **facts})
     except FileExistsError:
         return  # the prolog runs once more
     except (MonarchError, OSError) as error:
         log.error("job %d of %s is not recorded: %s", job.id, job.user, error)
         return
     config = [] if site.path is None else ["--config", site.path]
-    daemon.leave_running(["job", "record", *config, "--recording", recording.name])
+    daemon.leave_running(["job", "record", *config, "--recording", os.path.basename(place)])
 
 
-def end(site: Site, job: int, key: str) -> None:
+def end(share: Share, job: int) -> None:
     """The job leaves the mount: its recording ends, within a second."""
-    recording = JobRecording(site, f"{job}.{key}")
-    if not os.path.exists(recording.facts):
+    place = _place(share, job)
+    if not os.path.exists(place + _FACTS):
         return
     try:
-        write_text(recording.over, "")
-        with locked(recording.lock, time.monotonic() + _ENDING_SECONDS):
+        write_text(place + _OVER, "")
+        with locked(place + _LOCK, time.monotonic() + _ENDING_SECONDS):
             pass
     except (Busy, OSError) as error:
         log.warning("job %d: the end of its recording may be missing: %s", job, error)
@@ -107,25 +95,25 @@ def end(site: Site, job: int, key: str) -> None:
 
 def run_recording(site: Site, name: str) -> None:
     """Records until the job has left the mount, then adds the verdict to its report."""
-    recording = JobRecording(site, name)
-    facts = read_record(recording.facts)
+    place = os.path.join(site.recordings, name)
+    facts = read_record(place + _FACTS)
     if facts is None or os.path.basename(name) != name:
         raise OperationError(f"there is no recording {name[:80]}")
     try:
-        with locked(recording.lock, time.monotonic()):
-            _record(site, recording, facts)
-        _add(site, recording, facts, _analyzed(recording, facts))
+        with locked(place + _LOCK, time.monotonic()):
+            _record(site, place, facts)
+        _add(site, place, facts, _analyzed(place, facts))
     except (MonarchError, OSError, ValueError, KeyError, TypeError) as error:
         log.error("job %s: no verdict: %s", facts["job"], error)
     finally:
-        recording.remove()
+        _remove(place)
 
 
-def _record(site: Site, recording: JobRecording, facts: Mapping[str, Any]) -> None:
+def _record(site: Site, place: str, facts: Mapping[str, Any]) -> None:
     size = str(site.record_bytes)
-    words = ["record", str(facts["mountpoint"]), "-o", recording.file, "--max-size", size]
+    words = ["record", str(facts["mountpoint"]), "-o", f"{place}/rec", "--max-size", size]
     process = _as_user(words, facts, subprocess.DEVNULL)
-    while process.poll() is None and not os.path.exists(recording.over):
+    while process.poll() is None and not os.path.exists(place + _OVER):
         time.sleep(_POLL_SECONDS)
     process.terminate()
     try:
@@ -137,8 +125,8 @@ def _record(site: Site, recording: JobRecording, facts: Mapping[str, Any]) -> No
         raise OperationError("it was not recorded: another job's recording goes on, or it failed")
 
 
-def _analyzed(recording: JobRecording, facts: Mapping[str, Any]) -> dict[str, Any]:
-    words = ["analyze", recording.file, "--html", recording.page, "--json"]
+def _analyzed(place: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    words = ["analyze", f"{place}/rec", "--html", f"{place}/html", "--json"]
     process = _as_user(words, facts, subprocess.PIPE, limited=True)
     try:
         out, _ = process.communicate(timeout=_ANALYSIS_SECONDS)
@@ -157,15 +145,13 @@ def in_three_lines(lines: Sequence[str]) -> list[str]:
     return [str(line) for line in chosen]
 
 
-def _add(
-    site: Site, recording: JobRecording, facts: Mapping[str, Any], verdict: dict[str, Any]
-) -> None:
+def _add(site: Site, place: str, facts: Mapping[str, Any], verdict: dict[str, Any]) -> None:
     """Once the epilog has written the report."""
     uid, variable = int(facts["uid"]), str(facts["variable"])
     stem = os.path.join(site.report_dir, f"{facts['job']}.{facts['node']}")
-    for path, kind in ((recording.file, "rec"), (recording.page, "html")):
-        keep_file(path, f"{stem}.{variable}.{kind}", uid, site.record_bytes * 2, _KEEP_SECONDS)
     verdict["files"] = [f"{stem}.{variable}.{kind}" for kind in ("rec", "html")]
+    for kind, path in zip(("rec", "html"), verdict["files"], strict=True):
+        keep_file(f"{place}/{kind}", path, uid, site.record_bytes * 2, _KEEP_SECONDS)
     until = time.monotonic() + _REPORT_SECONDS
     while not add_verdict(stem + ".json", uid, str(facts["source"]), verdict, _KEEP_SECONDS):
         if time.monotonic() > until:
@@ -197,9 +183,15 @@ def _as_user(
 def _remove_old(site: Site) -> None:
     """What a node that crashed has left."""
     for name in names_in(site.recordings):
-        recording = JobRecording(site, name.removesuffix(".json"))
+        path = os.path.join(site.recordings, name)
         with suppress(Busy, OSError):
-            old = time.time() - os.stat(recording.facts).st_mtime > _OLD_SECONDS
-            if name.endswith(".json") and old:
-                with locked(recording.lock, time.monotonic()):
-                    recording.remove()
+            if name.endswith(_FACTS) and time.time() - os.stat(path).st_mtime > _OLD_SECONDS:
+                place = path.removesuffix(_FACTS)
+                with locked(place + _LOCK, time.monotonic()):
+                    _remove(place)
+
+
+def _remove(place: str) -> None:
+    shutil.rmtree(place, ignore_errors=True)
+    for kind in (_FACTS, _OVER, _LOCK):
+        unlink(place + kind)

@@ -1,6 +1,7 @@
 """A share: one dataset mounted for one user with one set of groups, and the jobs that use it.
 
-To be called with the share's lock held (`records.locked`), but for `shares_of` and `every_share`.
+The methods of `Share` are to be called with its lock held (`records.locked`). Who the user is, and
+what a path is for that user, is asked in children that may hang.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import os
 import re
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.config.model import User
+from monarchfs.config.places import known_user
 from monarchfs.slurm.records import (
     make_directory,
     names_in,
@@ -24,7 +26,11 @@ from monarchfs.slurm.records import (
     write_record,
     write_text,
 )
-from monarchfs.slurm.site import Site
+from monarchfs.slurm.site import Site, is_below
+from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.probe import path_of
+from monarchfs.system.bounded import Answer, bounded_call, bounded_value
+from monarchfs.types import OperationError
 
 KEY = re.compile(r"[0-9a-f]{20}")
 _FOLDER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]{0,63}")
@@ -58,6 +64,10 @@ class Share:
     @property
     def lock(self) -> str:
         return self.site.lock(self.key)
+
+    @property
+    def cache(self) -> str:
+        return self.site.cache(self.key)
 
     @property
     def _jobs(self) -> str:
@@ -141,3 +151,64 @@ def every_share(site: Site) -> list[Share]:
 def shares_of(site: Site, job: int) -> list[Share]:
     """The shares whose sets a job is in."""
     return [share for share in every_share(site) if job in share.jobs()]
+
+
+# Of whom, and of what
+
+
+def user_of_job(uid: int, timeout: float) -> User:
+    """The user and all groups. Raises OperationError if there is none, or if the directory service
+    does not answer within ``timeout`` seconds."""
+
+    def call() -> tuple[str, int, list[int]]:
+        try:
+            user = known_user(uid)
+        except KeyError:
+            raise OperationError(
+                f"this node knows no user {uid}: see getent passwd {uid}"
+            ) from None
+        return user.name, user.gid, list(user.groups)
+
+    overdue = f"who user {uid} is was not known within {timeout:.0f} s: check getent passwd"
+    name, gid, groups = bounded_value(call, timeout=timeout, overdue=overdue)
+    return User(name, uid, gid, tuple(groups))
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A directory, looked up once: ``path`` has no symbolic links, and ``descriptor`` stands for
+    what it was then (O_PATH). To be closed."""
+
+    path: str
+    descriptor: int
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+def resolve(path: str, roots: Sequence[str] | None, user: User, timeout: float) -> Dataset:
+    """The directory that ``path`` is for ``user``.
+
+    Raises OperationError if there is none, if it lies (links followed) in none of ``roots``, where
+    given, or if that takes longer than ``timeout`` seconds.
+    """
+
+    def call() -> Answer:
+        become(user)
+        try:
+            place = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            os.close(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place))
+            # Where it is, not where the path leads by now.
+            real = path_of(place)
+        except OSError as error:
+            raise OperationError(f"{path}: {error.strerror} (for {user.name})") from None
+        if roots is not None and not is_below(real, [os.path.realpath(root) for root in roots]):
+            raise OperationError(
+                f"{path} is {real}, which is in none of the roots that are allowed"
+            )
+        return real, [place]
+
+    real, (descriptor,) = bounded_call(
+        call, timeout=timeout, overdue=f"{path} did not answer within {timeout:.0f} s"
+    )
+    return Dataset(real, descriptor)

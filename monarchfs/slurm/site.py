@@ -21,8 +21,7 @@ from monarchfs.config.values import (
     parse_tiers,
     parse_timeout,
 )
-from monarchfs.slurm.job import Job
-from monarchfs.slurm.request import Request, parse_dataset_path, parse_request
+from monarchfs.slurm.job import Job, Request, parse_dataset_path, parse_request
 from monarchfs.types import UsageError
 
 SITE_FILE = "/etc/monarchfs-slurm.toml"
@@ -61,21 +60,14 @@ class Allow:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """A dataset that jobs get without asking."""
-
-    who: Who
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
 class Site:
     """The site's configuration. ``tiers`` as for mount: what one dataset of one user may take;
     ``budget``: what all together may, by the tier's path. ``options`` are those of ``mount -o``.
-    ``path`` is the file, None for the usual one. Times are in seconds. ``peer_key`` is a file, on
-    each node, with the key by which the mounts of a job's nodes share, on one of ``peer_ports``
-    (the first and the last); None: they do not. With ``record_bytes`` the mounts of each job are
-    recorded, in files of at most so many bytes. Files of prologs and epilogs lie in ``run_dir`` and
+    ``path`` is the file, None for the usual one. What is ``given`` jobs get without asking. Times
+    are in seconds. ``peer_key`` is a file, on each node, with the key by which the mounts of a
+    job's nodes share, on one of ``peer_ports`` (the first and the last); None: they do not. With
+    ``record_bytes`` the mounts of each job are recorded, in files of at most so many bytes. Files
+    of prologs and epilogs lie in ``run_dir`` and
     ``cache_dir``: see ``slurm/records.py``."""
 
     run_dir: str = ROOT_RUNTIME_DIR + "/slurm"
@@ -85,7 +77,7 @@ class Site:
     budget: Mapping[str, TierSpec] = field(default_factory=dict)
     options: tuple[str, ...] = ("freshness=immutable",)
     allow: tuple[Allow, ...] = ()
-    given: tuple[Given, ...] = ()
+    given: tuple[tuple[Who, Request], ...] = ()
     deadline_seconds: float = 20.0
     linger_seconds: float = 0.0
     wipe: bool = False
@@ -102,7 +94,7 @@ class Site:
         return [root for one in self.allow if one.who.matches(job) for root in one.roots]
 
     def given_to(self, job: Job) -> list[Request]:
-        return [one.request for one in self.given if one.who.matches(job)]
+        return [request for who, request in self.given if who.matches(job)]
 
     # Where files are
 
@@ -231,7 +223,7 @@ _PARSERS: Mapping[str, tuple[str, Callable[[object], object]]] = {
 }
 
 
-def _given(table: Mapping[str, Any]) -> Given:
+def _given(table: Mapping[str, Any]) -> tuple[Who, Request]:
     who = _who(table, {"path", "options"})
     if not isinstance(table.get("path"), str):
         raise UsageError('it needs a path, as in path = "/lustre/data/imagenet"')
@@ -243,7 +235,7 @@ def _given(table: Mapping[str, Any]) -> Given:
     parsed = parse_request("/x" + (f":{options}" if options else ""))
     if len(parsed) != 1:
         raise UsageError("options holds a comma: write one table for each dataset")
-    return Given(who, Request(path, parsed[0].name, parsed[0].options))
+    return who, replace(parsed[0], path=path)
 
 
 def _who(table: Mapping[str, Any], others: set[str]) -> Who:

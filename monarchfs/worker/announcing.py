@@ -39,7 +39,7 @@ class Announcing:
         if window is None:
             raise OperationError("this mount is in safe mode: see monarchfs status")
         pid = peer_pid(stream.socket)
-        order = KeptOrder(name, b"", pid, start_ticks(pid))
+        ticks = start_ticks(pid)
         await stream.send_all(messages.encode_progress({"ready": True}))
         names = bytearray()
         with trio.move_on_after(SECONDS) as scope:
@@ -50,8 +50,8 @@ class Announcing:
         if scope.cancelled_caught:
             raise OperationError(f"the list did not end within {SECONDS:g} s")
         async with self._one_at_a_time:
-            window.announce(name, bytes(names), pid, order.start_ticks)
-            await run_sync(self._said.keep_order, order._replace(names=bytes(names)))
+            window.announce(name, bytes(names), pid, ticks)
+            await run_sync(self._said.keep_order, KeptOrder(name, bytes(names), pid, ticks))
             if name not in window.orders:
                 self._said.forget_order(name)
         return {"files": names.strip(b"\0").count(b"\0") + bool(names)}

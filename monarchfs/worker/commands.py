@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import trio
@@ -48,31 +48,15 @@ STILL_SECONDS = 120.0
 """A client that waits for copies is sent away if none ended for this long. It is longer than a
 failed copy waits before it is tried again (``prefetch.jobs.RETRY_SECONDS``)."""
 
+_DONE = ("files", "bytes", "kept", "not_listed", "not_looked_at")
+"""``files`` and ``bytes`` of the source that were processed; ``kept`` files that were not;
+``not_listed`` directories and names that were ``not_looked_at`` may stand for more files."""
+
 _WHAT = {"copy": What.COPY, "metadata": What.METADATA, "check": What.CHECK}
 
 
 Talk = Callable[[dict[str, Any], trio.SocketStream], Awaitable[dict[str, Any]]]
 """Carries out a request; the result."""
-
-
-@dataclass(slots=True)
-class DoneCounts:
-    """``files`` and ``bytes`` of the source that were processed; ``kept`` files that were not;
-    ``not_listed`` directories and names that were ``not_looked_at`` may stand for more files."""
-
-    files: int = 0
-    bytes: int = 0
-    kept: int = 0
-    not_listed: int = 0
-    not_looked_at: int = 0
-
-    def add(self, file: Node, done: bool | None) -> None:
-        """``done`` is None where there was nothing to do."""
-        if done:
-            self.files += 1
-            self.bytes += file.stat.size
-        elif done is not None:
-            self.kept += 1
 
 
 class Commands:
@@ -82,9 +66,6 @@ class Commands:
         self._parts = parts
         self._tree = parts.tree
         self._cache = parts.cache
-        self._kernel = parts.kernel
-        self._warming = parts.warming
-        self._finder = parts.finder
         self._why = Why(
             parts.tree,
             parts.cache,
@@ -103,19 +84,15 @@ class Commands:
     async def answer(self, request: dict[str, Any], stream: trio.SocketStream) -> None:
         """Carry out a request that it ``knows``, and send the progress and the reply."""
         so_far: dict[str, Any] = {}
-
-        async def keep_telling() -> None:
-            while True:
-                await trio.sleep(_TELL_SECONDS.get(request["command"], USUAL_TELL_SECONDS))
-                await stream.send_all(messages.encode_progress(so_far))
-
+        seconds = _TELL_SECONDS.get(request["command"], USUAL_TELL_SECONDS)
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             async with trio.open_nursery() as nursery:
                 try:
                     if talk := self._talks.get(request["command"]):
                         result = await talk(request, stream)
                     else:
-                        nursery.start_soon(_unless_broken, keep_telling, nursery.cancel_scope)
+                        command = nursery.cancel_scope
+                        nursery.start_soon(_keep_telling, so_far, seconds, stream, command)
                         result = await self._carry_out(request, so_far)
                     reply = messages.encode_result(result)
                 except (OSError, MonarchError) as exc:
@@ -140,27 +117,35 @@ class Commands:
             case "weigh":
                 return await self._weigh(paths, request)
         # All of them first: if a name does not exist, nothing is done.
-        nodes = [await self._finder.find(path) for path in paths]
+        nodes = [await self._parts.finder.find(path) for path in paths]
         if request["command"] == "warm":
             return await self._warm(nodes, request, so_far)
-        counts, index, command = DoneCounts(), self._cache.index, request["command"]
+        return await self._change_all(nodes, request["command"], so_far)
+
+    async def _change_all(
+        self, nodes: Sequence[Node], command: str, so_far: dict[str, Any]
+    ) -> dict[str, int]:
+        """Pin, unpin or evict what lies at or below the nodes."""
+        counts, index = dict.fromkeys(_DONE, 0), self._cache.index
         for node in nodes:
             held = node.ino != ROOT_INO and index.pins.pinned(node.parent)
             if command == "pin":
                 index.pins.pin(node.ino)
             async for file in self._files_below(node, counts):
-                match command:
-                    case "evict":
-                        done = self._evict(file)
-                    case "unpin":
-                        done = not held if index.pins.pinned(file.ino) else None
-                    case _:
-                        done = True
-                counts.add(file, done)
-                so_far.update(asdict(counts))
+                done: bool | None = True
+                if command == "evict":
+                    done = self._evict(file)
+                elif command == "unpin":
+                    done = not held if index.pins.pinned(file.ino) else None
+                if done:
+                    counts["files"] += 1
+                    counts["bytes"] += file.stat.size
+                elif done is not None:
+                    counts["kept"] += 1
+                so_far.update(counts)
             if command == "unpin":
                 index.pins.unpin(node.ino)
-        return asdict(counts)
+        return counts
 
     async def _refresh_all(
         self, paths: Sequence[tuple[bytes, ...]], so_far: dict[str, Any]
@@ -172,7 +157,7 @@ class Commands:
             def progress(now: RefreshResult, done: dict[str, Any] = done) -> None:
                 so_far.update(_sum(done, now))
 
-            total = _sum(done, await Refresh(self._tree, self._kernel, progress).run(path))
+            total = _sum(done, await Refresh(self._tree, self._parts.kernel, progress).run(path))
         return total
 
     async def _explain(self, paths: Sequence[str], so_far: dict[str, Any]) -> dict[str, Any]:
@@ -212,13 +197,13 @@ class Commands:
         if what is None:
             raise OperationError(f"unknown way to warm: {request.get('what')!r}")
         if what is What.CHECK:
-            warm = self._warming.request(what)
+            warm = self._parts.warming.request(what)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(warm.run, nodes)
                 moving = await _follow(warm, so_far)
                 nursery.cancel_scope.cancel()
         else:
-            warm = self._warming.start(what, nodes)
+            warm = self._parts.warming.start(what, nodes)
             # If the client goes away, the request goes on.
             moving = request.get("wait") is not True or await _follow(warm, so_far)
         if not moving:
@@ -228,19 +213,20 @@ class Commands:
             )
         return {"ended": warm.done.is_set(), **asdict(warm.counts)}
 
-    async def _files_below(self, node: Node, counts: DoneCounts) -> AsyncIterator[Node]:
-        """The regular files at or below a node whose attributes are known."""
+    async def _files_below(self, node: Node, counts: dict[str, int]) -> AsyncIterator[Node]:
+        """The regular files at or below a node whose attributes are known. Counts what may hide
+        others."""
         if node.stat.is_regular:
             yield node
         directories = [node.ino] if node.stat.is_directory else []
         while directories:
             ino, cookie = directories.pop(), 0
-            counts.not_listed += self._tree.index.listings.listing(ino) is None
+            counts["not_listed"] += self._tree.index.listings.listing(ino) is None
             while entries := self._tree.index.listings.entries(ino, cookie, BATCH):
                 cookie = entries[-1][0].cookie
                 for _dirent, child in entries:
                     if child is None:
-                        counts.not_looked_at += 1
+                        counts["not_looked_at"] += 1
                     elif child.outdated:
                         continue
                     elif child.stat.is_directory:
@@ -263,13 +249,18 @@ class Commands:
         return self._parts.peering.report()
 
     def _evict(self, node: Node) -> bool | None:
+        """None: there is nothing to evict."""
         return None if self._cache.accounts.state(node.ino) is None else self._cache.evict(node.ino)
 
 
-async def _unless_broken(talk: Callable[[], Any], command: trio.CancelScope) -> None:
-    """Talk to the client; end the command if the client is gone."""
+async def _keep_telling(
+    so_far: dict[str, Any], seconds: float, stream: trio.SocketStream, command: trio.CancelScope
+) -> None:
+    """Tells the client how far its command is, and ends the command if the client is gone."""
     try:
-        await talk()
+        while True:
+            await trio.sleep(seconds)
+            await stream.send_all(messages.encode_progress(so_far))
     except (trio.BrokenResourceError, trio.ClosedResourceError):
         command.cancel()
 

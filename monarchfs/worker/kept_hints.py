@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -106,7 +106,7 @@ class KeptHints:
         found: dict[int, float] = dict(_PAIR.iter_unpack(rows[:whole]))
         self._live_bytes = _PAIR.size * len(found)
         # Each once, and nothing behind them that is half written.
-        self._write(_WEIGHTS, {}, b"".join(_rows(found)))
+        self._write(_WEIGHTS, {}, b"".join(_PAIR.pack(*pair) for pair in found.items()))
         return found
 
     def clear(self) -> None:
@@ -147,10 +147,6 @@ class KeptHints:
 
 def _file_of(stream: str) -> str:
     return "order-" + blake2b(os.fsencode(stream), digest_size=16).hexdigest()
-
-
-def _rows(weights: dict[int, float]) -> Iterator[bytes]:
-    return (_PAIR.pack(*pair) for pair in weights.items())
 
 
 def _private(path: str, flags: int) -> int:

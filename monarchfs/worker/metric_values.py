@@ -54,11 +54,13 @@ def _requests(worker: Composition) -> Values:
     metrics = worker.metrics
     return {
         names.OPENS: [
-            *_by_place(metrics.local_opens, metrics.source_opens),
+            (("local",), metrics.local_opens),
+            (("source",), metrics.source_opens),
             (("peer",), metrics.peer_opens),
         ],
         names.OPENED_FILE_BYTES: [
-            *_by_place(metrics.local_file_bytes, metrics.source_file_bytes),
+            (("local",), metrics.local_file_bytes),
+            (("source",), metrics.source_file_bytes),
             (("peer",), metrics.peer_file_bytes),
         ],
         names.RELAYED_BYTES: [((), metrics.relayed_bytes)],
@@ -207,10 +209,6 @@ def _window(worker: Composition) -> Values:
         names.ORDERS_LEARNED: [((), metrics.orders_learned)],
         names.ORDERS_GIVEN_UP: [((), metrics.orders_given_up)],
     }
-
-
-def _by_place(local: int, source: int) -> list[Sample]:
-    return [(("local",), local), (("source",), source)]
 
 
 def _labelled(counts: Iterable[tuple[str, int | float]]) -> list[Sample]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -102,20 +103,13 @@ class Peering:
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._serve)
+            most = {"connections": CONNECTIONS, "most_body_bytes": MOST_BODY_BYTES}
+            nursery.start_soon(partial(serve, self._listener, self._requests.answer, **most))
             nursery.start_soon(self.following.run)
             if self._mode is ShareMode.PARTITION:
                 nursery.start_soon(drop_foreign, self._cache, self._ownership, self.following)
             nursery.start_soon(self._spans.digests.run)
             nursery.start_soon(self._spans.run)
-
-    async def _serve(self) -> None:
-        await serve(
-            self._listener,
-            self._requests.answer,
-            connections=CONNECTIONS,
-            most_body_bytes=MOST_BODY_BYTES,
-        )
 
     def count(self, metrics: Metrics) -> None:
         """Add what happened since the last call."""

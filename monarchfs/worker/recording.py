@@ -139,7 +139,7 @@ class _EventStream:
         self._lost = 0
         self._since, self._events = trio.current_time(), 0
         self._paths = _Paths(index)
-        self._names = _Names()
+        self._processes = {0}
         self._told = 0.0
 
     async def follow(self, ended: trio.Event) -> None:
@@ -188,7 +188,7 @@ class _EventStream:
             sample //= 2
         if sample > self._sample or self._paths.known > MOST_KNOWN:
             # Of those that wait to be told most are not in the sample any more.
-            self._paths, self._names = _Paths(self._index), _Names()
+            self._paths, self._processes = _Paths(self._index), {0}
         self._change_sample(sample)
 
     def _change_sample(self, sample: int) -> None:
@@ -198,24 +198,17 @@ class _EventStream:
 
     async def _send(self, events: bytes, names: int) -> None:
         self._paths.want(events)
+        fresh = set(memoryview(events).cast("I")[_PID::_SHORTS]) - self._processes
+        self._processes |= fresh
         head = {
-            **{"bytes": len(events), "lost": self._lost, "sampled": self._sample},
-            **{"processes": self._names.of_new(events), "files": self._paths.some(names)},
+            "bytes": len(events),
+            "lost": self._lost,
+            "sampled": self._sample,
+            # Without those that have ended.
+            "processes": {number: name for number in fresh if (name := _name_of(number))},
+            "files": self._paths.some(names),
         }
         await self._stream.send_all(messages.encode_progress(head) + events)
-
-
-class _Names:
-    """The names of processes. Changing: which are known."""
-
-    def __init__(self) -> None:
-        self._seen: set[int] = {0}
-
-    def of_new(self, events: bytes) -> dict[int, str]:
-        """Of those that were not seen before; without those that have ended."""
-        fresh = set(memoryview(events).cast("I")[_PID::_SHORTS]) - self._seen
-        self._seen |= fresh
-        return {process: name for process in fresh if (name := _name_of(process))}
 
 
 def _name_of(process: int) -> str:

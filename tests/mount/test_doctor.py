@@ -20,11 +20,10 @@ import pytest
 from monarchfs.cli.main import main
 from monarchfs.config import Config, User
 from monarchfs.config.places import DefaultPlaces
-from monarchfs.doctor import connection, leftovers, peers, source, speed, storage, system
-from monarchfs.doctor import selftest_counters as counters
+from monarchfs.doctor import leftovers, peers, selftest, speed, storage, system
 from monarchfs.doctor import selftest_dataset as dataset
 from monarchfs.doctor.checks import Check, Severity
-from monarchfs.doctor.run import Subject, examine
+from monarchfs.doctor.run import examine
 from monarchfs.fuse.mountinfo import Mount
 from monarchfs.fuse.protocol import InitFlag
 from monarchfs.insight.estimates import SourceRates, TierRates
@@ -77,7 +76,7 @@ ALL = int(InitFlag.PASSTHROUGH | InitFlag.HAS_RESEND)
 def test_what_the_kernel_offers(
     flags: int | None, release: tuple[int, int], is_root: bool, expected: dict[str, Severity]
 ) -> None:
-    found = connection.judge(flags, "EPERM", release, is_root=is_root, passes=is_root)
+    found = system.judge_offers(flags, "EPERM", release, is_root=is_root, passes=is_root)
     assert expected.items() <= states(found).items()
     (available,) = [one.numbers["available"] for one in found if one.name == "passthrough"]
     assert available is (is_root and expected["passthrough"] is OK)
@@ -87,7 +86,7 @@ def test_root_of_a_user_namespace_does_without_passthrough(tmp_path: Path) -> No
     for text, first in (("         0          0 4294967295\n", True), ("0 1000 1\n", False)):
         (tmp_path / "uid_map").write_text(text)
         assert in_first_user_namespace(f"{tmp_path}/uid_map") is first
-    found = connection.judge(ALL, "", (6, 18), is_root=True, passes=False)
+    found = system.judge_offers(ALL, "", (6, 18), is_root=True, passes=False)
     (check,) = [check for check in found if check.name == "passthrough"]
     assert check.numbers["available"] is False
     assert "outside of any user namespace" in check.detail
@@ -140,7 +139,7 @@ def charged(place: storage.TierLocation, size: int) -> Check:
 
 
 def purge(fstype: str, options: str, touches: bool) -> Check:
-    (check,) = source.judge_purge(fstype, options, touches=touches)
+    (check,) = storage.judge_purge(fstype, options, touches=touches)
     return check
 
 
@@ -169,12 +168,12 @@ JUDGED: list[tuple[Check, Severity, dict[str, object] | str]] = [
     (system.judge_memory(UNKNOWN, ""), OK, {"available_bytes": None}),
     (peers.judge_nginx("/nginx", NGINX), OK, {"version": "1.22.1"}),
     (peers.judge_nginx("/nginx", NGINX.split("\n")[0]), PROBLEM, {}),
-    (source.judge_source_speed(SLOW), OK, {}),
-    (source.judge_source_speed(rates(9e9)), WARNING, {}),
-    (source.judge_source_speed(rates(None, None)), WARNING, {}),
-    (source.judge_tier_speed("/t", TierRates(1e9, 2e9, 1), SLOW), OK, {"times_source": 20}),
-    (source.judge_tier_speed("/t", TierRates(1e9, 120e6, 1), SLOW), WARNING, {}),
-    (source.judge_tier_speed("/t", TierRates(1e9, 1e6, 1), None), OK, {}),
+    (speed.judge_source_speed(SLOW), OK, {}),
+    (speed.judge_source_speed(rates(9e9)), WARNING, {}),
+    (speed.judge_source_speed(rates(None, None)), WARNING, {}),
+    (speed.judge_tier_speed("/t", TierRates(1e9, 2e9, 1), SLOW), OK, {"times_source": 20}),
+    (speed.judge_tier_speed("/t", TierRates(1e9, 120e6, 1), SLOW), WARNING, {}),
+    (speed.judge_tier_speed("/t", TierRates(1e9, 1e6, 1), None), OK, {}),
     (room(tier_at(), TierSize(bytes=GIB)), OK, {"usable_bytes": GIB}),
     (room(tier_at(), TierSize(percent=80)), WARNING, {"usable_bytes": 40 * GIB}),
     (room(tier_at(free=GIB), TierSize(bytes=GIB)), WARNING, {"usable_bytes": 0}),
@@ -204,7 +203,7 @@ def test_what_is_judged_by_itself(
 def test_what_is_not_worth_a_word() -> None:
     assert storage.judge_memory(tier_at(), storage.room_of(tier_at(), TierSize(bytes=1), 10)) == []
     for fstype in ("ext4", "nfs4"):
-        assert source.judge_purge(fstype, "rw", touches=False) == []
+        assert storage.judge_purge(fstype, "rw", touches=False) == []
     assert leftovers.judge_caches([]) == []
 
 
@@ -326,7 +325,7 @@ def test_a_machine_that_can_mount(work: Bench, src: Path) -> None:
     assert by_name(result, "source_speed")["sampled_bytes"] == 5000
     assert sorted(work.path.rglob("*")) == before
     mounts = Path("/proc/self/mountinfo").read_text()
-    assert connection.TRIAL_NAME not in mounts, "the trial mount is in a namespace of its own"
+    assert system.TRIAL_NAME not in mounts, "the trial mount is in a namespace of its own"
     result = doctor(str(src), "--timeout", "0.06")
     assert any("time is up" in check["detail"] for check in result["checks"])
 
@@ -410,11 +409,12 @@ def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
     assert by_name(result, "mounts")["stale"] >= 1
 
 
-def subject(work: Bench, **changes: Any) -> Subject:
+def examined(work: Bench) -> list[Check]:
     me = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
     config = Config("", "", (), f"{work.path}/state", f"{work.path}/run/x", "0" * 16, me)
     places = DefaultPlaces(f"{work.path}/cache", f"{work.path}/run/x")
-    return Subject(config, places, {}, lambda owners: [f"{work.path}/run"], measures=False)
+    steps = examine(config, places, {}, lambda owners: [f"{work.path}/run"], 60)
+    return [step for step in steps if isinstance(step, Check)]
 
 
 def test_sockets_and_caches_from_the_past(work: Bench) -> None:
@@ -428,10 +428,10 @@ def test_sockets_and_caches_from_the_past(work: Bench) -> None:
         gone = {"pid": 1, "mountpoint": "/m", "source": "/gone", "dataset_id": "ab" * 8}
         lock = work.path / "cache/state/one/lock"
         lock.write_text(json.dumps({**gone, "tiers": ["/t"]}))
-        found = list(examine(subject(work), 60))
+        found = examined(work)
         with lock.open() as held:
             fcntl.flock(held, fcntl.LOCK_EX)
-            assert "orphan" not in states(list(examine(subject(work), 60))), "it is in use"
+            assert "orphan" not in states(examined(work)), "it is in use"
     for name, path in (("stale_socket", "run/dead.sock"), ("orphan", "cache/state/one")):
         (check,) = [check for check in found if check.name == name]
         assert (check.numbers["path"], check.state) == (f"{work.path}/{path}", WARNING)
@@ -449,7 +449,7 @@ def test_a_check_that_hangs_or_breaks_stops_no_other(
 
     probes = (("device", 0.2, hang), ("worker", 5.0, break_down), ("memory", 0.2, hang))
     monkeypatch.setattr(system, "probes", lambda user: probes)
-    found = {check.name: check for check in examine(subject(work), 60)}
+    found = {check.name: check for check in examined(work)}
     assert found["device"].state is PROBLEM
     assert "no answer within" in found["device"].detail
     assert found["worker"].state is PROBLEM
@@ -601,4 +601,4 @@ def test_each_difference_is_found(tmp_path: Path, said: str) -> None:
 
 
 def test_counters_of_the_client() -> None:
-    assert counters.parse(STATS) == {"read_bytes": 32_768_000, "open": 2016, "getxattr": 7}
+    assert selftest.parse_counts(STATS) == {"read_bytes": 32_768_000, "open": 2016, "getxattr": 7}

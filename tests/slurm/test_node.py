@@ -22,10 +22,9 @@ import pytest
 from monarchfs.config.model import User
 from monarchfs.insight.recording import Kind, open_recording
 from monarchfs.slurm import caches, daemon
-from monarchfs.slurm.identity import Dataset
 from monarchfs.slurm.leftovers import Sweeper
 from monarchfs.slurm.records import prepare, write_record
-from monarchfs.slurm.shares import Share, share_key
+from monarchfs.slurm.shares import Dataset, Share, share_key
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.types import OperationError
 from tests.support import surroundings, trees

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from monarchfs.slurm import daemon
-from monarchfs.slurm.identity import resolve
-from monarchfs.slurm.job import Job
+from monarchfs.slurm.job import Job, Request
 from monarchfs.slurm.prolog import WantedDataset, mount_for
 from monarchfs.slurm.records import prepare
-from monarchfs.slurm.request import Request
+from monarchfs.slurm.shares import resolve
 from monarchfs.slurm.site import read_site
 from monarchfs.types import OperationError
 from tests.slurm.test_node import USER, Node, node

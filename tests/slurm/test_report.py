@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from monarchfs.slurm.archive import add_verdict, find_reports, keep_report
 from monarchfs.slurm.recordings import in_three_lines
 from monarchfs.slurm.report import (
+    add_verdict,
     counted,
     dataset_report,
+    find_reports,
     job_report,
     job_totals,
+    keep_report,
     page,
     unmounted_report,
 )

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from monarchfs.slurm.job import job_from, node_name
-from monarchfs.slurm.prolog import datasets_of, environment_lines
-from monarchfs.slurm.request import (
+from monarchfs.slurm.job import (
     MOST_DATASETS,
     Request,
+    job_from,
+    node_name,
     parse_comment,
     parse_dataset_path,
     parse_request,
 )
+from monarchfs.slurm.prolog import datasets_of, environment_lines
 from monarchfs.slurm.site import Site
 from monarchfs.types import UsageError
 

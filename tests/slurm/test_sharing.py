@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.config.settings import from_mount_options
-from monarchfs.slurm import sharing
+from monarchfs.slurm import peers
 from monarchfs.slurm.job import Job, job_from
-from monarchfs.slurm.sharing import expand_nodes, follow_job, port_of, sharing_options
+from monarchfs.slurm.peers import expand_nodes, follow_job, port_of, sharing_options
 from monarchfs.slurm.site import Site
 from monarchfs.types import OperationError, UsageError
 
@@ -81,8 +81,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     key = tmp_path / "key"
     key.write_bytes(os.urandom(64))
     key.chmod(0o400)
-    monkeypatch.setattr(sharing, "find_nginx", lambda: "/usr/sbin/nginx")
-    monkeypatch.setattr(sharing, "address_of", lambda _node, _seconds: "10.0.0.2")
+    monkeypatch.setattr(peers, "find_nginx", lambda: "/usr/sbin/nginx")
+    monkeypatch.setattr(peers, "address_of", lambda _node, _seconds: "10.0.0.2")
     return Site(peer_key=str(key))
 
 
@@ -128,7 +128,7 @@ def test_a_mount_of_an_earlier_job_shares_with_the_nodes_of_the_next_one(
         made.append((message["add"], message["remove"]))
         return {}
 
-    monkeypatch.setattr(sharing, "request", request)
+    monkeypatch.setattr(peers, "request", request)
     mount: Any = None
     follow_job(replace(site, peer_key=None), job, mount, 9, alone=alone)
     assert not made
@@ -146,10 +146,10 @@ def test_without_a_key_or_another_node_nothing_is_said(
 
 
 CANNOT: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
-    "nginx is not installed": lambda patch: patch.setattr(sharing, "find_nginx", lambda: None),
+    "nginx is not installed": lambda patch: patch.setattr(peers, "find_nginx", lambda: None),
     "_replicas": lambda patch: patch.setitem(sys.modules, "monarchfs.peers._replicas", None),
     "n02 is 127.0.1.1 on this node: see /etc/hosts": lambda patch: patch.setattr(
-        sharing, "address_of", lambda _node, _seconds: "127.0.1.1"
+        peers, "address_of", lambda _node, _seconds: "127.0.1.1"
     ),
 }
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs.slurm.job import Job
-from monarchfs.slurm.request import Request
+from monarchfs.slurm.job import Job, Request
 from monarchfs.slurm.site import MOST_DEADLINE, Site, is_below, read_site, site_from
 from monarchfs.types import TierSize, UsageError
 from tests.support.mounting import REPOSITORY, requires_root

@@ -34,7 +34,7 @@ from monarchfs.insight.estimates import SourceRates, TierRates, plan_sharing
 from monarchfs.insight.fitting import PlannedTier
 from monarchfs.insight.live import LiveRates
 from monarchfs.insight.recording import AnsweredBy
-from monarchfs.slurm.discovery import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
+from monarchfs.slurm.inventory import OTHER_TIER, UNCLAIMED, LocalCache, TierDirectory
 from monarchfs.slurm.leftovers import Leftover
 from monarchfs.supervisor.directories import Size
 from monarchfs.types import Space

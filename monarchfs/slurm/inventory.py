@@ -1,16 +1,20 @@
-"""Finds caches: state directories, and directories in tiers, which a state directory owns, or none.
+"""Finds caches, and removes them: state directories, and directories in tiers, which a state
+directory owns, or none.
 
 A state directory and its content belong to the user. So a child with that user's rights inspects
 it, for a bounded time: it can reach nothing that the user could not. Directories of several users
-are only searched where root alone can change the path.
+are only searched where root alone can change the path. One in use is never removed: all its locks
+are taken before.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import re
-from collections.abc import Callable, Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,10 +26,11 @@ from monarchfs.config.places import (
     OWNER,
     current_user,
     home_of,
+    known_user,
     own_directories,
-    resolve_user,
 )
 from monarchfs.fuse.mountinfo import is_network_filesystem
+from monarchfs.slurm.records import remove_tree
 from monarchfs.supervisor.directories import (
     LOCK,
     MEASURE_SECONDS,
@@ -43,9 +48,10 @@ from monarchfs.supervisor.directories import (
     tree_size,
 )
 from monarchfs.supervisor.identity import become
-from monarchfs.system.bounded import answer_within, bounded_value, is_missing
-from monarchfs.system.trusted import open_directory
-from monarchfs.types import OperationError, UsageError
+from monarchfs.system.bounded import Tell, answer_within, bounded_talk, bounded_value, is_missing
+from monarchfs.system.locks import try_lock
+from monarchfs.system.trusted import open_directory, place_of
+from monarchfs.types import OperationError
 
 OTHER_TIER = "its last mount did not name this tier"
 UNCLAIMED = "no state directory claims it"
@@ -53,6 +59,10 @@ _LOOK_SECONDS = 2.0
 _MOST_SILENT = 8
 MOST_NAMES = 1000
 _TEMPORARY = "/tmp"
+_SILENCE_SECONDS = 120.0
+_OURS = re.compile(r"tiers(\.new)?|index(\.bad-\d+)?|suspect|(worker|supervisor)\.log(\.1)?")
+"""What lies in a state directory (docs/ARCHITECTURE.md, "On disk"). Nothing else is removed there,
+because --state-dir may name any directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +179,14 @@ class Inventory:
         return True
 
     def _look_in_tier(self, tier: str, user: User) -> None:
+        """Add the directories in a tier that no state directory has claimed so far."""
         for name, owner in self._names(tier, user, NAME):
             if (os.path.join(tier, name), owner.uid) not in self._claimed:
                 self._look_at(tier, name, owner)
 
     def _look_at(self, tier: str, name: str, owner: User) -> None:
-        """Add a directory in a tier that no state directory has claimed so far."""
-        found = self._directory(tier, name, owner)
-        if found is None:
-            return
-        one, said = found
-        if said is None or said["uid"] != owner.uid:
+        one, said = self._directory(tier, name, owner) or (None, None)
+        if one is None or said is None or said["uid"] != owner.uid:
             return
         source, state_dir = said["source"], said["state_dir"]
         if os.path.isabs(state_dir) and claims(state_dir, tier, name, owner):
@@ -270,8 +277,8 @@ def user_of(uid: int, gid: int = 65534) -> User:
     if uid == os.geteuid():
         return current_user()
     try:
-        return resolve_user(str(uid), {})
-    except UsageError:
+        return known_user(uid)
+    except KeyError:
         return User(str(uid), uid, gid)
 
 
@@ -352,3 +359,92 @@ def _inspect_copies(path: str, user: User, *, measure: bool) -> dict[str, Any] |
         "in_use": in_use(here, OWNER),
         "last_used": os.fstat(file).st_mtime,
     }
+
+
+# Removing
+
+
+def remove_cache(cache: LocalCache) -> None:
+    """Removes a cache: its directories and, unless only a part is meant, its state directory.
+
+    Blocks until all is removed, or nothing happens for two minutes. Raises OperationError
+    if it is in use (then nothing was removed), or something cannot be removed.
+    """
+    tiers = [(one.path, OWNER) for one in cache.directories]
+    state = [(cache.state_dir, LOCK)] if cache.claimed and not cache.part else []
+
+    def call(tell: Tell) -> list[str]:
+        become(cache.user)
+        # All locks before anything is removed.
+        held = [_hold(*one, cache.user.uid) for one in [*state, *tiers]]
+        left = []
+        for path, lock, directory in [one for one in reversed(held) if one is not None]:
+            try:
+                if not _empty(path, lock, directory, tell):
+                    left.append(path)
+            except OSError as error:
+                raise OperationError(f"cannot remove all of {path}: {error.strerror}") from None
+        return left
+
+    left: Sequence[str] = bounded_talk(
+        call,
+        silence=_SILENCE_SECONDS,
+        overdue=f"the cache of {cache.source} was not removed: its file system does not answer",
+        heard=lambda _name: None,  # it is only a sign of progress
+    )
+    for path in left:
+        _remove_as_root(path)
+
+
+def _hold(path: str, lock: str, uid: int) -> tuple[str, str, int] | None:
+    """Open the directory, and lock it for the life of this process; None if it is gone."""
+    try:
+        directory = open_users(path, uid)
+        if directory is None:
+            raise OperationError(f"{path} is not the cache's any more: it was left as it is")
+        descriptor = os.open(lock, os.O_RDONLY | OPEN_FILE, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise OperationError(f"cannot open {path}: {error.strerror}") from None
+    if not try_lock(descriptor):
+        raise OperationError(f"{path} is in use: unmount that first")
+    return path, lock, directory
+
+
+def _empty(path: str, lock: str, directory: int, tell: Tell) -> bool:
+    """Removes a directory's content, its lock last, and then the directory. False if that failed,
+    or if something else lies there."""
+    os.fchdir(directory)
+    for name in os.listdir("."):
+        if name == lock or (lock == LOCK and not _OURS.fullmatch(name)):
+            continue
+        tell(name)
+        if stat.S_ISDIR(os.lstat(name).st_mode):
+            remove_tree(name)
+        else:
+            os.unlink(name)
+    os.unlink(lock)
+    if os.geteuid() == 0:
+        return False  # it is done by name, with care for links
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return False
+        if error.errno != errno.ENOTEMPTY:
+            raise
+    return True
+
+
+def _remove_as_root(path: str) -> None:
+    """Removes an empty directory that its user has no right to remove, or that is root's."""
+    try:
+        with place_of(path, alone=False) as place:
+            os.rmdir(place.name, dir_fd=place.directory)
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            return  # what is not ours lies there
+        raise OperationError(
+            f"{path} was emptied and cannot be removed: {error.strerror}: ask root"
+        ) from None
