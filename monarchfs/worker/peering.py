@@ -103,8 +103,8 @@ class Peering:
     async def run(self) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            most = {"connections": CONNECTIONS, "most_body_bytes": MOST_BODY_BYTES}
-            nursery.start_soon(partial(serve, self._listener, self._requests.answer, **most))
+            answers = partial(serve, connections=CONNECTIONS, most_body_bytes=MOST_BODY_BYTES)
+            nursery.start_soon(answers, self._listener, self._requests.answer)
             nursery.start_soon(self.following.run)
             if self._mode is ShareMode.PARTITION:
                 nursery.start_soon(drop_foreign, self._cache, self._ownership, self.following)

@@ -29,6 +29,7 @@ from monarchfs.fuse.handle_table import (
     open_slots,
     read_vitals,
 )
+from monarchfs.fuse.protocol import IN_HEADER
 from monarchfs.fuse.session import hooks
 from monarchfs.insight.analysis import analyze
 from monarchfs.insight.recording import EVENT, open_recording
@@ -214,13 +215,15 @@ def test_a_recording() -> None:
 def test_an_event_of_the_c_part_is_one_of_a_recording() -> None:
     c_part, event, lost = ctypes.PyDLL(hooks.__file__), bytes(EVENT.size), ctypes.c_uint64()
     assert c_part.record_begin(ctypes.c_uint64(0), 1) == 0
-    c_part.record_request(make.REQUESTS[0], ctypes.c_size_t(44), ctypes.c_uint64(5))
+    nobody = 1 << 30  # above all numbers of processes
+    request = IN_HEADER.pack(44, 1, 200, 16, 1000, 1001, nobody, 0, 0) + b"abc\0"
+    c_part.record_request(request, ctypes.c_size_t(44), ctypes.c_uint64(5))
     found = ctypes.c_uint64(16)
     c_part.record_answer(ctypes.c_uint64(200), 4, 0, ctypes.byref(found), ctypes.c_size_t(8))
     assert c_part.record_drain(event, ctypes.c_size_t(1), ctypes.byref(lost)) == 1
     c_part.record_end()
     begin, ino, offset, _took, *rest = EVENT.unpack(event)
-    assert (begin, ino, offset, rest) == (5, 16, 0, [0, 17, 1, 4])
+    assert (begin, ino, offset, rest) == (5, 16, 0, [0, nobody, 1, 4])
 
 
 def test_a_cache_of_slurm() -> None:

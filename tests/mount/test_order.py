@@ -277,9 +277,9 @@ def test_an_order_goes_on_with_the_next_worker(work: Bench) -> None:
             for how, first in (("kill worker", 80), ("command restart", 160)):
                 hits = window(mount)["hits"]
                 scenario.play(f"{how}; until window.orders = 1")
-                # The readers' place is found by what they open.
+                # The readers' place is found by what they open: a fast one has read half by then.
                 scenario.read(*order[first : first + 80])
-                assert window(mount)["hits"] >= hits + 40
+                assert window(mount)["hits"] >= hits + 20
             scenario.play("until window.used_bytes >= 40000")
         # It is known whether the announcer lives.
         scenario.play("until window.used_bytes = 0")
