@@ -348,12 +348,12 @@ def lseek(side: Side, at: int, where: int, whence: int) -> Any:
     fd = side.fds[at]
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         return None  # a directory's offsets are each file system's own
-    result = os.lseek(fd, where, whence)
-    if whence in (os.SEEK_DATA, os.SEEK_HOLE) and not side.mirrored:
-        # Holes are not mirrored: to the mount all of a file is data.
-        end = os.fstat(fd).st_size
-        result = os.lseek(fd, where if whence == os.SEEK_DATA else end, os.SEEK_SET)
-    return result
+    if whence not in (os.SEEK_DATA, os.SEEK_HOLE) or side.mirrored:
+        return os.lseek(fd, where, whence)
+    # Holes are not mirrored: to the mount all of a file is data.
+    if not 0 <= where < (end := os.fstat(fd).st_size):
+        raise OSError(errno.ENXIO, "beyond the end of the file")
+    return os.lseek(fd, where if whence == os.SEEK_DATA else end, os.SEEK_SET)
 
 
 @call(slot, weight=3)
