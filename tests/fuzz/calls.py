@@ -351,6 +351,7 @@ def lseek(side: Side, at: int, where: int, whence: int) -> Any:
     if whence not in (os.SEEK_DATA, os.SEEK_HOLE) or side.mirrored:
         return os.lseek(fd, where, whence)
     # Holes are not mirrored: to the mount all of a file is data.
+    os.lseek(fd, 0, os.SEEK_CUR)  # fails where the descriptor allows none
     if not 0 <= where < (end := os.fstat(fd).st_size):
         raise OSError(errno.ENXIO, "beyond the end of the file")
     return os.lseek(fd, where if whence == os.SEEK_DATA else end, os.SEEK_SET)
