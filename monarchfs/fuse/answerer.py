@@ -153,8 +153,7 @@ class Answerer:
         if opcode == protocol.OPEN:
             if packing.OPEN_IN.unpack_from(body)[0] & os.O_ACCMODE != os.O_RDONLY:
                 return False
-            opens = self._passthrough.decided(node) and self._relay.opens(node)
-            return opens or self._relay.misses_open(node)
+            return self._relay.opens(node) or self._relay.misses_open(node)
         # A read of what was not opened.
         no_handle = opcode == protocol.READ and not packing.READ_IN.unpack_from(body)[0]
         return no_handle and self._relay.misses_open(node)

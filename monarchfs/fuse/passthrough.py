@@ -89,9 +89,9 @@ def kernel_reads(files: int, size: int, *, free_opens: bool) -> bool:
 class Passthrough:
     """All methods run on the event loop.
 
-    Constant: its parts, ``counts``. Changing: ``possible``, whether files are offered; ids by
-    inode, the oldest first; replicas that are going, but are held open while the kernel reads them;
-    opens that wait; files that became resident; refusals in a row, by tier.
+    Constant: its parts. Changing: ``possible``, whether files are offered; ids by inode, the oldest
+    first; replicas that are going, but are held open while the kernel reads them; opens that wait;
+    files that became resident; refusals in a row, by tier.
     """
 
     def __init__(
