@@ -125,7 +125,8 @@ def test_how_many_lines_were_left_out_is_said(own_mad: Mad) -> None:
         lines = mad.log()[before:].decode().splitlines()
         said = sum(line.endswith("worker: again") for line in lines)
         more = [int(line.split()[3]) for line in lines if "more lines about workers" in line]
-        return said < 100 and said + sum(more) == 3000
+        # Also another line about it may have been left out.
+        return said < 100 and 3000 <= said + sum(more) <= 3005
 
     wait_for(counted, "the lines that were left out to be counted")
 
