@@ -239,9 +239,13 @@ def test_what_a_client_of_lustre_would_ask(mounted: Mounter) -> None:
 
     directory = 1  # it is looked up
     assert asked_requests(READ) == Requests(enqueue=50 + directory, glimpse=50, close=50)
-    assert asked_requests(READ) == Requests(enqueue=50, close=50)
     listing = "import os, sys\nfor path in sys.argv[1:]: os.listxattr(path)"
-    assert asked_requests(f"{READ}\n{listing}") == Requests(enqueue=100, close=50)
+    for script, expected in (
+        (READ, Requests(enqueue=50, close=50)),
+        (f"{READ}\n{listing}", Requests(enqueue=100, close=50)),
+    ):
+        # Anew where another test had the kernel drop what it knew.
+        mounting.wait_for(lambda: asked_requests(script) == expected, f"no more than {expected}")  # noqa: B023
 
 
 @pytest.mark.parametrize(
