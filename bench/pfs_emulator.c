@@ -506,11 +506,13 @@ static _Noreturn void end(struct fuse_session *session, int result)
 	_exit(result);
 }
 
+/* Who started this. It may end before a thread first runs. */
+static pid_t parent;
+
 /* A child of the parent may hold the other end of the pipe, so that only its own end is sure. */
 static void *obey(void *given)
 {
 	struct fuse_session *session = given;
-	pid_t parent = getppid();
 	for (;;) {
 		struct pollfd input = {.fd = 0, .events = POLLIN};
 		int ready = poll(&input, 1, 1000);
@@ -579,6 +581,7 @@ int main(int count, char **arguments)
 		fprintf(stderr, "usage: pfs_emulator DIRECTORY MOUNTPOINT OPTIONS COUNTERS\n");
 		return 2;
 	}
+	parent = getppid();
 	signal(SIGPIPE, SIG_IGN);
 	/* Threads inherit it: the usual 50 us would be a tenth of a metadata operation. */
 	prctl(PR_SET_TIMERSLACK, 1);
