@@ -66,7 +66,8 @@ class Residency:
             return None if self._unreadable(node) is None else Cause.NO_TIER.value
         if state == "copying":
             return "being copied"
-        if node.ino in self._copies.jobs.queue:
+        job = self._copies.jobs.get(node.ino)
+        if job is not None and job.queued:
             return "queued"
         reason = self._reason(node)
         if reason is not None:
@@ -86,8 +87,9 @@ class Residency:
             nonresident = self._copies.files.get(ino)
             done = 0 if nonresident is None else nonresident.copy.local_bytes
             return f"it is being copied: {_share(done, node.stat.size)}"
-        if ino in self._copies.jobs.queue:
-            before = self._copies.jobs.queue.position(ino) if exact else None
+        job = self._copies.jobs.get(ino)
+        if job is not None and job.queued:
+            before = self._copies.jobs.queue.position(job) if exact else None
             waits = "it waits to be copied" + ("" if before is None else f": {_before(before)}")
             if (slow := self._copies.governor.reason) is not None:
                 waits += f"; copies give way to others, as {slow}"

@@ -329,7 +329,7 @@ class SpanNodes:
         for fill in self._jobs.background:
             if (spans := fill.copy.remote.spans) is None or fill.own_alone:
                 continue
-            if fill.copy.node.ino in self._jobs.supplied:
+            if self._jobs.supplies(fill.copy.node.ino):
                 continue
             spans.priority = fill.copy.priority
             for owner, span in spans.due(now):

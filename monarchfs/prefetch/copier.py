@@ -24,8 +24,8 @@ from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.governor import Governor, RateLimiter, TargetLimit
 from monarchfs.prefetch.jobs import CopyJobs
-from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.small_files import Batch, SmallFiles
+from monarchfs.prefetch.queue import Batch, Priority
+from monarchfs.prefetch.small_files import SmallFiles
 from monarchfs.prefetch.spans import Nodes
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import at_normal_priority
@@ -233,7 +233,7 @@ class Copier:
 
     def _claim(self, fill: Fill) -> Fetch | None:
         """Claim the part of a file that is to be copied next."""
-        supplied = fill.copy.node.ino in self.jobs.supplied
+        supplied = self.jobs.supplies(fill.copy.node.ino)
         fetch = fill.claim_next(self.unit_bytes.value, owned_only=supplied)
         if fetch is not None:
             self._targets[fetch.target] += 1
@@ -243,7 +243,7 @@ class Copier:
         """Whether there is nothing left to copy of it."""
         if fill.copy.state is not State.FILLING or fill.copy.full or fill.copy.chunks.complete:
             return True
-        own_alone = fill.own_alone or fill.copy.node.ino in self.jobs.supplied
+        own_alone = fill.own_alone or self.jobs.supplies(fill.copy.node.ino)
         spans = fill.copy.remote.spans if own_alone else None
         return spans is not None and not spans.owned_missing(fill.copy.chunks)
 
@@ -293,7 +293,7 @@ class Copier:
         fill = self.files.get(ino)
         if fill is not None and (fill.copy.in_background or fill.copy.state is State.RESIDENT):
             return None
-        if ino in self.jobs.arriving:
+        if self.jobs.arrives(ino):
             return None
         if node is None or node.outdated or not node.stat.is_regular:
             return None
@@ -342,14 +342,14 @@ class Copier:
         )
         # There is no checkpoint between these looks and the end of the batch.
         next_ones = self.jobs.queue.next(priority, max(0, self.together.value - 1))
-        known = self._cache.index.nodes.nodes_of(next_ones)
+        known = self._cache.index.nodes.nodes_of([job.ino for job in next_ones])
         taken = 0
-        for ino in next_ones:
+        for job in next_ones:
             if size > paced:
                 break
-            other = self._copyable(ino, known.get(ino))
+            other = self._copyable(job.ino, known.get(job.ino))
             if other is None:
-                uncopied.append(ino)
+                uncopied.append(job.ino)
             else:
                 size += other.stat.size
                 if size > MAX_UNIT_BYTES or not self._is_small(other):
@@ -374,7 +374,7 @@ class Copier:
             elif place.resumed is not None:
                 self.files.copy_alone(place, priority)
             else:
-                self.jobs.arriving.add(node.ino)
+                self.jobs.begin_arrival(node.ino)
                 begun.append(place)
         return self.small.want(begun, priority) if begun else None
 

@@ -16,7 +16,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.fill import Fill
-from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.queue import Batch, CopyJob, CopyQueue, Priority
 from monarchfs.system.listeners import Listeners
 from monarchfs.types import Archived, Node
 
@@ -42,11 +42,10 @@ class FileOwners(Protocol):
 
 class CopyJobs:
     """Constant: ``keeps``, whether anything is copied at all; ``owners``, if nodes share. Changing:
-    ``files``, by inode number, which are open or being copied; ``queue``; ``background``, the files
-    whose chunks the copier takes, in order; ``supplied``, the files that only other nodes want; the
-    files that others read as a whole (``arriving``); ``wakes``, where the copier waits. Of files
-    whose copy failed, or that were too young: how often each failed in a row (``_failures``), and
-    when it is tried again (``_retries``).
+    ``files``, by inode number, which are open or being copied; ``_jobs``, what there is to do for
+    each file, of which ``queue`` has those that wait; how many files others read as a whole
+    (``arriving``), and for how many of these somebody waits (``hurried``); ``background``, the
+    files whose chunks the copier takes, in order; ``wakes``, where the copier waits.
     """
 
     def __init__(
@@ -64,20 +63,32 @@ class CopyJobs:
         self.queue = CopyQueue()
         self.background: list[Fill] = []
         self.wakes = trio.lowlevel.ParkingLot()
-        self.arriving: set[int] = set()
-        self.supplied: set[int] = set()
+        self.arriving = self.hurried = 0
         self.on_step: Listeners[[Sequence[int]]] = Listeners()
         """Called with inode numbers whenever something of their copying has ended: not necessarily
         all of it, see ``pending``."""
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
-        self._failures: dict[int, int] = {}
-        self._retries: dict[int, float] = {}
+        self._jobs: dict[int, CopyJob] = {}
         # `retry_in` is also asked on threads of the data path, where trio has no time.
         self._clock = trio.lowlevel.current_clock()
         self._shrunk = trio.lowlevel.ParkingLot()
         cache.accounts.on_room.add(self.wakes.unpark_all)
+
+    def get(self, ino: int) -> CopyJob | None:
+        """What there is to do for the file; None: nothing."""
+        return self._jobs.get(ino)
+
+    def _job(self, ino: int) -> CopyJob:
+        job = self._jobs.get(ino)
+        if job is None:
+            job = self._jobs[ino] = CopyJob(ino)
+        return job
+
+    def _forget_if_over(self, job: CopyJob) -> None:
+        if job.over and self._jobs.get(job.ino) is job:
+            del self._jobs[job.ino]
 
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.
@@ -86,7 +97,7 @@ class CopyJobs:
         (``keeps``)."""
         if not self.keeps and priority not in (Priority.HINTED, Priority.LISTED):
             return
-        self.supplied.discard(ino)
+        self._supply(ino, supplied=False)
         if priority is Priority.SCANNED and self.owners is not None:
             node = self._cache.index.nodes.node(ino)
             if node and node.stat.size <= WHOLE_BYTES and self.owners.elsewhere(node):
@@ -96,7 +107,7 @@ class CopyJobs:
             if priority < fill.copy.priority:
                 self.background.remove(fill)
                 self.begin_copy(fill, priority)
-        elif self.queue.push(ino, priority) and self.wakes:
+        elif self.queue.push(self._job(ino), priority) and self.wakes:
             self.wakes.unpark_all()
 
     def want_opened(self, ino: int) -> None:
@@ -106,20 +117,37 @@ class CopyJobs:
     def supply(self, ino: int, priority: Priority) -> None:
         """Copy what this node owns of a large file, as other nodes want that; all of it where it
         is wanted here, too."""
-        wanted_here = self.pending(ino) and ino not in self.supplied
+        wanted_here = self.pending(ino) and not self.supplies(ino)
         self.want(ino, priority)
         if not wanted_here and self.pending(ino):
-            self.supplied.add(ino)
+            self._supply(ino, supplied=True)
+
+    def supplies(self, ino: int) -> bool:
+        """Whether only other nodes want it."""
+        job = self._jobs.get(ino)
+        return job is not None and job.supplied
+
+    def _supply(self, ino: int, *, supplied: bool) -> None:
+        if supplied:
+            self._job(ino).supplied = True
+        elif (job := self._jobs.get(ino)) is not None and job.supplied:
+            job.supplied = False
+            self._forget_if_over(job)
 
     def take_next(self) -> tuple[int, Priority] | None:
         """The next one of the queue."""
-        self._shrunk.unpark_all()
-        return self.queue.pop()
+        first = self.queue.first
+        for job in self.queue.next(first, 1):
+            self.take_each([job])
+            return job.ino, first
+        return None
 
-    def take_each(self, inos: Sequence[int]) -> None:
+    def take_each(self, jobs: Sequence[CopyJob]) -> None:
         """Take these out of the queue."""
         self._shrunk.unpark_all()
-        self.queue.drop(inos)
+        self.queue.take(jobs)
+        for job in jobs:
+            self._forget_if_over(job)
 
     async def queue_below(self, count: int) -> None:
         """Wait until fewer than ``count`` files wait to be copied. A checkpoint in any case."""
@@ -140,7 +168,7 @@ class CopyJobs:
         if fill.copy.in_background:
             fill.copy.in_background = False
             self.background.remove(fill)
-            self.supplied.discard(fill.copy.node.ino)
+            self._supply(fill.copy.node.ino, supplied=False)
             fill.copy.settle()
             self.on_step([fill.copy.node.ino])
 
@@ -153,37 +181,77 @@ class CopyJobs:
         under_way = fill is not None and (
             fill.copy.in_background or fill.fetching or fill.copy.ending
         )
-        return under_way or ino in self.queue or ino in self._retries or ino in self.arriving
+        job = self._jobs.get(ino)
+        waits = job is not None and (job.queued or job.arriving or job.retry_at is not None)
+        return under_way or waits
 
     def copying(self, ino: int) -> bool:
         """Whether it is being copied."""
         fill = self.files.get(ino)
-        return ino in self.arriving or (fill is not None and fill.copy.filling)
+        return self.arrives(ino) or (fill is not None and fill.copy.filling)
 
     @property
     def filling(self) -> int:
         """How many files ``copying`` is true of."""
-        return len(self.arriving) + sum(fill.copy.filling for fill in self.files.values())
+        return self.arriving + sum(fill.copy.filling for fill in self.files.values())
 
     @property
     def active(self) -> int:
-        return len(self.background) + len(self.arriving)
+        return len(self.background) + self.arriving
 
     def copied_bytes(self, inos: Container[int]) -> int:
         """How much of these files is local, of those that are being copied now."""
         return sum(fill.copy.local_bytes for fill in self.background if fill.copy.node.ino in inos)
 
+    # -- files that arrive as a whole
+
+    def arrives(self, ino: int) -> bool:
+        job = self._jobs.get(ino)
+        return job is not None and job.arriving
+
+    def batch(self, ino: int) -> Batch | None:
+        """The copier's batch that waits for its bytes."""
+        job = self._jobs.get(ino)
+        return None if job is None else job.batch
+
+    def hurries(self, ino: int) -> bool:
+        """Whether it arrives, and somebody waits until it is stored."""
+        job = self._jobs.get(ino)
+        return job is not None and job.hurried
+
+    def take_batches(self) -> list[tuple[int, Batch]]:
+        """The mount ends: the files whose bytes a batch waits for, which it does no more."""
+        found = [(ino, job.batch) for ino, job in self._jobs.items() if job.batch is not None]
+        for ino, _batch in found:
+            self._jobs[ino].batch = None
+        return found
+
     def begin_arrival(self, ino: int) -> bool:
         """All of the file is read by others, or was, and is stored then; False where it is being
         copied already. No checkpoint."""
-        if ino in self.files or ino in self.arriving:
+        if ino in self.files or self.arrives(ino):
             return False
-        self.arriving.add(ino)
+        self._job(ino).arriving = True
+        self.arriving += 1
         return True
+
+    def hurry(self, inos: Sequence[int]) -> list[CopyJob]:
+        """Somebody waits until these are stored. Those of them that arrive."""
+        found = [job for ino in inos if (job := self._jobs.get(ino)) is not None and job.arriving]
+        for job in found:
+            self.hurried += not job.hurried
+            job.hurried = True
+        return found
 
     def end_arrivals(self, inos: Sequence[int]) -> None:
         """That is over, whatever came of it."""
-        self.arriving.difference_update(inos)
+        for ino in inos:
+            if (job := self._jobs.get(ino)) is not None and job.arriving:
+                self.arriving -= 1
+                self.hurried -= job.hurried
+                job.arriving = job.hurried = job.asked = False
+                job.batch = None
+                self._forget_if_over(job)
         self.on_step(inos)
 
     def stepped(self, copy: Copy) -> None:
@@ -200,30 +268,38 @@ class CopyJobs:
             self._cache.reasons.put(ino, Cause.ARCHIVED, reason)
             return
         self._cache.reasons.put(ino, Cause.FAILED, f"copying failed: {exc.strerror}")
-        failures = self._failures.pop(ino, 0)
-        if exc.errno in TRANSIENT and failures < len(RETRY_SECONDS):
-            self._failures[ino] = failures + 1
-            self.retry(ino, priority, RETRY_SECONDS[failures])
+        job = self._job(ino)
+        if exc.errno in TRANSIENT and job.failures < len(RETRY_SECONDS):
+            job.failures += 1
+            self.retry(ino, priority, RETRY_SECONDS[job.failures - 1])
         else:
+            self.forget_failures(ino)
             self._metrics.copy_failed(exc.errno)
             log.warning("inode %d is not copied: %s", ino, exc)
 
     def forget_failures(self, ino: int) -> None:
         """All of it was fetched."""
-        self._failures.pop(ino, None)
+        if (job := self._jobs.get(ino)) is not None:
+            job.failures = 0
+            self._forget_if_over(job)
 
     def retry(self, ino: int, priority: Priority, seconds: float) -> None:
         """Want it again after a while."""
-        self._retries[ino] = self._clock.current_time() + seconds
+        self._job(ino).retry_at = self._clock.current_time() + seconds
         self._nursery.start_soon(self._retry, ino, priority, seconds)
 
     async def _retry(self, ino: int, priority: Priority, seconds: float) -> None:
         await trio.sleep(seconds)
-        self._retries.pop(ino, None)
+        if (job := self._jobs.get(ino)) is not None:
+            job.retry_at = None
         self.want(ino, priority)
+        if job is not None:
+            self._forget_if_over(job)
         self.on_step([ino])
 
     def retry_in(self, ino: int) -> float | None:
         """Seconds until it is tried again; None: it is not."""
-        at = self._retries.get(ino)
-        return None if at is None else max(0.0, at - self._clock.current_time())
+        job = self._jobs.get(ino)
+        if job is None or job.retry_at is None:
+            return None
+        return max(0.0, job.retry_at - self._clock.current_time())

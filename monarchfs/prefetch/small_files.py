@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import trio
 
@@ -22,7 +21,7 @@ from monarchfs.core.misses import ARCHIVED, CHANGED, Misses, Served
 from monarchfs.metrics import NS, Metrics
 from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.jobs import CopyJobs
-from monarchfs.prefetch.queue import Priority
+from monarchfs.prefetch.queue import Batch, CopyJob, Priority
 from monarchfs.source.source import Source
 from monarchfs.types import Archived, Lane, Node, SourceChanged
 
@@ -44,38 +43,15 @@ The wait ends early with MOST_TOGETHER files, MUCH_BYTES, or a whole batch of th
 MUCH_BYTES = 8 << 20
 
 
-@dataclass(eq=False, slots=True)
-class Batch:
-    """Files that the copier wants together: by inode number, the room that there is for each.
-    ``left``: how many are neither stored nor given up; ``unread``: of how many the C part has yet
-    to report. ``took_ns``, ``sizes``: the time for all files that were read, and their sizes, but
-    for those in memory and in the window."""
-
-    places: dict[int, Reservation]
-    priority: Priority
-    left: int
-    unread: int
-    took_ns: int = 0
-    sizes: list[int] = field(default_factory=list)
-    done: trio.Event = field(default_factory=trio.Event)
-
-    def end_one(self) -> None:
-        """Another file was stored or given up."""
-        self.left -= 1
-        if not self.left:
-            self.done.set()
-
-
 Arrived = tuple[Node, memoryview, Batch | None]
 """A file that was read, all of its bytes, and for which batch of the copier."""
 
 
 class SmallFiles:
-    """Constant: its parts. Changing: ``_wanted``, files that the copier wants and that have not
-    arrived; ``_asked``, those of them that their owners are asked for; ``_batches``, how many are
-    under way; ``_waiting``, files to be stored once a batch is complete (``_complete``) or at a
-    time (``_store_by``); ``_hurried``, files on their way that somebody waits for; ``_storing``,
-    how many tasks store; ``_over``: nothing is stored any more."""
+    """Constant: its parts; the files' ``CopyJob`` are among them. Changing: ``_batches``, how many
+    of the copier's are under way; ``_waiting``, files to be stored once a batch is complete
+    (``_complete``) or at a time (``_store_by``); ``_storing``, how many tasks store; ``_over``:
+    nothing is stored any more."""
 
     def __init__(
         self,
@@ -98,14 +74,11 @@ class SmallFiles:
         self._metrics = metrics
         self._nursery = nursery
         self._opened = opened
-        self._wanted: dict[int, Batch] = {}
-        self._asked: dict[int, Node] = {}
         self._batches = 0
         self._waiting: deque[Arrived] = deque()
         self._waiting_bytes = 0
         self._complete = self._over = False
         self._store_by = math.inf
-        self._hurried: set[int] = set()
         self._sleep = self._pause = trio.CancelScope()
         self._patience = PATIENCE_SECONDS
         self._storing = 0
@@ -123,7 +96,7 @@ class SmallFiles:
                 await trio.lowlevel.wait_readable(self._misses.events_fd)
             self.take_events()
             with trio.CancelScope() as self._pause:
-                await trio.sleep(0 if self._hurried else pause_seconds)
+                await trio.sleep(0 if self._jobs.hurried else pause_seconds)
 
     # -- for the copier
 
@@ -132,7 +105,9 @@ class SmallFiles:
         for it. No checkpoint."""
         by_ino = {place.node.ino: place for place in places}
         batch = Batch(by_ino, priority, len(places), len(places))
-        self._wanted |= dict.fromkeys(by_ino, batch)
+        for ino in by_ino:
+            if (job := self._jobs.get(ino)) is not None:
+                job.batch = batch
         return batch
 
     async def copy(self, batch: Batch) -> tuple[float, list[int]]:
@@ -151,13 +126,15 @@ class SmallFiles:
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in nodes if node.ino not in numbers])
             if owners is not None and theirs:
-                self._asked |= {node.ino: node for node in theirs}
+                asked = [job for node in theirs if (job := self._jobs.get(node.ino)) is not None]
+                for job in asked:
+                    job.asked = True
                 try:
                     late = await owners.ask(theirs)
                 finally:
-                    left = [node for node in theirs if self._asked.pop(node.ino, None) is not None]
+                    left = self._take_asked(asked)
                 for node in late:
-                    if node in left and (wanted := self._wanted.get(node.ino)) is not None:
+                    if node in left and (wanted := self._jobs.batch(node.ino)) is not None:
                         self.leave(node.ino)
                         self._jobs.want(node.ino, wanted.priority)  # its owner still copies it
                 self._fetch(left)
@@ -166,26 +143,31 @@ class SmallFiles:
             self._batches -= 1
         return batch.took_ns / NS, batch.sizes
 
+    def _take_asked(self, jobs: Sequence[CopyJob]) -> list[Node]:
+        """Those of which another node is asked, and which have not arrived: it is asked no more."""
+        asked = [job for job in jobs if job.asked]
+        for job in asked:
+            job.asked = False
+        return [job.batch.places[job.ino].node for job in asked if job.batch is not None]
+
     def _fetch(self, nodes: Sequence[Node]) -> None:
-        nodes = [node for node in nodes if node.ino in self._wanted]
+        nodes = [node for node in nodes if self._jobs.batch(node.ino) is not None]
         for ino in self._misses.fetch(nodes, self._batches):
             wanted = self._no_more(ino)
             assert wanted is not None
             self._files.copy_alone(wanted.places[ino], wanted.priority)
             wanted.end_one()
-        if hurried := [node.ino for node in nodes if node.ino in self._hurried]:
+        if hurried := [node.ino for node in nodes if self._jobs.hurries(node.ino)]:
             self._misses.hurry(hurried)
 
     def hurry(self, inos: Sequence[int]) -> None:
         """Somebody waits until these are stored. No checkpoint."""
-        arriving = [ino for ino in inos if ino in self._jobs.arriving]
-        if not arriving:
+        jobs = self._jobs.hurry(inos)
+        if not jobs:
             return
-        self._hurried.update(arriving)
-        # Whoever waits has no time to wait for other nodes.
-        self._fetch([node for ino in arriving if (node := self._asked.pop(ino, None)) is not None])
-        self._misses.hurry(arriving)
-        self._complete |= any(node.ino in self._hurried for node, *_ in self._waiting)
+        self._fetch(self._take_asked(jobs))  # who waits has no time to wait for other nodes
+        self._misses.hurry([job.ino for job in jobs])
+        self._complete |= any(self._jobs.hurries(node.ino) for node, *_ in self._waiting)
         self._pause.cancel()
         self._begin_storing()
 
@@ -198,11 +180,11 @@ class SmallFiles:
     def suspend(self) -> None:
         """The mount ends: nothing more is stored."""
         self._over = True
-        arrived = ((node.ino, wanted) for node, _data, wanted in self._waiting)
-        for ino, wanted in (*self._wanted.items(), *arrived):
+        for ino, batch in self._jobs.take_batches():
+            self._cache.writer.cancel(batch.places[ino])
+        for node, _data, wanted in self._waiting:
             if wanted is not None:
-                self._cache.writer.cancel(wanted.places[ino])
-        self._wanted.clear()
+                self._cache.writer.cancel(wanted.places[node.ino])
         self._waiting.clear()
 
     # -- what the C part reports
@@ -210,10 +192,10 @@ class SmallFiles:
     def take_events(self) -> None:
         """Handle what was served since the last call. No checkpoint."""
         events = self._misses.served()
-        others = [served.ino for served in events if served.ino not in self._wanted]
+        others = [served.ino for served in events if self._jobs.batch(served.ino) is None]
         nodes = self._cache.index.nodes.nodes_of(others)
         for served in events:
-            self._complete |= served.ino in self._hurried
+            self._complete |= self._jobs.hurries(served.ino)
             wanted = self._no_more(served.ino)
             if wanted is not None:
                 node: Node | None = wanted.places[served.ino].node
@@ -225,8 +207,6 @@ class SmallFiles:
                 self._take(wanted, served)
             elif node is not None and self._jobs.keeps and not served.from_window:
                 self._keep(node, served)
-        if self._hurried:
-            self._hurried &= self._jobs.arriving
         self._begin_storing()
 
     def _begin_storing(self) -> None:
@@ -236,10 +216,12 @@ class SmallFiles:
 
     def _no_more(self, ino: int) -> Batch | None:
         """A file has arrived or is given up: the batch of the copier that waited for it."""
-        wanted = self._wanted.pop(ino, None)
-        if wanted is not None:
-            wanted.unread -= 1
-            self._complete |= not wanted.unread
+        job = self._jobs.get(ino)
+        if job is None or job.batch is None:
+            return None
+        wanted, job.batch = job.batch, None
+        wanted.unread -= 1
+        self._complete |= not wanted.unread
         return wanted
 
     def _wait(self, arrived: Arrived) -> None:
@@ -262,7 +244,7 @@ class SmallFiles:
         """Handle a file that a reader wanted."""
         ino = node.ino
         if served.data is None:
-            if served.opens and not (ino in self._jobs.arriving or self._cache.resident(node)):
+            if served.opens and not (self._jobs.arrives(ino) or self._cache.resident(node)):
                 self._jobs.want_opened(ino)  # its bytes must be read again
         elif not node.outdated and self._jobs.begin_arrival(ino):
             self._wait((node, served.data, None))

@@ -332,7 +332,7 @@ async def test_each_node_scans_in_an_order_of_its_own(
             await scan.everything()
             clock.autojump_threshold = math.inf
             assert 0 < trio.current_time() - begun < 2
-            jobs = iter(mirror.copier.jobs.queue.pop, None)
+            jobs = iter(mirror.copier.jobs.take_next, None)
             nodes = [mirror.index.nodes.node(ino) for ino, _priority in jobs]
             orders.append([node.name for node in nodes if node is not None])
     assert sorted(orders[0]) == sorted(orders[1])

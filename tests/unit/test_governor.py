@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from monarchfs.prefetch.ahead import MANY, MOST_AHEAD, Allowance, Walks
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.governor import BURST_SECONDS, Governor, RateLimiter
-from monarchfs.prefetch.queue import CopyQueue, Priority
+from monarchfs.prefetch.queue import CopyJob, CopyQueue, Priority
 from monarchfs.prefetch.readahead import Readahead
 
 MIB = 1 << 20
@@ -237,21 +238,27 @@ def test_chunks_are_claimed_once_and_only_what_arrived_is_saved(
         ChunkMap(1000, 64, b"\1" * 3)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Priority)))))
+def taken_from(queue: CopyQueue) -> Iterator[tuple[CopyJob, Priority]]:
+    """One by one, each with its priority."""
+    while next_ones := queue.next(priority := queue.first, 1):
+        queue.take(next_ones)
+        yield next_ones[0], priority
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from(list(Priority)[:-1]))))
 def test_the_queue_gives_each_file_once_by_best_priority(jobs: list[tuple[int, Priority]]) -> None:
-    queue = CopyQueue()
-    best: dict[int, Priority] = {}
+    queue, by_ino = CopyQueue(), [CopyJob(ino) for ino in range(10)]
+    best: dict[CopyJob, Priority] = {}
     for ino, priority in jobs:
-        changed = queue.push(ino, priority)
-        assert changed == (ino not in best or priority < best[ino])
-        best[ino] = min(priority, best.get(ino, priority))
+        job = by_ino[ino]
+        changed = queue.push(job, priority)
+        assert changed == (job not in best or priority < best[job])
+        best[job] = min(priority, best.get(job, priority))
     assert len(queue) == len(best)
-    popped = []
-    while (job := queue.pop()) is not None:
-        popped.append(job)
+    popped = list(taken_from(queue))
     assert dict(popped) == best
     assert len(popped) == len(best)
-    assert [p for _i, p in popped] == sorted(p for _i, p in popped)
+    assert [p for _job, p in popped] == sorted(p for _job, p in popped)
 
 
 @given(
@@ -262,18 +269,21 @@ def test_the_queue_gives_each_file_once_by_best_priority(jobs: list[tuple[int, P
 def test_a_look_at_the_next_ones_leaves_the_others_in_their_order(
     jobs: list[tuple[int, Priority]], count: int, taken: int
 ) -> None:
-    queue, twin = CopyQueue(), CopyQueue()
-    for ino, priority in jobs:
-        queue.push(ino, priority)
-        twin.push(ino, priority)
-    in_turn = list(iter(twin.pop, None))
+    queues = CopyQueue(), CopyQueue()
+    for queue in queues:
+        by_ino = [CopyJob(ino) for ino in range(10)]
+        for ino, priority in jobs:
+            queue.push(by_ino[ino], priority)
+    queue, twin = queues
+    in_turn = [(job.ino, priority) for job, priority in taken_from(twin)]
     for priority in Priority:
         same = [ino for ino, its in in_turn if its is priority is in_turn[0][1]]
-        assert queue.next(priority, count) == same[:count]
+        assert [job.ino for job in queue.next(priority, count)] == same[:count]
     dropped = queue.next(queue.first, count)[:taken]
-    queue.drop(dropped)
-    assert not any(ino in queue for ino in dropped)
-    assert list(iter(queue.pop, None)) == in_turn[len(dropped) :]
+    queue.take(dropped)
+    assert not any(job.queued for job in dropped)
+    rest = [(job.ino, priority) for job, priority in taken_from(queue)]
+    assert rest == in_turn[len(dropped) :]
 
 
 def test_a_sequential_reader_gets_a_growing_window() -> None:
