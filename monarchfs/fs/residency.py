@@ -66,8 +66,7 @@ class Residency:
             return None if self._unreadable(node) is None else Cause.NO_TIER.value
         if state == "copying":
             return "being copied"
-        job = self._copies.jobs.get(node.ino)
-        if job is not None and job.queued:
+        if self._copies.jobs.get(node.ino).queued:
             return "queued"
         reason = self._reason(node)
         if reason is not None:
@@ -88,7 +87,7 @@ class Residency:
             done = 0 if nonresident is None else nonresident.copy.local_bytes
             return f"it is being copied: {_share(done, node.stat.size)}"
         job = self._copies.jobs.get(ino)
-        if job is not None and job.queued:
+        if job.queued:
             before = self._copies.jobs.queue.position(job) if exact else None
             waits = "it waits to be copied" + ("" if before is None else f": {_before(before)}")
             if (slow := self._copies.governor.reason) is not None:

@@ -329,7 +329,7 @@ class SpanNodes:
         for fill in self._jobs.background:
             if (spans := fill.copy.remote.spans) is None or fill.own_alone:
                 continue
-            if self._jobs.supplies(fill.copy.node.ino):
+            if self._jobs.get(fill.copy.node.ino).supplied:
                 continue
             spans.priority = fill.copy.priority
             for owner, span in spans.due(now):

@@ -233,7 +233,7 @@ class Copier:
 
     def _claim(self, fill: Fill) -> Fetch | None:
         """Claim the part of a file that is to be copied next."""
-        supplied = self.jobs.supplies(fill.copy.node.ino)
+        supplied = self.jobs.get(fill.copy.node.ino).supplied
         fetch = fill.claim_next(self.unit_bytes.value, owned_only=supplied)
         if fetch is not None:
             self._targets[fetch.target] += 1
@@ -243,7 +243,7 @@ class Copier:
         """Whether there is nothing left to copy of it."""
         if fill.copy.state is not State.FILLING or fill.copy.full or fill.copy.chunks.complete:
             return True
-        own_alone = fill.own_alone or self.jobs.supplies(fill.copy.node.ino)
+        own_alone = fill.own_alone or self.jobs.get(fill.copy.node.ino).supplied
         spans = fill.copy.remote.spans if own_alone else None
         return spans is not None and not spans.owned_missing(fill.copy.chunks)
 
@@ -293,7 +293,7 @@ class Copier:
         fill = self.files.get(ino)
         if fill is not None and (fill.copy.in_background or fill.copy.state is State.RESIDENT):
             return None
-        if self.jobs.arrives(ino):
+        if self.jobs.get(ino).arriving:
             return None
         if node is None or node.outdated or not node.stat.is_regular:
             return None

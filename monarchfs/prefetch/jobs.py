@@ -28,6 +28,10 @@ RETRY_SECONDS = (1.0, 5.0, 25.0)
 TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENOTCONN}
 
 
+_NOTHING = CopyJob(0)
+"""Of files of which nothing is to be known. Never changed."""
+
+
 class FileOwners(Protocol):
     """The nodes that share small files."""
 
@@ -76,15 +80,12 @@ class CopyJobs:
         self._shrunk = trio.lowlevel.ParkingLot()
         cache.accounts.on_room.add(self.wakes.unpark_all)
 
-    def get(self, ino: int) -> CopyJob | None:
-        """What there is to do for the file; None: nothing."""
-        return self._jobs.get(ino)
+    def get(self, ino: int) -> CopyJob:
+        """What there is to do for the file: perhaps nothing."""
+        return self._jobs.get(ino, _NOTHING)
 
     def _job(self, ino: int) -> CopyJob:
-        job = self._jobs.get(ino)
-        if job is None:
-            job = self._jobs[ino] = CopyJob(ino)
-        return job
+        return self._jobs.get(ino) or self._jobs.setdefault(ino, CopyJob(ino))
 
     def _forget_if_over(self, job: CopyJob) -> None:
         if job.over and self._jobs.get(job.ino) is job:
@@ -97,7 +98,7 @@ class CopyJobs:
         (``keeps``)."""
         if not self.keeps and priority not in (Priority.HINTED, Priority.LISTED):
             return
-        self._supply(ino, supplied=False)
+        self._supply_no_more(ino)
         if priority is Priority.SCANNED and self.owners is not None:
             node = self._cache.index.nodes.node(ino)
             if node and node.stat.size <= WHOLE_BYTES and self.owners.elsewhere(node):
@@ -117,20 +118,13 @@ class CopyJobs:
     def supply(self, ino: int, priority: Priority) -> None:
         """Copy what this node owns of a large file, as other nodes want that; all of it where it
         is wanted here, too."""
-        wanted_here = self.pending(ino) and not self.supplies(ino)
+        wanted_here = self.pending(ino) and not self.get(ino).supplied
         self.want(ino, priority)
         if not wanted_here and self.pending(ino):
-            self._supply(ino, supplied=True)
-
-    def supplies(self, ino: int) -> bool:
-        """Whether only other nodes want it."""
-        job = self._jobs.get(ino)
-        return job is not None and job.supplied
-
-    def _supply(self, ino: int, *, supplied: bool) -> None:
-        if supplied:
             self._job(ino).supplied = True
-        elif (job := self._jobs.get(ino)) is not None and job.supplied:
+
+    def _supply_no_more(self, ino: int) -> None:
+        if (job := self.get(ino)).supplied:
             job.supplied = False
             self._forget_if_over(job)
 
@@ -168,7 +162,7 @@ class CopyJobs:
         if fill.copy.in_background:
             fill.copy.in_background = False
             self.background.remove(fill)
-            self._supply(fill.copy.node.ino, supplied=False)
+            self._supply_no_more(fill.copy.node.ino)
             fill.copy.settle()
             self.on_step([fill.copy.node.ino])
 
@@ -181,14 +175,13 @@ class CopyJobs:
         under_way = fill is not None and (
             fill.copy.in_background or fill.fetching or fill.copy.ending
         )
-        job = self._jobs.get(ino)
-        waits = job is not None and (job.queued or job.arriving or job.retry_at is not None)
-        return under_way or waits
+        job = self.get(ino)
+        return under_way or job.queued or job.arriving or job.retry_at is not None
 
     def copying(self, ino: int) -> bool:
         """Whether it is being copied."""
         fill = self.files.get(ino)
-        return self.arrives(ino) or (fill is not None and fill.copy.filling)
+        return self.get(ino).arriving or (fill is not None and fill.copy.filling)
 
     @property
     def filling(self) -> int:
@@ -205,20 +198,6 @@ class CopyJobs:
 
     # -- files that arrive as a whole
 
-    def arrives(self, ino: int) -> bool:
-        job = self._jobs.get(ino)
-        return job is not None and job.arriving
-
-    def batch(self, ino: int) -> Batch | None:
-        """The copier's batch that waits for its bytes."""
-        job = self._jobs.get(ino)
-        return None if job is None else job.batch
-
-    def hurries(self, ino: int) -> bool:
-        """Whether it arrives, and somebody waits until it is stored."""
-        job = self._jobs.get(ino)
-        return job is not None and job.hurried
-
     def take_batches(self) -> list[tuple[int, Batch]]:
         """The mount ends: the files whose bytes a batch waits for, which it does no more."""
         found = [(ino, job.batch) for ino, job in self._jobs.items() if job.batch is not None]
@@ -229,7 +208,7 @@ class CopyJobs:
     def begin_arrival(self, ino: int) -> bool:
         """All of the file is read by others, or was, and is stored then; False where it is being
         copied already. No checkpoint."""
-        if ino in self.files or self.arrives(ino):
+        if ino in self.files or self.get(ino).arriving:
             return False
         self._job(ino).arriving = True
         self.arriving += 1
@@ -237,7 +216,7 @@ class CopyJobs:
 
     def hurry(self, inos: Sequence[int]) -> list[CopyJob]:
         """Somebody waits until these are stored. Those of them that arrive."""
-        found = [job for ino in inos if (job := self._jobs.get(ino)) is not None and job.arriving]
+        found = [job for job in map(self.get, inos) if job.arriving]
         for job in found:
             self.hurried += not job.hurried
             job.hurried = True
@@ -245,8 +224,8 @@ class CopyJobs:
 
     def end_arrivals(self, inos: Sequence[int]) -> None:
         """That is over, whatever came of it."""
-        for ino in inos:
-            if (job := self._jobs.get(ino)) is not None and job.arriving:
+        for job in map(self.get, inos):
+            if job.arriving:
                 self.arriving -= 1
                 self.hurried -= job.hurried
                 job.arriving = job.hurried = job.asked = False
@@ -279,7 +258,7 @@ class CopyJobs:
 
     def forget_failures(self, ino: int) -> None:
         """All of it was fetched."""
-        if (job := self._jobs.get(ino)) is not None:
+        if (job := self.get(ino)).failures:
             job.failures = 0
             self._forget_if_over(job)
 
@@ -290,16 +269,13 @@ class CopyJobs:
 
     async def _retry(self, ino: int, priority: Priority, seconds: float) -> None:
         await trio.sleep(seconds)
-        if (job := self._jobs.get(ino)) is not None:
-            job.retry_at = None
+        job = self._job(ino)
+        job.retry_at = None
         self.want(ino, priority)
-        if job is not None:
-            self._forget_if_over(job)
+        self._forget_if_over(job)
         self.on_step([ino])
 
     def retry_in(self, ino: int) -> float | None:
         """Seconds until it is tried again; None: it is not."""
-        job = self._jobs.get(ino)
-        if job is None or job.retry_at is None:
-            return None
-        return max(0.0, job.retry_at - self._clock.current_time())
+        at = self.get(ino).retry_at
+        return None if at is None else max(0.0, at - self._clock.current_time())

@@ -106,8 +106,9 @@ class SmallFiles:
         by_ino = {place.node.ino: place for place in places}
         batch = Batch(by_ino, priority, len(places), len(places))
         for ino in by_ino:
-            if (job := self._jobs.get(ino)) is not None:
-                job.batch = batch
+            job = self._jobs.get(ino)
+            assert job.arriving
+            job.batch = batch
         return batch
 
     async def copy(self, batch: Batch) -> tuple[float, list[int]]:
@@ -126,7 +127,7 @@ class SmallFiles:
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in nodes if node.ino not in numbers])
             if owners is not None and theirs:
-                asked = [job for node in theirs if (job := self._jobs.get(node.ino)) is not None]
+                asked = [job for job in (self._jobs.get(n.ino) for n in theirs) if job.arriving]
                 for job in asked:
                     job.asked = True
                 try:
@@ -134,7 +135,7 @@ class SmallFiles:
                 finally:
                     left = self._take_asked(asked)
                 for node in late:
-                    if node in left and (wanted := self._jobs.batch(node.ino)) is not None:
+                    if node in left and (wanted := self._jobs.get(node.ino).batch) is not None:
                         self.leave(node.ino)
                         self._jobs.want(node.ino, wanted.priority)  # its owner still copies it
                 self._fetch(left)
@@ -151,13 +152,13 @@ class SmallFiles:
         return [job.batch.places[job.ino].node for job in asked if job.batch is not None]
 
     def _fetch(self, nodes: Sequence[Node]) -> None:
-        nodes = [node for node in nodes if self._jobs.batch(node.ino) is not None]
+        nodes = [node for node in nodes if self._jobs.get(node.ino).batch is not None]
         for ino in self._misses.fetch(nodes, self._batches):
             wanted = self._no_more(ino)
             assert wanted is not None
             self._files.copy_alone(wanted.places[ino], wanted.priority)
             wanted.end_one()
-        if hurried := [node.ino for node in nodes if self._jobs.hurries(node.ino)]:
+        if hurried := [node.ino for node in nodes if self._jobs.get(node.ino).hurried]:
             self._misses.hurry(hurried)
 
     def hurry(self, inos: Sequence[int]) -> None:
@@ -167,7 +168,7 @@ class SmallFiles:
             return
         self._fetch(self._take_asked(jobs))  # who waits has no time to wait for other nodes
         self._misses.hurry([job.ino for job in jobs])
-        self._complete |= any(self._jobs.hurries(node.ino) for node, *_ in self._waiting)
+        self._complete |= any(self._jobs.get(node.ino).hurried for node, *_ in self._waiting)
         self._pause.cancel()
         self._begin_storing()
 
@@ -192,10 +193,10 @@ class SmallFiles:
     def take_events(self) -> None:
         """Handle what was served since the last call. No checkpoint."""
         events = self._misses.served()
-        others = [served.ino for served in events if self._jobs.batch(served.ino) is None]
+        others = [served.ino for served in events if self._jobs.get(served.ino).batch is None]
         nodes = self._cache.index.nodes.nodes_of(others)
         for served in events:
-            self._complete |= self._jobs.hurries(served.ino)
+            self._complete |= self._jobs.get(served.ino).hurried
             wanted = self._no_more(served.ino)
             if wanted is not None:
                 node: Node | None = wanted.places[served.ino].node
@@ -217,7 +218,7 @@ class SmallFiles:
     def _no_more(self, ino: int) -> Batch | None:
         """A file has arrived or is given up: the batch of the copier that waited for it."""
         job = self._jobs.get(ino)
-        if job is None or job.batch is None:
+        if job.batch is None:
             return None
         wanted, job.batch = job.batch, None
         wanted.unread -= 1
@@ -244,7 +245,7 @@ class SmallFiles:
         """Handle a file that a reader wanted."""
         ino = node.ino
         if served.data is None:
-            if served.opens and not (self._jobs.arrives(ino) or self._cache.resident(node)):
+            if served.opens and not (self._jobs.get(ino).arriving or self._cache.resident(node)):
                 self._jobs.want_opened(ino)  # its bytes must be read again
         elif not node.outdated and self._jobs.begin_arrival(ino):
             self._wait((node, served.data, None))
