@@ -111,26 +111,14 @@ print(json.dumps(found.hexdigest()))
 
 READ = "import sys\nfor path in sys.argv[1:]: open(path, 'rb').read()"
 TIMED = """
-import json, os, sys, threading, time
+import json, os, sys, time
+from concurrent.futures import ThreadPoolExecutor
 threads, work, *paths = sys.argv[1:]
-queue = list(paths)
-def run():
-    while queue:
-        try:
-            path = queue.pop()
-        except IndexError:
-            return
-        if work == "stat":
-            os.stat(path)
-        else:
-            with open(path, "rb") as file:
-                file.read()
-workers = [threading.Thread(target=run) for _ in range(int(threads))]
+def run(path):
+    os.stat(path) if work == "stat" else open(path, "rb").read()
 started = time.monotonic()
-for worker in workers:
-    worker.start()
-for worker in workers:
-    worker.join()
+with ThreadPoolExecutor(int(threads)) as pool:
+    list(pool.map(run, paths))
 print(json.dumps([started, time.monotonic()]))
 """
 
