@@ -141,7 +141,7 @@ def test_commands(
     golden(f"commands/{name}", "\n\n".join(parts) + "\n")
 
 
-# Other texts
+# What commands print otherwise, a file of tests/golden for each. Times that pass are masked.
 
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
