@@ -1,8 +1,10 @@
-"""The exporter of a node, with real mounts: of several users, coming, going, hanging, dead."""
+"""Metrics of real mounts, from the exporter of a node and from a mount's own port: of several
+users, coming, going, hanging, dead, lying. What was done is what is counted."""
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import pwd
 import select
@@ -12,7 +14,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +23,7 @@ import pytest
 
 from monarchfs.cli.exporter import parse_listen
 from monarchfs.control.registration import Registration, own_mount_namespace
+from monarchfs.metrics.names import FAMILIES
 from monarchfs.supervisor.port import listen_on
 from tests.support import surroundings
 from tests.support.fake_daemon import Listener
@@ -27,7 +31,9 @@ from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import (
     ENVIRONMENT,
     MONARCHFS,
+    REPOSITORY,
     Bench,
+    FaultySource,
     Mount,
     as_user,
     assert_one_line,
@@ -37,7 +43,17 @@ from tests.support.mounting import (
     wait_for,
 )
 from tests.support.processes import status_of
-from tests.support.scraping import FILES, Scrape, make_files, read_all, scrape, sums_are_right
+from tests.support.reading import COMMAND, Reader
+from tests.support.scraping import (
+    FILES,
+    SIZE,
+    Scrape,
+    make_files,
+    read_all,
+    scrape,
+    sums_are_right,
+    waits_are_right,
+)
 from tests.support.timing import Stopwatch
 
 pytestmark = requires_mounts
@@ -57,13 +73,7 @@ class Exporter(NamedTuple):
 
 
 @contextmanager
-def exporter(*options: str, user: str | None = None) -> Iterator[int]:
-    with exporter_process(*options, user=user) as running:
-        yield running.port
-
-
-@contextmanager
-def exporter_process(*options: str, user: str | None = None) -> Iterator[Exporter]:
+def exporter(*options: str, user: str | None = None) -> Iterator[Exporter]:
     """One that answers; neither of its processes is there afterwards."""
     port = free_port()
     process = subprocess.Popen(
@@ -137,9 +147,9 @@ def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> M
     )
 
 
-def timely(port: int) -> Scrape:
+def timely(node: Exporter) -> Scrape:
     started = Stopwatch()
-    now = scrape(port)
+    now = scrape(node.port)
     started.check(BOUND_SECONDS)
     return now
 
@@ -147,7 +157,7 @@ def timely(port: int) -> Scrape:
 @pytest.mark.usefixtures("open_device")
 def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
     interpreter_for("nobody")
-    with exporter() as port, exporter(user="nobody") as nobodys_port:
+    with exporter() as node, exporter(user="nobody") as nobodys:
         first = mounted(work, "first")
         read_all(first)
         first.wait_idle()
@@ -157,7 +167,7 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         given.user = "nobody"
         given_reader = as_user("nobody", ["cat", str(given.path / "f0")])
         subprocess.run(given_reader, check=True, stdout=subprocess.DEVNULL, timeout=30)
-        now = timely(port)
+        now = timely(node)
         assert [up(now, mount) for mount in (first, own, given)] == [1, 1, 1]
         assert of(now, first, "monarchfs_opens_total", served="local") == FILES
         assert of(now, first, "monarchfs_opens_total", served="source") == FILES
@@ -174,11 +184,11 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         assert 0 < time.time() - started < 100
         sums_are_right(now)
         # An ordinary user sees mounts of that user.
-        theirs = timely(nobodys_port)
+        theirs = timely(nobodys)
         assert [up(theirs, mount) for mount in (first, own, given)] == [None, 1, 1]
         assert {labels["user"] for labels, _ in ups(theirs)} == {"nobody"}
         assert own.umount().returncode == 0
-        now = timely(port)
+        now = timely(node)
         assert (up(now, first), up(now, own)) == (1, None)
         assert of(now, own, "monarchfs_opens_total", served="source") is None
         again = work.mount(
@@ -188,7 +198,7 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
             point=own.path,
             user="nobody",
         )
-        assert up(timely(port), again) == 1
+        assert up(timely(node), again) == 1
 
 
 def supervisor_of(mount: Mount) -> int:
@@ -199,36 +209,36 @@ def supervisor_of(mount: Mount) -> int:
 def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench) -> None:
     well, hanging = mounted(work, "well"), mounted(work, "hanging")
     worker, supervisor = hanging.worker_pid(), supervisor_of(hanging)
-    with exporter() as port:
-        assert up(timely(port), hanging) == 1
+    with exporter() as node:
+        assert up(timely(node), hanging) == 1
         os.kill(worker, signal.SIGSTOP)
         try:
             for _ in range(2):
-                now = timely(port)
+                now = timely(node)
                 assert (up(now, well), up(now, hanging)) == (1, 0)
                 assert of(now, hanging, "monarchfs_relayed_bytes_total") is None, "not said twice"
                 assert of(now, well, "monarchfs_relayed_bytes_total") == 0
         finally:
             with suppress(ProcessLookupError):  # replaced meanwhile
                 os.kill(worker, signal.SIGCONT)
-        wait_for(lambda: up(timely(port), hanging) == 1, "a worker to answer again")
+        wait_for(lambda: up(timely(node), hanging) == 1, "a worker to answer again")
         os.kill(supervisor, signal.SIGSTOP)
         try:
-            now = timely(port)
+            now = timely(node)
             assert (up(now, well), up(now, hanging)) == (1, 0)
         finally:
             os.kill(supervisor, signal.SIGCONT)
-        wait_for(lambda: up(timely(port), hanging) == 1, "the supervisor to answer again")
+        wait_for(lambda: up(timely(node), hanging) == 1, "the supervisor to answer again")
         os.kill(supervisor, signal.SIGKILL)
-        wait_for(lambda: up(timely(port), hanging) == 0, "its death to be seen")
+        wait_for(lambda: up(timely(node), hanging) == 0, "its death to be seen")
         # Somebody has emptied the runtime directory: it is in the mount table all the same.
         if os.path.ismount(hanging.path):
             for file in registrations(hanging.path):
                 file.unlink()
-            assert up(timely(port), hanging) == 0
+            assert up(timely(node), hanging) == 0
         run("umount", str(hanging.path))
-        assert up(timely(port), hanging) is None
-        assert up(timely(port), well) == 1
+        assert up(timely(node), hanging) is None
+        assert up(timely(node), well) == 1
 
 
 def test_a_registration_that_is_all_that_is_left_is_no_mount(work: Bench) -> None:
@@ -237,8 +247,8 @@ def test_a_registration_that_is_all_that_is_left_is_no_mount(work: Bench) -> Non
     os.kill(supervisor, signal.SIGKILL)
     os.kill(worker, signal.SIGKILL)
     subprocess.run(["umount", "-l", str(mount.path)], check=True, timeout=10)
-    with exporter() as port:
-        assert up(timely(port), mount) is None
+    with exporter() as node:
+        assert up(timely(node), mount) is None
 
 
 def test_a_bind_mount_and_a_new_name_make_no_other_mount(work: Bench) -> None:
@@ -247,8 +257,8 @@ def test_a_bind_mount_and_a_new_name_make_no_other_mount(work: Bench) -> None:
     subprocess.run(["mount", "--bind", mount.path, work.path / "copy"], check=True)
     (work.path / "before").rename(work.path / "after")
     try:
-        with exporter() as port:
-            now = timely(port)
+        with exporter() as node:
+            now = timely(node)
             ours = [
                 (labels["mount"], value)
                 for labels, value in ups(now)
@@ -274,10 +284,10 @@ def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
         subprocess.run([*inside, *place], check=True, timeout=60, cwd="/")
     pids = [int(entry["supervisor_pid"]) for entry in registrations(outside.path).values()]
     try:
-        with exporter() as port:
+        with exporter() as node:
             mounts = {
                 labels["mount"]: value
-                for labels, value in ups(timely(port))
+                for labels, value in ups(timely(node))
                 if labels["source"] == str(outside.source)
             }
             assert mounts == {str(outside.path): 1, f"{outside.path} (2)": 1}
@@ -294,8 +304,8 @@ def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
 
 def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: Bench) -> None:
     mount = mounted(work, "one")
-    with exporter_process("--user", "daemon") as (process, reader, port):
-        status = status_of(reader)
+    with exporter("--user", "daemon") as node:
+        process, status = node.process, status_of(node.reader)
         assert set(status["Uid"].split()) == {str(OTHER.pw_uid)}
         assert set(status["Gid"].split()) == {str(OTHER.pw_gid)}
         assert status["Groups"].split() == []
@@ -309,10 +319,10 @@ def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: B
         for _ in range(2):
             started = Stopwatch()
             with pytest.raises(AssertionError):  # status 500
-                scrape(port)
+                scrape(node.port)
             started.check(BOUND_SECONDS)
         process.send_signal(signal.SIGCONT)
-        wait_for(lambda: up(timely(port), mount) == 1, "it to go on")
+        wait_for(lambda: up(timely(node), mount) == 1, "it to go on")
 
 
 @pytest.mark.parametrize(
@@ -324,7 +334,7 @@ def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: B
     ],
 )
 def test_each_ends_with_the_other(killed: str, code: int, said: str) -> None:
-    with exporter_process() as (process, reader, _port):
+    with exporter() as (process, reader, _port):
         if killed == "Ctrl-C":
             os.killpg(process.pid, signal.SIGINT)
         else:
@@ -422,7 +432,6 @@ def metrics(**values: object) -> Say:
     return answer(json.dumps({"ok": True, "result": {"metrics": values, "bounds_ns": {}}}))
 
 
-BAD = "monarchfs_opens_total"
 LIE = 987_654_321  # no mount of another test has it
 NONSENSE = answer("nonsense")
 HOSTILE_ANSWERS = {
@@ -431,18 +440,17 @@ HOSTILE_ANSWERS = {
     "comes byte by byte": come_byte_by_byte,
     "is no JSON": NONSENSE,
     "is deep": answer("[" * 50_000),
-    "has labels that break lines": metrics(**{BAD: [[['x"} 1\nup 0\n#'], 1]]}),
 }
 
 
 def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
     mount = mounted(work, "one")
-    with exporter() as port:
+    with exporter() as node:
         cases = [(what, say, 1) for what, say in HOSTILE_ANSWERS.items()]
         cases += [(f"began at {number}", NONSENSE, number) for number in (10**400, -1, 1 << 63)]
         for what, say, started_ns in cases:
             with hostile_daemon(say, started_ns=started_ns):
-                now = timely(port)
+                now = timely(node)
             assert up(now, mount) == 1, what
             hostile = {
                 name: value
@@ -452,24 +460,233 @@ def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
             assert hostile.pop("monarchfs_mount_up") == 0, what
             began = {"monarchfs_mount_start_time_seconds"} if started_ns == 1 else set()
             assert set(hostile) == began, what
-        only_about_its_own_user(mount, port)
-
-
-def only_about_its_own_user(mount: Mount, port: int) -> None:
-    lies = metrics(
-        monarchfs_opens_total=[[["local"], LIE]],
-        monarchfs_unheard_of=[[["x"], 1]],
-        monarchfs_mount_info=[[["/s", "/m", "relay", "ttl", "all", "keep"], 1]],
-    )
-    with hostile_daemon(lies):
-        now = timely(port)
+        # It is heard about its own user alone.
+        lies = metrics(
+            monarchfs_opens_total=[[["local"], LIE]],
+            monarchfs_unheard_of=[[["x"], 1]],
+            monarchfs_mount_info=[[["/s", "/m", "relay", "ttl", "all", "keep"], 1]],
+        )
+        with hostile_daemon(lies):
+            now = timely(node)
         assert up(now, mount) == 1
-        users = {
-            dict(labels).get("user") for (_, labels), value in now.samples.items() if value == LIE
-        }
-        assert users == {HOSTILE.pw_name}
         assert "unheard_of" not in now.text
-        told = [dict(labels) for name, labels in now.samples if name == "monarchfs_mount_info"]
-        (lie,) = [labels for labels in told if labels["user"] == HOSTILE.pw_name]
-        assert lie["source"] == "/lustre/of-somebody-else"
-        assert lie["mount"] == "/hostile"
+        told = [(name, dict(labels), value) for (name, labels), value in now.samples.items()]
+        assert {labels.get("user") for _, labels, value in told if value == LIE} == {
+            HOSTILE.pw_name
+        }
+        infos = [labels for name, labels, _ in told if name == "monarchfs_mount_info"]
+        (lie,) = [labels for labels in infos if labels["user"] == HOSTILE.pw_name]
+        assert (lie["source"], lie["mount"]) == ("/lustre/of-somebody-else", "/hostile")
+
+
+# A mount's own port
+
+
+def with_port(work: Bench, *options: str) -> tuple[Mount, int]:
+    make_files(work.path / "src")
+    port = free_port()
+    return work.mount(work.path / "src", "--metrics-port", str(port), *options), port
+
+
+def faulty_with_port(work: Bench, *options: str) -> tuple[Mount, int, FaultySource]:
+    make_files(work.path / "backing")
+    source = work.faulty_source(work.path / "backing")
+    port = free_port()
+    return work.mount(source.path, "--metrics-port", str(port), *options), port, source
+
+
+@contextmanager
+def reading(*call: object, healed: FaultySource | None = None) -> Iterator[Reader]:
+    """Who reads files meanwhile; killed at the end, when the source is well again."""
+    with closing(Reader(COMMAND)) as reader:
+        reader.tell(*call)
+        try:
+            yield reader
+        finally:
+            if healed is not None:
+                healed.faults()
+
+
+def test_what_was_done_is_what_is_counted(work: Bench) -> None:
+    """What each operation counts is recorded in tests/scenarios."""
+    mount, port = with_port(work, "--freshness", "ttl=3600")
+    assert mount.status()["metrics_port"] == port
+    read_all(mount)
+    mount.wait_idle()
+    read_all(mount)
+    assert run("evict", str(mount.path), "f0").returncode == 0
+    now = scrape(port)
+    tier = f"{work.path}/tier"
+    for served in ("local", "source"):
+        assert now.value("monarchfs_opens_total", served=served) == FILES
+        assert now.value("monarchfs_opened_file_bytes_total", served=served) == FILES * SIZE
+    assert now.total("monarchfs_source_read_bytes_total") == FILES * SIZE
+    assert now.value("monarchfs_copies_completed_total") == FILES
+    assert now.value("monarchfs_evictions_total", reason="manual") == 1
+    assert now.value("monarchfs_tier_files", tier=tier, state="complete") == FILES - 1
+    assert now.value("monarchfs_tier_capacity_bytes", tier=tier) == 1 << 30
+    assert now.value("monarchfs_tier_in_service", tier=tier) == 1
+    # Also of what is just being removed.
+    used = now.value("monarchfs_tier_used_bytes", tier=tier)
+    assert (FILES - 1) * SIZE <= used <= FILES * (SIZE + 8192)
+    assert now.value("monarchfs_index_inodes") == FILES + 1
+    assert now.value("monarchfs_index_bytes") > 4096
+    assert now.value("monarchfs_source_responding") == 1
+    assert now.value("process_open_fds") > 5
+    assert f'mountpoint="{mount.path}"' in now.text
+    sums_are_right(now)
+    # Everything that is documented is exported, and nothing else.
+    ours = {name: kind for name, kind in now.kinds.items() if name.startswith("monarchfs_")}
+    assert ours == {family.name: family.kind.value for family in FAMILIES}
+    for family in FAMILIES:
+        # An empty label is the same as none, and the parser leaves none out.
+        assert now.labels[family.name] == set(family.labels)
+    document = (REPOSITORY / "docs" / "METRICS.md").read_text()
+    assert [name for name in now.kinds if f"`{name}`" not in document] == []
+    read_all(mount, ["f1", "f2"])
+    mount.wait_idle()
+    assert len(scrape(port).samples) == len(now.samples), "work makes no series"
+
+
+def waits(now: Scrape) -> dict[str, float]:
+    causes = ("source", "memory", "tier", "peer", "copy", "names")
+    return {cause: now.value("monarchfs_wait_seconds_total", cause=cause) for cause in causes}
+
+
+def read_without_pages(mount: Mount) -> None:
+    for n in range(FILES):
+        reader = os.open(mount.path / f"f{n}", os.O_RDONLY | os.O_DIRECT)
+        os.preadv(reader, [mmap.mmap(-1, 64 << 10)], 0)
+        os.close(reader)
+
+
+def test_waiting_is_counted_by_what_is_waited_for(work: Bench) -> None:
+    mount, port = with_port(work, "--data-path", "relay")
+    read_without_pages(mount)
+    first = scrape(port)
+    waits_are_right(first)
+    assert waits(first)["source"] > 0
+    assert waits(first)["names"] > 0
+    mount.wait_idle()
+    before = scrape(port)
+    read_without_pages(mount)
+    again = scrape(port)
+    waits_are_right(again)
+    more = {cause: now - waits(before)[cause] for cause, now in waits(again).items()}
+    assert more["tier"] > 0
+    assert more["names"] > 0
+    assert more["source"] == more["memory"] == more["peer"] == more["copy"] == 0
+    assert run("restart", str(mount.path)).returncode == 0
+    wait_for(lambda: mount.status()["worker"]["restarts"], "another worker")
+    after = waits(scrape(port))
+    assert all(after[cause] >= waits(again)[cause] for cause in after)
+
+
+def test_scrapes_under_load_are_quick_and_never_go_back(work: Bench) -> None:
+    mount, port = with_port(work, "--freshness", "ttl=3600")
+    read_all(mount)
+    mount.wait_idle()
+    names = [f"f{n}" for n in range(FILES)]
+    with reading("loop", str(mount.path), names, str(mount.source), 1) as reader:
+        before = scrape(port)
+        for _ in range(20):
+            started = Stopwatch()
+            now = scrape(port)
+            started.check(5)
+            sums_are_right(now)
+            for (name, labels), value in before.samples.items():
+                if name.endswith(("_total", "_count", "_bucket")):
+                    assert now.samples[name, labels] >= value, name
+            before = now
+        opens = now.value("monarchfs_opens_total", served="local")
+        wait_for(
+            lambda: scrape(port).value("monarchfs_opens_total", served="local") > opens,
+            "the reader to go on",
+        )
+        assert reader.process.poll() is None
+
+
+def test_a_scrape_while_the_source_hangs(work: Bench) -> None:
+    mount, port, source = faulty_with_port(work, "-o", "source_deadline_seconds=0.5")
+    read_all(mount, ["f0"])
+    mount.wait_idle()
+    source.faults(hang=["* *"])
+
+    def hanging() -> Scrape | None:
+        started = Stopwatch()
+        now = scrape(port)
+        started.check(5)
+        return now if now.value("monarchfs_source_calls_stuck") else None
+
+    def responds(value: int) -> bool:
+        return scrape(port).value("monarchfs_source_responding") == value
+
+    with reading("read", str(mount.path), ["f1"], "whole", 0, healed=source):
+        now = wait_for(hanging, "the call to be seen as stuck")
+        assert now.value("monarchfs_source_oldest_call_seconds", lane="demand") > 0.9
+        assert now.value("monarchfs_source_calls_active", lane="demand") >= 1
+        assert now.value("monarchfs_requests_waiting") >= 1
+        wait_for(lambda: responds(0), "the source to hang")
+    wait_for(lambda: responds(1), "the source again")
+
+
+def test_a_port_that_is_taken_fails_the_mount(work: Bench) -> None:
+    mount, port = with_port(work)
+    (work.path / "other").mkdir()
+    before = sorted(os.listdir(work.path))
+    words = ["mount", str(mount.source), f"{work.path}/other", "--metrics-port", str(port)]
+    done = run(*words, *work.storage(name="2"))
+    assert_one_line(done, 1, f"cannot serve metrics on 127.0.0.1:{port}: ")
+    assert sorted(os.listdir(work.path)) == before
+    assert scrape(port).value("monarchfs_source_responding") == 1
+
+
+def test_a_worker_that_is_stopped_or_dead_costs_a_scrape_no_more_than_its_timeout(
+    work: Bench,
+) -> None:
+    mount, port = with_port(work)
+    worker = mount.worker_pid()
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        with pytest.raises(OSError, match="timed out"):
+            scrape(port, 0.3)
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert scrape(port).total("monarchfs_opens_total") == 0
+    os.kill(worker, signal.SIGKILL)
+
+    def answered() -> bool:
+        started = Stopwatch()
+        try:
+            return scrape(port, 2).value("monarchfs_worker_restarts_total") == 1
+        # The supervisor has the socket, and those that the dead one took are reset.
+        except (OSError, HTTPException):
+            started.check(4)
+        return False
+
+    wait_for(answered, "another worker to answer")
+
+
+def test_a_worker_that_cannot_die_does_not_keep_the_port(work: Bench) -> None:
+    mount, port, source = faulty_with_port(work)
+    worker = mount.worker_pid()
+    source.faults(hang=["open *"])
+    with reading("read", str(mount.path), ["f1"], "whole", 0, healed=source):
+        wait_for(lambda: scrape(port).value("monarchfs_requests_waiting") >= 1, "the open to hang")
+        assert mount.umount(timeout=3).returncode == 0
+        assert Path(f"/proc/{worker}").exists(), "a thread of it hangs in the source"
+        other = work.path / "other"
+        make_files(other)
+        work.mount(other, "--metrics-port", str(port), "--state-dir", f"{work.path}/state2")
+        assert scrape(port).value("monarchfs_source_responding") == 1
+
+
+def test_without_the_option_nobody_listens(work: Bench) -> None:
+    make_files(work.path / "src")
+    mount = work.mount(work.path / "src")
+    assert mount.status()["metrics_port"] is None
+    worker = mount.worker_pid()
+    tcp = Path(f"/proc/{worker}/net/tcp").read_text()
+    inodes = {line.split()[9] for line in tcp.splitlines()[1:]}
+    links = [os.readlink(entry) for entry in Path(f"/proc/{worker}/fd").iterdir()]
+    assert not [link for link in links if link.removeprefix("socket:[").rstrip("]") in inodes]

@@ -156,11 +156,11 @@ class Server:
 
 
 @contextmanager
-def watching(target: str) -> Iterator[Server]:
+def watching(exporter_port: int) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as name:
         directory, port = Path(name), free_port()
         with (directory / "log").open("wb") as log:
-            command = server(directory, [target], f"127.0.0.1:{port}")
+            command = server(directory, [f"127.0.0.1:{exporter_port}"], f"127.0.0.1:{port}")
             process = subprocess.Popen(command, stdout=log, stderr=log)
         running = Server(process, port)
         try:
@@ -193,7 +193,7 @@ def test_every_query_of_the_dashboard_tells_of_a_real_job(work: Bench) -> None:
     """A job reads a dataset twice through a mount that a real server watches."""
     source = work.path / "src"
     make_files(source)
-    with place_of_a_job() as point, exporter() as port, watching(f"127.0.0.1:{port}") as prometheus:
+    with place_of_a_job() as point, exporter() as node, watching(node.port) as prometheus:
         mount = work.mount(source, point=point)
         try:
             this = f'mount="{point}"'

@@ -311,6 +311,12 @@ def handover() -> Handover:
     )
 
 
+def key_by_key(message: dict[str, Any]) -> str:
+    """A line for each key."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in message.items()]
+    return "{\n " + ",\n ".join(lines) + "\n}\n"
+
+
 def make_protocol(to: Path) -> None:
     said: list[dict[str, Any]] = []
 
@@ -325,8 +331,8 @@ def make_protocol(to: Path) -> None:
     worker.init.close()
     worker.channel.close()
     said[0]["fds"] |= {"init": 22, "channel": 23}
-    (to / "bootstrap.json").write_text(json.dumps(said[0], indent=1))
-    (to / "handover.json").write_text(json.dumps(handover().to_json(), indent=1))
+    (to / "bootstrap.json").write_text(key_by_key(said[0]))
+    (to / "handover.json").write_text(key_by_key(handover().to_json()))
     (to / "registration.json").write_text(REGISTRATION.to_json())
     (to / "channel.txt").write_text("".join(sorted(channel_messages())))
 

@@ -42,7 +42,7 @@ from monarchfs.config.settings import (
 from monarchfs.slurm import daemon
 from monarchfs.types import EvictionPolicy, TierSize, UsageError
 from tests.support import surroundings
-from tests.support.fake_mounts import NOBODY, Area, area, device_mode
+from tests.support.fake_mounts import NOBODY, Area, area
 from tests.support.mounting import MONARCHFS, requires_fuse, requires_root
 from tests.support.programs import execute
 
@@ -458,12 +458,8 @@ def test_a_prolog_and_mount8_hand_nothing_on(
 
 
 @pytest.fixture
-def users_area() -> Iterator[Area]:
-    with (
-        TemporaryDirectory(prefix="monarchfs-test-") as place,
-        device_mode(0o666),
-        area(Path(place), NOBODY) as opened,
-    ):
+def users_area(open_device: None) -> Iterator[Area]:
+    with TemporaryDirectory(prefix="monarchfs-test-") as place, area(Path(place), NOBODY) as opened:
         yield opened
 
 

@@ -295,18 +295,13 @@ def test_a_sequential_reader_gets_a_growing_window() -> None:
     assert sum(stop > chunk + 1 for chunk, stop in enumerate(stops)) < 12, "not in portions"
 
 
-def test_a_random_reader_gets_none() -> None:
-    ahead = Readahead(32)
-    for first in (100, 7, 55, 300, 12, 80):
-        assert ahead.advance(first, first + 2) == first + 2
-
-
-def test_a_reader_that_jumps_starts_anew() -> None:
+def test_a_reader_that_jumps_gets_none_and_starts_anew() -> None:
     ahead = Readahead(32)
     for chunk in range(20):
         ahead.advance(chunk, chunk + 1)
-    assert ahead.advance(500, 501) == 501
-    assert 502 < ahead.advance(501, 502) <= 502 + 4
+    for first in (100, 7, 55, 300, 12, 500):
+        assert ahead.advance(first, first + 2) == first + 2
+    assert 503 < ahead.advance(502, 503) <= 503 + 4
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 8)), max_size=60))

@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.core.misses import WindowState
@@ -295,16 +296,20 @@ def files_of(state: Path) -> list[str]:
 
 
 @given(st.lists(st.tuples(WEIGHTS, st.booleans(), st.booleans()), max_size=12))
+@example([({5: 1.0}, False, False), ({6: 2.0}, False, True)])
 def test_weights_are_what_was_given(
     tmp_path_factory: pytest.TempPathFactory, history: list[tuple[dict[int, float], bool, bool]]
 ) -> None:
-    """Also if the worker changes in between, or later weights replaced many."""
+    """Also if the worker dies in between as it writes one, or later weights replaced many."""
     state = str(tmp_path_factory.mktemp("state"))
     said, expected, given = KeptHints(state, 1), dict[int, float](), False
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_MOST_SUPERSEDED", 100)
         for weights, replace, restarts in history:
             if restarts:
+                if given:
+                    with (Path(state) / DIRECTORY / "weights").open("ab") as file:
+                        file.write(b"half")
                 said = KeptHints(state, 1)
                 assert said.weights() == (expected if given else None)
             said.keep_weights(list(weights.items()), replace=replace)
@@ -312,16 +317,6 @@ def test_weights_are_what_was_given(
             given = True
             assert (Path(state) / DIRECTORY / "weights").stat().st_size < 1000
     assert KeptHints(state, 1).weights() == (expected if given else None)
-
-
-def test_a_weight_that_was_half_written_says_nothing(tmp_path: Path) -> None:
-    KeptHints(str(tmp_path), 1).keep_weights([(5, 1.0)], replace=False)
-    with (tmp_path / DIRECTORY / "weights").open("ab") as file:
-        file.write(b"half")
-    said = KeptHints(str(tmp_path), 1)
-    assert said.weights() == {5: 1.0}
-    said.keep_weights([(6, 2.0)], replace=False)
-    assert KeptHints(str(tmp_path), 1).weights() == {5: 1.0, 6: 2.0}
 
 
 def test_orders_are_kept_until_they_are_over(tmp_path: Path) -> None:
@@ -370,33 +365,22 @@ def test_what_cannot_be_kept_costs_nobody_anything(
 # Who announces
 
 
-class Announced:
-    """In place of the window: what was announced, with whether its announcer has exited."""
-
-    def __init__(self) -> None:
-        self.announced: list[tuple[str, bytes, bool]] = []
-        self.on_dropped: Listeners[[str]] = Listeners()
-
-    def announce(
-        self, name: str, names: bytes, pid: int, pid_began: int | None, *, begun: bool
-    ) -> None:
-        assert begun
-        self.announced.append((name, names, Order(names, pid, pid_began).exited))
-
-
 def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:
-    said, orders, lives = KeptHints(str(tmp_path), 1), Announced(), start_ticks(os.getpid())
+    said, lives = KeptHints(str(tmp_path), 1), start_ticks(os.getpid())
+    orders = Mock(on_dropped=Listeners())
     assert lives is not None
     said.keep_order(KeptOrder("dead", b"a", 2**22 + 1, 5))
     said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))
     said.keep_order(KeptOrder("living", b"c\0d", os.getpid(), lives))
     said.keep_order(KeptOrder("unknown", b"e", 0, None))  # of another pid namespace
-    trio.run(Announcing(cast(Any, orders), said).resume)
-    assert orders.announced == [
+    trio.run(Announcing(orders, said).resume)
+    assert all(call.kwargs == {"begun": True} for call in orders.announce.call_args_list)
+    calls = [call.args for call in orders.announce.call_args_list]
+    assert [(stream, names, Order(names, *who).exited) for stream, names, *who in calls] == [
         *(("dead", b"a", True), ("other", b"b", True)),
         *(("living", b"c\0d", False), ("unknown", b"e", False)),
     ]
-    assert [order.stream for order in said.orders()] == [name for name, *_ in orders.announced]
+    assert [order.stream for order in said.orders()] == [stream for stream, *_ in calls]
 
 
 # The window's task, with a clock of our own, and memory that is only a set

@@ -18,8 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.config import User
-from monarchfs.config.places import DefaultPlaces, build_config
-from monarchfs.config.settings import Settings
 from monarchfs.fuse.handle_table import make_table
 from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.supervisor.directories import LOCK, take_lock
@@ -45,6 +43,7 @@ from monarchfs.supervisor.vital_signs import (
     VitalSigns,
 )
 from monarchfs.types import OperationError
+from tests.formats import make as frozen
 
 
 class Life(NamedTuple):
@@ -327,24 +326,11 @@ def handover(tmp_path: Path) -> Iterator[Handover]:
     def opened() -> int:
         return os.open(tmp_path, os.O_RDONLY)
 
-    made = Handover(
-        build_config(
-            Settings(),
-            source="/s",
-            mountpoint="/m",
-            user=User("alice", 1000, 1000, (4, 5)),
-            places=DefaultPlaces("/cache", "/run/x"),
-        ),
-        Descriptors(
-            opened(), opened(), opened(), (opened(), opened()), make_table(), opened(), None
-        ),
-        (opened(), opened(), opened()),
-        mount_ns=5,
-        init_request=b"\0\xff init",
-        stack_depth=1,
-        source_root=(2, 3),
-        connection=44,
+    descriptors = Descriptors(
+        opened(), opened(), opened(), (opened(), opened()), make_table(), opened(), None
     )
+    locks = (opened(), opened(), opened())
+    made = replace(frozen.handover(), descriptors=descriptors, locks=locks, peers=None)
     yield made
     made.close()
 

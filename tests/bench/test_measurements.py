@@ -1,0 +1,275 @@
+"""Measurements at sizes that take seconds: that they measure what they say, and leave nothing
+behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import copying, epochs, growth, nodes, programs, scale, verify
+from bench.arms import DIRECT, LOCAL, Arm
+from bench.copying import ALL, CP, NO_LATENCY, READ, RSYNC, WARM, Case, Tree
+from bench.harness import Unusable, reader_processes
+from bench.pfs import INSTANT, Counts, ParallelFileSystem
+from bench.report import Result
+from bench.scale import Dataset
+from bench.task import Size, Task
+from monarchfs.peers.ownership import BUCKETS, Ownership
+from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
+from tests.support.programs import execute
+from tests.support.surroundings import REPOSITORY, program
+
+# Copy rate
+
+
+def test_rates_are_files_of_small_and_megabytes_of_large_files() -> None:
+    seconds = {WARM: [2.0], CP: [4.0], RSYNC: [8.0], READ: [1.0], ALL: [4.0]}
+    small = copying.Found(Case(Tree("s", 100, 1000), "fast", 1), seconds, Counts(open=100))
+    large = copying.Found(Case(Tree("l", 2, 500_000_000), "busy", 1), seconds, Counts())
+    assert small.rates(WARM) == [50.0]
+    assert large.rates(WARM) == [500.0]
+    result = Result("copying", "")
+    copying.show(result, small)
+    copying.show(result, large)
+    rows = {(row.what, row.against): row for row in result.rows}
+    assert rows["s files, fast: warm against cp -r", CP].holds is True
+    missed = rows["l files, busy: warm against reading alone", READ]
+    assert (missed.ratio, missed.holds) == (0.5, False)
+    copying.bars(result, [small, large])
+    assert {one.panel for one in result.series} == {"fast", "busy"}
+    assert {one.plot for one in result.series} == {"Copying small files", "Copying large files"}
+
+
+@requires_fuse
+@requires_root
+@pytest.mark.timeout(120)
+def test_each_way_copies_all_of_it(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    case = Case(Tree("1 KB", 20, 1000), NO_LATENCY, 1)
+    found = copying.measure(case, Task(tmp_path, Size.QUICK), memory)
+    ways = {CP, WARM, ALL} | ({RSYNC} if shutil.which("rsync") else set())
+    assert set(found.seconds) == ways
+    assert all(seconds > 0 for (seconds,) in found.seconds.values())
+    assert list(memory.iterdir()) == []
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+# Growth
+
+
+@requires_fuse
+@requires_root
+@pytest.mark.timeout(180)
+def test_growth_of_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "REMOUNTS", 1)
+    result, grown = Result("growth", ""), growth.Grown()
+    with reader_processes(growth.READERS) as pool:
+        growth.Tree(40, Task(tmp_path, Size.QUICK, 1), result, grown, pool).run()
+    growth.lines(result, grown)
+    compared = {what for _, *whats in growth.COMPARED.values() for what in whats}
+    alone = {what for whats in growth.ALONE.values() for what in whats}
+    assert {one.panel for one in result.series if one.plot in growth.COMPARED} == compared
+    assert {one.name for one in result.series if one.plot not in growth.COMPARED} == alone
+    assert set(grown.mine) == compared | alone
+    figures = {row.what: row for row in result.rows}
+    assert figures["40 files: files that are not resident then"].value == 0
+    assert list(tmp_path.iterdir()) == []
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+# Other programs
+
+
+@requires_fuse
+@requires_root
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("arm", [DIRECT, LOCAL, *programs.PROGRAMS], ids=lambda arm: arm.name)
+def test_a_job_reads_the_same_bytes_by_every_way(tmp_path: Path, arm: Arm) -> None:
+    data = programs.generate(tmp_path / "data", 3, 0)
+    place = tmp_path / "place"
+    place.mkdir()
+    found = programs.Found()
+    with (
+        ParallelFileSystem(tmp_path / "data", tmp_path / "pfs", INSTANT) as pfs,
+        reader_processes(1) as pool,
+    ):
+        try:
+            programs.job(arm, pfs, place, pool, data, None, found, 0)
+        except Unusable as error:
+            pytest.skip(str(error))
+    assert len(found.seconds[0]) == programs.EPOCHS
+    first = found.counts[0][0].read_bytes
+    assert first == 0 if arm is LOCAL else first >= data.size
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+def test_wrong_bytes_are_an_error(tmp_path: Path) -> None:
+    data = programs.generate(tmp_path / "data", 2, 0)
+    (tmp_path / "data" / data.files[1].path).write_bytes(b"else")
+    with reader_processes(1) as pool, pytest.raises(ValueError, match="1 files had the wrong"):
+        epochs.epoch(pool, tmp_path / "data", data.files, 0)
+
+
+# Nodes that share
+
+
+def test_files_have_the_bytes_that_they_should(tmp_path: Path) -> None:
+    nodes.generate(tmp_path, 3)
+    found = nodes.read_all((str(tmp_path), [2, 0, 1], True))
+    assert (found.errors, found.wrong) == (0, 0)
+    assert 0 < found.longest <= found.seconds
+    data = (tmp_path / nodes.name_of(1)).read_bytes()
+    assert not nodes.is_right(data, 2)
+    assert not nodes.is_right(data[:-1], 1)
+    file = tmp_path / nodes.name_of(0)
+    file.write_bytes(b"\x01" + file.read_bytes()[1:])
+    (tmp_path / nodes.name_of(2)).unlink()
+    found = nodes.read_all((str(tmp_path), [2, 0, 1], False))
+    assert (found.errors, found.wrong) == (1, 1)
+
+
+def test_a_sampler_divides_the_files_anew_in_each_epoch() -> None:
+    first, second = nodes.partitions(10, 3, 0), nodes.partitions(10, 3, 1)
+    for parts in (first, second):
+        assert sorted(number for part in parts for number in part) == list(range(10))
+    assert first != second
+    assert all(sorted(order) == list(range(10)) for order in nodes.whole_orders(10, 3, 0))
+
+
+NODES = scale.cluster(8)
+OWNERSHIP = Ownership(NODES)
+EVEN = Dataset("even", [1] * BUCKETS)
+
+
+def without(number: int) -> Ownership:
+    return Ownership([node for n, node in enumerate(NODES) if n != number])
+
+
+def test_lists_that_agree_read_everything_once() -> None:
+    nobody: frozenset[int] = frozenset()
+    assert scale.read_with_old_lists(OWNERSHIP, OWNERSHIP, nobody, EVEN) == 1
+    assert scale.read_with_old_lists(OWNERSHIP, without(3), nobody, EVEN) == 1
+
+
+def test_who_lists_a_lost_node_reads_its_files_alone() -> None:
+    own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
+    after = without(3)
+    everybody = frozenset(range(7))
+    read = scale.read_with_old_lists(OWNERSHIP, after, everybody, EVEN)
+    assert read == pytest.approx(1 + 6 * own)
+    # One that is no owner of any of them: it reads them besides the new owners.
+    one = scale.read_with_old_lists(OWNERSHIP, after, frozenset([0]), EVEN)
+    assert 1 + own < one < 1 + 2 * own
+
+
+def test_who_does_not_list_a_new_node_asks_the_former_owner() -> None:
+    own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
+    # The former owner knows the old list and copies for those that do too.
+    stale = frozenset(range(8)) - {3}
+    assert scale.read_with_old_lists(without(3), OWNERSHIP, stale, EVEN) == pytest.approx(1 + own)
+
+
+# The load that verifies what it reads
+
+
+@pytest.fixture
+def trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A directory, and a copy of it in the place of a mount; one file of each kind."""
+    monkeypatch.setattr(verify, "FILES", {"pinned": 1, "cached": 1, "uncached": 1})
+    monkeypatch.setattr(verify, "LARGEST", 64 << 10)
+    monkeypatch.setattr(verify, "UNCACHED_BYTES", 64 << 10)
+    data, mount = tmp_path / "data", tmp_path / "mount"
+    verify.generate(data)
+    shutil.copytree(data, mount)
+    return data, mount
+
+
+def read(trees: tuple[Path, Path], kind: str, steps: int = 50) -> verify.Reader:
+    data, mount = trees
+    reader = verify.Reader(str(mount), str(data), random.Random(1))
+    for _ in range(steps):
+        reader.step(kind)
+    reader.close()
+    return reader
+
+
+@pytest.mark.parametrize("kind", verify.KINDS)
+def test_what_is_right(trees: tuple[Path, Path], kind: str) -> None:
+    reader = read(trees, kind)
+    assert (reader.wrong, reader.errors) == ([], [])
+    assert reader.counts[kind] == 50
+    assert reader.stalls[kind].seconds > 0
+    assert reader.bytes > 0 or kind == "names"
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends_early"),
+    [
+        *((kind, False) for kind in ("pinned", "cached", "uncached", "held", "mapped")),
+        *(("pinned", True), ("held", True)),
+    ],
+)
+def test_wrong_bytes(trees: tuple[Path, Path], kind: str, ends_early: bool) -> None:
+    for path in trees[1].rglob("*.bin"):
+        data = bytearray(path.read_bytes())
+        data[::512] = bytes(byte ^ 1 for byte in data[::512])
+        path.write_bytes(path.read_bytes()[: len(data) // 2] if ends_early else data)
+    assert read(trees, kind).wrong
+
+
+def test_wrong_attributes_and_listings(trees: tuple[Path, Path]) -> None:
+    path = trees[1] / verify.path_of("pinned", 0)
+    os.utime(path, (1, 1))
+    (path.parent / "more").touch()
+    wrong = read(trees, "names").wrong
+    assert any("attributes" in text for text in wrong)
+    assert any("listing" in text for text in wrong)
+
+
+@pytest.mark.parametrize("kind", verify.KINDS)
+def test_errors(trees: tuple[Path, Path], kind: str) -> None:
+    shutil.rmtree(trees[1])
+    assert len(read(trees, kind, 5).errors) == 5
+
+
+def test_a_reader_that_dies_is_an_error(trees: tuple[Path, Path]) -> None:
+    data, mount = trees
+    load = verify.Load(mount, data)
+    load.start((), ("no such kind",))
+    found = verify.Found()
+    load.stop(found)
+    assert found.errors == 1
+    assert "reader 1 died" in "".join(found.examples)
+    assert found.wrong == 0
+
+
+# The trace of one read
+
+
+@requires_fuse
+@program("gcc")
+@program("addr2line")
+@pytest.mark.parametrize(
+    ("case", "shown"),
+    [
+        ("resident", ["opens_answer", "resident_enter", "resident_leave"]),
+        ("cold-small", ["opens_answer", "small_read", "SmallFiles.run", "resident_put"]),
+    ],
+)
+def test_a_read_from_its_open_to_its_copy(tmp_path: Path, case: str, shown: list[str]) -> None:
+    command = [sys.executable, "-m", "bench.trace", case, "--json", "--data-path", "relay"]
+    done = execute(command, cwd=REPOSITORY, env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    functions = [step["function"] for step in said["all"]["order"]]
+    assert [name for name in functions if name in shown] == shown
+    assert len(functions) == said["all"]["functions"] >= said["read"]["functions"] > len(shown)
+    assert (said["all"]["changes"] > 0) == (case == "cold-small")
+    assert list(tmp_path.iterdir()) == []
