@@ -476,30 +476,6 @@ async def given_back(kernel: Passing) -> None:
     await until(lambda: not kernel.registry.files, "the id to be given back")
 
 
-@pytest.mark.parametrize("corrupt", [True, False])
-async def test_a_replica_that_goes_under_an_open(passing: Mounted, corrupt: bool) -> None:
-    """The kernel allows no other mode for its inode, so the file becomes another one."""
-    async with passing("0") as kernel:
-        mirror = kernel.mirror
-        early = await kernel.open("0")
-        assert early.backing_id
-        if corrupt:
-            mirror.cache.accounts.corrupt(early.ino)
-        else:
-            mirror.cache.accounts.drop(early.ino, "its replica was lost")
-        late = await kernel.open("0")
-        assert late.ino != early.ino
-        assert late.backing_id == 0
-        assert await kernel.read(late) == content(SIZE, 0)
-        await kernel.release(late)
-        await mirror.idle()
-        assert await kernel.read_file("0") == (content(SIZE, 0), True)
-        assert await kernel.read(early) == content(SIZE, 0), "the kernel reads on what it has"
-        await kernel.release(early)
-        await mirror.idle()
-        assert list(kernel.registry.files) == [2]
-
-
 # While the supervisor is asked for an id.
 
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,7 @@ import pytest
 from monarchfs.metadata.cached_listings import LATE_NS
 from monarchfs.metadata.freshness import FOREVER_SECONDS
 from monarchfs.metadata.tree import Missing
-from monarchfs.source import posix
-from monarchfs.source.posix import Found, FoundEach, PosixSource
+from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
 from tests.support.mirror import Area, Mirror, content
@@ -117,25 +114,20 @@ async def test_a_listing_that_broke_off_answers_for_nothing(files: Area) -> None
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("limit", [143, 255, 1023])
 async def test_a_name_is_too_long_for_the_source_alone(
-    files: Area, mode: FreshnessMode, listed: bool, limit: int, monkeypatch: pytest.MonkeyPatch
+    files: Area, mode: FreshnessMode, listed: bool, limit: int
 ) -> None:
     """One with a lower limit says so even where its listing is known; one with a higher one, that
     there is no such name."""
-    found = PosixSource.found
-
-    def limited(self: PosixSource, directory: DirRef, name: bytes) -> Found:
-        if len(name) > limit:
-            raise OSError(errno.ENAMETOOLONG, "too long for it")
-        return found(self, directory, name[:255])
-
-    def limited_each(
-        self: PosixSource, directory: DirRef, names: Sequence[bytes], seconds: float
-    ) -> FoundEach:
-        return posix._each(partial(limited, self, directory), names, seconds)
-
-    monkeypatch.setattr(PosixSource, "found", limited)
-    monkeypatch.setattr(PosixSource, "found_each", limited_each)
     async with files.mount(mode=mode) as mirror:
+        found = mirror.posix.found
+
+        def limited(directory: DirRef, name: bytes) -> Found:
+            if len(name) > limit:
+                raise OSError(errno.ENAMETOOLONG, "too long for it")
+            return found(directory, name[:255])
+
+        mirror.posix.found = limited  # type: ignore[method-assign]
+        mirror.posix.faults.before("found", lambda: None)  # one by one, so by the above
         if listed:
             await mirror.tree.directories.open(ROOT_INO)
         lookup, ask_each = mirror.tree.names.lookup, mirror.tree.batches.ask_each

@@ -19,26 +19,6 @@ from tests.support.open_directories import close_directories
 SMALL = 100 * KIB
 
 
-async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
-    data = area.write("small", content(SMALL))
-    async with area.mount() as mirror:
-        ino = await mirror.ino("small")
-        before = mirror.source.counters.operations
-        gate = mirror.tier.faults.gate("write_whole")
-        handle = await mirror.open_ino(ino)
-        assert await mirror.read(handle, 5, 1000) == data[5:1005]
-        assert mirror.bytes_read("small") == SMALL
-        assert await mirror.read(handle, 0, SMALL) == data
-        # Who reads waits for the source, not for the tier.
-        await gate.arrived()
-        gate.open()
-        handle.release()
-        await mirror.settled()
-        assert mirror.source.counters.operations - before == 2
-        assert mirror.posix.faults.calls["open"] == 1
-        assert mirror.residency.state(ino) == "resident"
-
-
 # What changes between the kernel's two tries.
 
 

@@ -104,26 +104,6 @@ def unsynced(mirror: Mirror) -> None:
 # Coming.
 
 
-async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
-    area.write("empty", b"")
-    area.write("large", content(3 * MIB))
-    others = ["empty", "large"]
-    async with copied(area, 150) as (mirror, names, inos):
-        inos += await copy(mirror, others)
-        assert set(mirror.states(inos)) == {"resident"}
-        (segment,) = mirror.tier.segments.found()
-        lying = [mirror.replica(ino) for ino in inos[:150]]
-        assert {replica.segment for replica in lying} == {segment}
-        assert sorted(replica.offset for replica in lying) == [n * TAKEN for n in range(150)]
-        assert [mirror.replica(ino).segment for ino in inos[150:]] == [0, 0]
-        assert len(own_files(area.tier(1))) == 2
-        await read_locally(mirror, names + others)
-    for boot_id in (b"first boot", b"second boot"):
-        async with area.mounted(boot_id=boot_id) as mirror:
-            await read_locally(mirror, names + others)
-            assert mirror.tier.segments.found() == [segment]
-
-
 async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> None:
     names = area.write_files(6)
     async with area.mounted(copies=False) as mirror:

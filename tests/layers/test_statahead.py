@@ -428,24 +428,6 @@ def source_attribute(path: os.PathLike[str], name: bytes) -> bytes | int:
         return exc.errno or 0
 
 
-async def test_what_hardly_any_file_has_is_asked_for_once_for_all(many: Area) -> None:
-    """No more than ``ls -l`` asks of the source: a stat and two attributes a name."""
-    async with listed(many) as d:
-        for again in range(2):
-            for name in d.order:
-                await d.stat([name])
-                label = await d.attribute(name, SELINUX)
-                assert label in (errno.ENODATA, errno.EOPNOTSUPP)
-                path = many.source / "d" / os.fsdecode(name)
-                assert await d.attribute(name, ACL) == source_attribute(path, ACL)
-            asked = d.operations()
-            assert asked.get("stat", 0) == (0 if again else FILES)
-            assert asked.get("xattr", 0) <= (0 if again else 2 * FILES + 4)
-        assert d.operations.batches < FILES / 4
-        root = source_attribute(many.source, ACL)
-        assert await attribute(d.mirror, ROOT_INO, ACL) == root
-
-
 async def test_attributes_that_files_have_are_seen(many: Area) -> None:
     acl = bytes.fromhex("0200000001000600ffffffff02000140e801300001400140ffffffff10000140ffffffff")
     acl += bytes.fromhex("20000140ffffffff")
