@@ -310,9 +310,6 @@ def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: 
     assert done.stdout.splitlines() == 2 * ["the index cannot be checked"]
 
 
-# Opening, closing, growing, syncing
-
-
 def test_a_mark_is_on_the_disk_before_its_name_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
