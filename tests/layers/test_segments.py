@@ -101,9 +101,6 @@ def unsynced(mirror: Mirror) -> None:
         del group[:]
 
 
-# Coming.
-
-
 async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> None:
     names = area.write_files(6)
     async with area.mounted(copies=False) as mirror:
@@ -142,9 +139,6 @@ async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
         await copy(mirror, names)
         assert len(own_files(area.tier(1))) == 2
         await read_locally(mirror, names)
-
-
-# Going.
 
 
 async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
@@ -335,9 +329,6 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
     await is_left(area, [names[1]])
 
 
-# Crashes and reboots.
-
-
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
     async with copied(area, 3, of=5, sound=False) as (mirror, names, _):
@@ -348,9 +339,6 @@ async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     shutil.rmtree(area.state)
     before.rename(area.state)
     await is_left(area, names[:3], boot_id=b"second boot")
-
-
-# A new index.
 
 
 async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -> None:
@@ -396,9 +384,6 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         assert mirror.index.replicas.tier_totals()[mirror.tier.id].found == 3
         await mirror.read_each(names)
-
-
-# Moves, and tiers that are not what they were.
 
 
 @pytest.mark.parametrize("call", ["replicas.put_replica", "segments.begin_segments"])

@@ -222,24 +222,6 @@ async def test_a_file_that_hangs(many: Area, monkeypatch: pytest.MonkeyPatch) ->
         await d.mirror.idle()
 
 
-async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
-    async with listed(many) as d:
-        await d.stat(d.order[:1])
-        gate = d.mirror.posix.faults.gate("found_each")
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(d.mirror.tree.names.lookup, d.ino, d.order[1])
-            await gate.arrived()
-            nursery.cancel_scope.cancel()
-        gate.open()
-        d.operations()
-        await d.stat(d.order[1:4])
-        assert d.operations().get("stat", 0) <= FILES
-        await d.mirror.idle()
-
-
-# -- directories that nobody has listed
-
-
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
 async def test_names_that_nobody_has_listed_come_in_few_batches(
     many: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
@@ -382,20 +364,6 @@ async def test_a_name_that_was_missing_before_is_seen(
         assert await d.lacks(b"never")
 
 
-@pytest.mark.parametrize("listed_first", [True, False])
-async def test_what_changed_meanwhile_is_seen(many: Area, hours: Hours, listed_first: bool) -> None:
-    known_in = listed if listed_first else looked_up
-    async with known_in(many, mode=TTL) as d:
-        gone, changed = in_no_order(2)
-        await d.stat(d.order or [gone, changed])
-        hours.pass_by(61)
-        (many.source / "d" / gone.decode()).unlink()
-        many.write(f"d/{changed.decode()}", b"another")
-        await d.stat([name for name in ORDER if name not in (gone, changed)])
-        assert await d.lacks(gone)
-        assert await d.stat([changed]) == {changed: len(b"another")}
-
-
 async def test_names_that_are_known_bring_others(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,9 +384,6 @@ async def test_names_that_are_known_bring_others(
         for _ in range(FILES):
             d.mirror.tree.siblings.looked_up(d.ino)
         assert {*told} == {*ORDER} - {b"0003"}
-
-
-# -- extended attributes
 
 
 def source_attribute(path: os.PathLike[str], name: bytes) -> bytes | int:
@@ -484,9 +449,6 @@ async def test_a_source_without_attributes(many: Area, monkeypatch: pytest.Monke
         for name in d.order:
             assert await d.attribute(name, ACL) == errno.EOPNOTSUPP
         assert d.operations().get("xattr", 0) <= 8
-
-
-# -- who answers look-ups by himself
 
 
 def set_xattr(path: Path, name: str, value: bytes) -> None:
