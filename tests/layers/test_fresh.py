@@ -333,6 +333,18 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else(
     unblocked.set()
 
 
+async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
+    files.write("large", OLD)
+    files.write("empty", b"")
+    async with files.mount() as mirror:
+        mirror.posix.faults.fail("open", errno.EACCES)
+        for name in ("a", "large", "empty"):
+            await mirror.want(name)
+            await mirror.settled()
+            assert "Permission denied" in mirror.reason(await mirror.ino(name))
+        assert mirror.metrics.copies_failed == 3
+
+
 @pytest.mark.parametrize("change", CHANGES[:4])
 async def test_a_file_that_changes_while_it_is_copied(area: Area, change: Change) -> None:
     area.write("f", OLD)

@@ -1,5 +1,5 @@
-"""Opening files that have changed, or without a word to the mount; what ``--touch-source`` then
-touches in the source."""
+"""Opening files that are not local, have changed, or without a word to the mount; what
+``--touch-source`` touches then."""
 
 from __future__ import annotations
 
@@ -21,6 +21,29 @@ from tests.support.mirror import KIB, Area, Mirror, content
 from tests.support.open_directories import close_directories
 
 SMALL = 100 * KIB
+
+
+SMALL = 100 * KIB
+
+
+async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
+    data = area.write("small", content(SMALL))
+    async with area.mount() as mirror:
+        ino = await mirror.ino("small")
+        before = mirror.source.counters.operations
+        gate = mirror.tier.faults.gate("write_whole")
+        handle = await mirror.open_ino(ino)
+        assert await mirror.read(handle, 5, 1000) == data[5:1005]
+        assert mirror.bytes_read("small") == SMALL
+        assert await mirror.read(handle, 0, SMALL) == data
+        # Who reads waits for the source, not for the tier.
+        await gate.arrived()
+        gate.open()
+        handle.release()
+        await mirror.settled()
+        assert mirror.source.counters.operations - before == 2
+        assert mirror.posix.faults.calls["open"] == 1
+        assert mirror.residency.state(ino) == "resident"
 
 
 @pytest.mark.parametrize("change", [Area.write, Area.replace], ids=["in place", "replaced"])

@@ -222,6 +222,21 @@ async def test_a_file_that_hangs(many: Area, monkeypatch: pytest.MonkeyPatch) ->
         await d.mirror.idle()
 
 
+async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
+    async with listed(many) as d:
+        await d.stat(d.order[:1])
+        gate = d.mirror.posix.faults.gate("found_each")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(d.mirror.tree.names.lookup, d.ino, d.order[1])
+            await gate.arrived()
+            nursery.cancel_scope.cancel()
+        gate.open()
+        d.operations()
+        await d.stat(d.order[1:4])
+        assert d.operations().get("stat", 0) <= FILES
+        await d.mirror.idle()
+
+
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
 async def test_names_that_nobody_has_listed_come_in_few_batches(
     many: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,16 @@ async def hang(source: Source, lane: Lane = DEMAND) -> None:
     await source.call(lane, source.posix.access, source.root, b"file", os.R_OK)
 
 
+async def test_lanes_do_not_wait_for_each_other(
+    hanging: FaultySource, nursery: trio.Nursery
+) -> None:
+    source = Source(hanging, demand_threads=1, background_threads=1)
+    gate = hanging.faults.gate("access")
+    nursery.start_soon(hang, source, BACKGROUND)
+    await gate.arrived()
+    assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
+
+
 async def test_stuck_calls_lend_their_slots_and_take_them_back(
     hanging: FaultySource, nursery: trio.Nursery
 ) -> None:
