@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -309,50 +308,6 @@ def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: 
     )
     done = execute([sys.executable, "-c", program, tmp_path], check=True)
     assert done.stdout.splitlines() == 2 * ["the index cannot be checked"]
-
-
-WRITER = """
-import sys
-from monarchfs.cache.index import Index
-from monarchfs.types import SourceStat, Replica, ReplicaState
-index = Index.open(sys.argv[1], source_id="lustre:/data")
-i = int(sys.argv[2])
-while True:
-    stat = SourceStat(0, 10 + i % 300, i, i, i, i, 0o100644, 1, 0, 0, 0, 0, 4096)
-    ((node, _),) = index.nodes.record_found_each(1, [(b"%d" % (i % 300), stat, b"")], i)
-    name = stat.version.replica_name
-    index.replicas.begin_copy(node.ino, i % 3, name)
-    replica = Replica(i % 3, ReplicaState.RESIDENT, name, i, i, False, i, i)
-    index.replicas.put_replica(node.ino, replica)
-    print(node.ino, flush=True)
-    i += 1
-"""
-
-
-def test_a_killed_writer_leaves_all_that_it_told_of(tmp_path: Path) -> None:
-    highest = 0
-    for round_ in range(3):
-        child = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path), str(round_ * 1_000_000)],
-            stdout=subprocess.PIPE,
-        )
-        assert child.stdout is not None
-        told = [int(child.stdout.readline()) for _ in range(200 + 331 * round_)]
-        child.send_signal(signal.SIGKILL)
-        told += [int(line) for line in child.stdout.read().splitlines(True) if line.endswith(b"\n")]
-        child.wait()
-        child.stdout.close()
-        assert told[0] > highest
-        highest = max(told)
-        assert last_close(str(tmp_path)) is LastClose.KILLED
-        # The whole of it is checked: names, numbers, totals.
-        assert problems(str(tmp_path)) == []
-        index = open_index(tmp_path)
-        assert all(index.nodes.node(ino) is not None for ino in told)
-        index.close(clean=round_ % 2 == 0)
-
-
-# Opening, closing, growing, syncing
 
 
 def test_a_mark_is_on_the_disk_before_its_name_is(

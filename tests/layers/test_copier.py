@@ -105,20 +105,6 @@ async def test_a_call_that_hangs_lends_its_slot(
         assert mirror.metrics.copies_completed == 8
 
 
-async def test_a_reader_waits_for_no_slot(area: Area) -> None:
-    """Also not for a file whose turn in the background will come some time."""
-    names = area.write_files(8)
-    async with area.mounted(copy_workers=2) as mirror:
-        gates = [mirror.posix.gate_at(area.source / name) for name in names[:2]]
-        await mirror.want_each(names)
-        for gate in gates:
-            await gate.arrived()
-        await mirror.read_each(names[2:])
-        for gate in gates:
-            assert gate.waiting == 1
-            gate.open()
-
-
 async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) -> None:
     (name,) = area.write_files(1, 16 * MIB)
     data = content(16 * MIB, 0)

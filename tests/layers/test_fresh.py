@@ -197,9 +197,6 @@ async def test_fstat_below_a_directory_that_was_moved(
         assert await mirror.read_file("away/f") == OLD
 
 
-# The tick of a change.
-
-
 @changing
 async def test_what_was_just_written_is_believed_for_a_tick(
     area: Area, hours: Hours, mode: FreshnessMode
@@ -246,9 +243,6 @@ async def test_pages_from_the_tick_of_a_change_are_not_kept(
         assert await keeps("late")
 
 
-# Listings.
-
-
 @changing
 async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
     files: Area, hours: Hours, mode: FreshnessMode
@@ -287,9 +281,6 @@ async def test_an_open_is_not_answered_by_what_was_asked_before(files: Area) -> 
             gate.open()
         assert asked(mirror) == 1, "the second three share one question"
         assert seen == [old] * 6
-
-
-# The kernel is told what to forget by threads, each thing once, and nobody's request waits.
 
 
 async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else(
@@ -342,9 +333,6 @@ async def test_a_kernel_that_has_to_wait_holds_up_who_can_and_nobody_else(
     unblocked.set()
 
 
-# Errors of the source, and readers that are killed.
-
-
 async def test_a_file_that_may_not_be_read_is_not_copied(files: Area) -> None:
     files.write("large", OLD)
     files.write("empty", b"")
@@ -380,9 +368,6 @@ async def test_a_file_that_changes_while_it_is_copied(area: Area, change: Change
         new = await mirror.copied("f")
         assert new != ino
         assert await mirror.read_file("f") == path.read_bytes()
-
-
-# Readers that are killed.
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -35,26 +35,6 @@ async def read_at(mirror: Mirror, offset: int, size: int = 1000) -> None:
     handle.release()
 
 
-async def test_what_was_read_is_suspended_at_close_and_not_read_again(files: Area) -> None:
-    async with files.mount(copies=False) as mirror:
-        await read_at(mirror, 3 * MIB)
-        await mirror.settled()
-        ino = await mirror.ino("large")
-        record = mirror.replica(ino)
-        assert (record.state, record.present.count(1)) == (ReplicaState.PARTIAL, 1)
-        assert mirror.residency.state(ino) == "partial"
-        assert mirror.residency.tier(ino) == mirror.tier.path
-        await read_at(mirror, 3 * MIB + 10)
-        assert mirror.bytes_read("large") == CHUNK_BYTES
-        await read_at(mirror, 4 * MIB)
-        await mirror.settled()
-        assert mirror.bytes_read("large") == 2 * CHUNK_BYTES
-    async with files.mount(boot_id=b"second boot") as again:
-        await again.idle()
-        again.check_books()
-        assert again.residency.state(ino) == "remote", "a reboot costs parts"
-
-
 async def test_a_file_that_is_opened_as_soon_as_it_was_closed_goes_on_being_copied(
     files: Area,
 ) -> None:
@@ -137,9 +117,6 @@ async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: A
         assert mirror.metrics.copies_refused > 0
         assert mirror.reason(handle.ino).startswith("no room")
         handle.release()
-
-
-# What outlives a reboot.
 
 
 def durable(mirror: Mirror, *inos: int) -> set[bool]:

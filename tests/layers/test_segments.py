@@ -101,29 +101,6 @@ def unsynced(mirror: Mirror) -> None:
         del group[:]
 
 
-# Coming.
-
-
-async def test_many_files_share_one_and_outlive_the_mount(area: Area) -> None:
-    area.write("empty", b"")
-    area.write("large", content(3 * MIB))
-    others = ["empty", "large"]
-    async with copied(area, 150) as (mirror, names, inos):
-        inos += await copy(mirror, others)
-        assert set(mirror.states(inos)) == {"resident"}
-        (segment,) = mirror.tier.segments.found()
-        lying = [mirror.replica(ino) for ino in inos[:150]]
-        assert {replica.segment for replica in lying} == {segment}
-        assert sorted(replica.offset for replica in lying) == [n * TAKEN for n in range(150)]
-        assert [mirror.replica(ino).segment for ino in inos[150:]] == [0, 0]
-        assert len(own_files(area.tier(1))) == 2
-        await read_locally(mirror, names + others)
-    for boot_id in (b"first boot", b"second boot"):
-        async with area.mounted(boot_id=boot_id) as mirror:
-            await read_locally(mirror, names + others)
-            assert mirror.tier.segments.found() == [segment]
-
-
 async def test_one_that_is_not_written_leaves_the_others_alone(area: Area) -> None:
     names = area.write_files(6)
     async with area.mounted(copies=False) as mirror:
@@ -162,9 +139,6 @@ async def test_a_tier_that_gives_nothing_back_has_files_of_their_own(
         await copy(mirror, names)
         assert len(own_files(area.tier(1))) == 2
         await read_locally(mirror, names)
-
-
-# Going.
 
 
 async def test_what_is_evicted_gives_its_blocks_back(area: Area) -> None:
@@ -355,9 +329,6 @@ async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -
     await is_left(area, [names[1]])
 
 
-# Crashes and reboots.
-
-
 async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     """What was synced is in the list; what was not is removed with the rest of it."""
     async with copied(area, 3, of=5, sound=False) as (mirror, names, _):
@@ -368,9 +339,6 @@ async def test_a_reboot_that_lost_the_index_of_a_segment(area: Area) -> None:
     shutil.rmtree(area.state)
     before.rename(area.state)
     await is_left(area, names[:3], boot_id=b"second boot")
-
-
-# A new index.
 
 
 async def test_a_new_index_takes_over_what_the_lists_say_and_is_so(area: Area) -> None:
@@ -416,9 +384,6 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
         assert mirror.cache.usage.out_of_service(mirror.tier.id) is None
         assert mirror.index.replicas.tier_totals()[mirror.tier.id].found == 3
         await mirror.read_each(names)
-
-
-# Moves, and tiers that are not what they were.
 
 
 @pytest.mark.parametrize("call", ["replicas.put_replica", "segments.begin_segments"])

@@ -237,9 +237,6 @@ async def test_who_is_killed_ends_it_for_nobody(many: Area) -> None:
         await d.mirror.idle()
 
 
-# -- directories that nobody has listed
-
-
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
 async def test_names_that_nobody_has_listed_come_in_few_batches(
     many: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
@@ -382,20 +379,6 @@ async def test_a_name_that_was_missing_before_is_seen(
         assert await d.lacks(b"never")
 
 
-@pytest.mark.parametrize("listed_first", [True, False])
-async def test_what_changed_meanwhile_is_seen(many: Area, hours: Hours, listed_first: bool) -> None:
-    known_in = listed if listed_first else looked_up
-    async with known_in(many, mode=TTL) as d:
-        gone, changed = in_no_order(2)
-        await d.stat(d.order or [gone, changed])
-        hours.pass_by(61)
-        (many.source / "d" / gone.decode()).unlink()
-        many.write(f"d/{changed.decode()}", b"another")
-        await d.stat([name for name in ORDER if name not in (gone, changed)])
-        assert await d.lacks(gone)
-        assert await d.stat([changed]) == {changed: len(b"another")}
-
-
 async def test_names_that_are_known_bring_others(
     many: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,32 +401,11 @@ async def test_names_that_are_known_bring_others(
         assert {*told} == {*ORDER} - {b"0003"}
 
 
-# -- extended attributes
-
-
 def source_attribute(path: os.PathLike[str], name: bytes) -> bytes | int:
     try:
         return os.getxattr(path, name)
     except OSError as exc:
         return exc.errno or 0
-
-
-async def test_what_hardly_any_file_has_is_asked_for_once_for_all(many: Area) -> None:
-    """No more than ``ls -l`` asks of the source: a stat and two attributes a name."""
-    async with listed(many) as d:
-        for again in range(2):
-            for name in d.order:
-                await d.stat([name])
-                label = await d.attribute(name, SELINUX)
-                assert label in (errno.ENODATA, errno.EOPNOTSUPP)
-                path = many.source / "d" / os.fsdecode(name)
-                assert await d.attribute(name, ACL) == source_attribute(path, ACL)
-            asked = d.operations()
-            assert asked.get("stat", 0) == (0 if again else FILES)
-            assert asked.get("xattr", 0) <= (0 if again else 2 * FILES + 4)
-        assert d.operations.batches < FILES / 4
-        root = source_attribute(many.source, ACL)
-        assert await attribute(d.mirror, ROOT_INO, ACL) == root
 
 
 async def test_attributes_that_files_have_are_seen(many: Area) -> None:
@@ -502,9 +464,6 @@ async def test_a_source_without_attributes(many: Area, monkeypatch: pytest.Monke
         for name in d.order:
             assert await d.attribute(name, ACL) == errno.EOPNOTSUPP
         assert d.operations().get("xattr", 0) <= 8
-
-
-# -- who answers look-ups by himself
 
 
 def set_xattr(path: Path, name: str, value: bytes) -> None:

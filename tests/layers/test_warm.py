@@ -86,18 +86,6 @@ async def test_a_request_outlives_its_process(area: Area) -> None:
         again.forget()
 
 
-async def test_names_and_attributes_only(area: Area) -> None:
-    files = tree(area)
-    async with area.mount() as mirror:
-        counts = await warmed(mirror, what=What.METADATA)
-        assert (counts.files, counts.resident) == (files, 0)
-        assert mirror.posix.reads == []
-        mirror.posix.faults.fail("found", errno.EIO)
-        mirror.posix.faults.fail("found_each", errno.EIO)
-        mirror.posix.faults.fail("stat", errno.EIO)
-        assert (await mirror.node("2/below/4")).stat.size == 14
-
-
 async def test_a_look_at_what_is_there(area: Area) -> None:
     files = tree(area)
     area.write("large", content(24 * MIB))

@@ -260,9 +260,6 @@ def test_a_contradiction_is_an_error_and_changes_nothing(event: PlacementEvent) 
     assert placement.ledger(0).usage == (0, GIB)
 
 
-# What goes for another file or under pressure, and what moves instead
-
-
 OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
 PRESSURE = EvictionReason.PRESSURE
 TRACKING = [EvictionPolicy.LRU, EvictionPolicy.SIEVE]
@@ -337,8 +334,6 @@ def test_empty_files_go_for_inodes_only() -> None:
     node.run(Evicted(20))
     assert writable_bytes(node.placement.ledger(0), 0) > 0
 
-
-# Files that are kept in part.
 
 BIG = 40 * MIB
 
@@ -437,9 +432,6 @@ def test_a_part_of_a_file_that_this_node_owns_grows_at_the_cost_of_foreign_repli
         node.run(Abandoned(ino))
 
 
-# Pressure.
-
-
 @pytest.mark.parametrize("eviction", EvictionPolicy)
 def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
@@ -450,13 +442,6 @@ def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPo
     assert evicted(node.shrink(65)) == [23]
     node.run(*(Evicted(ino) for ino in (20, 21, 22, 23)))
     assert node.shrink(65) == []
-
-
-def test_what_the_policy_does_not_know_goes_too() -> None:
-    node = Node(100 * BLOCK, eviction=EvictionPolicy.LRU)
-    node.load(0, {20: 30, 21: 30})
-    node.store(22, 40)
-    assert evicted(node.shrink(40)) == [22, 20]
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)
@@ -480,9 +465,6 @@ def test_others_files_push_replicas_out_of_the_last_part(eviction: EvictionPolic
     assert seen(94, written=4) == [22]
 
 
-# Demotion.
-
-
 def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
     node = full_node(EvictionPolicy.LRU, 5, 1000)
     node.lookup.stale.add(29)
@@ -495,12 +477,6 @@ def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
     assert node.placement.ledger(2).used_bytes == 10 * BLOCK
     # 29 is leaving still.
     assert node.placement.ledger(0).usage[0] == 90 * BLOCK
-
-
-def test_more_than_may_move_is_evicted() -> None:
-    node = full_node(EvictionPolicy.LRU, 1000)
-    assert node.shrink(82, demote=True) == [move(20, 0, 1, 10), move(21, 0, 1, 10)]
-    assert node.shrink(75, demote=True) == [goes(22, PRESSURE)]
 
 
 def test_without_room_below_or_in_great_need_replicas_do_not_move() -> None:
@@ -519,9 +495,6 @@ def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> 
     node.run(TierSeen(0, 100 * BLOCK, ROOMY))
     assert node.run(MoveFailed(21)) == []
     assert node.placement.ledger(1).usage[0] == node.placement.ledger(1).reserved_bytes == 0
-
-
-# Promotion.
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)

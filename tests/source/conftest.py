@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from monarchfs.source import PosixSource
-from tests.source.tools import HangingPosix
 from tests.support.asynchronous import nursery as nursery
 from tests.support.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
+from tests.support.faults import FaultySource
 from tests.support.open_directories import keep_no_directories
 from tests.support.processes import nothing_left_open as nothing_left_open
-from tests.support.timing import wait_for
 
 
 @pytest.fixture
@@ -39,11 +38,10 @@ def posix(root_fd: int) -> Iterator[PosixSource]:
 
 
 @pytest.fixture
-def hanging(root: Path, root_fd: int) -> Iterator[HangingPosix]:
-    for name in ("hang", "file"):
-        (root / name).write_bytes(b"contents")
-    source = HangingPosix(root_fd)
+def hanging(root: Path, root_fd: int) -> Iterator[FaultySource]:
+    """With ``file``. What hangs at the end of a test is let go."""
+    (root / "file").write_bytes(b"contents")
+    source = FaultySource(root_fd)
     yield source
-    source.release.set()
-    wait_for(lambda: source.inside == 0, "all calls to end")
+    source.faults.end()
     keep_no_directories(source)

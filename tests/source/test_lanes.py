@@ -23,50 +23,59 @@ from monarchfs.source import SingleFlight, Source
 from monarchfs.source.lanes import Call, LaneThreads, lend
 from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
 from monarchfs.types import Lane, MonarchError, SourceChanged
-from tests.source.tools import HangingPosix, open_descriptors, soon
+from tests.source.tools import open_descriptors, soon
+from tests.support.faults import FaultySource
 from tests.support.timing import wait_for
 
 DEMAND, BACKGROUND = Lane.DEMAND, Lane.BACKGROUND
 
 
+async def hang(source: Source, lane: Lane = DEMAND) -> None:
+    """Where the test has a gate at ``access``."""
+    await source.call(lane, source.posix.access, source.root, b"file", os.R_OK)
+
+
 async def test_lanes_do_not_wait_for_each_other(
-    hanging: HangingPosix, nursery: trio.Nursery
+    hanging: FaultySource, nursery: trio.Nursery
 ) -> None:
     source = Source(hanging, demand_threads=1, background_threads=1)
-    nursery.start_soon(source.call, BACKGROUND, source.posix.stat, source.root, b"hang")
-    await soon(lambda: hanging.inside == 1)
+    gate = hanging.faults.gate("access")
+    nursery.start_soon(hang, source, BACKGROUND)
+    await gate.arrived()
     assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
 
 
 async def test_stuck_calls_lend_their_slots_and_take_them_back(
-    hanging: HangingPosix, nursery: trio.Nursery
+    hanging: FaultySource, nursery: trio.Nursery
 ) -> None:
     source = Source(hanging, demand_threads=2, background_threads=1, stuck_seconds=0.05)
     await nursery.start(source.watch)
+    gate = hanging.faults.gate("access")
     for _ in range(5):
-        nursery.start_soon(source.call, DEMAND, source.posix.stat, source.root, b"hang")
+        nursery.start_soon(hang, source)
     assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
     await soon(lambda: source.counters.stuck == 5)
     assert source.demand.limiter.total_tokens == 7
     assert source.background.limiter.total_tokens == 1
-    hanging.release.set()
+    gate.open()
     await soon(lambda: source.counters.stuck == 0)
     assert source.demand.limiter.total_tokens == 2
     await soon(lambda: source.demand.limiter.borrowed_tokens == 0)
 
 
 async def test_a_cancelled_call_is_stuck_until_its_thread_returns(
-    hanging: HangingPosix, nursery: trio.Nursery
+    hanging: FaultySource, nursery: trio.Nursery
 ) -> None:
     source = Source(hanging, demand_threads=1, stuck_seconds=0.05)
     await nursery.start(source.watch)
+    gate = hanging.faults.gate("access")
     with trio.move_on_after(0.01) as scope:
-        await source.call(DEMAND, source.posix.stat, source.root, b"hang")
+        await hang(source)
     assert scope.cancelled_caught
-    await soon(lambda: hanging.inside == 1)
+    await gate.arrived()
     assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
     assert source.demand.limiter.borrowed_tokens == 1
-    hanging.release.set()
+    gate.open()
     await soon(lambda: source.demand.limiter.borrowed_tokens == 0)
     await soon(lambda: source.demand.limiter.total_tokens == 1)
 
@@ -93,57 +102,60 @@ def test_lending_is_bounded_and_serves_demand_first() -> None:
 
 
 async def test_responding_goes_by_the_deadline(
-    hanging: HangingPosix, nursery: trio.Nursery
+    hanging: FaultySource, nursery: trio.Nursery
 ) -> None:
     source = Source(hanging, deadline=0.05)
     assert source.responding
-    nursery.start_soon(source.call, BACKGROUND, source.posix.stat, source.root, b"hang")
-    await soon(lambda: hanging.inside == 1)
-    nursery.start_soon(source.call, DEMAND, source.posix.stat, source.root, b"hang")
-    await soon(lambda: hanging.inside == 2)
+    gate = hanging.faults.gate("access")
+    nursery.start_soon(hang, source, BACKGROUND)
+    await gate.arrived()
+    nursery.start_soon(hang, source)
+    await gate.arrived(2)
     await soon(lambda: not source.responding)
     # One dead storage target does not make all of the source dead.
     await source.call(DEMAND, source.posix.stat, source.root, b"file")
     assert source.responding
     await soon(lambda: not source.responding)
-    hanging.release.set()
-    await soon(lambda: source.responding and hanging.inside == 0)
+    gate.open()
+    await soon(lambda: source.responding)
 
 
-async def test_a_file_opened_for_a_cancelled_caller_is_closed(hanging: HangingPosix) -> None:
-    source = Source(hanging)
+async def test_a_file_opened_for_a_cancelled_caller_is_closed(hanging: FaultySource) -> None:
+    source, gate = Source(hanging), hanging.faults.gate("after_open")
     before = open_descriptors()
     async with trio.open_nursery() as callers:
-        callers.start_soon(source.open, source.root, b"hang", DEMAND)
-        await soon(lambda: hanging.inside == 1)
+        callers.start_soon(source.open, source.root, b"file", DEMAND)
+        await gate.arrived()
         callers.cancel_scope.cancel()
     assert open_descriptors() == before + 1
-    hanging.release.set()
+    gate.open()
     await soon(lambda: open_descriptors() == before)
 
 
 async def test_a_thread_that_outlives_the_run_still_closes_its_file(
-    hanging: HangingPosix, nursery: trio.Nursery
+    hanging: FaultySource, nursery: trio.Nursery
 ) -> None:
     """The fixtures let it go on, and see that nothing is left open."""
     source = Source(hanging)
     fd, _ = await source.open(source.root, b"file", DEMAND)
-    nursery.start_soon(source.open, source.root, b"hang", DEMAND)
+    gate = hanging.faults.gate("after_open", "read")
+    nursery.start_soon(source.open, source.root, b"file", DEMAND)
     nursery.start_soon(source.read, fd, 1, 10, DEMAND)
-    await soon(lambda: hanging.inside == 2)
+    await gate.arrived(2)
     source.close_soon(fd)
 
 
 async def test_a_listing_cancelled_as_it_waits_for_a_slot_closes_its_directory(
-    hanging: HangingPosix, nursery: trio.Nursery
+    hanging: FaultySource, nursery: trio.Nursery
 ) -> None:
     source = Source(hanging, demand_threads=1)
     before = open_descriptors()
     async with aclosing(source.list(source.root, DEMAND, batch=1)) as batches:
         assert len(await batches.__anext__()) == 1
         assert open_descriptors() > before
-        nursery.start_soon(source.call, DEMAND, source.posix.stat, source.root, b"hang")
-        await soon(lambda: hanging.inside == 1)
+        gate = hanging.faults.gate("access")
+        nursery.start_soon(hang, source)
+        await gate.arrived()
         with trio.move_on_after(0) as scope:
             await batches.__anext__()
         assert scope.cancelled_caught
@@ -173,7 +185,7 @@ def test_a_call_that_finished_as_its_caller_was_cancelled_is_disposed_of() -> No
 
 
 async def test_a_listing_left_early_or_cancelled_closes_its_directory(
-    root: Path, hanging: HangingPosix, monkeypatch: pytest.MonkeyPatch
+    root: Path, hanging: FaultySource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = Source(hanging)
     before = open_descriptors()
@@ -183,10 +195,10 @@ async def test_a_listing_left_early_or_cancelled_closes_its_directory(
             break
     await soon(lambda: open_descriptors() == before)
 
-    real_fsencode = os.fsencode
+    gate, real_fsencode = hanging.faults.gate(), os.fsencode
 
     def slow_fsencode(name: str) -> bytes:
-        hanging.hang()
+        gate.meet()
         return real_fsencode(name)
 
     monkeypatch.setattr(os, "fsencode", slow_fsencode)
@@ -195,14 +207,11 @@ async def test_a_listing_left_early_or_cancelled_closes_its_directory(
         trio.open_nursery() as callers,
     ):
         callers.start_soon(batches.__anext__)
-        await soon(lambda: hanging.inside == 1)
+        await gate.arrived()
         callers.cancel_scope.cancel()
     assert open_descriptors() > before
-    hanging.release.set()
+    gate.open()
     await soon(lambda: open_descriptors() == before)
-
-
-# Files are closed by threads of their own
 
 
 class Fake:
@@ -260,9 +269,6 @@ def test_what_fails_is_logged_and_the_rest_is_done(caplog: pytest.LogCaptureFixt
     for end in ends:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(end)
-
-
-# Single flight
 
 
 class Awkward(MonarchError):

@@ -229,9 +229,6 @@ def test_which_listings_have_all_names_that_a_look_up_finds(
     assert posix.lists_all(ref(root), b"")
 
 
-# Reads past the page cache
-
-
 CHUNK = 128 << 10
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import trio
 import trio.testing
 
 from monarchfs.source import PosixSource, SourceEntry
-from monarchfs.types import DirRef, SourceStat, SourceVersion
+from monarchfs.types import DirRef
 
 
 def open_descriptors() -> int:
@@ -31,36 +30,3 @@ def ref(root: Path, path: bytes = b"") -> DirRef:
 
 def everything(posix: PosixSource, directory: DirRef, batch: int = 1000) -> list[SourceEntry]:
     return [entry for entries in posix.list(directory, batch) for entry in entries]
-
-
-class HangingPosix(PosixSource):
-    """A source whose calls for names with "hang" in them wait until they are released."""
-
-    def __init__(self, root_fd: int) -> None:
-        super().__init__(root_fd)
-        self.release = threading.Event()
-        self.inside = 0
-        self._lock = threading.Lock()
-
-    def hang(self) -> None:
-        with self._lock:
-            self.inside += 1
-        assert self.release.wait(30)
-        with self._lock:
-            self.inside -= 1
-
-    def stat(self, directory: DirRef, name: bytes) -> SourceStat:
-        if b"hang" in name:
-            self.hang()
-        return super().stat(directory, name)
-
-    def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
-        opened = super().open(directory, name)
-        if b"hang" in name:
-            self.hang()
-        return opened
-
-    def read(self, fd: int, offset: int, size: int) -> tuple[bytes, SourceVersion]:
-        if offset == 1:
-            self.hang()
-        return super().read(fd, offset, size)

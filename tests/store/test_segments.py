@@ -58,9 +58,6 @@ def codes(results: Sequence[int | OSError]) -> list[int | None]:
     return [code_of(result) for result in results]
 
 
-# Records
-
-
 def test_records_are_written_read_and_given_back(anywhere: SegmentFiles) -> None:
     own = anywhere
     sizes = [1, 4096, 4097, 100_000, 20_000, 0, 300]
@@ -101,9 +98,6 @@ def test_verifying_is_paced_and_reads_no_neighbour(own: SegmentFiles) -> None:
     asked: list[int] = []
     assert own.verify(ONE, 4096, len(data), checksum(data), asked.append)
     assert asked == [1 << 20, 1 << 20, 5]
-
-
-# One writer
 
 
 def test_only_who_made_a_segment_writes_to_it(path: Path, own: SegmentFiles) -> None:
@@ -149,9 +143,6 @@ def test_few_descriptors_are_kept_and_all_segments_written_to(own: SegmentFiles)
     own.punch(1, [(8192, 4096)])
     assert len(os.listdir("/proc/self/fd")) - before == 64 + 1  # and the directory
     assert [record(own, n, 4096, 3) for n in numbers] == [b"%03d" % n for n in numbers]
-
-
-# Failures
 
 
 def test_what_could_not_be_written_leaves_the_others_right(own: SegmentFiles) -> None:
@@ -210,18 +201,12 @@ def test_a_failed_punch_is_raised_after_the_others_were_tried(own: SegmentFiles)
     assert own.data_ranges(ONE) == [(4096, 8192), (12288, 64 * KIB)]
 
 
-# What is not ours
-
-
 def test_only_segments_are_found(path: Path, own: SegmentFiles) -> None:
     own.write_each([(ONE, 0, b"a"), (TWO, 0, b"b")])
     own.lists.append(ONE, [TierFile(name_of(1), 1, 1, 4096, True)])
     for name in ("0" * 16, "1" * 15, "1" * 17, "A" * 16, ".probe-12", f"{3:016x}.list", "x"):
         (path / "segments" / name).touch()
     assert own.found() == [ONE, TWO]
-
-
-# Trial
 
 
 def test_whether_room_comes_back(anywhere: SegmentFiles) -> None:
@@ -247,9 +232,6 @@ def test_room_that_does_not_come_back(
     else:
         assert own.frees_punched() is expected
     assert files_below(path / "segments") == set()
-
-
-# The tier
 
 
 def test_what_extents_take_is_measured(disk: Path) -> None:

@@ -1,4 +1,5 @@
-"""Tiers on real directories: replicas, parts, what is listed, verified, tried and read, no room."""
+"""Tiers on real directories: what they take, list, verify, try and read, without room as well; and
+what has one of our names there and is not ours: refused, never followed, never changed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from monarchfs.cache.store import ReplicaLost, Tier, read_full, read_nowait
+from monarchfs.cache.store import ReplicaLost, Tier, listed, read_full, read_nowait
 from monarchfs.cache.store.checksum import BLOCK_BYTES, checksum, combine, digests
 from monarchfs.core.units import Unit
 from monarchfs.types import SourceStat, SourceVersion, TierFile
@@ -22,6 +23,7 @@ from tests.store.tools import (
     BLOCK,
     KIB,
     NAME,
+    code_of,
     content,
     files_below,
     mode_of,
@@ -44,9 +46,6 @@ def reopen(tier: Tier, path: Path) -> bool:
         os.close(fd)
 
 
-# Names
-
-
 def test_each_field_of_the_version_is_in_the_name() -> None:
     base = SourceVersion(1, 1, 1, 1, 1)
     others = [base._replace(**{field: 2}) for field in SourceVersion._fields]
@@ -59,9 +58,6 @@ def test_a_checksum_is_that_of_a_digest_for_each_block() -> None:
     blocks = [data[:BLOCK], data[BLOCK:-1], data[-1:]]
     assert digests(data) == b"".join(xxh3_64_digest(block) for block in blocks)
     assert checksum(memoryview(data)) == combine(digests(data)) == xxh3_64_intdigest(digests(data))
-
-
-# Complete replicas
 
 
 def test_a_whole_replica_is_written_opened_and_removed(path: Path, tier: Tier) -> None:
@@ -99,9 +95,6 @@ def test_writing_again_replaces(path: Path, tier: Tier) -> None:
     assert mode_of(place) == 0o600  # its data are not on the disk yet
     assert read_full(fd, 0, 4) == b"good"
     os.close(fd)
-
-
-# Parts
 
 
 def test_a_part_is_sparse_filled_and_finished(path: Path, tier: Tier) -> None:
@@ -170,9 +163,6 @@ def test_writes_go_on_after_short_ones(tier: Tier, monkeypatch: pytest.MonkeyPat
     assert content(tier, data) == data
 
 
-# Directories that are not what they were
-
-
 def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tier) -> None:
     tier.files.write_whole(NAME, b"good")
     for directory in path.iterdir():
@@ -190,9 +180,6 @@ def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tie
         tier.probe()
     tier.files.remove(NAME, GOOD)
     assert tier.files.complete(0xAB) == tier.files.parts() == []
-
-
-# Listing and marking
 
 
 def test_files_are_listed_in_order_with_what_they_are(path: Path, tier: Tier) -> None:
@@ -261,9 +248,6 @@ def test_discarding_takes_all_of_a_name_and_nothing_else(path: Path, tier: Tier)
         tier.files.discard(name)
         assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
     assert not (path / "00").exists()
-
-
-# Verifying
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
@@ -360,9 +344,6 @@ def test_verifying_leaves_nothing_in_the_page_cache(
     assert cached(path / whole(data)) == 0
 
 
-# Trying
-
-
 def test_a_probe_leaves_nothing_and_removes_what_a_crash_left(
     path: Path, tmp_path: Path, tier: Tier
 ) -> None:
@@ -402,9 +383,6 @@ def test_a_probe_reports_what_fails(
         assert error.value.errno == errno.EIO
     assert files_below(path) == set()
     tier.probe()
-
-
-# Reading
 
 
 def test_reading_at_once_is_all_or_nothing(tier: Tier) -> None:
@@ -452,9 +430,6 @@ def test_reading_in_full_never_returns_less(tier: Tier, monkeypatch: pytest.Monk
     with pytest.raises(ReplicaLost, match="Replica ends at 5000"):
         read_full(fd, 1_000, 4_001)
     os.close(fd)
-
-
-# Without room, without leave to write, in memory
 
 
 def test_a_unit_that_finds_no_room_says_so(tmp_path: Path) -> None:
@@ -567,3 +542,174 @@ def test_a_file_system_that_counts_nothing_has_no_room(tmp_path: Path) -> None:
         tier.close()
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+# What is not ours.
+
+
+KINDS = ["symlink", "fifo", "directory", "socket", pytest.param("foreign", marks=needs_root)]
+LONG = b"good" * 1024
+ONE, TWO = 0x1, 0xFEDC_BA98_7654_3210
+ROW = TierFile(name_of(1), 1, 4096, 4096, True, 0, TWO, 0)
+
+
+def plant(place: Path, kind: str, elsewhere: Path) -> None:
+    """``elsewhere`` is what a link leads to."""
+    if kind == "symlink":
+        place.symlink_to(elsewhere)
+    elif kind == "fifo":
+        os.mkfifo(place)
+    elif kind == "directory":
+        place.mkdir()
+    elif kind == "socket":
+        os.mknod(place, 0o140600)
+    else:
+        place.write_bytes(b"good")
+        os.chown(place, 65534, 65534)  # foreign
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_place_of_files(
+    path: Path, tmp_path: Path, tier: Tier, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, segments = tier.files, tier.segments
+    assert segments.write_each([(TWO, 0, LONG)]) == [checksum(LONG)]
+    (path / "ab").mkdir()
+    part, unfinished = path / "parts" / NAME.hex(), path / whole(b"good", name_of(9))
+    places = {
+        path / whole(b"good"): b"good",
+        part: b"good",
+        unfinished: b"good",
+        path / f"segments/{ONE:016x}": LONG,
+        path / f"segments/{TWO:016x}.list": listed.batch(TWO, [ROW]),
+    }
+    for number, (place, data) in enumerate(places.items()):
+        (tmp_path / f"elsewhere {number}").write_bytes(data)
+        plant(place, kind, tmp_path / f"elsewhere {number}")
+
+    def seen() -> list[tuple[int, int]]:
+        files_now = [os.lstat(file) for file in (*places, *tmp_path.glob("elsewhere *"))]
+        return [(st.st_ino, st.st_mode) for st in files_now]
+
+    before = seen()
+    for use in (
+        lambda: files.open(NAME, GOOD, 4),
+        lambda: files.verify(NAME, GOOD, 4),
+        lambda: files.open_part(NAME, 4),
+        lambda: segments.open(ONE, 0),
+        lambda: segments.punch(ONE, [(0, 4096)]),
+        lambda: segments.data_ranges(ONE),
+        lambda: segments.verify(ONE, 0, 4, GOOD),
+    ):
+        with pytest.raises(ReplicaLost, match=r"[0-9a-f]{16}") as lost:
+            use()
+        assert lost.value.errno == errno.ESTALE
+    for make in (
+        lambda: files.create_part(NAME, 4),
+        lambda: files.write_whole(NAME, b"good"),
+        lambda: files.write_whole(name_of(9), b"good"),
+        lambda: segments.create(ONE),
+    ):
+        with pytest.raises(FileExistsError):
+            make()
+    assert list((path / "parts").iterdir()) == [part]
+    fd = files.create_part(name_of(9), 4)
+    files.write(fd, 0, b"good")
+    with pytest.raises(FileExistsError):
+        files.finish_part(fd, name_of(9), GOOD)
+    os.close(fd)
+    files.remove_part(name_of(9))
+    assert code_of(*segments.write_each([(ONE, 0, b"bad")])) == errno.EEXIST
+    with pytest.raises(OSError, match=r"\.list"):
+        segments.lists.append(TWO, [ROW])
+    assert files.complete(0xAB) == files.parts() == []
+    assert segments.found() == [TWO]
+    assert segments.noted(ONE) == segments.noted(TWO) == []
+    assert segments.blocks(ONE) == 0
+    for _ in range(2):
+        files.remove(NAME, GOOD)
+        files.remove_part(NAME)
+        files.discard(NAME)
+        files.mark_synced([(NAME, GOOD)])
+        segments.remove(ONE)
+        segments.remove(TWO)
+    assert seen() == before
+    for number, data in enumerate(places.values()):
+        assert (tmp_path / f"elsewhere {number}").read_bytes() == data
+    said = [record.getMessage() for record in caplog.records]
+    for place in set(places) - {unfinished}:
+        assert said.count(f"{place} is not ours and stays as it is") == 1
+
+
+@pytest.mark.parametrize("kind", ["symlink", "fifo"])
+def test_in_place_of_directories(path: Path, tmp_path: Path, kind: str) -> None:
+    tier = open_tier(path)
+    tier.files.write_whole(NAME, b"good")
+    tier.segments.write_each([(ONE, 0, LONG)])
+    tier.close()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    planted = [path / "ab", path / "segments"]
+    for directory in planted:
+        directory.rename(elsewhere / directory.name)
+        plant(directory, kind, elsewhere / directory.name)
+    before = [os.lstat(directory) for directory in planted]
+    tier = open_tier(path)
+    files, segments = tier.files, tier.segments
+    with pytest.raises(NotADirectoryError):
+        files.write_whole(name_of(9), b"good")
+    assert code_of(*segments.write_each([(TWO, 0, b"bad")])) == errno.ENOTDIR
+    for use in (
+        lambda: files.open(NAME, GOOD, 4),
+        lambda: files.verify(NAME, GOOD, 4),
+        lambda: segments.open(ONE, 0),
+        lambda: segments.punch(ONE, [(0, 4096)]),
+    ):
+        with pytest.raises(ReplicaLost):
+            use()
+    with pytest.raises(OSError, match="segments"):
+        segments.frees_punched()
+    files.mark_synced([(NAME, GOOD)])
+    files.remove(NAME, GOOD)
+    files.discard(NAME)
+    segments.remove(ONE)
+    assert files.complete(0xAB) == segments.noted(ONE) == []
+    assert segments.found() == []
+    assert segments.blocks(ONE) == 0
+    tier.close()
+    assert [os.lstat(directory) for directory in planted] == before
+    assert files_below(elsewhere) == {whole(b"good"), f"segments/{ONE:016x}"}
+    assert mode_of(elsewhere / whole(b"good")) == 0o600
+    assert (elsewhere / f"segments/{ONE:016x}").read_bytes() == LONG
+    assert list((path / "parts").iterdir()) == []
+
+
+def test_in_place_of_the_directory_of_parts(path: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    tier = open_tier(path)
+    os.close(tier.files.create_part(NAME, 4))
+    (path / "parts").rename(elsewhere)
+    (elsewhere / ".probe-0").touch()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "parts").symlink_to(elsewhere)
+    with pytest.raises(NotADirectoryError):
+        open_tier(other)
+    fd = os.open(other, os.O_PATH | os.O_DIRECTORY)
+    assert tier.reopen(fd)
+    os.close(fd)
+    for use in (
+        lambda: tier.files.write_whole(NAME, b"good"),
+        lambda: tier.files.create_part(name_of(9), 4),
+        tier.probe,
+    ):
+        with pytest.raises(NotADirectoryError):
+            use()
+    with pytest.raises(ReplicaLost):
+        tier.files.open_part(NAME, 4)
+    tier.files.remove_part(NAME)
+    tier.files.discard(NAME)
+    assert tier.files.parts() == []
+    tier.close()
+    assert files_below(elsewhere) == {NAME.hex(), ".probe-0"}
+    assert (other / "parts").is_symlink()

@@ -194,7 +194,9 @@ class FaultySource(PosixSource):
 
     def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
         self.faults.meet("open")
-        return super().open(directory, self._in_source(name))
+        opened = super().open(directory, self._in_source(name))
+        self.faults.meet("after_open")
+        return opened
 
     def gate_at(self, path: Path) -> Gate:
         """Where whoever is about to read this file waits."""
