@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.peers.web_server import find_nginx
-from tests.peers.nodes import answers, files_of, peers, processes_of, requires_peers, write_source
+from tests.peers.nodes import Nodes, files_of, processes_of, requires_peers, write_source
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
 from tests.support.programs import Running, execute
@@ -98,8 +97,7 @@ class Lost:
         return self.all
 
     def fill_disk(self) -> None:
-        full = ["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]
-        assert subprocess.run(full, capture_output=True, check=False).returncode == 1
+        assert execute(["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]).returncode == 1
 
     def end(self) -> None:
         kill_each(self.all or self._stopped())
@@ -120,41 +118,38 @@ def source(work: Bench) -> Path:
     return write_source(work.path / "source", [110_000] * FILES + [66 << 20])
 
 
+class Apart(Nodes):
+    """Each in its network; the last one with a disk of its own."""
+
+    def __init__(self, work: Bench, source: Path, network: Network) -> None:
+        self.network = network
+        # One that outlives its supervisor, as where the kernel is short of memory.
+        self.programs = work.path / "programs"
+        self.programs.mkdir()
+        (self.programs / "nginx").write_text(
+            f'#!/bin/sh\nexec setpriv --pdeathsig clear {find_nginx()} "$@"\n'
+        )
+        (self.programs / "nginx").chmod(0o755)
+        places = [(address, 7000) for address in network.addresses]
+        super().__init__(work, source, 3, tier="900M", places=places)
+
+    def mount(self, name: str, *options: str) -> Mount:
+        enter = [*self.network.enter("abc".index(name)), "env"]
+        enter += [f"PATH={self.programs}:{os.environ['PATH']}"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mounting, "MONARCHFS", [*enter, *mounting.MONARCHFS])
+            return super().mount(name, *options)
+
+
 @contextmanager
-def nodes(
-    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[list[Mount], Lost]]:
+def nodes(work: Bench, source: Path) -> Iterator[tuple[list[Mount], Lost]]:
     """Mounts a, b, c, which know each other; what is left of c ends."""
     with ExitStack() as stack:
         network = Network(stack, 3)
-        key, tier = work.path / "key", work.path / "c-tier"
-        key.write_bytes(os.urandom(64))
-        key.chmod(0o400)
-        tier.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1G", "tmpfs", str(tier)], check=True)
-        stack.callback(subprocess.run, ["umount", "-l", str(tier)], check=False)
-        # One that outlives its supervisor, as where the kernel is short of memory.
-        programs = work.path / "programs"
-        programs.mkdir()
-        (programs / "nginx").write_text(
-            f'#!/bin/sh\nexec setpriv --pdeathsig clear {find_nginx()} "$@"\n'
-        )
-        (programs / "nginx").chmod(0o755)
-        found = ",".join(f"{n}={a}:7000" for n, a in zip("abc", network.addresses, strict=True))
-        mounts = []
-        for number, name in enumerate("abc"):
-            enter = [*network.enter(number), "env", f"PATH={programs}:{os.environ['PATH']}"]
-            with monkeypatch.context() as patch:
-                patch.setattr(mounting, "MONARCHFS", [*enter, *mounting.MONARCHFS])
-                mounts.append(
-                    work.mount(
-                        *(source, "--state-dir", f"{work.path}/{name}-state"),
-                        *("--freshness", "immutable", "--peers", found, "--peer-name", name),
-                        *("--peer-key", str(key)),
-                        tiers=[f"{work.path}/{name}-tier=900M"],
-                    )
-                )
-        wait_for(lambda: all(answers(one) for mount in mounts for one in peers(mount)), "the peers")
+        tier = work.path / "c" / "tier"
+        tier.mkdir(parents=True)
+        stack.enter_context(surroundings.mounted_tmpfs(tier, "size=1G"))
+        mounts = [*Apart(work, source, network).mounts.values()]
         lost = Lost(mounts[2], network, tier)
         try:
             yield mounts, lost
@@ -181,9 +176,9 @@ def read_all(mount: Mount, source: Path, seed: int, took: list[float]) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_lost_node_costs_a_reader_at_most_a_second_once(
-    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+    work: Bench, source: Path, loss: str
 ) -> None:
-    with nodes(work, source, monkeypatch) as (mounts, lost):
+    with nodes(work, source) as (mounts, lost):
         took: list[list[float]] = [[], []]
         with ThreadPoolExecutor(2) as pool:
             reads = [
