@@ -18,7 +18,7 @@ from monarchfs.peers.web_server import find_nginx
 from tests.peers.nodes import Nodes, files_of, processes_of, requires_peers, write_source
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
-from tests.support.programs import Running, execute
+from tests.support.programs import Running, execute, ip
 from tests.support.timing import Stopwatch
 
 pytestmark = [
@@ -41,21 +41,21 @@ class Network:
     def __init__(self, stack: ExitStack, count: int) -> None:
         self._stack = stack
         self._hub = self._namespace()
-        self._ip(self._hub, "link add br0 type bridge")
-        self._ip(self._hub, "link set br0 up")
+        ip(self._hub, "link add br0 type bridge")
+        ip(self._hub, "link set br0 up")
         self.holders = []
         self.addresses = []
         for number in range(count):
             holder, address = self._namespace(), f"10.77.0.{2 + number}"
-            self._ip(self._hub, f"link add n{number} type veth peer name eth0 netns {holder}")
-            self._ip(self._hub, f"link set n{number} master br0 up")
-            self._ip(holder, f"addr add {address}/24 dev eth0")
-            self._ip(holder, "link set eth0 up")
+            ip(self._hub, f"link add n{number} type veth peer name eth0 netns {holder}")
+            ip(self._hub, f"link set n{number} master br0 up")
+            ip(holder, f"addr add {address}/24 dev eth0")
+            ip(holder, "link set eth0 up")
             self.holders.append(holder)
             self.addresses.append(address)
 
     def cut(self, number: int) -> None:
-        self._ip(self._hub, f"link set n{number} down")
+        ip(self._hub, f"link set n{number} down")
 
     def enter(self, number: int) -> list[str]:
         return ["nsenter", f"--net=/proc/{self.holders[number]}/ns/net"]
@@ -69,10 +69,6 @@ class Network:
         with process.stdout:
             assert process.line() == "\n", "no network namespace"
         return process.pid
-
-    def _ip(self, pid: int, words: str) -> None:
-        command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words.split()]
-        execute(command, check=True)
 
 
 class Lost:
