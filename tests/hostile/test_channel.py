@@ -136,7 +136,7 @@ WORDS = (
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(WORDS, st.integers(0, 40)), max_size=5))
 @example([(b'{"event": "status", "number": 1, "status": {"worker": [1]}}', 0)])
 @example([(b'{"event": "back", "number": 1, "files": [[0, "a", 1]]}', 33)])
@@ -151,7 +151,7 @@ def reported(status: bytes) -> bytes:
     return b'{"event": "status", "number": NUMBER, "status": ' + status + b"}"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(STATUSES.map(lambda value: json.dumps(value).encode()))
 @example(b'{"worker": [1]}')
 @example(b'{"passthrough": "no"}')

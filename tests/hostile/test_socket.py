@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.control import registration
@@ -131,8 +131,6 @@ LINES = (
 
 @settings(
     max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink them takes minutes
 )
 @given(st.lists(st.tuples(LINES, st.sampled_from(["read", "leave", "half", "stay"])), max_size=6))

@@ -1,13 +1,12 @@
 """``make test-kernels``: boots each kernel of ``build/kernels`` (.ci/kernels), or the one that is
 given, in a virtual machine with Debian's minimum and the bundle, and has it try ``smoke.py``.
 
-    python -m tests.kernels [--kernel FILE --modules DIRECTORY] [--json] [SUITE ...]
+    python -m tests.kernels [--kernel FILE --modules DIRECTORY] [SUITE ...]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import re
 import shutil
@@ -16,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -33,8 +32,11 @@ UNPACK = {".ko": ["cat"], ".gz": ["gzip", "-dc"], ".xz": ["xz", "-dc"], ".zst": 
 MEMORY = "3G"
 SECONDS = 3600.0
 NEEDED = (
-    *("tests/__init__.py", "tests/kernels/smoke.py"),
-    *("tests/support/__init__.py", "tests/support/faultfs.py", "tests/support/layouts.py"),
+    *("tests/__init__.py", "tests/kernels/__init__.py", "tests/kernels/smoke.py"),
+    *(
+        f"tests/support/{name}.py"
+        for name in ("__init__", "faultfs", "layouts", "programs", "timing", "trees")
+    ),
 )
 NOT_NEEDED = ("./usr/share/doc", "./usr/share/locale", "./usr/share/man", "./var/lib/apt", "./dev")
 
@@ -50,7 +52,6 @@ class Seen(NamedTuple):
     """What a machine said: ``rows`` are (word, case, what was seen, seconds)."""
 
     kernel: str
-    doctor: list[dict[str, Any]]
     rows: list[tuple[str, str, str, float]]
     ended: bool
     output: str
@@ -58,14 +59,6 @@ class Seen(NamedTuple):
     @property
     def failed(self) -> list[str]:
         return [name for word, name, _seen, _seconds in self.rows if word == "FAILED"]
-
-
-def debian_kernel(suite: str) -> Kernel:
-    """Raises FileNotFoundError."""
-    found = sorted((KERNELS / suite).rglob("vmlinuz*"))
-    if not found:
-        raise FileNotFoundError(f"no kernel of {suite}: .ci/kernels build/kernels")
-    return Kernel(found[-1], KERNELS / suite)
 
 
 def archive(directory: Path, to: Path, leave_out: tuple[str, ...] = ()) -> None:
@@ -128,20 +121,16 @@ def boot(kernel: Kernel, base: Path, work: Path, accelerator: str) -> Seen:
 
 
 def understood(lines: list[str]) -> Seen:
-    name, doctor = "?", []
-    rows = []
-    ended = False
+    name, rows, ended = "?", [], False
     for line in lines:
         if line.startswith("kernel: "):
             name = line.removeprefix("kernel: ")
-        elif line.startswith("doctor: "):
-            doctor = json.loads(line.removeprefix("doctor: "))["checks"]
         elif re.match(r"(ok|FAILED)\t", line):
             word, case, seen, seconds = line.split("\t")
             rows.append((word, case, seen, float(seconds)))
         elif line == "exit code: 0":
             ended = True
-    return Seen(name, doctor, rows, ended, "\n".join(lines))
+    return Seen(name, rows, ended, "\n".join(lines))
 
 
 def base_of(root: Path, bundle: Path, to: Path, work: Path) -> None:
@@ -161,13 +150,16 @@ def base_of(root: Path, bundle: Path, to: Path, work: Path) -> None:
 
 
 def wanted(options: argparse.Namespace) -> Iterator[Kernel]:
+    """Raises FileNotFoundError."""
     if options.kernel is not None:
         if not options.kernel.is_file():
             raise FileNotFoundError(f"{options.kernel}: there is no such file")
         yield Kernel(options.kernel, options.modules)
         return
     for suite in options.suites or SUITES:
-        yield debian_kernel(suite)
+        if not (images := sorted((KERNELS / suite).rglob("vmlinuz*"))):
+            raise FileNotFoundError(f"no kernel of {suite}: .ci/kernels build/kernels")
+        yield Kernel(images[-1], KERNELS / suite)
 
 
 def main() -> int:
@@ -176,17 +168,13 @@ def main() -> int:
     parser.add_argument("--kernel", type=Path, help="an image (vmlinuz) in place of Debian's")
     parser.add_argument("--modules", type=Path, help="its modules: a directory above fuse.ko")
     parser.add_argument("--accelerator", default="tcg", help="qemu's (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print all that was seen")
     options = parser.parse_args()
     if platform.machine() != "x86_64" or shutil.which("qemu-system-x86_64") is None:
         print("needs qemu-system-x86_64: apt-get install qemu-system-x86", file=sys.stderr)
         return 2
     try:
-        archive_of_bundle, root, kernels = (
-            required_bundle(),
-            required_root(ROOT),
-            [*wanted(options)],
-        )
+        archive_of_bundle, root = required_bundle(), required_root(ROOT)
+        kernels = [*wanted(options)]
     except (FileNotFoundError, pytest.skip.Exception) as missing:
         print(missing, file=sys.stderr)
         return 2
@@ -206,8 +194,6 @@ def main() -> int:
                 print(seen.output, file=sys.stderr)
             found.append(seen)
             shutil.rmtree(work)
-    if options.json:
-        print(json.dumps([seen._asdict() for seen in found], indent=2))
     for seen in found:
         good = sum(word == "ok" for word, *_ in seen.rows)
         state = "" if seen.ended else ", and it did not come to its end"

@@ -9,7 +9,6 @@ import errno
 import json
 import mmap
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -23,8 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.support import trees
+from tests.support.programs import execute
+from tests.support.timing import wait_for
+
 MONARCHFS = "/brought/bin/monarchfs"
-REPOSITORY = Path(__file__).parents[2]
 SOURCE = Path("/lustre/data")
 MNT = Path("/mnt/data")
 TIER = Path("/scratch/tier")
@@ -35,10 +37,10 @@ GUARD_SECONDS = 120.0
 
 def command(*words: str, user: int | None = None, check: bool = True) -> str:
     """What a command of ours prints. Raises AssertionError if it fails."""
-    done = subprocess.run(
+    done = execute(
         [MONARCHFS, *words],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=3 * GUARD_SECONDS,
-        check=False, user=user, group=user, extra_groups=None if user is None else [], cwd="/",
+        stdin=subprocess.DEVNULL, timeout=3 * GUARD_SECONDS, user=user, group=user,
+        extra_groups=None if user is None else [], cwd="/",
         env={"PATH": os.environ["PATH"], "HOME": "/root" if user is None else "/home/user"},
     )  # fmt: skip
     assert not check or done.returncode == 0, f"{words[0]}: {done.stderr or done.stdout}"
@@ -51,10 +53,7 @@ def status() -> dict[str, Any]:
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + GUARD_SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"waited in vain for {what}"
-        time.sleep(0.05)
+    wait_for(condition, what, GUARD_SECONDS)
 
 
 @contextmanager
@@ -74,27 +73,12 @@ def mounted(*options: str, source: Path = SOURCE, point: Path = MNT) -> Iterator
         shutil.rmtree(tier, ignore_errors=True)
 
 
-def paths(root: Path) -> list[str]:
-    return sorted(
-        os.path.relpath(os.path.join(where, name), root)
-        for where, directories, files in os.walk(root)
-        for name in files + directories
-    )
+def files() -> list[str]:
+    return sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*") if path.is_file())
 
 
-def compare() -> int:
-    """Names, kinds, sizes, times and bytes; how many there are."""
-    names = paths(SOURCE)
-    assert paths(MNT) == names
-    for name in names:
-        ours, theirs = (MNT / name).lstat(), (SOURCE / name).lstat()
-        assert (ours.st_mode, ours.st_size, ours.st_mtime_ns) == (
-            theirs.st_mode, theirs.st_size, theirs.st_mtime_ns), name  # fmt: skip
-        if (SOURCE / name).is_symlink():
-            assert os.readlink(MNT / name) == os.readlink(SOURCE / name)
-        elif (SOURCE / name).is_file():
-            assert (MNT / name).read_bytes() == (SOURCE / name).read_bytes(), name
-    return len(names)
+def compare() -> None:
+    assert not (found := trees.differences(SOURCE, MNT)), found
 
 
 def mapped(flags: int) -> None:
@@ -122,14 +106,10 @@ def direct() -> None:
 
 
 def prepare() -> None:
-    chance = random.Random(1)
-    (SOURCE / "many").mkdir(parents=True)
-    for number in range(100):
-        (SOURCE / "many" / str(number)).write_bytes(chance.randbytes(number * 331))
-    (SOURCE / "large").write_bytes(chance.randbytes(9_000_000))
+    contents = {f"many/{number}": trees.random_bytes(number * 331, number) for number in range(100)}
+    contents |= {"large": trees.random_bytes(9_000_000, 1), "deep/er/file": b"deep"}
+    trees.write_files(SOURCE, contents)
     (SOURCE / "link").symlink_to("many/7")
-    (SOURCE / "deep" / "er").mkdir(parents=True)
-    (SOURCE / "deep" / "er" / "file").write_bytes(b"deep")
     subprocess.run(["useradd", "--uid", str(USER), "--home-dir", "/home/user", "user"], check=True)
     for place in ("/home/user", "/home/user/mnt", "/scratch/user"):
         os.makedirs(place, exist_ok=True)
@@ -143,17 +123,15 @@ def mirror(mode: str, path: str) -> str:
     # Without the page cache nothing can be mapped shared before Linux 6.6.
     flags = mmap.MAP_PRIVATE if path == "direct" else mmap.MAP_SHARED
     with mounted("--freshness", mode, "--data-path", path):
-        compare()
-        mapped(flags)
-        direct()
-        command("warm", str(MNT), "--wait")
-        count = compare()
-        mapped(flags)
-        direct()
+        for _ in range(2):
+            compare()
+            mapped(flags)
+            direct()
+            command("warm", str(MNT), "--wait")
         now = status()
         assert now["worker"]["restarts"] == 0, now["worker"]
         passed = now["served"]["passthrough_opens"]
-        return f"{count} names, served by {now['data_path']}, {passed} opens passed through"
+        return f"served by {now['data_path']}, {passed} opens passed through"
 
 
 def restarted(times: int) -> bool:
@@ -169,7 +147,7 @@ def killed_worker() -> str:
 
         def read() -> None:
             nonlocal reads
-            names = [name for name in paths(SOURCE) if (SOURCE / name).is_file()]
+            names = files()
             while not stop.is_set():
                 name = names[reads % len(names)]
                 try:
@@ -197,15 +175,6 @@ def killed_worker() -> str:
         return f"3 kills, {reads} reads"
 
 
-def error_of(call: Callable[[], object]) -> int | None:
-    """The errno that it fails with; None if it does not."""
-    try:
-        call()
-    except OSError as error:
-        return error.errno
-    return None
-
-
 def processes() -> list[int]:
     found = []
     for entry in os.listdir("/proc"):
@@ -227,7 +196,12 @@ def killed_supervisor() -> str:
         held = os.open(MNT, os.O_RDONLY)
         os.kill(supervisor, signal.SIGKILL)
         until(lambda: not processes(), "all daemons to end")
-        assert error_of(lambda: os.listdir(held)) in (errno.ENOTCONN, errno.ECONNABORTED)
+        code = None
+        try:
+            os.listdir(held)
+        except OSError as error:
+            code = error.errno
+        assert code in (errno.ENOTCONN, errno.ECONNABORTED)
         os.close(held)
         command("umount", str(MNT))
         place = ("--tier", f"{TIER / 'data'}=256M", "--state-dir", "/var/cache/state-data")
@@ -244,7 +218,7 @@ def a_source_that_hangs(point: Path) -> Iterator[Callable[[bool], None]]:
     point.mkdir(exist_ok=True)
     process = subprocess.Popen(
         [sys.executable, "-B", "-m", "tests.support.faultfs", str(SOURCE), str(point)],
-        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
@@ -273,8 +247,8 @@ def hung_source() -> str:
         hang(True)
         waiting = subprocess.Popen(["cat", MNT / "deep" / "er" / "file"], stdout=subprocess.PIPE)
         began = time.monotonic()
-        for name in paths(SOURCE):
-            if (SOURCE / name).is_file() and not name.startswith("deep"):
+        for name in files():
+            if not name.startswith("deep"):
                 assert (MNT / name).read_bytes() == (SOURCE / name).read_bytes(), name
         seconds = time.monotonic() - began
         assert waiting.poll() is None, "it was read from a source that hangs"
@@ -329,10 +303,8 @@ def ordinary_user() -> str:
     command("mount", str(SOURCE), point, "--tier", "/scratch/user=64M", user=USER)
     try:
         command("warm", point, "--wait", user=USER)
-        seen = subprocess.run(
-            ["diff", "-r", "--no-dereference", str(SOURCE), point],
-            user=USER, group=USER, extra_groups=[], capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        diff = ["diff", "-r", "--no-dereference", str(SOURCE), point]
+        seen = execute(diff, user=USER, group=USER, extra_groups=[])
         assert seen.returncode == 0, seen.stdout or seen.stderr
         now = json.loads(command("status", "--json", point, user=USER))
     finally:

@@ -241,7 +241,7 @@ class Following(RuleBasedStateMachine):
 
 
 class TestFollowing(Following.TestCase):  # type: ignore[misc,valid-type]
-    settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=60, stateful_step_count=30)
 
     @pytest.fixture(autouse=True)
     def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import trio
@@ -46,7 +47,7 @@ def owners_among(nodes: list[PeerNode]) -> list[str]:
 
 
 @given(node_names, st.randoms())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_all_nodes_agree_whatever_the_order_of_the_list(
     given_names: list[str], random: Random
 ) -> None:
@@ -56,7 +57,7 @@ def test_all_nodes_agree_whatever_the_order_of_the_list(
 
 
 @given(node_names.filter(lambda names: len(names) > 1), st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_node_that_leaves_gives_away_its_own_files_alone_to_who_stands_in(
     given_names: list[str], data: st.DataObject
 ) -> None:
@@ -372,17 +373,15 @@ def supply(tree: Tree, copies: Copies) -> CopyService:
     return make(tree, copies)
 
 
-def make(
-    tree: Tree, copies: Copies, serves: Callable[[bytes], bool] = lambda name: True
-) -> CopyService:
+def make(tree: Tree, copies: Any, serves: Callable[[bytes], bool] = bool) -> CopyService:
     def dirref(ino: int) -> DirRef | None:
         return DirRef(tree.paths[ino], 1000 + ino) if ino in tree.paths else None
 
-    metadata = SimpleNamespace(
-        names=tree, index=SimpleNamespace(nodes=SimpleNamespace(dirref=dirref))
-    )
-    catalogue, ownership = SimpleNamespace(row=Row), SimpleNamespace(serves=serves)
-    return CopyService(metadata, copies, catalogue, NodeShare(ownership))  # type: ignore[arg-type]
+    index: Any = SimpleNamespace(nodes=SimpleNamespace(dirref=dirref))
+    catalogue: Any = SimpleNamespace(row=Row)
+    ownership: Any = SimpleNamespace(serves=serves)
+    metadata: Any = SimpleNamespace(names=tree, index=index)
+    return CopyService(metadata, copies, catalogue, NodeShare(ownership))
 
 
 def seconds_of(supply: CopyService, *wanted: WantedReplica, seconds: float | None = None) -> float:

@@ -50,7 +50,7 @@ class Peer:
 
     def __init__(self, path: Path, certificate: str = "") -> None:
         if web_server.find_nginx() is None:
-            pytest.skip("nginx is not installed: apt-get install nginx-light")
+            pytest.skip("needs nginx: apt-get install nginx-light")
         self.data = random.Random(1).randbytes(4 << 20)
         (path / NAME).parent.mkdir(parents=True)
         (path / NAME).write_bytes(self.data)
@@ -300,14 +300,6 @@ def in_thread(do: Callable[[], T]) -> T:
         return pool.submit(do).result()
 
 
-def error_of_a_question() -> int | None:
-    try:
-        _replicas.ask(0, "/", None, 5, 100)
-    except OSError as error:
-        return error.errno
-    return None
-
-
 @pytest.fixture
 def encrypting(tmp_path: Path) -> Iterator[Peer]:
     with a_peer(tmp_path, certificates.key_and_certificate(SECRET)) as peer:
@@ -335,7 +327,8 @@ def test_a_peer_with_the_key_is_read(encrypting: Peer) -> None:
 
 def test_a_peer_with_another_key_is_not(encrypting: Peer) -> None:
     expect(OTHER, encrypting)
-    assert in_thread(error_of_a_question) == errno.EKEYREJECTED
+    with pytest.raises(OSError, match=os.strerror(errno.EKEYREJECTED)):
+        in_thread(lambda: _replicas.ask(0, "/", None, 5, 100))
     name = encrypting.replica(0, 100)
     assert in_thread(lambda: _replicas.fetch(name, 100)) == AVOIDED
     expect(OTHER, encrypting)
@@ -388,13 +381,10 @@ KEY = bytes(range(64))
 
 
 def test_a_secret_is_of_a_user_groups_and_a_source() -> None:
-    secrets = [
-        credentials.mount_secret(KEY, 1000, [1000, 5], b"/data/a"),
-        credentials.mount_secret(KEY, 1001, [1000, 5], b"/data/a"),
-        credentials.mount_secret(KEY, 1000, [1000], b"/data/a"),
-        credentials.mount_secret(KEY, 1000, [1000, 5], b"/data/b"),
-        credentials.mount_secret(bytes(64), 1000, [1000, 5], b"/data/a"),
-    ]
+    usual = (KEY, 1000, [1000, 5], b"/data/a")
+    others: list[tuple[int, Any]] = [(0, bytes(64)), (1, 1001), (2, [1000]), (3, b"/data/b")]
+    given = [usual, *((*usual[:at], value, *usual[at + 1 :]) for at, value in others)]
+    secrets = [credentials.mount_secret(*one) for one in given]
     assert len(set(secrets)) == len(secrets)
     assert credentials.mount_secret(KEY, 1000, [5, 1000, 5], b"/data/a") == secrets[0]
 

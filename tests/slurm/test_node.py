@@ -433,44 +433,32 @@ def ends_before(step: int, command: list[str]) -> bool:
     """Runs a command that is killed at this call of `CALLS`; whether it made fewer."""
     strace = ["strace", "-qq", "-o", "/dev/null", "-e", f"trace={CALLS}"]
     strace += ["-e", f"inject={CALLS}:signal=KILL:when={step}"]
-    done = subprocess.run([*strace, *command], capture_output=True, timeout=60, check=False)
-    return done.returncode == 0
+    return execute([*strace, *command]).returncode == 0
 
 
 @surroundings.program("strace")
 @pytest.mark.timeout(240)
-def test_a_prolog_may_be_killed_at_any_point(node: Node) -> None:
+@pytest.mark.parametrize("which", ["prolog", "epilog"])
+def test_a_prolog_and_an_epilog_may_be_killed_at_any_point(node: Node, which: str) -> None:
     """Killed at its first call that changes something, at the second, and so on: each time the
-    epilog leaves nothing behind, and the next job is served."""
+    (next) epilog leaves nothing behind, and the next job is served."""
     comment = f"monarchfs={node.dataset()}"
     for step in itertools.count(1):
         job = 10 * step
-        survived = ends_before(step, node.command("prolog", job, comment))
-        if step % 5 == 0:
+        if which == "epilog":
+            node.begin(job, comment)
+            assert node.mounts()
+        survived = ends_before(step, node.command(which, job, comment))
+        if which == "prolog" and step % 5 == 0:
             root = node.begin(job + 1, comment)
             assert root.startswith(str(node.path / "run")), node.environment(job + 1)
             node.read(root)
             node.job("epilog", job + 1)
         node.job("epilog", job)
-        # A mount that was under way when its prolog was killed may come about after all; the sweep
-        # that the epilog left running, or that of the next one, finds it.
-        wait_for(lambda: _swept(node), f"all to be gone after step {step}")
-        if survived:
-            break
-    assert step > 6, "it was killed too rarely"
-
-
-@surroundings.program("strace")
-@pytest.mark.timeout(240)
-def test_an_epilog_may_be_killed_at_any_point(node: Node) -> None:
-    data = node.dataset()
-    for step in itertools.count(1):
-        node.begin(step, f"monarchfs={data}")
-        assert node.mounts()
-        survived = ends_before(step, node.command("epilog", step))
-        node.job("epilog", step)
-        # What it found without a job it leaves to a process of its own.
-        wait_for(lambda: not node.mounts() and not node.left(), f"all to go after step {step}")
+        # What an epilog found without a job it leaves to a process of its own. A mount that was
+        # under way when its prolog was killed may come about after all; the next sweep finds it.
+        gone = _swept if which == "prolog" else lambda node: not node.mounts() and not node.left()
+        wait_for(lambda: gone(node), f"all to be gone after step {step}")  # noqa: B023
         if survived:
             break
     assert step >= 6, "it was killed too rarely"
