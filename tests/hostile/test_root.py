@@ -345,17 +345,24 @@ def dead_socket(path: Path, uid: int = USER.uid) -> None:
     os.chown(path, uid, -1)
 
 
-def runtime_dir(users: Path) -> Path:
+@pytest.fixture
+def run_dir(users: Path) -> Path:
     (users / "run").mkdir(mode=0o700)
     return as_the_users(users / "run")
+
+
+@pytest.fixture
+def led(users: Path, roots: Path) -> Path:
+    """A way of the user's that leads to the directory ``data`` of root's."""
+    (roots / "data").mkdir()
+    return users_link(users / "a", roots) / "data"
 
 
 # Removing
 
 
-def test_what_is_dead_is_removed(users: Path) -> None:
+def test_what_is_dead_is_removed(run_dir: Path) -> None:
     """So that the tests below are about something."""
-    run_dir = runtime_dir(users)
     registration(run_dir / "one")
     dead_socket(run_dir / "two.sock")
     sweeper = Sweeper(remove=True)
@@ -381,16 +388,15 @@ def test_a_runtime_directory_that_is_a_link_is_passed_over(
     assert sorted(os.listdir(roots)) == ["precious.sock"]
 
 
-def test_a_directory_becomes_a_link_after_the_look(users: Path, roots: Path) -> None:
+def test_a_directory_becomes_a_link_after_the_look(run_dir: Path, roots: Path) -> None:
     """What was found is removed with the rights of its owner, who may remove nothing there."""
-    run_dir = runtime_dir(users)
     registration(run_dir / "precious")
     dead_socket(run_dir / "other.sock")
     (found,) = find_mounts([str(run_dir)])
     (dead,) = dead_sockets(str(run_dir))
     for name in ("precious.sock", "precious.json", "other.sock"):
         (roots / name).write_text("keep me")
-    run_dir.rename(users / "aside")
+    run_dir.rename(run_dir.with_name("aside"))
     run_dir.symlink_to(roots)
     with pytest.raises(PermissionError):
         remove_registration(found.stem, found.owner_uid)
@@ -399,9 +405,8 @@ def test_a_directory_becomes_a_link_after_the_look(users: Path, roots: Path) -> 
     assert sorted(os.listdir(roots)) == ["other.sock", "precious.json", "precious.sock"]
 
 
-def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots: Path) -> None:
+def test_status_of_root_removes_what_is_dead_and_nothing_else(run_dir: Path, roots: Path) -> None:
     """What is no registration is passed over."""
-    run_dir = runtime_dir(users)
     registration(run_dir / "one")
     (roots / "keep").write_text("keep me")
     (run_dir / "two.json").symlink_to(roots / "keep")
@@ -425,12 +430,12 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(users: Path, roots
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, lazy: bool) -> None:
-    """The user's mount was on users/a/data; then `a` became a link to where root has a `data`."""
-    (roots / "data").mkdir()
-    users_link(users / "a", roots)
+def test_a_link_on_the_way_is_not_unmounted_through(
+    users: Path, roots: Path, led: Path, lazy: bool
+) -> None:
+    """The user's mount was there; then the way became a link to where root has a `data`."""
     with mounted_tmpfs(roots / "data", "size=1M"):
-        assert unmount_call(str(users / "a" / "data"), lazy=lazy) in (errno.ELOOP, errno.ENOTDIR)
+        assert unmount_call(str(led), lazy=lazy) in (errno.ELOOP, errno.ENOTDIR)
         (users / "b").mkdir()
         (users / "b" / "a").symlink_to(roots)
         (roots / "c").mkdir()
@@ -445,12 +450,10 @@ def test_a_link_on_the_way_is_not_unmounted_through(users: Path, roots: Path, la
 
 
 @requires_fuse
-def test_a_link_on_the_way_is_not_mounted_through(users: Path, roots: Path) -> None:
-    (roots / "data").mkdir()
-    users_link(users / "a", roots)
+def test_a_link_on_the_way_is_not_mounted_through(roots: Path, led: Path) -> None:
     owner: dict[str, Any] = {"uid": USER.uid, "gid": USER.gid, "allow_other": False}
     with pytest.raises(OperationError, match="Too many levels of symbolic links"):
-        mount(source="/src", mountpoint=f"{users}/a/data", **owner)
+        mount(source="/src", mountpoint=str(led), **owner)
     assert find_mount(str(roots / "data")) is None
 
 
@@ -485,9 +488,10 @@ def test_fsck_is_led_to_nothing_of_roots(users: Path, roots: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["link", "directory"])
-def test_what_root_asks_a_users_daemon_reaches_no_other(users: Path, roots: Path, how: str) -> None:
+def test_what_root_asks_a_users_daemon_reaches_no_other(
+    run_dir: Path, roots: Path, how: str
+) -> None:
     """What is meant for the user's mount would unmount another's: root's daemon obeys root."""
-    run_dir = runtime_dir(users)
     registration(run_dir / "one")
     with socket.socket(socket.AF_UNIX) as daemon:
         daemon.bind(str((roots if how == "link" else run_dir) / "one.sock"))

@@ -1,6 +1,6 @@
 """Which of the bugs in ``table`` the tests find: make test-mutants.
 
-    python -m tests.mutants [--list] [--thorough] [NAME...]
+    python -m tests.mutants [--thorough] [NAME...]
 
 In a copy of the tree, each bug is put in alone, the C part that it is in is built, and the tests
 are run that should find it. At the end, tests that failed are run without any, and have to pass.
@@ -138,19 +138,14 @@ def examine(mutants: Sequence[Mutant], *, thorough: bool) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these")
-    parser.add_argument("--list", action="store_true", help="show all, and run nothing")
     parser.add_argument(
         "--thorough", action="store_true", help="run all quick tests for those that are not found"
     )
     options = parser.parse_args()
     known = {mutant.name: mutant for mutant in MUTANTS}
     if unknown := [name for name in options.names if name not in known]:
-        parser.error(f"there is none called {', '.join(unknown)}: see --list")
+        parser.error(f"there is none called {', '.join(unknown)}: see table.txt")
     mutants = [known[name] for name in options.names or known]
-    if options.list:
-        for mutant in mutants:
-            print(f"{mutant.name} ({mutant.file}): {mutant.breaks}")
-        return 0
     try:
         rows = examine(mutants, thorough=options.thorough)
     except Sick as exc:

@@ -18,12 +18,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from tests.support.fake_mounts import interpreter_for
 from tests.support.mounting import REPOSITORY, as_user, fuse_mounts, processes_about
@@ -211,17 +209,10 @@ class Cluster:
             time.sleep(0.05)
 
     def state(self) -> str:
-        """Jobs, nodes, what each process of theirs waits for, and the ends of the logs."""
-        processes = [line for name in self.machines for line in self._processes(name)]
+        """Jobs, nodes, their processes, and the ends of the logs."""
+        ps = ("ps", "-eo", "pid,stat,wchan,args")
+        processes = [f"--- {name}\n{self.run(name, *ps).stdout}" for name in self.machines]
         return "\n".join([*self.jobs(), str(self.node_states()), *processes, self.logs()])
-
-    def _processes(self, name: str) -> Iterator[str]:
-        # All but the first are its descendants: it is who takes over the orphans.
-        for process in psutil.Process(self.machines[name].pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-                wait = Path(f"/proc/{process.pid}/wchan").read_text()
-                words = " ".join(process.cmdline())
-                yield f"{name}: {process.pid} {process.status()} in {wait}: {words}"
 
     def logs(self) -> str:
         paths = [self.base / "ctl/log", *(self.base / f"spool/{n}.log" for n in NODES)]
