@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import trees
-from tests.support.programs import execute
+from tests.support.programs import Running, execute
 from tests.support.timing import wait_for
 
 MONARCHFS = "/brought/bin/monarchfs"
@@ -216,21 +216,15 @@ def killed_supervisor() -> str:
 def a_source_that_hangs(point: Path) -> Iterator[Callable[[bool], None]]:
     """A FUSE mirror of the source; what to call to have it hang, or go on."""
     point.mkdir(exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-B", "-m", "tests.support.faultfs", str(SOURCE), str(point)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
-    told, answers = process.stdin, process.stdout
+    words = ["-B", "-m", "tests.support.faultfs", str(SOURCE), str(point)]
+    process = Running([sys.executable, *words])
 
     def hang(wanted: bool) -> None:
-        message = {"do": "faults", "hang": ["* *"] if wanted else []}
-        print(json.dumps(message), file=told, flush=True)
-        answers.readline()
+        process.tell(json.dumps({"do": "faults", "hang": ["* *"] if wanted else []}))
+        process.line()
 
     try:
-        assert answers.readline(), "the source is not mounted"
+        assert process.line(), "the source is not mounted"
         yield hang
     finally:
         subprocess.run(["umount", "-l", str(point)], check=False)
