@@ -98,6 +98,7 @@ def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message
     except PermissionError:
         found["descriptors"] = "EPERM"
 
+    supervisor.ask("unback", ids=[-1, 0, 1 << 70, 4_000_000_000, "1", None, [], {}, 1.5, True])
     made: list[int] = []
     while True:
         ids = supervisor.ask("back", files=[own] * 32)["ids"]
