@@ -149,7 +149,7 @@ $(FRAMEWORKS_STAMP): bench/frameworks.txt bench/frameworks-bare.txt
 # Shows what is promised for clusters on a Slurm cluster of three nodes that it brings up here.
 cluster: $(STAMP)
 	@.ci/cluster-packages build/prometheus
-	@$(BIN)/python -m tests.slurm.prove $(ARGS)
+	@$(BIN)/python -m tests.slurm.test_cluster $(ARGS)
 
 # INSTALLED is where the commands are, of pip here or elsewhere; those elsewhere need no set-up here.
 INSTALLED ?= $(abspath $(BIN))

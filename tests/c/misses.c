@@ -95,9 +95,6 @@ static void check_not_open(const struct fuse_in_header *in)
 /* The linker's --wrap: others come in between where an open is to be answered. */
 bool __real_opens_answer_source(const struct fuse_in_header *in, enum answered_by by,
 			      uint64_t started_ns);
-bool __wrap_opens_answer_source(const struct fuse_in_header *in, enum answered_by by,
-			      uint64_t started_ns);
-
 /* Opens that are being answered from memory, with what they came after. */
 static struct {
 	uint64_t ino, order;

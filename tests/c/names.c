@@ -20,8 +20,6 @@ static _Atomic bool over;
 static _Atomic unsigned found;
 
 int __real_madvise(void *from, size_t bytes, int advice);
-int __wrap_madvise(void *from, size_t bytes, int advice);
-
 /* The linker's --wrap: madvise(2) takes whole pages, and would clear what shares the last one with the names. */
 int __wrap_madvise(void *from, size_t bytes, int advice)
 {
@@ -31,8 +29,6 @@ int __wrap_madvise(void *from, size_t bytes, int advice)
 }
 
 long __real_sysconf(int name);
-long __wrap_sysconf(int name);
-
 /* With -DPAGE_OF: as on a kernel with larger pages. */
 long __wrap_sysconf(int name)
 {

@@ -17,8 +17,6 @@ static bool arrived, let_go, refuse_all;
 static unsigned answers;
 static const uint64_t *busy_since;
 
-ssize_t __wrap_writev(int fd, const struct iovec *parts, int count);
-
 /* The kernel refuses the answer that is held back. */
 ssize_t __wrap_writev(int fd, const struct iovec *parts, int count)
 {

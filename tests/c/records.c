@@ -21,7 +21,6 @@ static unsigned answers, reading = READERS;
 static int segment_fd, kernel;
 
 ssize_t __real_splice(int in, off_t *in_offset, int out, off_t *out_offset, size_t size, unsigned flags);
-ssize_t __wrap_splice(int in, off_t *in_offset, int out, off_t *out_offset, size_t size, unsigned flags);
 ssize_t __wrap_splice(int in, off_t *in_offset, int out, off_t *out_offset, size_t size, unsigned flags)
 {
 	static __thread char message[ROOM];

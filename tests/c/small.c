@@ -25,7 +25,6 @@ static void carry_out(void)
 }
 
 ssize_t __real_pread(int fd, void *to, size_t size, off_t offset);
-ssize_t __wrap_pread(int fd, void *to, size_t size, off_t offset);
 ssize_t __wrap_pread(int fd, void *to, size_t size, off_t offset)
 {
 	ssize_t got = __real_pread(fd, to, offset ? size : size / 2, offset);

@@ -1,6 +1,6 @@
 /* All threads of the C part at once, for a sanitizer: a socket is the kernel, and replicas come and go
- * while they are opened and read. Every other one lies in a segment, and when it was taken away, other
- * bytes are written over it: nobody may see those. Arguments: a directory for a tier, and how many requests. */
+ * while they are opened and read. Every other one lies in a segment (records.c has those written over).
+ * Arguments: a directory for a tier, and how many requests. */
 #include "../../monarchfs/core/_resident.h"
 #include "../../monarchfs/core/_nonresident.h"
 #include "../../monarchfs/core/_opens.h"
@@ -9,115 +9,48 @@
 #include "kernel.h"
 
 #define SIZE 5000
-#define SEGMENTS 3
+#define SEGMENT 7
 #define ROOM 8192 /* of a record */
-#define WRONG 0xee
 #define MOST_DESCRIPTORS 4096
-
-/* Where the record of an inode lies, under its lock. */
-static struct {
-	pthread_mutex_t lock;
-	uint64_t offset;
-} records[FILES + 1];
-static pthread_mutex_t segments_lock = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t segment_bytes[SEGMENTS + 1];
-static int segment_fds[SEGMENTS + 1];
 
 static int tier_fd, source_fds[FILES + 1];
 static struct stat source_stats[FILES + 1];
 static char arrived[FILES + 1][SIZE];
 static int in_use; /* pieces of those */
 
-static void describe(uint64_t ino, struct replica *replica)
-{
-	*replica = (struct replica){.size = SIZE, .checksum = ino, .opens_until_ns = ALWAYS};
-	memset(replica->name, (int)ino, NAME_BYTES);
-}
-
-static bool in_segment(uint64_t ino)
-{
-	return ino % 2;
-}
-
-static unsigned segment_of(uint64_t ino)
-{
-	return 1 + ino % SEGMENTS;
-}
-
-static void make_segments(void)
-{
-	CHECK(mkdirat(tier_fd, "segments", 0700) == 0);
-	for (unsigned segment = 1; segment <= SEGMENTS; segment++) {
-		char path[64];
-		snprintf(path, sizeof(path), "segments/%016x", segment);
-		segment_fds[segment] = openat(tier_fd, path, O_WRONLY | O_CREAT, 0600);
-		CHECK(segment_fds[segment] >= 0);
-	}
-}
-
-/* Under its lock: a new one, behind all others. */
-static void append_record(uint64_t ino)
-{
-	unsigned segment = segment_of(ino);
-	char data[ROOM];
-	memset(data, WRONG, sizeof(data));
-	memset(data, (int)ino, SIZE);
-	pthread_mutex_lock(&segments_lock);
-	uint64_t offset = segment_bytes[segment];
-	segment_bytes[segment] += ROOM;
-	pthread_mutex_unlock(&segments_lock);
-	CHECK(pwrite(segment_fds[segment], data, ROOM, (off_t)offset) == ROOM);
-	records[ino].offset = offset;
-}
-
-/* Under its lock: take it away from under its readers, and append it again. */
-static void rewrite_record(uint64_t ino, bool ask_first)
-{
-	char wrong[ROOM];
-	if (ask_first) {
-		if (!resident_retire(ino))
-			return;
-		CHECK(!resident_reading(ino));
-	}
-	resident_stop(ino);
-	while (resident_reading(ino))
-		sched_yield();
-	memset(wrong, WRONG, sizeof(wrong));
-	CHECK(pwrite(segment_fds[segment_of(ino)], wrong, ROOM, (off_t)records[ino].offset) ==
-	      ROOM);
-	append_record(ino);
-}
-
 static void put(uint64_t ino)
 {
-	struct replica replica;
-	describe(ino, &replica);
-	pthread_mutex_lock(&records[ino].lock);
-	if (in_segment(ino)) {
-		replica.segment = segment_of(ino);
-		replica.offset = records[ino].offset;
+	struct replica replica = {.size = SIZE, .checksum = ino, .opens_until_ns = ALWAYS};
+	memset(replica.name, (int)ino, NAME_BYTES);
+	if (ino % 2) {
+		replica.segment = SEGMENT;
+		replica.offset = ino * ROOM;
 	}
 	CHECK(resident_put(ino, &replica, true));
-	pthread_mutex_unlock(&records[ino].lock);
+}
+
+static int make(const char *path, uint64_t offset, const char *data)
+{
+	int fd = openat(tier_fd, path, O_RDWR | O_CREAT, 0600);
+	CHECK(fd >= 0 && pwrite(fd, data, SIZE, (off_t)offset) == SIZE);
+	return fd;
 }
 
 static void make_file(uint64_t ino)
 {
-	char path[64], data[SIZE];
+	char path[64], *data = arrived[ino];
+	memset(data, (int)ino, SIZE);
+	snprintf(path, sizeof(path), "segments/%016x", SEGMENT);
+	close(make(path, ino * ROOM, data));
 	snprintf(path, sizeof(path), "%02x", (unsigned)ino);
 	CHECK(mkdirat(tier_fd, path, 0700) == 0);
 	size_t at = (size_t)snprintf(path, sizeof(path), "%02x/", (unsigned)ino);
 	for (unsigned i = 0; i < NAME_BYTES; i++)
 		at += (size_t)snprintf(path + at, sizeof(path) - at, "%02x", (unsigned)ino);
 	snprintf(path + at, sizeof(path) - at, ".%016llx", (unsigned long long)ino);
-	int fd = openat(tier_fd, path, O_WRONLY | O_CREAT, 0600);
-	memset(data, (int)ino, sizeof(data));
-	CHECK(fd >= 0 && write(fd, data, sizeof(data)) == SIZE);
-	close(fd);
-	memset(arrived[ino], (int)ino, SIZE);
+	close(make(path, 0, data));
 	snprintf(path, sizeof(path), "source %u", (unsigned)ino);
-	source_fds[ino] = openat(tier_fd, path, O_RDWR | O_CREAT, 0600);
-	CHECK(source_fds[ino] >= 0 && write(source_fds[ino], data, sizeof(data)) == SIZE);
+	source_fds[ino] = make(path, 0, data);
 	CHECK(fstat(source_fds[ino], &source_stats[ino]) == 0);
 }
 
@@ -158,7 +91,7 @@ static void *be_cache(void *unused)
 		const struct stat *source = &source_stats[ino];
 		uint64_t first = (uint64_t)rand_r(&seed) % 5;
 		char states[5];
-		switch (rand_r(&seed) % 32) {
+		switch (rand_r(&seed) % 30) {
 		case 0:
 			resident_stop(ino);
 			break;
@@ -233,12 +166,6 @@ static void *be_cache(void *unused)
 		case 19 ... 20:
 			arrive(ino, first * 1000, rand_r(&seed) % 2 ? SIZE - first * 1000 : 1000);
 			break;
-		case 24 ... 25:
-			pthread_mutex_lock(&records[ino].lock);
-			if (in_segment(ino))
-				rewrite_record(ino, rand_r(&seed) % 2);
-			pthread_mutex_unlock(&records[ino].lock);
-			break;
 		default:
 			put(ino);
 		}
@@ -252,12 +179,9 @@ int main(int count, char **arguments)
 	requests = (unsigned)atoi(arguments[2]);
 	tier_fd = open(arguments[1], O_RDONLY | O_DIRECTORY);
 	CHECK(tier_fd >= 0);
-	make_segments();
-	for (uint64_t ino = 1; ino <= FILES; ino++) {
+	CHECK(mkdirat(tier_fd, "segments", 0700) == 0);
+	for (uint64_t ino = 1; ino <= FILES; ino++)
 		make_file(ino);
-		CHECK(pthread_mutex_init(&records[ino].lock, NULL) == 0);
-		append_record(ino);
-	}
 	first_place = 100; /* a read needs two pieces */
 	CHECK(table_attach(make_table(1000)) == 0);
 	CHECK(resident_start(8, geteuid(), 1, false, true) == 0);

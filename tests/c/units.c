@@ -142,8 +142,6 @@ struct work {
 	size_t right; /* so many bytes another node has, 0: it has none */
 };
 
-ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset);
-
 /* A direct read may need another alignment, and any read may give less than was asked for. */
 ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset)
 {
@@ -155,8 +153,6 @@ ssize_t read_badly(int fd, const struct iovec *parts, int count, off_t offset)
 	}
 	return preadv64(fd, parts, call % 5 ? count : 1, offset);
 }
-
-off_t seek_badly(int fd, off_t offset, int whence);
 
 /* A source may not know of holes, or tell nonsense. */
 off_t seek_badly(int fd, off_t offset, int whence)

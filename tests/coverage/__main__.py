@@ -1,6 +1,6 @@
 """Which lines and branches of Python and C the tests go through: make coverage.
 
-    python -m tests.coverage [--json] [PYTEST-ARGUMENT...]
+    python -m tests.coverage [PYTEST-ARGUMENT...]
 
 The tests (those of --quick, or as pytest's arguments say) run in a copy of the tree whose C part
 counts (gcc's ``--coverage``); each Python process of the copy is measured by coverage.py. A process
@@ -124,16 +124,14 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print each file's counts instead")
-    options, words = parser.parse_known_args()
-    told = sys.stderr if options.json else sys.stdout
+    words = parser.parse_known_args()[1]
     with copied() as copy:
-        print("building the C part", file=told, flush=True)
+        print("building the C part", flush=True)
         if (trouble := copy.build(COUNTING)) is not None:
             print(f"the C part cannot be built: {trouble}", file=sys.stderr)
             return 1
         measured(copy)
-        print("running the tests", file=told, flush=True)
+        print("running the tests", flush=True)
         try:
             code, output = copy.test(words or ["--quick"], SECONDS)
         except Overdue:
@@ -141,15 +139,12 @@ def main() -> int:
             return 1
         # What failed went through less than it should.
         failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        print(*failed, output.strip().rpartition("\n")[2], sep="\n", file=told)
+        print(*failed, output.strip().rpartition("\n")[2], sep="\n")
         if code not in (0, 1):
             print(output[-2000:], file=sys.stderr)
             return 1
         files = dict([*of_python(copy), *of_c(copy)])
-    if options.json:
-        print(json.dumps({name: covered._asdict() for name, covered in files.items()}))
-    else:
-        print("\n".join(table(by_package(files))))
+    print("\n".join(table(by_package(files))))
     return code
 
 

@@ -148,6 +148,15 @@ def syscall(word: str, *arguments: Any) -> int:
     return result
 
 
+def filled(word: str, *arguments: Any, room: int) -> tuple[int, bytes]:
+    """What a function of libc's fills a buffer of so many bytes with; without one, its size."""
+    buffer = ctypes.create_string_buffer(room + 1)
+    got: int = getattr(libc, word)(*arguments, buffer if room else None, room)
+    if got < 0:
+        raise OSError(ctypes.get_errno(), word)
+    return got, buffer.raw[: got if room else 0]
+
+
 def shown(st: os.stat_result) -> tuple[Any, ...]:
     return (
         oct(st.st_mode), st.st_nlink, st.st_uid, st.st_gid, st.st_size, st.st_blocks, st.st_blksize,
@@ -220,11 +229,7 @@ def faccessat2(side: Side, path: str, mode: int, flags: int) -> int:
 
 @call(name, some(0, 1, 3, 100, 2000))
 def readlinkat(side: Side, path: str, room: int) -> Any:
-    buffer = ctypes.create_string_buffer(room + 1)
-    got = libc.readlinkat(side.root, os.fsencode(path), buffer, room)
-    if got < 0:
-        raise OSError(ctypes.get_errno(), "readlinkat")
-    return buffer.raw[:got]
+    return filled("readlinkat", side.root, os.fsencode(path), room=room)
 
 
 @call(name, weight=3)
@@ -256,21 +261,14 @@ def getdents(side: Side, path: str, room: int) -> Any:
 @call(name, some(*XATTRS), some(0, 1, 3, 100, 3000, 65536), some("getxattr", "lgetxattr"))
 def getxattr(side: Side, path: str, attribute: str, room: int, function: str) -> Any:
     full = os.fsencode(f"/proc/self/fd/{side.root}/{path}")
-    buffer = ctypes.create_string_buffer(room + 1)
-    got = getattr(libc, function)(full, attribute.encode(), buffer if room else None, room)
-    if got < 0:
-        raise OSError(ctypes.get_errno(), function)
-    return got, buffer.raw[: got if room else 0]
+    return filled(function, full, attribute.encode(), room=room)
 
 
 @call(name, some(0, 1, 8, 300), some("listxattr", "llistxattr"))
 def listxattr(side: Side, path: str, room: int, function: str) -> Any:
     full = os.fsencode(f"/proc/self/fd/{side.root}/{path}")
-    buffer = ctypes.create_string_buffer(room + 1)
-    got = getattr(libc, function)(full, buffer if room else None, room)
-    if got < 0:
-        raise OSError(ctypes.get_errno(), function)
-    return got, sorted(buffer.raw[: got if room else 0].split(b"\0"))
+    got, names = filled(function, full, room=room)
+    return got, sorted(names.split(b"\0"))
 
 
 @call(name, name, some(*range(12)), weight=3)

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monarchfs.control.messages import MOST_PATH_BYTES
@@ -27,7 +27,6 @@ LINES = st.lists(
 ).map(b"".join)
 
 
-@settings(deadline=None)
 @given(LINES)
 @example(b"/data/set/../../etc/passwd\n")
 @example(b"x" * (1 << 20))

@@ -75,7 +75,6 @@ def check(read: Callable[[], Layer]) -> None:
         assert (tier.size.bytes or 0) < 1 << 63
 
 
-@settings(deadline=None)
 @given(LISTED | st.text())
 @example("tier=/a=1G,tier=/a=1G")
 @example('tier="/a,b=1G",state_dir=\\')
@@ -85,7 +84,6 @@ def test_mount_options(text: str) -> None:
     check(lambda: from_mount_options([text]))
 
 
-@settings(deadline=None)
 @given(LISTED, st.booleans())
 def test_what_mount_gives_its_helper(text: str, sloppy: bool) -> None:
     """What the helper hands on means the same, or nothing: no word becomes another option."""
@@ -98,7 +96,7 @@ def test_what_mount_gives_its_helper(text: str, sloppy: bool) -> None:
 
 
 @pytest.mark.parametrize("key", sorted(OPTIONS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(value=ANYTHING)
 @example(value="")
 @example(value="\0")
@@ -112,7 +110,6 @@ def test_each_setting_takes_any_value(key: str, value: object) -> None:
     check(lambda: {key: OPTIONS[key].parse(value)})
 
 
-@settings(deadline=None)
 @given(st.binary())
 @example(b"\xef\xbb\xbfuser = 'x'")
 @example(b"[" * 100_000)
@@ -140,7 +137,6 @@ def toml_of(table: dict[str, Any]) -> bytes:
     return "\n".join(lines).encode(errors="surrogatepass")
 
 
-@settings(deadline=None)
 @given(st.dictionaries(WORDS | VALUES, PLAIN, max_size=4))
 def test_a_file_of_any_settings(table: dict[str, Any]) -> None:
     check(lambda: from_content("/etc/x.toml", toml_of(table)))
@@ -157,7 +153,6 @@ SITE_TABLES = st.dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(SITE_KEYS, ANYTHING | st.lists(SITE_TABLES, max_size=2), max_size=4))
 def test_a_sites_configuration_of_any_settings(table: dict[str, Any]) -> None:
     site = refused_or(lambda: site_from(table, "/etc/monarchfs-slurm.toml"))
@@ -167,7 +162,6 @@ def test_a_sites_configuration_of_any_settings(table: dict[str, Any]) -> None:
             assert all(os.path.isabs(root) for root in allow.roots)
 
 
-@settings(deadline=None)
 @given(st.binary())
 def test_a_sites_configuration_of_any_bytes(content: bytes) -> None:
     refused_or(lambda: site_from(toml_table("/etc/x.toml", content), "/etc/x.toml"))
@@ -182,7 +176,6 @@ COMMANDS = st.sampled_from(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(COMMANDS | VALUES, max_size=6))
 def test_a_command_line_of_any_words(words: list[str]) -> None:
     """Only parsed: whatever it means, it says so in one line, and never as a traceback."""

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.cache.store.segments import SMALL_BYTES
@@ -351,11 +351,7 @@ def test_one_thing(cache: Cache, place: str, how: str) -> None:
         assert works
 
 
-@settings(
-    max_examples=5,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@settings(max_examples=5)
 @given(
     spoils=st.lists(
         st.tuples(st.sampled_from([*DIRECTORIES, *FILES]), st.sampled_from(ANYWHERE))

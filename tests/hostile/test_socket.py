@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.control import registration
@@ -22,6 +21,7 @@ from monarchfs.supervisor import supervise
 from monarchfs.worker import commands
 from tests.support import trees
 from tests.support.mounting import Mount, bench, requires_mounts, wait_for
+from tests.unit.test_messages import VALUES as SOME_VALUES
 
 pytestmark = requires_mounts
 
@@ -100,19 +100,9 @@ def check_replies(answer: bytes) -> None:
     assert last["ok"] or "\n" not in last["error"]
 
 
+NAMES = ["", ".", "class0", "class1/..", "../x", "/", "\0", "copy", "check", "\udcff"]
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=20)
-    | st.sampled_from(
-        ["", ".", "class0", "class1/..", "../x", "/", "\0", "copy", "check", "\udcff"]
-    ),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=6,
+    SOME_VALUES | st.sampled_from(NAMES), lambda inner: st.lists(inner, max_size=4), max_leaves=6
 )
 FIELDS = st.sampled_from(["paths", "wait", "what", "timeout", "recursive", "pid", "do", "event"])
 REQUESTS = st.builds(
@@ -131,8 +121,6 @@ LINES = (
 
 @settings(
     max_examples=60,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink them takes minutes
 )
 @given(st.lists(st.tuples(LINES, st.sampled_from(["read", "leave", "half", "stay"])), max_size=6))
@@ -164,26 +152,16 @@ def test_whatever_clients_send(
         daemon.answers()
 
 
-def refuses_descriptors(client: socket.socket) -> bool:
-    """Since Linux 6.16 the kernel does not even take them."""
-    with open("/dev/null", "rb") as null:
-        try:
-            socket.send_fds(client, [b" "], [null.fileno()])
-        except PermissionError:
-            return True
-    return False
-
-
-def flood(daemon: Daemon, content: bytes, count: int, **how: Any) -> None:
+def flood(daemon: Daemon, content: bytes, count: int, descriptors: Sequence[int] = ()) -> None:
     """So many connections at once, all of which say the same and none of which reads."""
     with ExitStack() as stack:
         for _ in range(count):
             client = stack.enter_context(daemon.connect())
             with suppress(BrokenPipeError, ConnectionResetError):
-                if (fds := how.get("descriptors")) and not refuses_descriptors(client):
-                    socket.send_fds(client, [content], fds)
-                else:
-                    client.sendall(content)
+                if descriptors:
+                    with suppress(PermissionError):  # since Linux 6.16 the kernel takes none
+                        socket.send_fds(client, [b" "], descriptors)
+                client.sendall(content)
         daemon.answers()
 
 

@@ -99,23 +99,6 @@ def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message
         found["descriptors"] = "EPERM"
 
     supervisor.ask("unback", ids=[-1, 0, 1 << 70, 4_000_000_000, "1", None, [], {}, 1.5, True])
-    for nonsense in (
-        b"\xff{",
-        b"[]",
-        b"7",
-        b"{}",
-        b'{"event": "back"}',
-        b'{"event": "back", "number": "1", "files": []}',
-        b'{"event": "back", "number": 1, "files": [[0, "../own", 1]]}',
-        b'{"event": "back", "number": 1, "files": [[0, "/etc/passwd", 1]]}',
-        b'{"event": "back", "number": 1, "files": [[0, "own"]]}',
-        b'{"event": "unback", "number": 1}',
-        b'{"event": "unback", "number": 1, "ids": {}}',
-        b'{"event": ["back"], "number": 1}',
-        b'{"event": "status"}',
-        b"[" * 100_000,
-    ):
-        supervisor.tell(nonsense)
     made: list[int] = []
     while True:
         ids = supervisor.ask("back", files=[own] * 32)["ids"]

@@ -1,6 +1,6 @@
 """Which of the bugs in ``table`` the tests find: make test-mutants.
 
-    python -m tests.mutants [--list] [--json] [--thorough] [NAME...]
+    python -m tests.mutants [--thorough] [NAME...]
 
 In a copy of the tree, each bug is put in alone, the C part that it is in is built, and the tests
 are run that should find it. At the end, tests that failed are run without any, and have to pass.
@@ -9,14 +9,13 @@ are run that should find it. At the end, tests that failed are run without any, 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 from tests.mutants.table import MUTANTS, Mutant
 from tests.support.copied import Copy, Overdue, copied
@@ -116,70 +115,45 @@ def without_bugs(copy: Copy, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def examine(mutants: Sequence[Mutant], *, thorough: bool, told: TextIO) -> list[Row]:
+def examine(mutants: Sequence[Mutant], *, thorough: bool) -> list[Row]:
     """Raises Sick. Tells how far it is."""
     rows = []
     with copied() as copy:
         if any(mutant.file.endswith(".c") for mutant in mutants):
-            print("building the C part", file=told, flush=True)
+            print("building the C part", flush=True)
             if (trouble := copy.build()) is not None:
                 raise Sick(f"the C part cannot be built: {trouble}")
         for n, mutant in enumerate(mutants, 1):
-            print(f"{n:2}/{len(mutants)} {mutant.name}: ", end="", file=told, flush=True)
+            print(f"{n:2}/{len(mutants)} {mutant.name}: ", end="", flush=True)
             began = time.monotonic()
             result = look_for(copy, mutant, thorough=thorough)
             row = Row(mutant, result, time.monotonic() - began)
             by = f" by {result.by}" if row.found else result.by and f": {result.by}"
-            print(f"{result.outcome}{by} ({row.seconds:.0f} s)", file=told, flush=True)
+            print(f"{result.outcome}{by} ({row.seconds:.0f} s)", flush=True)
             rows.append(row)
-        print("without any bug", file=told, flush=True)
+        print("without any bug", flush=True)
         return without_bugs(copy, rows)
-
-
-def show(rows: Sequence[Row], told: TextIO) -> None:
-    print(f"{sum(row.found for row in rows)} of {len(rows)} found", file=told)
-    for mutant, result, _ in (row for row in rows if not row.found):
-        print(f"  {result.outcome}: {mutant.name} ({mutant.file}): {mutant.breaks}", file=told)
-
-
-def as_json(rows: Sequence[Row]) -> str:
-    mutants = [
-        {
-            **{key: getattr(mutant, key) for key in ("name", "file", "breaks")},
-            **result._asdict(),
-            "seconds": round(seconds, 1),
-        }
-        for mutant, result, seconds in rows
-    ]
-    return json.dumps({"found": sum(row.found for row in rows), "mutants": mutants})
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these")
-    parser.add_argument("--list", action="store_true", help="show all, and run nothing")
-    parser.add_argument("--json", action="store_true", help="print the results as one object")
     parser.add_argument(
         "--thorough", action="store_true", help="run all quick tests for those that are not found"
     )
     options = parser.parse_args()
     known = {mutant.name: mutant for mutant in MUTANTS}
     if unknown := [name for name in options.names if name not in known]:
-        parser.error(f"there is none called {', '.join(unknown)}: see --list")
+        parser.error(f"there is none called {', '.join(unknown)}: see table.txt")
     mutants = [known[name] for name in options.names or known]
-    if options.list:
-        for mutant in mutants:
-            print(f"{mutant.name} ({mutant.file}): {mutant.breaks}")
-        return 0
-    told = sys.stderr if options.json else sys.stdout
     try:
-        rows = examine(mutants, thorough=options.thorough, told=told)
+        rows = examine(mutants, thorough=options.thorough)
     except Sick as exc:
         print(f"\n{exc}", file=sys.stderr)
         return 1
-    show(rows, told)
-    if options.json:
-        print(as_json(rows))
+    print(f"{sum(row.found for row in rows)} of {len(rows)} found")
+    for mutant, result, _ in (row for row in rows if not row.found):
+        print(f"  {result.outcome}: {mutant.name} ({mutant.file}): {mutant.breaks}")
     return 0 if all(row.result.outcome in (FOUND, NOT_FOUND) for row in rows) else 1
 
 

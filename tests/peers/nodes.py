@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,18 +64,27 @@ class Nodes:
     """Mounts that share, called a, b, c; they know each other."""
 
     def __init__(
-        self, work: Bench, source: Path, count: int, *options: str, tier: str = "1G"
+        self,
+        work: Bench,
+        source: Path,
+        count: int,
+        *options: str,
+        tier: str = "1G",
+        places: Sequence[tuple[str, int]] = (),
     ) -> None:
+        """``places``: addresses and ports, else of this machine."""
         self.work = work
         self.tier = tier
         self.source = source
         self.options = options
         self.names = "abcdefgh"[:count]
-        addresses = [f"127.0.0.{2 + number}" for number in range(count)]
-        self.ports = [free_port(address) for address in addresses]
+        if not places:
+            addresses = [f"127.0.0.{2 + number}" for number in range(count)]
+            places = [(address, free_port(address)) for address in addresses]
+        self.ports = [port for _, port in places]
         self.list = ",".join(
             f"{name}={address}:{port}"
-            for name, address, port in zip(self.names, addresses, self.ports, strict=True)
+            for name, (address, port) in zip(self.names, places, strict=True)
         )
         self.key = work.path / "key"
         self.new_key()

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -16,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from monarchfs.peers.web_server import find_nginx
-from tests.peers.nodes import answers, files_of, peers, processes_of, requires_peers, write_source
+from tests.peers.nodes import Nodes, files_of, processes_of, requires_peers, write_source
 from tests.support import mounting, surroundings
 from tests.support.mounting import Bench, Mount, kill_each, run, wait_for
-from tests.support.programs import Running, execute
+from tests.support.programs import Running, execute, ip
 from tests.support.timing import Stopwatch
 
 pytestmark = [
@@ -42,21 +41,21 @@ class Network:
     def __init__(self, stack: ExitStack, count: int) -> None:
         self._stack = stack
         self._hub = self._namespace()
-        self._ip(self._hub, "link add br0 type bridge")
-        self._ip(self._hub, "link set br0 up")
+        ip(self._hub, "link add br0 type bridge")
+        ip(self._hub, "link set br0 up")
         self.holders = []
         self.addresses = []
         for number in range(count):
             holder, address = self._namespace(), f"10.77.0.{2 + number}"
-            self._ip(self._hub, f"link add n{number} type veth peer name eth0 netns {holder}")
-            self._ip(self._hub, f"link set n{number} master br0 up")
-            self._ip(holder, f"addr add {address}/24 dev eth0")
-            self._ip(holder, "link set eth0 up")
+            ip(self._hub, f"link add n{number} type veth peer name eth0 netns {holder}")
+            ip(self._hub, f"link set n{number} master br0 up")
+            ip(holder, f"addr add {address}/24 dev eth0")
+            ip(holder, "link set eth0 up")
             self.holders.append(holder)
             self.addresses.append(address)
 
     def cut(self, number: int) -> None:
-        self._ip(self._hub, f"link set n{number} down")
+        ip(self._hub, f"link set n{number} down")
 
     def enter(self, number: int) -> list[str]:
         return ["nsenter", f"--net=/proc/{self.holders[number]}/ns/net"]
@@ -70,10 +69,6 @@ class Network:
         with process.stdout:
             assert process.line() == "\n", "no network namespace"
         return process.pid
-
-    def _ip(self, pid: int, words: str) -> None:
-        command = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words.split()]
-        execute(command, check=True)
 
 
 class Lost:
@@ -98,8 +93,7 @@ class Lost:
         return self.all
 
     def fill_disk(self) -> None:
-        full = ["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]
-        assert subprocess.run(full, capture_output=True, check=False).returncode == 1
+        assert execute(["dd", "if=/dev/zero", f"of={self.tier}/full", "bs=1M"]).returncode == 1
 
     def end(self) -> None:
         kill_each(self.all or self._stopped())
@@ -120,41 +114,38 @@ def source(work: Bench) -> Path:
     return write_source(work.path / "source", [110_000] * FILES + [66 << 20])
 
 
+class Apart(Nodes):
+    """Each in its network; the last one with a disk of its own."""
+
+    def __init__(self, work: Bench, source: Path, network: Network) -> None:
+        self.network = network
+        # One that outlives its supervisor, as where the kernel is short of memory.
+        self.programs = work.path / "programs"
+        self.programs.mkdir()
+        (self.programs / "nginx").write_text(
+            f'#!/bin/sh\nexec setpriv --pdeathsig clear {find_nginx()} "$@"\n'
+        )
+        (self.programs / "nginx").chmod(0o755)
+        places = [(address, 7000) for address in network.addresses]
+        super().__init__(work, source, 3, tier="900M", places=places)
+
+    def mount(self, name: str, *options: str) -> Mount:
+        enter = [*self.network.enter("abc".index(name)), "env"]
+        enter += [f"PATH={self.programs}:{os.environ['PATH']}"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mounting, "MONARCHFS", [*enter, *mounting.MONARCHFS])
+            return super().mount(name, *options)
+
+
 @contextmanager
-def nodes(
-    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[tuple[list[Mount], Lost]]:
+def nodes(work: Bench, source: Path) -> Iterator[tuple[list[Mount], Lost]]:
     """Mounts a, b, c, which know each other; what is left of c ends."""
     with ExitStack() as stack:
         network = Network(stack, 3)
-        key, tier = work.path / "key", work.path / "c-tier"
-        key.write_bytes(os.urandom(64))
-        key.chmod(0o400)
-        tier.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1G", "tmpfs", str(tier)], check=True)
-        stack.callback(subprocess.run, ["umount", "-l", str(tier)], check=False)
-        # One that outlives its supervisor, as where the kernel is short of memory.
-        programs = work.path / "programs"
-        programs.mkdir()
-        (programs / "nginx").write_text(
-            f'#!/bin/sh\nexec setpriv --pdeathsig clear {find_nginx()} "$@"\n'
-        )
-        (programs / "nginx").chmod(0o755)
-        found = ",".join(f"{n}={a}:7000" for n, a in zip("abc", network.addresses, strict=True))
-        mounts = []
-        for number, name in enumerate("abc"):
-            enter = [*network.enter(number), "env", f"PATH={programs}:{os.environ['PATH']}"]
-            with monkeypatch.context() as patch:
-                patch.setattr(mounting, "MONARCHFS", [*enter, *mounting.MONARCHFS])
-                mounts.append(
-                    work.mount(
-                        *(source, "--state-dir", f"{work.path}/{name}-state"),
-                        *("--freshness", "immutable", "--peers", found, "--peer-name", name),
-                        *("--peer-key", str(key)),
-                        tiers=[f"{work.path}/{name}-tier=900M"],
-                    )
-                )
-        wait_for(lambda: all(answers(one) for mount in mounts for one in peers(mount)), "the peers")
+        tier = work.path / "c" / "tier"
+        tier.mkdir(parents=True)
+        stack.enter_context(surroundings.mounted_tmpfs(tier, "size=1G"))
+        mounts = [*Apart(work, source, network).mounts.values()]
         lost = Lost(mounts[2], network, tier)
         try:
             yield mounts, lost
@@ -181,9 +172,9 @@ def read_all(mount: Mount, source: Path, seed: int, took: list[float]) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_lost_node_costs_a_reader_at_most_a_second_once(
-    work: Bench, source: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+    work: Bench, source: Path, loss: str
 ) -> None:
-    with nodes(work, source, monkeypatch) as (mounts, lost):
+    with nodes(work, source) as (mounts, lost):
         took: list[list[float]] = [[], []]
         with ThreadPoolExecutor(2) as pool:
             reads = [

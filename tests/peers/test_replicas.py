@@ -1,26 +1,35 @@
-"""Small replicas from a real nginx: the right bytes, or a reason."""
+"""Small replicas from a real nginx: the right bytes, or a reason. Whoever has another key, or none,
+is no peer."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import random
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
 from monarchfs.cache.store.checksum import checksum, digests
 from monarchfs.core import _units
 from monarchfs.core.units import Unit
-from monarchfs.peers import _replicas, credentials, web_server
-from monarchfs.types import SourceStat
+from monarchfs.peers import _replicas, certificates, credentials, web_server
+from monarchfs.peers.nodes import PeerNode
+from monarchfs.supervisor import peering
+from monarchfs.types import OperationError, SourceStat
 from tests.support.mounting import free_port, wait_for
+
+T = TypeVar("T")
 
 UNKNOWN, AVOIDED, FAILED, WRONG = 1, 2, 3, 4
 """enum fetch_result in _fetch.h."""
@@ -41,7 +50,7 @@ class Peer:
 
     def __init__(self, path: Path, certificate: str = "") -> None:
         if web_server.find_nginx() is None:
-            pytest.skip("nginx is not installed: apt-get install nginx-light")
+            pytest.skip("needs nginx: apt-get install nginx-light")
         self.data = random.Random(1).randbytes(4 << 20)
         (path / NAME).parent.mkdir(parents=True)
         (path / NAME).write_bytes(self.data)
@@ -278,3 +287,124 @@ def test_units_from_a_peer(peer: Peer, tmp_path: Path, what: str, result: int, c
     os.close(fd)
     assert unit.read_bytes == PART_BYTES - comes
     assert unit.peek(0, PART_BYTES) == peer.data[:PART_BYTES]
+
+
+# Peers that encrypt
+
+OTHER = credentials.mount_secret(bytes(32), 1001, [1001], b"/lustre/data")
+
+
+def in_thread(do: Callable[[], T]) -> T:
+    """By a thread of its own: each makes its connections with the key that is expected then."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(do).result()
+
+
+@pytest.fixture
+def encrypting(tmp_path: Path) -> Iterator[Peer]:
+    with a_peer(tmp_path, certificates.key_and_certificate(SECRET)) as peer:
+        yield peer
+    _replicas.pin("")
+
+
+def expect(secret: str, peer: Peer) -> None:
+    _replicas.pin(certificates.public_key_pin(secret))
+    _replicas.peer(0, f"https://127.0.0.1:{peer.port}")
+
+
+def test_the_key_is_a_matter_of_the_secret() -> None:
+    assert certificates.public_key_pin(SECRET) == certificates.public_key_pin(SECRET)
+    assert certificates.public_key_pin(SECRET) != certificates.public_key_pin(OTHER)
+    first, second = map(certificates.key_and_certificate, (SECRET, SECRET))
+    assert first.split("-----")[2] == second.split("-----")[2]
+
+
+def test_a_peer_with_the_key_is_read(encrypting: Peer) -> None:
+    expect(SECRET, encrypting)
+    name = encrypting.replica(1000, 5000)
+    assert in_thread(lambda: _replicas.fetch(name, 5000)) == encrypting.data[1000:6000]
+
+
+def test_a_peer_with_another_key_is_not(encrypting: Peer) -> None:
+    expect(OTHER, encrypting)
+    with pytest.raises(OSError, match=os.strerror(errno.EKEYREJECTED)):
+        in_thread(lambda: _replicas.ask(0, "/", None, 5, 100))
+    name = encrypting.replica(0, 100)
+    assert in_thread(lambda: _replicas.fetch(name, 100)) == AVOIDED
+    expect(OTHER, encrypting)
+    assert in_thread(lambda: _replicas.fetch(name, 100)) == FAILED
+
+
+HANDSHAKE = """
+import sys, threading
+from monarchfs.peers import _replicas
+pin, url, token, checksum, segment = sys.argv[1:]
+_replicas.pin(pin)
+_replicas.token(token, "127.0.0.1")
+_replicas.peer(0, url)
+_replicas.put(0, [(bytes(16), int(checksum), 5000, 0, int(segment), 0)])
+threading.stack_size(64 << 10)
+got = []
+thread = threading.Thread(target=lambda: got.append(_replicas.fetch(bytes(16), 5000)))
+thread.start()
+thread.join()
+sys.stdout.buffer.write(got[0])
+"""
+
+
+def test_a_handshake_fits_into_half_of_a_pool_thread_s_stack(encrypting: Peer) -> None:
+    """STACK_BYTES of core/_pool.c."""
+    data = encrypting.data[:5000]
+    words = [certificates.public_key_pin(SECRET), f"https://127.0.0.1:{encrypting.port}", token()]
+    command = [sys.executable, "-c", HANDSHAKE, *words, str(checksum(data)), str(SEGMENT)]
+    assert subprocess.check_output(command, timeout=30) == data
+
+
+def test_without_tls_it_gives_nothing(encrypting: Peer) -> None:
+    _replicas.peer(0, f"http://127.0.0.1:{encrypting.port}")
+    name = encrypting.replica(0, 100)
+    assert isinstance(in_thread(lambda: _replicas.fetch(name, 100)), int)
+    with socket.create_connection(("127.0.0.1", encrypting.port)) as connection:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        assert b"400 Bad Request" in connection.makefile("rb").read()
+
+
+def test_openssl_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda *_names, **_path: None)
+    with pytest.raises(OperationError, match="apt-get install openssl"):
+        certificates.public_key_pin(SECRET)
+
+
+# Secrets and tokens, and the address on which a node serves
+
+KEY = bytes(range(64))
+
+
+def test_a_secret_is_of_a_user_groups_and_a_source() -> None:
+    usual = (KEY, 1000, [1000, 5], b"/data/a")
+    others: list[tuple[int, Any]] = [(0, bytes(64)), (1, 1001), (2, [1000]), (3, b"/data/b")]
+    given = [usual, *((*usual[:at], value, *usual[at + 1 :]) for at, value in others)]
+    secrets = [credentials.mount_secret(*one) for one in given]
+    assert len(set(secrets)) == len(secrets)
+    assert credentials.mount_secret(KEY, 1000, [5, 1000, 5], b"/data/a") == secrets[0]
+
+
+def test_tokens_are_made_where_md5_is_not_for_security(monkeypatch: pytest.MonkeyPatch) -> None:
+    really = hashlib.md5
+
+    def md5(data: bytes, *, usedforsecurity: bool = True) -> Any:
+        assert not usedforsecurity
+        return really(data, usedforsecurity=False)
+
+    monkeypatch.setattr(hashlib, "md5", md5)
+    assert credentials.token("127.0.0.1", "secret", 0).startswith("?e=900&s=")
+
+
+def test_a_name_service_that_hangs_does_not_hang_a_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
+    with pytest.raises(OperationError, match="the address of node1 is not known"):
+        peering.address_of(PeerNode("n1", "node1", 9466), 0.1)
+
+
+def test_an_address_needs_no_name_service() -> None:
+    assert peering.address_of(PeerNode("n1", "127.0.0.7", 9466)) == "127.0.0.7"

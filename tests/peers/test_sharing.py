@@ -1,16 +1,18 @@
-"""Nodes that share a dataset: it is read of the source once, and every byte is the source's."""
+"""Mounts of nodes that share a dataset: it is read of the source once, and every byte is the
+source's."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.peers.conftest import LARGE
 from tests.peers.nodes import (
     FILES,
     Nodes,
@@ -22,10 +24,43 @@ from tests.peers.nodes import (
     total_bytes,
     used_bytes,
     warm,
+    write_source,
 )
 from tests.support.mounting import Bench, Mount, asked, assert_one_line, free_port, run, wait_for
 
 pytestmark = requires_peers
+
+MiB = 1 << 20
+LARGE = [2 * MiB, 2 * MiB, 3 * MiB, 3 * MiB, 4 * MiB, 5 * MiB + 1, 9 * MiB, 66 * MiB + 12345]
+MANY = 200
+TIER = "6M"
+DIRECTORIES = 14
+
+
+def small(count: int) -> list[int]:
+    rng = random.Random(3)
+    return [rng.randint(1, 60_000) for _ in range(count)]
+
+
+@pytest.fixture
+def source(work: Bench) -> Path:
+    return write_source(work.path / "small", small(FILES))
+
+
+@pytest.fixture
+def large(work: Bench) -> Path:
+    path = write_source(work.path / "large", [*LARGE, 0])
+    (with_holes,) = path.rglob(f"{len(LARGE):04d}")
+    with open(with_holes, "r+b") as file:
+        file.truncate(30 * MiB)
+        os.pwrite(file.fileno(), random.Random(4).randbytes(3 * MiB), 11 * MiB)
+    os.utime(with_holes, (1.6e9, 1.6e9))
+    return path
+
+
+@pytest.fixture
+def mixed(work: Bench) -> Path:
+    return write_source(work.path / "mixed", [*small(FILES // 2), *LARGE])
 
 
 def small_files(source: Path, owner: str) -> int:
@@ -140,8 +175,8 @@ def test_opens_are_counted_where_they_were_served(
     assert served["peer_opens"] == (0 if freshness == "open" else served["peer_files"])
 
 
-@pytest.mark.parametrize("what", ["corrupted", "cut off", "removed"])
-def test_replicas_that_somebody_changed(work: Bench, mixed: Path, what: str) -> None:
+def test_replicas_that_somebody_changed(work: Bench, mixed: Path) -> None:
+    """Cut off, removed: test_replicas.py, and test_spans.py for large ones."""
     _, _, b = one_that_has_all(work, mixed)
     tier = work.path / "a" / "tier"
     segments = [path for path in tier.glob("*/segments/*") if not path.suffix]
@@ -150,15 +185,9 @@ def test_replicas_that_somebody_changed(work: Bench, mixed: Path, what: str) -> 
     assert len(own_files) == len(LARGE)
     for replica in [*segments, *own_files]:
         replica.chmod(0o600)
-        size = replica.stat().st_size
-        if what == "corrupted":
-            with open(replica, "r+b") as file:
-                for at in range(0, size, 4096):
-                    os.pwrite(file.fileno(), b"damage", at)
-        elif what == "cut off":
-            os.truncate(replica, size // 3)
-        else:
-            replica.unlink()
+        with open(replica, "r+b") as file:
+            for at in range(0, replica.stat().st_size, 4096):
+                os.pwrite(file.fileno(), b"damage", at)
     for _ in range(2):
         read_all(b, mixed)
         b.wait_idle()
@@ -271,3 +300,158 @@ def test_what_cannot_be_shared(work: Bench, options: list[str], words: str) -> N
     named = [option.format(**{name: work.path / name for name in keys}) for option in options]
     (work.path / "source").mkdir()
     assert_one_line(work.try_to_mount(work.path / "source", *named), 2, words)
+
+
+def test_mounts_that_encrypt_share(work: Bench) -> None:
+    source = write_source(work.path / "source", [*range(1, 60_000, 600), 5 << 20])
+    nodes = Nodes(work, source, 2, "--peer-tls", "--prefetch", "all")
+    for mount in nodes.mounts.values():
+        mount.wait_idle()
+        read_all(mount, source)
+    assert nodes.read_bytes() < 1.1 * total_bytes(source)
+    assert nodes.served("peer_files") > 20
+    told = ("--peers", nodes.list, "--peer-name", "a", "--peer-key", str(nodes.key))
+    done = run("doctor", str(source), *told, "--peer-tls", "--quick")
+    assert "1 of 1 peers answer" in done.stdout, done.stdout + done.stderr
+    done = run("doctor", str(source), *told, "--quick")
+    assert "0 of 1 peers answer" in done.stdout, done.stdout + done.stderr
+
+
+# A dataset that does not fit each node, but all of them together
+
+
+@pytest.fixture
+def many(work: Bench) -> Path:
+    """12 MiB, of which a node has room for ``TIER``."""
+    rng = random.Random(5)
+    return write_source(work.path / "s", [rng.randint(57_400, 61_400) for _ in range(MANY)])
+
+
+def owned_files(source: Path, names: str) -> dict[str, int]:
+    return {name: len(sizes) for name, sizes in owned(source, names).items()}
+
+
+def read_bytes_of_an_epoch(nodes: Nodes, source: Path) -> int:
+    before = nodes.read_bytes()
+    nodes.read_at_once(source)
+    nodes.kept_files()
+    return nodes.read_bytes() - before
+
+
+def until_an_epoch_spares_the_source(nodes: Nodes, source: Path) -> None:
+    """A busy machine misses a deadline now and then, and goes to the source; not in each epoch."""
+    most = 0.02 * total_bytes(source)
+    wait_for(lambda: read_bytes_of_an_epoch(nodes, source) < most, "an epoch without the source")
+
+
+@pytest.mark.parametrize("options", [[], ["--evict", "lru"], ["--prefetch", "all"]])
+def test_later_epochs_do_not_read_the_source(work: Bench, many: Path, options: list[str]) -> None:
+    nodes = Nodes(work, many, 3, *options, tier=TIER)
+    read_bytes_of_an_epoch(nodes, many)
+    until_an_epoch_spares_the_source(nodes, many)
+    kept = nodes.kept_files()
+    for name, count in owned_files(many, "abc").items():
+        assert count <= kept[name] < MANY / 2 + 5
+
+
+def test_a_part_of_the_dataset_is_kept_by_its_owner_alone(work: Bench, many: Path) -> None:
+    nodes = Nodes(work, many, 3, "--share", "partition")
+    read_bytes_of_an_epoch(nodes, many)
+    until_an_epoch_spares_the_source(nodes, many)
+    owned = owned_files(many, "abc")
+    wait_for(lambda: nodes.kept_files() == owned, "copies for owners that were late to go")
+    mount = nodes.mounts["a"]
+    warm(mount)
+    assert nodes.kept_files() == owned
+    files = [path for path in sorted(mount.path.rglob("0*")) if path.is_file()]
+    state = "user.monarchfs.state"
+    foreign = next(path for path in files if os.getxattr(path, state) != b"resident")
+    assert "the node that owns it keeps it" in run("why", str(foreign)).stdout
+
+
+def test_copies_that_a_mount_without_partition_left_go(work: Bench, many: Path) -> None:
+    nodes = Nodes(work, many, 2)
+    for mount in nodes.mounts.values():
+        read_all(mount, many)
+    assert nodes.kept_files() == {"a": MANY, "b": MANY}
+    for mount in nodes.mounts.values():
+        assert mount.umount().returncode == 0
+    nodes.mounts = {name: nodes.mount(name, "--share", "partition") for name in nodes.mounts}
+    owned = owned_files(many, "ab")
+    wait_for(lambda: nodes.kept_files() == owned, "the others' copies to go")
+    until_an_epoch_spares_the_source(nodes, many)
+    for mount in nodes.mounts.values():
+        assert used_bytes([mount]) < 0.8 * total_bytes(many)
+
+
+def test_the_files_of_a_lost_node_are_kept_by_who_stands_in(work: Bench, many: Path) -> None:
+    nodes = Nodes(work, many, 3, "--share", "partition")
+    nodes.lose("a")
+    until_an_epoch_spares_the_source(nodes, many)
+    kept = nodes.kept_files().values()
+    assert min(kept) > MANY / 3
+    assert sum(kept) > 0.95 * MANY
+
+
+@pytest.mark.parametrize("options", [[], ["--share", "partition"]])
+def test_large_files_without_room_are_read_from_their_owners(
+    work: Bench, options: list[str]
+) -> None:
+    sizes = [6 * MiB] * 10 + [66 * MiB + 12345] * len(options[:1])
+    large = write_source(work.path / "large", sizes)
+    # Each has room for what it owns: few files are not spread evenly.
+    most = max(sum(sizes) for sizes in owned(large, "abc").values())
+    nodes = Nodes(work, large, 3, *options, tier=str(most + 5 * MiB))
+    read_bytes_of_an_epoch(nodes, large)
+    until_an_epoch_spares_the_source(nodes, large)
+
+
+# Names and attributes
+
+
+def go_through(source: Path, *mounts: Mount) -> None:
+    """All at once, as ``find -ls``; everything is as in the source."""
+    with ThreadPoolExecutor(len(mounts)) as pool:
+        list(pool.map(lambda mount: compare(mount, source), mounts))
+
+
+def compare(mount: Mount, source: Path) -> None:
+    for base, directories, files in os.walk(mount.path):
+        directories.sort()
+        for name in files:
+            path = Path(base, name)
+            there, here = (source / path.relative_to(mount.path)).lstat(), path.lstat()
+            for field in ("st_size", "st_mtime_ns", "st_ctime_ns", "st_mode", "st_uid", "st_nlink"):
+                assert getattr(here, field) == getattr(there, field), path
+
+
+def operations(nodes: Nodes) -> int:
+    return sum(mount.status()["source_io"]["operations"] for mount in nodes.mounts.values())
+
+
+def test_nodes_that_go_through_a_source_ask_it_once(work: Bench, source: Path) -> None:
+    slow = work.faulty_source(source)
+    slow.faults(delay=0.005, delayed=["lookup"])  # nobody asks peers instead of a faster one
+    nodes = Nodes(work, slow.path, 3, "--prefetch", "none")
+    *first, last = nodes.mounts.values()
+    before = operations(nodes)
+    go_through(source, *first)
+    asked = operations(nodes) - before
+    # A busy machine misses a deadline now and then, and asks the source.
+    assert FILES <= asked < 1.4 * (FILES + 4 * DIRECTORIES)
+    before = operations(nodes)
+    go_through(source, last)
+    assert operations(nodes) - before < 0.3 * FILES, "it comes later"
+    assert nodes.served("peer_names") > 1.2 * FILES
+
+
+def test_changes_show_after_the_ttl(work: Bench, source: Path) -> None:
+    nodes = Nodes(work, source, 2, "--prefetch", "none", "--freshness", "ttl=4")
+    a, b = nodes.mounts.values()
+    go_through(source, a, b)
+    changed = files_of(source)[0]
+    name = changed.relative_to(source)
+    changed.write_bytes(b"changed")
+    wait_for(lambda: os.lstat(b.path / name).st_size == 7, "the change", 20)
+    assert (b.path / name).read_bytes() == b"changed"
+    wait_for(lambda: os.lstat(a.path / name).st_size == 7, "the change", 20)

@@ -79,7 +79,7 @@ def digests_of(chunks: ChunkMap, span: int) -> bytes:
     st.integers(0, 9),
     st.integers(0, 1 << 32),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_nodes_read_each_chunk_of_the_source_once(
     size: int, owners: list[int], most: int, seed: int
 ) -> None:

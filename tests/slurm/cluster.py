@@ -17,19 +17,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import REPOSITORY, fuse_mounts, processes_about
-from tests.support.programs import Running, execute
+from tests.support.mounting import REPOSITORY, as_user, fuse_mounts, processes_about
+from tests.support.programs import Running, execute, ip
 from tests.support.surroundings import no_fuse, no_namespaces
-from tests.support.timing import Stopwatch
+from tests.support.timing import Late, Stopwatch, wait_for
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "munged", "ip", "nsenter", "unshare", "setpriv")
 NODES = ("n1", "n2", "n3")
@@ -38,7 +36,6 @@ USERS = ("nobody", "daemon", "games")
 _NETWORK = "10.77.0"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _QUIET: Mapping[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-_START_SECONDS = 20.0
 _WAIT_SECONDS = 60.0
 """More than the half minute after which srun asks again at the latest for nodes that were busy."""
 
@@ -73,7 +70,9 @@ SlurmdPidFile={base}/spool/%n.pid
 SlurmctldLogFile={base}/ctl/log
 SlurmdLogFile={base}/spool/%n.log
 PlugStackConfig={base}/plugstack.conf
-{scripts}
+Prolog={base}/prolog
+Epilog={base}/epilog
+TaskProlog={base}/task_prolog
 NodeName=n1 NodeAddr={network}.11 CPUs=64 RealMemory=1000
 NodeName=n2 NodeAddr={network}.12 CPUs=64 RealMemory=1000
 NodeName=n3 NodeAddr={network}.13 CPUs=64 RealMemory=1000
@@ -145,17 +144,12 @@ class Cluster:
         node: str,
         *words: str,
         user: str | None = None,
-        stdin: str | None = None,
-        timeout: float = 60,
-        environment: Mapping[str, str] | None = None,
+        stdin: str = "",
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
-        return execute(
-            self.machines[node].command(*words, user=user),
-            input=stdin if stdin is not None else "",
-            timeout=timeout,
-            env={**self.environment, **(environment or {})},
-            cwd="/",
-        )
+        command = self.machines[node].command(*words, user=user)
+        env = {**self.environment, **environment}
+        return execute(command, input=stdin, timeout=60, env=env, cwd="/")
 
     # Jobs
 
@@ -184,20 +178,15 @@ class Cluster:
         return done.stdout.splitlines()
 
     def wait(self, *ids: int, seconds: float = 60) -> None:
-        watch = Stopwatch()
-        wanted = {str(one) for one in ids}
+        def gone() -> bool:
+            return not {job.split()[0].split("_")[0] for job in self.jobs()} & set(map(str, ids))
 
-        def left() -> list[str]:
-            return [j for j in self.jobs() if not wanted or j.split()[0].split("_")[0] in wanted]
-
-        while jobs := left():
-            watch.check(seconds, f"still there: {jobs}\n{self.logs()}")
-            time.sleep(0.1)
+        self.wait_for(gone, "the jobs to end", seconds)
 
     def node_states(self) -> dict[str, str]:
-        done = self.run("ctl", "sinfo", "--noheader", "-N", "--partition=main", "--format=%N %T %E")
-        assert done.returncode == 0, done.stderr
-        return {line.split()[0]: line.split()[1] for line in done.stdout.splitlines()}
+        """Of none, while Slurm does not answer."""
+        done = self.run("ctl", "sinfo", "--noheader", "-N", "--partition=main", "--format=%N %T")
+        return dict(line.split() for line in done.stdout.splitlines())
 
     def monarchfs_mounts(self, node: str) -> list[tuple[str, str]]:
         text = Path(f"/proc/{self.machines[node].pid}/mountinfo").read_text()
@@ -215,30 +204,20 @@ class Cluster:
         to know of them, if it has not after ``seconds``."""
         watch = Stopwatch()
         while not condition():
-            if watch.seconds() > seconds:
-                watch.check(seconds, f"waited in vain for: {what}\n{self.state()}")
-            time.sleep(0.02)
+            if watch.seconds() >= seconds:
+                raise Late(f"waited in vain for: {what}\n{self.state()}")
+            time.sleep(0.05)
 
     def state(self) -> str:
-        """Jobs, what they printed, what each process of the nodes waits for, and the logs."""
-        printed = [
-            f"--- {path}\n{path.read_text(errors='replace')}"
-            for path in sorted((self.base / "work").glob("*/*.out"))[-4:]
-        ]
-        processes = [line for name in self.machines for line in self._processes(name)]
-        return "\n".join([*self.jobs(), *printed, *processes, self.logs()])
-
-    def _processes(self, name: str) -> Iterator[str]:
-        # All but the first are its descendants: it is who takes over the orphans.
-        for process in psutil.Process(self.machines[name].pid).children(recursive=True):
-            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-                wait = Path(f"/proc/{process.pid}/wchan").read_text()
-                words = " ".join(process.cmdline())
-                yield f"{name}: {process.pid} {process.status()} in {wait}: {words}"
+        """Jobs, nodes, their processes, and the ends of the logs."""
+        ps = ("ps", "-eo", "pid,stat,wchan,args")
+        processes = [f"--- {name}\n{self.run(name, *ps).stdout}" for name in self.machines]
+        return "\n".join([*self.jobs(), str(self.node_states()), *processes, self.logs()])
 
     def logs(self) -> str:
         paths = [self.base / "ctl/log", *(self.base / f"spool/{n}.log" for n in NODES)]
         paths += sorted((self.base / "disks").glob("*/log/*"))
+        paths += sorted((self.base / "work").glob("*/*.out"))[-4:]
         return "\n".join(
             f"--- {path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-40:])
             for path in paths
@@ -247,8 +226,7 @@ class Cluster:
 
     # Starting and ending
 
-    def start(self, scripts: Mapping[str, str]) -> None:
-        """Starts everything; ``scripts`` are lines of slurm.conf, as Prolog=PATH."""
+    def start(self) -> None:
         self.base.chmod(0o755)
         for name in ("ctl/state", "spool", "work", "local", "munge", "disks"):
             (self.base / name).mkdir(parents=True)
@@ -261,13 +239,14 @@ class Cluster:
         (self.base / "hosts").write_text(
             "127.0.0.1 localhost\n" + "".join(f"{self.address(node)} {node}\n" for node in NODES)
         )
-        lines = "\n".join(f"{key}={value}" for key, value in scripts.items())
-        (self.base / "slurm.conf").write_text(
-            _CONFIG.format(base=self.base, network=_NETWORK, scripts=lines)
-        )
+        config = _CONFIG.format(base=self.base, network=_NETWORK)
+        (self.base / "slurm.conf").write_text(config)
         self._start_munge()
         self._start_machine("ctl")
-        self._network_of_ctl()
+        ctl = self.machines["ctl"].pid
+        for words in ("link add br0 type bridge", f"addr add {_NETWORK}.1/24 dev br0"):
+            ip(ctl, words)
+        ip(ctl, "link set br0 up")
         self.daemon("ctl", "slurmctld", "-D")
         for node in NODES:
             self.boot(node)
@@ -280,16 +259,7 @@ class Cluster:
 
     def wait_idle(self) -> None:
         """Until Slurm would run jobs on all nodes."""
-        watch = Stopwatch()
-        while True:
-            done = self.run("ctl", "sinfo", "--noheader", "-N", "--format=%T")
-            states = set(done.stdout.split())
-            if done.returncode == 0 and states == {"idle"}:
-                return
-            shown = f"nodes are {', '.join(sorted(states))}" if states else "no node is known"
-            said = done.stderr.strip() or shown
-            watch.check(_START_SECONDS, f"Slurm is not ready: {said}\n{self.logs()}")
-            time.sleep(0.1)
+        self.wait_for(lambda: self.node_states() == dict.fromkeys(NODES, "idle"), "idle nodes")
 
     def close(self) -> None:
         for machine in self.machines.values():
@@ -305,17 +275,12 @@ class Cluster:
         for path in (directory, directory / "key"):
             shutil.chown(path, "munge", "munge")
         directory.chmod(0o755)
-        entry = pwd.getpwnam("munge")
-        words = ["setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups"]
-        words += ["--pdeathsig", "KILL", "munged", "--foreground", f"--key-file={directory}/key"]
-        words += [f"--socket={directory}/socket", f"--pid-file={directory}/pid"]
-        words += [f"--seed-file={directory}/seed", f"--log-file={directory}/log"]
-        self.munged = subprocess.Popen(words, env={"PATH": _PATH}, **_QUIET)
-        watch = Stopwatch()
-        while not (directory / "socket").exists():
-            assert self.munged.poll() is None, (directory / "log").read_text()
-            watch.check(_START_SECONDS, "munged does not come up")
-            time.sleep(0.02)
+        words = ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground"]
+        files = (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"))
+        for option, name in (*files, ("seed-file", "seed"), ("log-file", "log")):
+            words.append(f"--{option}={directory / name}")
+        self.munged = subprocess.Popen(as_user("munge", words), env={"PATH": _PATH}, **_QUIET)
+        wait_for((directory / "socket").exists, "munged")
 
     def _start_machine(self, name: str) -> None:
         setup = (
@@ -346,23 +311,15 @@ class Cluster:
         children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
         self.machines[name] = Machine(name, outer, int(children[0]))
 
-    def _network_of_ctl(self) -> None:
-        ctl = self.machines["ctl"].pid
-        _ip(ctl, "link", "add", "br0", "type", "bridge")
-        _ip(ctl, "addr", "add", f"{_NETWORK}.1/24", "dev", "br0")
-        _ip(ctl, "link", "set", "br0", "up")
-
     def _network_of(self, node: str) -> None:
         ctl, pid = self.machines["ctl"].pid, self.machines[node].pid
-        old = ["nsenter", f"--net=/proc/{ctl}/ns/net", "ip", "link", "del", node]
-        subprocess.run(old, capture_output=True, check=False)
-        _ip(ctl, "link", "add", node, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        _ip(ctl, "link", "set", node, "master", "br0")
-        _ip(ctl, "link", "set", node, "up")
+        self.run("ctl", "ip", "link", "del", node)
+        ip(ctl, f"link add {node} type veth peer name eth0 netns {pid}")
+        ip(ctl, f"link set {node} master br0 up")
         # A node that was switched off comes back with the address that others remember (ARP).
-        _ip(pid, "link", "set", "eth0", "address", f"02:00:00:00:00:1{node[1:]}")
-        _ip(pid, "addr", "add", f"{_NETWORK}.1{node[1:]}/24", "dev", "eth0")
-        _ip(pid, "link", "set", "eth0", "up")
+        ip(pid, f"link set eth0 address 02:00:00:00:00:1{node[1:]}")
+        ip(pid, f"addr add {self.address(node)}/24 dev eth0")
+        ip(pid, "link set eth0 up")
 
     def daemon(self, machine: str, *words: str) -> None:
         subprocess.run(
@@ -372,12 +329,6 @@ class Cluster:
             check=True,
             **_QUIET,
         )
-
-
-def _ip(pid: int, *words: str) -> None:
-    command: Sequence[str] = ["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words]
-    done = execute(command)
-    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
 
 # A cluster as an administrator would set it up: our prolog, epilog, plugin and configuration
@@ -415,13 +366,7 @@ def site_cluster() -> Iterator[Cluster]:
     running = Cluster(base)
     try:
         _prepare(base)
-        running.start(
-            {
-                "Prolog": f"{base}/prolog",
-                "Epilog": f"{base}/epilog",
-                "TaskProlog": f"{base}/task_prolog",
-            }
-        )
+        running.start()
         yield running
     finally:
         running.close()
@@ -431,17 +376,15 @@ def site_cluster() -> Iterator[Cluster]:
 
 def _prepare(base: Path) -> None:
     (base / "lustre").mkdir()
-    (base / "monarchfs").write_text(
-        f'#!/bin/sh\nexec {sys.executable} -m monarchfs.cli.main "$@"\n'
-    )
-    (base / "monarchfs").chmod(0o755)
-    for name in ("prolog", "epilog", "task_prolog"):
-        script = (
-            f"#!/bin/sh\nMONARCHFS={base}/monarchfs exec {REPOSITORY}/slurm/{name}"
-            + ("" if name == "task_prolog" else f" --config {base}/site.toml")
-            + "\n"
-        )
-        (base / name).write_text(script)
+    ours, scripts = f"{base}/monarchfs", REPOSITORY / "slurm"
+    commands = {
+        "monarchfs": f'exec {sys.executable} -m monarchfs.cli.main "$@"',
+        "prolog": f"MONARCHFS={ours} exec {scripts}/prolog --config {base}/site.toml",
+        "epilog": f"MONARCHFS={ours} exec {scripts}/epilog --config {base}/site.toml",
+        "task_prolog": f"MONARCHFS={ours} exec {scripts}/task_prolog",
+    }
+    for name, command in commands.items():
+        (base / name).write_text(f"#!/bin/sh\n{command}\n")
         (base / name).chmod(0o755)
     configure(base)
     _plugin(base)

@@ -22,13 +22,16 @@ import pytest
 from monarchfs.config.model import User
 from monarchfs.insight.recording import Kind, open_recording
 from monarchfs.slurm import caches, daemon
+from monarchfs.slurm.job import Job, Request
 from monarchfs.slurm.leftovers import Sweeper
+from monarchfs.slurm.prolog import WantedDataset, mount_for
 from monarchfs.slurm.records import prepare, write_record
-from monarchfs.slurm.shares import Dataset, Share, share_key
+from monarchfs.slurm.shares import Dataset, Share, resolve, share_key
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.types import OperationError
 from tests.support import surroundings, trees
 from tests.support.fake_mounts import interpreter_for
+from tests.support.flipping import Bait
 from tests.support.mounting import (
     MONARCHFS,
     REPOSITORY,
@@ -430,47 +433,35 @@ def ends_before(step: int, command: list[str]) -> bool:
     """Runs a command that is killed at this call of `CALLS`; whether it made fewer."""
     strace = ["strace", "-qq", "-o", "/dev/null", "-e", f"trace={CALLS}"]
     strace += ["-e", f"inject={CALLS}:signal=KILL:when={step}"]
-    done = subprocess.run([*strace, *command], capture_output=True, timeout=60, check=False)
-    return done.returncode == 0
+    return execute([*strace, *command]).returncode == 0
 
 
 @surroundings.program("strace")
 @pytest.mark.timeout(240)
-def test_a_prolog_may_be_killed_at_any_point(node: Node) -> None:
+@pytest.mark.parametrize("which", ["prolog", "epilog"])
+def test_a_prolog_and_an_epilog_may_be_killed_at_any_point(node: Node, which: str) -> None:
     """Killed at its first call that changes something, at the second, and so on: each time the
-    epilog leaves nothing behind, and the next job is served."""
+    (next) epilog leaves nothing behind, and the next job is served."""
     comment = f"monarchfs={node.dataset()}"
     for step in itertools.count(1):
         job = 10 * step
-        survived = ends_before(step, node.command("prolog", job, comment))
-        if step % 5 == 0:
+        if which == "epilog":
+            node.begin(job, comment)
+            assert node.mounts()
+        survived = ends_before(step, node.command(which, job, comment))
+        if which == "prolog" and step % 5 == 0:
             root = node.begin(job + 1, comment)
             assert root.startswith(str(node.path / "run")), node.environment(job + 1)
             node.read(root)
             node.job("epilog", job + 1)
         node.job("epilog", job)
-        # A mount that was under way when its prolog was killed may come about after all; the sweep
-        # that the epilog left running, or that of the next one, finds it.
-        wait_for(lambda: _swept(node), f"all to be gone after step {step}")
+        # What an epilog found without a job it leaves to a process of its own. A mount that was
+        # under way when its prolog was killed may come about after all; the next sweep finds it.
+        gone = _swept if which == "prolog" else lambda node: not node.mounts() and not node.left()
+        wait_for(lambda: gone(node), f"all to be gone after step {step}")  # noqa: B023
         if survived:
             break
-    assert step > 6, "it was killed too rarely"
-
-
-@surroundings.program("strace")
-@pytest.mark.timeout(240)
-def test_an_epilog_may_be_killed_at_any_point(node: Node) -> None:
-    data = node.dataset()
-    for step in itertools.count(1):
-        node.begin(step, f"monarchfs={data}")
-        assert node.mounts()
-        survived = ends_before(step, node.command("epilog", step))
-        node.job("epilog", step)
-        # What it found without a job it leaves to a process of its own.
-        wait_for(lambda: not node.mounts() and not node.left(), f"all to go after step {step}")
-        if survived:
-            break
-    assert step >= 6, "it was killed too rarely"
+    assert step > (6 if which == "prolog" else 5), "it was killed too rarely"
 
 
 def a_cache(node: Node, source: str, uid: int, *, days: float, size: int = 0) -> str:
@@ -639,3 +630,72 @@ def test_what_is_mounted_is_shared_though_its_source_hangs(node: Node) -> None:
     assert node.environment(2) == {"MONARCHFS_ROOT": root, variable: root}
     source.faults()
     node.end(1, 2)
+
+
+# A user who changes the way to a dataset while the prolog is at work
+
+
+@pytest.fixture
+def bait(node: Node) -> Bait:
+    """A directory of the user's in the node's only root, with the dataset ``data``; ``outside`` has
+    a ``data``, too."""
+    lustre, outside = node.path / "lustre", node.path / "outside"
+    lustre.chmod(0o1777)
+    made = Bait(lustre, outside, USER.uid)
+    for directory, text in ((made.way, "inside"), (outside, "outside")):
+        (directory / "data").mkdir(parents=True)
+        (directory / "data" / "which").write_text(text)
+    return made
+
+
+def test_a_link_that_comes_after_the_look_changes_nothing(
+    node: Node, bait: Bait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user exchanges the directory for a link when the prolog has looked at it."""
+    site, data = read_site(f"{node.path}/site.toml"), f"{bait.way}/data"
+    prepare(site)
+    start = daemon.start
+
+    def flip_then_start(*arguments: Any, **keywords: Any) -> None:
+        bait.flip()
+        start(*arguments, **keywords)
+
+    monkeypatch.setattr(daemon, "start", flip_then_start)
+    job = Job(1, USER.uid, USER.name, "", "", "here")
+    wanted = WantedDataset(Request(data), "X", by_site=False)
+    point = mount_for(site, job, wanted, USER, time.monotonic() + 30)
+    assert bait.way.is_symlink()
+    look = as_user(USER.name, ["cat", f"{point}/which"])
+    assert execute(look, check=True).stdout == "inside"
+    assert node.mounts() == [point]
+    assert f'"source": "{data}"' in run("status", point, "--json").stdout
+
+
+def test_a_look_is_right_or_an_error(bait: Bait) -> None:
+    """Of the path, the directory and whether it is allowed, no two are of different moments."""
+    data = f"{bait.way}/data"
+    inside = os.stat(data)
+    found = 0
+    with bait.flipping():
+        for _ in range(30):
+            try:
+                dataset = resolve(data, [str(bait.way.parent)], USER, 10)
+            except OperationError:
+                continue
+            found += 1
+            assert os.path.samestat(os.fstat(dataset.descriptor), inside)
+            # The other name is what the directory has while it is exchanged.
+            assert dataset.path in (data, f"{bait.link}/data")
+            dataset.close()
+    assert found
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        *((no, "is no open descriptor") for no in ("x", "-1", "1000000000000", "77")),
+        ("0", "is not a directory"),
+    ],
+)
+def test_a_wrong_descriptor_is_told(tmp_path: Path, value: str, said: str) -> None:
+    assert_one_line(run("mount", "/usr", str(tmp_path), "--source-fd", value), 2, said)

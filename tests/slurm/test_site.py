@@ -1,33 +1,362 @@
-"""The site's configuration, and what an administrator installs."""
+"""What jobs may write, and what is made of it; which of their mounts share with other nodes; the
+site's configuration, and what an administrator installs."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from monarchfs.slurm.job import Job, Request
+from monarchfs.config.settings import from_mount_options
+from monarchfs.slurm import peers
+from monarchfs.slurm.job import (
+    MOST_DATASETS,
+    Job,
+    Request,
+    job_from,
+    node_name,
+    parse_comment,
+    parse_dataset_path,
+    parse_request,
+)
+from monarchfs.slurm.peers import expand_nodes, follow_job, port_of, sharing_options
+from monarchfs.slurm.prolog import datasets_of, environment_lines
 from monarchfs.slurm.site import MOST_DEADLINE, Site, is_below, read_site, site_from
-from monarchfs.types import TierSize, UsageError
+from monarchfs.types import OperationError, TierSize, UsageError
 from tests.support.mounting import REPOSITORY, requires_root
 from tests.support.programs import execute
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_UID": "1000", "SLURM_JOB_USER": "alice"}
+
+
+@pytest.mark.parametrize(
+    ("comment", "requests"),
+    [
+        ("", []),
+        ("don't \"worry", []),
+        ("monarchfs", []),
+        ("xmonarchfs=/a", []),
+        ("monarchfs=/a", [Request("/a")]),
+        ("monarchfs=//a///b/", [Request("/a/b")]),
+        ("run 7 monarchfs=/a\tmonarchfs=/b", [Request("/a"), Request("/b")]),
+        ("monarchfs=/a,/b", [Request("/a"), Request("/b")]),
+        (
+            "monarchfs=/a:prefetch=all:name=A,/b:freshness=ttl=60",
+            [
+                Request("/a", "A", (("prefetch", "all"),)),
+                Request("/b", None, (("freshness", "ttl=60"),)),
+            ],
+        ),
+        ('monarchfs="/my data":name=A x', [Request("/my data", "A")]),
+        ("monarchfs=/my\\ data\\,\\:\\\\", [Request("/my data,:\\")]),
+        ('monarchfs="/a,b":evict=lru', [Request("/a,b", None, (("evict", "lru"),))]),
+        ('monarchfs="/a\\"b=\\\\":name=A', [Request('/a"b=\\', "A")]),
+        ('monarchfs=/a"b c"\\"/\udcff', [Request('/ab c"/\udcff')]),
+        (
+            "don't monarchfs=/\\$,/b:prefetch=none words don't",
+            [Request("/$"), Request("/b", None, (("prefetch", "none"),))],
+        ),
+        ("monarchfs=/$(reboot)`id`;|&*?~", [Request("/$(reboot)`id`;|&*?~")]),
+    ],
+)
+def test_comments_that_are_understood(comment: str, requests: list[Request]) -> None:
+    assert parse_comment(comment) == requests
+
+
+@pytest.mark.parametrize(
+    ("request_", "complaint"),
+    [
+        ("", "name a directory by its whole path"),
+        ("/", "without . and .."),
+        ("/a/../etc", "without . and .."),
+        ("/a,,/b", "name a directory by its whole path"),
+        ("/a:prefetch", "is no option that a job may give"),
+        ("/a:user=root", "is no option that a job may give"),
+        ("/a:allow_other", "is no option that a job may give"),
+        ("/a:prefetch=/etc/shadow", "is not for jobs"),
+        ("/a:prefetch=all:prefetch=none", "given twice"),
+        ("/a:name=A:name=B", "given twice"),
+        ("/a:name=LD_PRELOAD\nx", "is no name for a variable"),
+        ("/a:freshness=ttl=x", "is not a time"),
+        ("/a:evict=all", "is not known"),
+        ('/a"b', "a quotation mark is not closed"),
+        ("/a\\", "a backslash stands at the end"),
+        ("/a\nexport LD_PRELOAD=/x", "cannot be printed"),
+        ("/a\u2028b", "cannot be printed"),
+        ("/" + "a" * 5000, "too long"),
+        ("/" + "a" * 20000, "more than 16384 char"),
+        (",".join(["/a"] * (MOST_DATASETS + 1)), "too many"),
+    ],
+)
+def test_requests_that_are_refused(request_: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        parse_request(request_)
+    assert complaint in str(refused.value)
+
+
+@given(st.text() | st.text(st.sampled_from('mon/ab.,:="\\ \n\udc80')).map("monarchfs=/".__add__))
+@example("monarchfs=")
+@example('monarchfs="')
+@example("monarchfs=/\ud800")
+def test_whatever_a_user_writes_is_a_plain_path_or_refused(text: str) -> None:
+    try:
+        requests = parse_comment(text)
+    except UsageError:
+        return
+    for request in requests:
+        assert request.path == os.path.normpath(request.path)
+        assert request.path.startswith("/")
+        assert ".." not in request.path.split("/")
+        assert parse_dataset_path(request.path) == request.path
+    job = job_from({**JOB, "SLURM_JOB_COMMENT": text})
+    wanted = datasets_of(Site(), job)
+    lines = environment_lines(wanted, [one.request.path for one in wanted], [])
+    assert len(lines.splitlines()) == len(lines.split("\n")) - 1 == len(wanted) + bool(wanted)
+    for line in lines.split("\n")[:-1]:
+        assert line.startswith("export MONARCHFS_")
+    assert len({one.variable for one in wanted}) == len(wanted)
+
+
+@given(st.text())
+def test_a_warning_stays_on_its_line(warning: str) -> None:
+    lines = environment_lines([], [], [warning])
+    assert lines.count("\n") == 1
+    assert lines.startswith("export MONARCHFS_WARNING=")
+
+
+def test_a_mistake_is_no_error() -> None:
+    job = job_from({**JOB, "SLURM_JOB_COMMENT": "monarchfs=relative"})
+    assert job.requests == ()
+    assert job.mistake is not None
+    assert "name a directory by its whole path" in job.mistake
+
+
+def test_the_plugin_and_the_comment_are_added_up() -> None:
+    environ = {**JOB, "SLURM_JOB_COMMENT": "monarchfs=/b,/a", "SPANK_MONARCHFS": "/a:name=X"}
+    wanted = datasets_of(Site(), job_from(environ))
+    assert [(one.request.path, one.variable) for one in wanted] == [
+        ("/a", "MONARCHFS_DATA_X"),
+        ("/b", "MONARCHFS_DATA_B"),
+    ]
+
+
+def test_variables_are_plain_and_each_is_another() -> None:
+    comment = "monarchfs=/x/image-net.v1,/y/image_net_v1,/z/ümlaut,/z/...x,/z/\\,\\,"
+    wanted = datasets_of(Site(), job_from({**JOB, "SLURM_JOB_COMMENT": comment}))
+    assert [one.variable for one in wanted] == [
+        "MONARCHFS_DATA_IMAGE_NET_V1",
+        "MONARCHFS_DATA_IMAGE_NET_V1_2",
+        "MONARCHFS_DATA_MLAUT",
+        "MONARCHFS_DATA_X",
+        "MONARCHFS_DATA_SET",
+    ]
+
+
+NO_JOBS = ("", "0", "-1", "1x", "1;reboot", "../1", "9" * 11, "\u0661", "4294967296")
+NO_USERS = ("", "root", "-1", "4294967295", "1 2")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [*(("JOB_ID", text) for text in NO_JOBS), *(("JOB_UID", text) for text in NO_USERS)],
+)
+def test_what_is_no_job_and_no_user(name: str, text: str) -> None:
+    with pytest.raises(UsageError):
+        job_from({**JOB, f"SLURM_{name}": text})
+
+
+@pytest.mark.parametrize("name", ["../../etc/x", "", ".", "a/b", "a\nb"])
+def test_a_nodes_name_is_safe_in_a_files_name(name: str) -> None:
+    node = node_name({"SLURMD_NODENAME": name})
+    assert node not in ("", ".", "..", name)
+    assert "/" not in node
+
+
+# Nodes that share
+
+KEY = "1c4b0f3fd05d3f6d1a55"
+SHARING = Job(7, 1000, "alice", "", "main", "n02", nodes=3, node_list="n[01-03]")
+ON_ONE_NODE = replace(SHARING, nodes=1, node_list="n02")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n1,login", ["n1", "login"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("gpu[08-11,3],x", ["gpu08", "gpu09", "gpu10", "gpu11", "gpu3", "x"]),
+        ("r[1-2]n[7,9]-ib", ["r1n7-ib", "r1n9-ib", "r2n7-ib", "r2n9-ib"]),
+        ("a[099-101].x", ["a099.x", "a100.x", "a101.x"]),
+    ],
+)
+def test_a_list_of_nodes(text: str, names: list[str]) -> None:
+    assert expand_nodes(text) == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", ",", "n[", "n[]", "n[1-]", "n[a-b]", "n[3-1]", "a b", "a/b", "-a"),
+        *("n[1-99999999]", "n[1-999][1-999]"),
+    ],
+)
+def test_what_is_no_list_of_nodes(text: str) -> None:
+    with pytest.raises(UsageError):
+        expand_nodes(text)
+
+
+@given(st.text(alphabet="n1-9,[]x/ ", max_size=30))
+def test_any_text_is_a_list_of_nodes_or_none(text: str) -> None:
+    try:
+        names = expand_nodes(text)
+    except UsageError:
+        return
+    assert names
+    assert not any(set(name) & set(",[]/ ") for name in names)
+
+
+def test_the_port_is_one_of_the_sites() -> None:
+    for last in (2000, 2009):
+        site = Site(peer_ports=(2000, last))
+        assert {port_of(site, f"{n:020x}") for n in range(100)} == set(range(2000, last + 1))
+
+
+def test_slurm_says_which_nodes() -> None:
+    environ = {**JOB, "SLURM_JOB_NUM_NODES": "2"}
+    for name in ("SLURM_NODELIST", "SLURM_JOB_NODELIST"):
+        assert job_from({**environ, name: "n[1-2]"}).node_list == "n[1-2]"
+    assert job_from(environ).node_list == ""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    key = tmp_path / "key"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o400)
+    monkeypatch.setattr(peers, "find_nginx", lambda: "/usr/sbin/nginx")
+    monkeypatch.setattr(peers, "address_of", lambda _node, _seconds: "10.0.0.2")
+    return Site(peer_key=str(key))
+
+
+def test_a_job_on_several_nodes_shares(site: Site) -> None:
+    values = from_mount_options(sharing_options(site, SHARING, KEY))
+    assert values == {
+        "peers": ("n01", "n02", "n03"),
+        "peer_name": "n02",
+        "peer_port": port_of(site, KEY),
+        "peer_key": site.peer_key,
+    }
+
+
+@pytest.mark.parametrize(
+    ("job", "listed", "alone", "changes"),
+    [
+        (SHARING, ["n01", "n02", "n03"], True, []),
+        (SHARING, ["n02", "n03", "n04", "n05"], True, [(["n01"], ["n04", "n05"])]),
+        (SHARING, ["n02", "n03", "n04"], False, [(["n01"], [])]),
+        (SHARING, ["n01", "n02", "n03", "n04"], False, []),
+        (SHARING, [], True, []),
+        (ON_ONE_NODE, ["n01", "n02"], True, [([], ["n01"])]),
+    ],
+)
+def test_a_mount_of_an_earlier_job_shares_with_the_nodes_of_the_next_one(
+    site: Site,
+    job: Job,
+    listed: list[str],
+    alone: bool,
+    changes: list[tuple[list[str], list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made: list[tuple[list[str], list[str]]] = []
+
+    def request(_daemon: object, message: dict[str, Any], seconds: float) -> dict[str, Any]:
+        assert 0 < seconds <= 9
+        if not listed:
+            raise OperationError("the mount does not answer")
+        if message["command"] == "peers":
+            return {"name": "n02", "peers": [{"name": one} for one in listed if one != "n02"]}
+        assert (message["command"], message["timeout"]) == ("change_peers", seconds)
+        made.append((message["add"], message["remove"]))
+        return {}
+
+    monkeypatch.setattr(peers, "request", request)
+    mount: Any = None
+    follow_job(replace(site, peer_key=None), job, mount, 9, alone=alone)
+    assert not made
+    follow_job(site, job, mount, 9, alone=alone)
+    assert made == changes
+    assert bool(caplog.records) == (not listed)
+
+
+def test_without_a_key_or_another_node_nothing_is_said(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sharing_options(replace(site, peer_key=None), SHARING, KEY) == []
+    assert sharing_options(site, ON_ONE_NODE, KEY) == []
+    assert not caplog.records
+
+
+CANNOT: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "nginx is not installed": lambda patch: patch.setattr(peers, "find_nginx", lambda: None),
+    "_replicas": lambda patch: patch.setitem(sys.modules, "monarchfs.peers._replicas", None),
+    "n02 is 127.0.1.1 on this node: see /etc/hosts": lambda patch: patch.setattr(
+        peers, "address_of", lambda _node, _seconds: "127.0.1.1"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "of_site", "of_job"),
+    [
+        *((words, {}, {}) for words in CANNOT),
+        ("No such file", {"peer_key": "/none"}, {}),
+        ("chmod 0400", {"peer_key": "/etc/passwd"}, {}),
+        ("is no list of nodes", {}, {"node_list": ""}),
+        ("n09 is none of the job's nodes", {}, {"node": "n09"}),
+    ],
+)
+def test_a_node_that_cannot_share_says_why_and_goes_on_alone(
+    site: Site,
+    words: str,
+    of_site: dict[str, Any],
+    of_job: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    CANNOT.get(words, id)(monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert sharing_options(replace(site, **of_site), replace(SHARING, **of_job), KEY) == []
+    (record,) = caplog.records
+    assert "job 7 of alice: mounts without peers: " in record.getMessage()
+    assert words in record.getMessage()
+
+
+# The site
 
 EXAMPLE = REPOSITORY / "slurm" / "monarchfs-slurm.toml"
 
 
-def job(user: str = "alice", account: str = "", partition: str = "main") -> Job:
+def job_of(user: str = "alice", account: str = "", partition: str = "main") -> Job:
     return Job(1, 1000, user, account, partition, "n1")
 
 
 def test_without_a_file_no_job_may_ask_for_anything(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no configuration"):
         read_site(str(tmp_path / "none"))
-    assert Site().roots_for(job()) == []
-    assert Site().given_to(job()) == []
+    assert Site().roots_for(job_of()) == []
+    assert Site().given_to(job_of()) == []
 
 
 @requires_root
@@ -40,11 +369,11 @@ def test_the_example(tmp_path: Path) -> None:
     assert site.options == ("freshness=immutable", "prefetch=auto")
     assert site.budget["/local/monarchfs"].size == TierSize(bytes=1 << 40)
     assert (site.linger_seconds, site.deadline_seconds) == (60.0, 20.0)
-    assert site.roots_for(job()) == ["/lustre/data"]
-    genomics = job(account="genomics")
+    assert site.roots_for(job_of()) == ["/lustre/data"]
+    genomics = job_of(account="genomics")
     assert site.roots_for(genomics) == ["/lustre/data", "/lustre/projects/genomics"]
-    assert site.given_to(job()) == []
-    assert site.given_to(job(partition="gpu")) == [
+    assert site.given_to(job_of()) == []
+    assert site.given_to(job_of(partition="gpu")) == [
         Request("/lustre/data/imagenet", "IMAGENET", (("prefetch", "all"),))
     ]
 
@@ -55,11 +384,11 @@ def test_all_that_is_named_must_fit() -> None:
         "dataset": [{"path": "/b", "accounts": ["x"]}],
     }
     site = site_from(table, "f")
-    assert site.roots_for(job("bob", partition="gpu")) == ["/a"]
-    assert site.roots_for(job("bob")) == []
-    assert site.roots_for(job("carol", partition="gpu")) == []
-    assert site.given_to(job(account="x")) == [Request("/b")]
-    assert site.given_to(job()) == []
+    assert site.roots_for(job_of("bob", partition="gpu")) == ["/a"]
+    assert site.roots_for(job_of("bob")) == []
+    assert site.roots_for(job_of("carol", partition="gpu")) == []
+    assert site.given_to(job_of(account="x")) == [Request("/b")]
+    assert site.given_to(job_of()) == []
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,11 @@ def execute(
     )
 
 
+def ip(pid: int, words: str) -> None:
+    """ip(8) in the network namespace of a process."""
+    execute(["nsenter", f"--net=/proc/{pid}/ns/net", "ip", *words.split()], check=True)
+
+
 class Running(subprocess.Popen[str]):
     """A program that is told and says lines of text."""
 

@@ -12,7 +12,7 @@ class Monarchfs(PythonPackage):
 
     version("0.1.0")
 
-    # The bounds are those of pyproject.toml: tests/packages/test_spack.py compares them.
+    # The bounds are those of pyproject.toml: tests/packages/test_packages.py compares them.
     depends_on("c", type="build")
     depends_on("pkgconfig", type="build")
     depends_on("py-setuptools@77:", type="build")

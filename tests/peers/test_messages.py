@@ -1,29 +1,22 @@
-"""What nodes tell each other, and names and attributes that come from other nodes."""
+"""What nodes tell each other: messages, and the catalogue of replicas, which a peer follows."""
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from monarchfs.peers import messages
-from monarchfs.peers import names as peer_names
-from monarchfs.peers.following import Following
-from monarchfs.peers.nodes import PeerNode, Peers
-from monarchfs.peers.ownership import Ownership
-from monarchfs.types import DirRef, FileType, PeerListing, PeerNames, SourceStat
-from tests.peers.nodes import FILES, Nodes, files_of, requires_peers
-from tests.support.mounting import Bench, Mount, wait_for
+from monarchfs.peers import catalogue, messages
+from monarchfs.peers.catalogue import Catalogue, Follower
+from monarchfs.peers.messages import Page, PageState, Row, decode_page, encode_page
+from monarchfs.types import FileType, PeerListing, PeerNames, SourceStat
 
-DIRECTORIES = 14
 HELD = 3
 """In each answer about spans."""
 LARGEST = 2**63 - 1
@@ -37,6 +30,7 @@ MESSAGES: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
     "held spans": (messages.encode_held, lambda data: messages.decode_held(data, HELD)),
     "wanted spans": (messages.encode_spans, messages.decode_spans),
     "wanted replicas": (messages.encode_wanted, messages.decode_wanted),
+    "catalogue": (encode_page, decode_page),
 }
 QUESTION = messages.NamesQuestion(
     b"\xff/b c", 2**64 - 1, [b"\xff\n", b"b" * 255], LARGEST, demand=True
@@ -46,6 +40,7 @@ LISTING = PeerListing(LARGEST, -LARGEST, LARGEST, True, ENTRIES)
 SPAN = messages.WantedSpan(b"\xff" * 16, 2**32 - 1, 2**32 - 1, 2**32 - 1, 255, b"\xff/x y")
 HOLDS = messages.HeldSpan(coming=True, path="/tier/0/parts/00", digests=b"\xff" * 64)
 REPLICA = messages.WantedReplica(b"\xff" * 16, 1 << 40, b"a/\xff/b c")
+PAGE = Page(PageState.ALL, 1, 2, [Row(bytes(16), 1, 2, 3, 4, 5)])
 TOLD: list[tuple[str, Any]] = [
     *(
         ("question", QUESTION),
@@ -56,6 +51,7 @@ TOLD: list[tuple[str, Any]] = [
     ("held spans", [messages.HeldSpan(coming=False)] * HELD),
     *(("wanted spans", [SPAN] * count) for count in (0, 1, messages.MOST_SPANS)),
     *(("wanted replicas", [REPLICA] * count) for count in (0, 1, messages.MAX_WANTED)),
+    ("catalogue", PAGE),
 ]
 
 
@@ -68,6 +64,14 @@ def test_a_message_is_read_as_it_was_written_and_as_a_whole(kind: str, message: 
         if not kind.startswith("wanted"):  # whose first rows are a message, too
             with pytest.raises(messages.PeerError):
                 decode(sent[:length])
+
+
+@pytest.mark.parametrize(("at", "wrong"), [(0, b"xxxx"), (4, b"\x09"), (None, b"x")])
+def test_what_is_no_catalogue_is_refused(at: int | None, wrong: bytes) -> None:
+    sent = encode_page(PAGE)
+    changed = sent + wrong if at is None else sent[:at] + wrong + sent[at + len(wrong) :]
+    with pytest.raises(messages.PeerError):
+        decode_page(changed)
 
 
 json_values = st.recursive(
@@ -149,81 +153,97 @@ def test_what_a_node_would_not_say_is_refused(kind: str, message: Any) -> None:
         decode(encode(message))
 
 
-async def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    avoided: set[int] = set()
-    monkeypatch.setattr("monarchfs.peers.names.avoided", avoided.__contains__)
-    monkeypatch.setattr("monarchfs.peers.following.START_SECONDS", 0)
-    names = [b"%d" % number for number in range(1000)]
-
-    nodes = tuple(PeerNode(name, name, 1) for name in "abc")
-    each = [Following(Peers(nodes, own, "secret")) for own in range(3)]
-    owners = [peer_names.NameOwners(Ownership(nodes, one.own), one) for one in each]
-    for ino in range(2, 40):
-        for size in (peer_names.LARGE_BYTES - 1, peer_names.LARGE_BYTES):
-            directory = DirRef(b"d", ino)
-            avoided.clear()
-            divided = [one.divide(directory, size, names) for one in owners]
-            shares = [divided[(n + 1) % 3].get(n, []) for n in range(3)]
-            assert shares == [divided[(n + 2) % 3].get(n, []) for n in range(3)]
-            assert sorted(name for share in shares for name in share) == sorted(names)
-            assert size == peer_names.LARGE_BYTES or sorted(map(len, shares)) == [0, 0, 1000]
-            served = [one.served(directory, size, names) for one in owners]
-            assert all(set(share) <= set(s) for share, s in zip(shares, served, strict=True))
-            # The first node fails: the others ask who stands in for it.
-            avoided.add(0)
-            left = [one.divide(directory, size, names) for one in owners[1:]]
-            assert not any(0 in one for one in left)
-            for asked, number in ((left[0].get(2, []), 2), (left[1].get(1, []), 1)):
-                assert set(asked) <= set(served[number])
+# The catalogue
 
 
-def go_through(source: Path, *mounts: Mount) -> None:
-    """All at once, as ``find -ls``; everything is as in the source."""
-    with ThreadPoolExecutor(len(mounts)) as pool:
-        list(pool.map(lambda mount: compare(mount, source), mounts))
+names = st.integers(0, 40).map(lambda n: n.to_bytes(16, "big"))
 
 
-def compare(mount: Mount, source: Path) -> None:
-    for base, directories, files in os.walk(mount.path):
-        directories.sort()
-        for name in files:
-            path = Path(base, name)
-            there, here = (source / path.relative_to(mount.path)).lstat(), path.lstat()
-            for field in ("st_size", "st_mtime_ns", "st_ctime_ns", "st_mode", "st_uid", "st_nlink"):
-                assert getattr(here, field) == getattr(there, field), path
+class Held(Catalogue):
+    """Of replicas that are in no index."""
+
+    def __init__(self, held: dict[bytes, Row], incarnation: int) -> None:
+        super().__init__(
+            None,  # type: ignore[arg-type]
+            (),
+            None,  # type: ignore[arg-type]
+            incarnation,
+        )
+        self._held = held
+
+    def _rows(self, names: Iterable[bytes]) -> list[Row]:
+        return [self._held.get(name, Row(name)) for name in names]
+
+    def _names_after(self, after: bytes, limit: int) -> list[bytes]:
+        return sorted(name for name in self._held if name > after)[:limit]
 
 
-def operations(nodes: Nodes) -> int:
-    return sum(mount.status()["source_io"]["operations"] for mount in nodes.mounts.values())
+class Following(RuleBasedStateMachine):
+    """Replicas come and go while a peer asks; the node is restarted; changes are forgotten. After
+    the peer was told that there is no more, it knows what the node has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[bytes, Row] = {}
+        self.incarnation = 1
+        self.catalogue = Held(self.held, 1)
+        self.follower = Follower()
+        self.known: dict[bytes, Row] = {}
+        self.number = 1
+
+    @rule(wanted=st.lists(names, max_size=8))
+    def come(self, wanted: list[bytes]) -> None:
+        for name in wanted:
+            self.number += 1
+            self.held[name] = Row(name, self.number, 7, 0, self.number, 4096)
+        self.catalogue.note(wanted)
+
+    @rule(wanted=st.lists(names, max_size=8))
+    def go(self, wanted: list[bytes]) -> None:
+        for name in wanted:
+            self.held.pop(name, None)
+        self.catalogue.note(wanted)
+
+    @rule()
+    def restart(self) -> None:
+        self.incarnation += 1
+        self.catalogue = Held(self.held, self.incarnation)
+
+    def ask(self) -> bool:
+        query = dict(part.split("=") for part in self.follower.query().split("&"))
+        if "after" in query:
+            page = self.catalogue.page(bytes.fromhex(query["after"]))
+        else:
+            page = self.catalogue.changes(int(query["incarnation"]), int(query["since"]))
+        page = decode_page(encode_page(page))
+        void, again = self.follower.take_page(page)
+        if void:
+            self.known.clear()
+        for row in page.rows:
+            if row.segment:
+                self.known[row.name] = row
+            else:
+                self.known.pop(row.name, None)
+        return again
+
+    @rule()
+    def one_request(self) -> None:
+        self.ask()
+
+    @rule()
+    def until_all_is_known(self) -> None:
+        for _ in range(200):
+            if not self.ask():
+                break
+        while self.ask():  # changes during the list come with the next request
+            pass
+        assert self.known == self.held
 
 
-class TestMounts:
-    pytestmark = requires_peers
+class TestFollowing(Following.TestCase):  # type: ignore[misc,valid-type]
+    settings = settings(max_examples=60, stateful_step_count=30)
 
-    def test_nodes_that_go_through_a_source_ask_it_once(self, work: Bench, source: Path) -> None:
-        slow = work.faulty_source(source)
-        slow.faults(delay=0.005, delayed=["lookup"])  # nobody asks peers instead of a faster one
-        nodes = Nodes(work, slow.path, 3, "--prefetch", "none")
-        *first, last = nodes.mounts.values()
-        before = operations(nodes)
-        go_through(source, *first)
-        asked = operations(nodes) - before
-        # A busy machine misses a deadline now and then, and asks the source.
-        assert FILES <= asked < 1.4 * (FILES + 4 * DIRECTORIES)
-        before = operations(nodes)
-        go_through(source, last)
-        assert operations(nodes) - before < 0.3 * FILES, "it comes later"
-        assert nodes.served("peer_names") > 1.2 * FILES
-
-    def test_changes_show_after_the_ttl(self, work: Bench, source: Path) -> None:
-        nodes = Nodes(work, source, 2, "--prefetch", "none", "--freshness", "ttl=4")
-        a, b = nodes.mounts.values()
-        go_through(source, a, b)
-        changed = files_of(source)[0]
-        name = changed.relative_to(source)
-        changed.write_bytes(b"changed")
-        wait_for(lambda: os.lstat(b.path / name).st_size == 7, "the change", 20)
-        assert (b.path / name).read_bytes() == b"changed"
-        wait_for(lambda: os.lstat(a.path / name).st_size == 7, "the change", 20)
+    @pytest.fixture(autouse=True)
+    def _small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(catalogue, "PAGE_ROWS", 3)
+        monkeypatch.setattr(catalogue, "MAX_CHANGES", 10)
