@@ -10,37 +10,10 @@ from tests.support.scenario import play
 
 pytestmark = requires_mounts
 
-MIXED = """
-file class{0..3}/tiny{0..14} 700
-file class{0..3}/small{0..9} 20000
-file class{0..3}/middle{0..3} 300000
-file class{0..3}/large 3M
-"""
 SMALL = """
 file {0..2}/{0..7} 1500
 settle
 """
-COUNT, TOTAL = 120, 4 * (15 * 700 + 10 * 20_000 + 4 * 300_000 + (3 << 20))
-
-
-@pytest.mark.smoke
-def test_the_first_epoch_reads_the_source_once_and_the_second_not_at_all(work: Bench) -> None:
-    script = f"""
-slow seconds=0.002
-mount --freshness immutable
-read by=4
-check first
-  files.resident {COUNT}
-  source.read_bytes {TOTAL}..{TOTAL * 102 // 100}
-  source_io.read_bytes <={TOTAL * 102 // 100}
-drop_caches
-read
-check second
-  source.* 0
-  source_io.operations 0
-  served.local_opens >={COUNT}
-"""
-    play(work, MIXED + script)
 
 
 CASES = (
@@ -130,20 +103,3 @@ version tells whether the file is the one that was meant."""
 @pytest.mark.parametrize("case", CASES)
 def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])
-
-
-def test_who_opens_many_small_files_finds_others_there(work: Bench) -> None:
-    """As much again, where something was opened; and all of it where nobody is to find any."""
-    script = """
-file a/{0..299} 1500; file b/{0..299} 1500
-mount --freshness immutable
-read a/{0..149}; until files.resident >= 250; check others are there
-  files.resident 250..300
-  source.read_bytes <=450000
-read a/{150..299}; check they were found
-read b/*; until files.resident = 600; check all
-"""
-    seen = play(work, script)
-    missing = 300 - seen["others are there"]["files.resident"]
-    assert seen["they were found"].get("served.source_opens", 0) <= missing
-    assert sum(part.get("source_io.read_bytes", 0) for part in seen.values()) == 900_000
