@@ -14,13 +14,9 @@ from tests.support.scenario import Script, differences, perform
 pytestmark = requires_mounts
 
 SCENARIOS = Path(__file__).parents[1] / "scenarios"
-NAMES = [
-    pytest.param(path.stem, marks=pytest.mark.smoke if path.stem == "cold" else ())
-    for path in sorted(SCENARIOS.glob("*.txt"))
-]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(path.stem for path in SCENARIOS.glob("*.txt")))
 def test_it_is_as_recorded(work: Bench, name: str, request: pytest.FixtureRequest) -> None:
     path = SCENARIOS / f"{name}.txt"
     script = Script(path.read_text())
