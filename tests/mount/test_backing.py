@@ -17,13 +17,7 @@ import pytest
 
 from monarchfs.cache.store.segments import SMALL_BYTES
 from monarchfs.config import Config, DataPath, TierSpec, User
-from monarchfs.supervisor.backing import (
-    MOST_IDS,
-    BackingFiles,
-    BackingRefused,
-    check,
-    find_beneath,
-)
+from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused, check, find_beneath
 from monarchfs.types import OperationError, TierSize
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, Area, interpreter_for

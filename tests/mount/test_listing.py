@@ -1,15 +1,23 @@
-"""Directories on a real mount: what the kernel lists from its memory, and when it must not."""
+"""Directories on a real mount: what the kernel lists from its memory, and when it must not; sources
+whose listings say other inode numbers (d_ino) than stat(2) does (overlays of two file systems,
+subvolumes of btrfs), and sources whose inode numbers change."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from monarchfs.fuse import packing
-from tests.support.mounting import Bench, as_user, requires_mounts, run, wait_for
+from tests.support import surroundings
+from tests.support.mounting import Bench, as_user, asked, requires_mounts, run, wait_for
 from tests.support.programs import execute
 from tests.support.scenario import play, playing
 
@@ -68,7 +76,7 @@ def test_a_listing_that_is_known_is_not_asked_for_again(work: Bench) -> None:
 
         def find() -> list[str]:
             command = ["find", "d", "-type", "f", "-printf", "%f %s\n"]
-            found = run_command(*command, cwd=work.mounts[0].path)
+            found = execute(command, check=True, cwd=work.mounts[0].path).stdout
             scenario.play("check found")
             return sorted(found.splitlines())
 
@@ -123,48 +131,8 @@ def test_seeking_in_listings(work: Bench, source: Path) -> None:
             assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
         command = (sys.executable, "-c", SEEK, str(mount.path / "d"), str(size))
         for _ in range(2):
-            assert run_command(*command).split() == [str(FILES + 255 + 2)] * 2
+            assert execute(command, check=True).stdout.split() == [str(FILES + 255 + 2)] * 2
     assert sorted(os.listdir(mount.path / "d")) == sorted(os.listdir(source / "d"))
-
-
-def long_listing(path: Path) -> list[str]:
-    """What ``ls -l`` says of a directory, but for its own size."""
-    done = run_command("ls", "-l", "--time-style=full-iso", str(path / "d"))
-    return done.splitlines()[1:]
-
-
-def run_command(*command: str, cwd: Path | None = None) -> str:
-    return execute(command, check=True, cwd=cwd).stdout
-
-
-def test_ls_l_asks_the_source_no_more_than_directly_and_then_not_at_all(
-    work: Bench, source: Path
-) -> None:
-    with_list = source / "d" / "f7"
-    run_command("setfacl", "-m", "u:daemon:r", str(with_list))
-    expected = long_listing(source)
-    assert [line.split()[0][-1] for line in expected].count("+") == 1
-    for warmed in (False, True):
-        mount = work.mount(source, "--freshness", "ttl=3600", "--prefetch", "none")
-        if warmed:
-            assert run("warm", str(mount.path), "--metadata", "--wait").returncode == 0
-        before = mount.status()["source_io"]["operations"]
-        assert long_listing(mount.path) == expected
-        first = mount.status()["source_io"]["operations"]
-        assert first - before <= (8 if warmed else 3 * FILES + 20)
-        for _ in range(2):
-            assert long_listing(mount.path) == expected
-        assert mount.status()["source_io"]["operations"] - first <= 1, (
-            "what ls asks of one file, if it is another one"
-        )
-        for number in (7, 8):
-            path = mount.path / "d" / f"f{number}"
-            assert os.getxattr(path, "user.monarchfs.state") == b"remote"
-            assert os.listxattr(path) == os.listxattr(source / "d" / f"f{number}")
-        assert mount.umount().returncode == 0
-
-
-OPEN_ONLY = "import os, sys; os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)"
 
 
 def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: Path) -> None:
@@ -174,5 +142,199 @@ def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: 
     mount = work.mount(source, "--freshness", "immutable", "-o", "allow_other")
     for _ in range(3):
         assert len(os.listdir(mount.path / "d")) == FILES
-        command = as_user("nobody", ["/usr/bin/python3", "-c", OPEN_ONLY, str(mount.path / "d")])
+        opens = "import os, sys; os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECTORY)"
+        command = as_user("nobody", ["/usr/bin/python3", "-c", opens, str(mount.path / "d")])
         assert "PermissionError" in execute(command, cwd="/").stderr
+
+
+# Listings that say other numbers than stat(2)
+
+
+IN_EACH = 15
+"""Files in each of four directories."""
+
+Filled = dict[str, bytes]
+
+
+class Place:
+    """Where file systems are mounted for a test, and unmounted at its end."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path = path
+        self._stack = stack
+
+    def mount(self, name: str, *words: str) -> Path:
+        """Mounts at ``name`` as mount(8) is told; skips where the kernel cannot."""
+        point = self.path / name
+        point.mkdir()
+        done = execute(["mount", *words, point])
+        if done.returncode:
+            reason = done.stderr.strip().splitlines()[0]
+            pytest.skip(surroundings.no_namespaces() or f"needs a kernel with it: {reason}")
+        self._stack.callback(subprocess.run, ["umount", "-l", str(point)], check=True)
+        return point
+
+    def tmpfs(self, name: str) -> Path:
+        """Each numbers its files from the same number on."""
+        return self.mount(name, "-t", "tmpfs", "none")
+
+
+def fill(root: Path, of: str, files: Callable[[int], bool] = lambda number: True) -> Filled:
+    """Files, ``IN_EACH`` in each of four directories, of which ``files`` says which there are."""
+    contents: Filled = {}
+    for number in filter(files, range(4 * IN_EACH)):
+        path = f"d{number // IN_EACH}/f{number}"
+        contents[path] = f"{of} {path} ".encode() * (1 + number % 7)
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_bytes(contents[path])
+    return contents
+
+
+def upper_elsewhere(place: Place) -> tuple[Path, Filled]:
+    lower, upper = place.tmpfs("lower"), place.tmpfs("upper")
+    for directory in (upper / "upper", upper / "work"):
+        directory.mkdir()
+    contents = fill(lower, "lower")
+    contents |= fill(upper / "upper", "upper", lambda number: number % 2 == 0)
+    layers = f"lowerdir={lower},upperdir={upper}/upper,workdir={upper}/work"
+    return place.mount("source", "-t", "overlay", "none", "-o", layers), contents
+
+
+def two_lowers(place: Place) -> tuple[Path, Filled]:
+    first, second = place.tmpfs("first"), place.tmpfs("second")
+    contents = fill(first, "first", lambda number: number % 2 == 0)
+    contents |= fill(second, "second", lambda number: number % 2 == 1)
+    layers = f"lowerdir={first}:{second}"
+    return place.mount("source", "-t", "overlay", "none", "-o", layers), contents
+
+
+def subvolumes(place: Place) -> tuple[Path, Filled]:
+    image = place.path / "image"
+    image.touch()
+    os.truncate(image, 256 << 20)
+    try:
+        subprocess.run(["mkfs.btrfs", "-q", str(image)], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs mkfs.btrfs: apt-get install btrfs-progs")
+    source = place.mount("source", "-t", "btrfs", "-o", "loop", str(image))
+    contents: Filled = {}
+    for name in ("one", "two", "two/inner"):
+        made = ["btrfs", "-q", "subvolume", "create", str(source / name)]
+        subprocess.run(made, check=True, capture_output=True)
+        contents |= {f"{name}/{path}": data for path, data in fill(source / name, name).items()}
+    copied = ["btrfs", "-q", "subvolume", "snapshot", str(source / "one"), str(source / "three")]
+    subprocess.run(copied, check=True, capture_output=True)
+    three = {path: data for path, data in contents.items() if path.startswith("one/")}
+    contents |= {f"three/{path[4:]}": data for path, data in three.items()}
+    contents["three/d0/f0"] = b"changed in the snapshot"
+    (source / "three/d0/f0").write_bytes(contents["three/d0/f0"])
+    return source, contents
+
+
+@pytest.fixture
+def place(work: Bench) -> Iterator[Place]:
+    with ExitStack() as stack:
+        yield Place(work.path, stack)
+        for mount in work.mounts:
+            mount.umount()
+
+
+@pytest.mark.parametrize(
+    ("make", "freshness"),
+    [
+        (upper_elsewhere, "immutable"),
+        (upper_elsewhere, "open"),
+        (two_lowers, "ttl=1"),
+        (subvolumes, "immutable"),
+        (subvolumes, "open"),
+    ],
+)
+def test_listed_first_and_opened_by_path(
+    work: Bench, place: Place, make: Callable[[Place], tuple[Path, Filled]], freshness: str
+) -> None:
+    source, contents = make(place)
+    mount = work.mount(source, "--freshness", freshness)
+    for _epoch in range(2):
+        listed: list[str] = []
+        for directory, below, names in os.walk(mount.path):
+            assert len(listed) <= len(contents), "the tree does not end"
+            listed += [os.path.relpath(os.path.join(directory, name), mount.path) for name in names]
+            below.sort()
+        assert sorted(listed) == sorted(contents)
+        wrong: list[str] = []
+        for path, data in contents.items():
+            try:
+                if (mount.path / path).read_bytes() != data:
+                    wrong.append(f"{path}: bytes of another file")
+            except OSError as error:
+                wrong.append(f"{path}: {error.strerror}")
+        assert not wrong, f"{len(wrong)} of {len(contents)} files are wrong: {wrong[:3]}"
+    inos = [(mount.path / path).stat().st_ino for path in contents]
+    assert len(set(inos)) == len(inos)
+    warmed = asked("warm", str(mount.path), "--wait")
+    assert (warmed["files"], warmed["resident"], warmed["failed"]) == (len(contents),) * 2 + (0,)
+
+
+def packed(place: Place, contents: dict[str, bytes]) -> Path:
+    """An image of squashfs with these files, all of one time."""
+    for path, data in contents.items():
+        (place.path / "files" / path).parent.mkdir(parents=True, exist_ok=True)
+        (place.path / "files" / path).write_bytes(data)
+    image = place.path / "image"
+    command = ["mksquashfs", str(place.path / "files"), str(image), "-quiet", "-no-progress"]
+    subprocess.run([*command, "-all-time", "1700000000"], check=True, capture_output=True)
+    return image
+
+
+@contextmanager
+def squashfuse(image: Path, source: Path, order: Iterable[str], *options: str) -> Iterator[None]:
+    """The image, mounted; it numbers files as they are looked up: in this order. They stay known
+    to the kernel, which would give them other numbers after it had forgotten them."""
+    source.mkdir(exist_ok=True)
+    subprocess.run(["squashfuse", *options, str(image), str(source)], check=True)
+    known: list[int] = []
+    try:
+        known += [os.open(source / path, os.O_PATH) for path in order]
+        yield
+    finally:
+        for fd in known:
+            os.close(fd)
+        subprocess.run(["umount", "-l", str(source)], check=True)
+
+
+@surroundings.program("squashfuse")
+@surroundings.program("mksquashfs", "squashfs-tools")
+@pytest.mark.parametrize("kind", ["squashfuse", "unheard-of"])
+def test_no_file_has_the_copy_of_another_that_had_its_number(
+    work: Bench, place: Place, kind: str
+) -> None:
+    """All have one size and time."""
+    contents = {f"d{n % 3}/f{n}": b"%099d" % n for n in range(60)}
+    large = {f"large{n}": b"%d" % n * (2 << 20) for n in range(4)}
+    image, source = packed(place, contents | large), place.path / "source"
+    for times in range(2):
+        order = sorted(contents | large, reverse=bool(times))
+        with squashfuse(image, source, order, "-o", f"subtype={kind}"):
+            mount = work.mount(source, "--freshness", "immutable")
+            assert run("warm", str(mount.path), "--wait").returncode == 0
+            os.kill(mount.worker_pid(), signal.SIGKILL)
+            for path, data in (contents | large).items():
+                assert (mount.path / path).read_bytes() == data, path
+            assert mount.status()["files"]["resident"] == len(contents | large)
+            (owner,) = work.path.glob("tier*/*/owner")
+            foreign = owner.with_name("foreign")
+            foreign.touch()
+            assert mount.umount().returncode == 0
+            checks = json.loads(run("doctor", str(source), "--json").stdout)["checks"]
+            peers = ("--peers", "a,b", "--peer-name", "a")
+            shares = run("mount", str(source), str(mount.path), *peers)
+    assert foreign.exists()
+    assert "copies of earlier mounts are gone" in work.log()
+    known = [check for check in checks if check["name"] == "inode_numbers"]
+    if kind == "unheard-of":
+        assert not known
+        return
+    (check,) = known
+    assert (check["state"], check["type"]) == ("warning", "fuse.squashfuse")
+    assert "mount -t squashfs" in check["remedy"]
+    assert (shares.returncode, "leave out --peers" in shares.stderr) == (2, True), shares.stderr

@@ -1,27 +1,41 @@
-"""A reader cannot tell the mount from the source."""
+"""A reader cannot tell the mount from the source, but where it differs on purpose: as
+docs/SEMANTICS.md says."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
+import platform
 import random
+import struct
 import subprocess
+import termios
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 
+from monarchfs.doctor.system import release_of
 from tests.support import trees
-from tests.support.mounting import Bench, Mount, bench, requires_mounts, wait_for
+from tests.support.mounting import Bench, Mount, as_user, bench, requires_mounts, wait_for
 from tests.support.processes import open_slots
+from tests.support.programs import Running, execute
 
 pytestmark = requires_mounts
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 ARRAY = np.random.default_rng(1).integers(0, 255, (100, 100, 100), dtype=np.uint8)
+IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE, IN_ALL_EVENTS, IN_ISDIR = 0x20, 0x1, 0x10, 0xFFF, 0x40000000
+AT_FDCWD, AT_EMPTY_PATH, OPEN_TREE_CLONE, MOUNT_ATTR_IDMAP = -100, 0x1000, 1, 0x100000
+OPEN_TREE, MOUNT_SETATTR = 428, 442
+FS_IOC_GETFLAGS, LL_IOC_LOV_GETSTRIPE = 0x80086601, 0x4008669B
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture
@@ -157,24 +171,189 @@ def test_a_file_system_mounted_inside_the_source(work: Bench, source: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def small() -> Iterator[Mount]:
+def mounted() -> Iterator[Mount]:
     """A mount of some files that several tests look at."""
     with bench() as work:
-        source = work.path / "source"
-        source.mkdir()
+        source = trees.write_files(work.path / "source", {"f": b"f"})
         np.save(source / "a.npy", ARRAY)
         with h5py.File(source / "a.h5", "w") as file:
             file.create_dataset("x", data=ARRAY, chunks=(10, 100, 100), compression="gzip")
-        yield work.mount(source)
+        yield work.mount(source, "--freshness", "open")
 
 
-def test_hdf5_and_numpy_read_as_they_do_from_disk(small: Mount) -> None:
-    assert (np.load(small.path / "a.npy", mmap_mode="r") == ARRAY).all()
-    with h5py.File(small.path / "a.h5", "r") as file:
+def test_hdf5_and_numpy_read_as_they_do_from_disk(mounted: Mount) -> None:
+    assert (np.load(mounted.path / "a.npy", mmap_mode="r") == ARRAY).all()
+    with h5py.File(mounted.path / "a.h5", "r") as file:
         assert (file["x"][:] == ARRAY).all()
 
 
-def test_statfs_is_the_sources(small: Mount) -> None:
-    here, there = os.statvfs(small.source), os.statvfs(small.path)
+def test_statfs_is_the_sources(mounted: Mount) -> None:
+    here, there = os.statvfs(mounted.source), os.statvfs(mounted.path)
     assert (there.f_blocks, there.f_frsize) == (here.f_blocks, here.f_frsize)
     assert there.f_namemax == here.f_namemax
+
+
+# What differs on purpose
+
+
+@contextmanager
+def watched(path: Path) -> Iterator[int]:
+    """An inotify(7) descriptor that is told of all that happens there."""
+    fd = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    assert fd >= 0
+    try:
+        assert libc.inotify_add_watch(fd, bytes(path), IN_ALL_EVENTS) >= 0
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def events(fd: int) -> set[int]:
+    """What happened since, without IN_ISDIR."""
+    found: set[int] = set()
+    try:
+        data = os.read(fd, 1 << 16)
+    except BlockingIOError:
+        return found
+    while data:
+        _watch, mask, _cookie, length = struct.unpack_from("iIII", data)
+        found.add(mask & ~IN_ISDIR)
+        data = data[16 + length :]
+    return found
+
+
+def test_trusted_attributes_are_not_shown(mounted: Mount) -> None:
+    for name in ("trusted.a", "user.a"):
+        os.setxattr(mounted.source / "f", name, b"value")
+    assert set(os.listxattr(mounted.source / "f")) >= {"trusted.a", "user.a"}
+    assert os.listxattr(mounted.path / "f") == ["user.a"]
+    assert os.getxattr(mounted.path / "f", "user.a") == b"value"
+    with pytest.raises(OSError, match=os.strerror(errno.ENODATA)):
+        os.getxattr(mounted.path / "f", "trusted.a")
+
+
+@pytest.mark.parametrize(
+    ("options", "runs_unread"),
+    [(("--user", "nobody"), False), (("-o", "allow_other"), True)],
+    ids=["a user's mount", "a mount for all"],
+)
+def test_what_may_be_run_but_not_read(
+    work: Bench, source: Path, options: tuple[str, str], runs_unread: bool
+) -> None:
+    program = source / "program"
+    program.write_bytes(Path("/bin/true").read_bytes())
+
+    def runs(path: Path) -> bool:
+        done = execute(as_user("nobody", ["sh", "-c", '"$0"', str(path)]))
+        assert done.returncode in (0, 126), done.stderr
+        return done.returncode == 0
+
+    if not runs_unread:  # its state directory is made by the user
+        work.path.chmod(0o777)
+    mount = work.mount(source, *options, "--freshness", "open")
+    for mode, as_ever in ((0o755, True), (0o711, runs_unread)):
+        program.chmod(mode)
+        assert runs(program)
+        assert runs(mount.path / "program") == as_ever
+
+
+def test_inotify_tells_of_the_mounts_own_users_alone(mounted: Mount) -> None:
+    source, f = mounted.source, mounted.path / "f"
+    with watched(source) as of_source, watched(mounted.path) as of_mount:
+        before = f.read_bytes()
+        assert events(of_mount) == {IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE}
+        events(of_source)
+        trees.write_files(source, {"f": before + b"another", "new": b"new"})
+        (source / "new").rename(source / "newer")
+        assert events(of_source)
+        wait_for(lambda: f.read_bytes() == before + b"another", "the change to show")
+        assert (mounted.path / "newer").read_bytes() == b"new"
+        assert events(of_mount) <= {IN_OPEN, IN_ACCESS, IN_CLOSE_NOWRITE}
+
+
+@pytest.mark.parametrize("prefetch", ["none", "all"])
+@pytest.mark.parametrize("data_path", ["auto", "relay"])
+def test_holes_are_data(work: Bench, source: Path, prefetch: str, data_path: str) -> None:
+    """A sparse file that is read from the source, or from a replica that has holes itself."""
+    size, at = 4 << 20, 3 << 20
+    with (source / "sparse").open("wb") as file:
+        file.truncate(size)
+        file.seek(at)
+        file.write(b"data")
+    mount = work.mount(source, "--prefetch", prefetch, "-o", f"data_path={data_path}")
+    if prefetch == "all":
+        wait_for(lambda: mount.status()["files"]["resident"] == 1, "the copy")
+    path = mount.path / "sparse"
+    with path.open("rb") as file:
+        for where in (0, 5, at, size - 1):
+            assert os.lseek(file.fileno(), where, os.SEEK_DATA) == where
+            assert os.lseek(file.fileno(), where, os.SEEK_HOLE) == size
+        with pytest.raises(OSError, match=os.strerror(errno.ENXIO)):
+            os.lseek(file.fileno(), size, os.SEEK_DATA)
+    assert path.stat().st_blocks == (source / "sparse").stat().st_blocks < size // 512
+    # cp(1) of newer coreutils takes all for data, and looks for zeros only when told to.
+    subprocess.run(["cp", "--sparse=always", path, work.path / "copy"], check=True)
+    assert (work.path / "copy").read_bytes() == (source / "sparse").read_bytes()
+    assert (work.path / "copy").stat().st_blocks * 512 < size // 2
+
+
+def test_inode_numbers_are_the_mounts_own(mounted: Mount) -> None:
+    """A new version has a new one."""
+    f, of_source = mounted.path / "f", mounted.source / "f"
+    first, in_source = f.stat(), of_source.stat()
+    assert (first.st_dev, first.st_ino) != (in_source.st_dev, in_source.st_ino)
+    of_source.write_bytes(b"other")
+    assert f.read_bytes() == b"other"
+    assert f.stat().st_ino != first.st_ino
+    assert of_source.stat().st_ino == in_source.st_ino
+
+
+@pytest.mark.skipif(release_of(platform.release()) < (6, 8), reason="needs Linux 6.8")
+def test_there_are_no_file_handles(mounted: Mount) -> None:
+    """name_to_handle_at(2): once the kernel has forgotten the file, nothing would find it. Before
+    Linux 6.8, a FUSE file system cannot refuse handles."""
+    handle = ctypes.create_string_buffer(struct.pack("Ii128x", 128, 0))
+    at, path = ctypes.c_int(), bytes(mounted.path / "f")
+    done = libc.name_to_handle_at(AT_FDCWD, path, handle, ctypes.byref(at), 0)
+    assert (done, ctypes.get_errno()) == (-1, errno.EOPNOTSUPP)
+
+
+def test_there_are_no_ioctls(mounted: Mount) -> None:
+    for path in (mounted.path, mounted.path / "f"):
+        fd = os.open(path, os.O_RDONLY)
+        for command in (termios.TCGETS, FS_IOC_GETFLAGS, LL_IOC_LOV_GETSTRIPE):
+            with pytest.raises(OSError) as failed:  # noqa: PT011
+                fcntl.ioctl(fd, command, bytes(128))
+            assert failed.value.errno in (errno.ENOTTY, errno.EOPNOTSUPP)
+        os.close(fd)
+
+
+@contextmanager
+def mapped_users() -> Iterator[int]:
+    """A user namespace in which user 0 is user 1000."""
+    process = Running(["unshare", "--user", "sh", "-c", "echo; read line"])
+    try:
+        process.line()
+        for kind in ("uid", "gid"):
+            Path(f"/proc/{process.pid}/{kind}_map").write_text("0 1000 1")
+        with open(f"/proc/{process.pid}/ns/user", "rb") as namespace:
+            yield namespace.fileno()
+    finally:
+        process.communicate("")
+
+
+def idmap_error(path: Path, namespace: int) -> int:
+    """Of mount_setattr(2) on a clone of that mount: the errno, or 0."""
+    tree = libc.syscall(OPEN_TREE, AT_FDCWD, bytes(path), OPEN_TREE_CLONE | os.O_CLOEXEC)
+    assert tree >= 0, os.strerror(ctypes.get_errno())
+    attributes = struct.pack("=QQQQ", MOUNT_ATTR_IDMAP, 0, 0, namespace)
+    done = libc.syscall(MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, attributes, len(attributes))
+    os.close(tree)
+    return ctypes.get_errno() if done < 0 else 0
+
+
+def test_mounts_of_it_are_not_idmapped(mounted: Mount) -> None:
+    with mapped_users() as namespace:
+        if idmap_error(Path("/dev/shm"), namespace):
+            pytest.skip("needs Linux 6.3: before, tmpfs cannot be idmapped either")
+        assert idmap_error(mounted.path, namespace) == errno.EINVAL

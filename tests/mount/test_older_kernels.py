@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.mount.test_run_jobs import Jobs
+from tests.mount.test_run import Jobs
 from tests.support import mounting, older_kernel, surroundings
 from tests.support.mounting import Bench, requires_mounts, wait_for
 from tests.support.older_kernel import ALL_NEWER, NEWER_CALLS

@@ -142,23 +142,6 @@ reserved a block more. All of them together are 24 blocks, less than half a step
 depends on how many are under way."""
 
 
-def stepped_tree(root: Path) -> int:
-    """Files of 1 byte less to 4095 less than 1 to 4 steps; the sum of their bytes."""
-    rng = random.Random(7)
-    return make_files(
-        root,
-        [STEP_BYTES * rng.randint(1, 4) - 1 - rng.randrange(4095) for _ in range(STEPPED_FILES)],
-    )
-
-
-def mixed_tree(root: Path) -> int:
-    """300 files of nothing to 1.5 MB, most of them small; the sum of their bytes."""
-    rng = random.Random(7)
-    return make_files(
-        root, [0 if n % 50 == 0 else int(10 ** rng.uniform(1, 6.2)) for n in range(300)]
-    )
-
-
 def make_files(root: Path, sizes: list[int]) -> int:
     rng = random.Random(11)
     for number, size in enumerate(sizes):
@@ -168,25 +151,20 @@ def make_files(root: Path, sizes: list[int]) -> int:
     return sum(sizes)
 
 
-def dealt_with(mount: Mount, files: int) -> Any:
-    """Until each file was copied or refused; the status then. Between two files a mount may look
-    idle."""
+def planned_and_done(work: Bench, source: Path, files: int, *tiers: str) -> tuple[Any, Mount, Any]:
+    """What the plan says; a mount with these tiers, and its status when each file was copied or
+    refused: between two files it may look idle."""
+    options = [option for tier in tiers for option in ("--tier", tier)]
+    planned = asked("plan", str(source), "--quick", *options)
+    immutable = ("--prefetch", "all", "--freshness", "immutable")
+    mount = work.mount(source, *immutable, tiers=list(tiers))
 
     def done() -> dict[str, Any] | None:
         now = mount.status()
         copied = now["prefetch"]["completed"] + now["prefetch"]["refused"]
         return now if copied >= files and not now["files"]["copying"] else None
 
-    return wait_for(done, "all files to be copied or refused")
-
-
-def planned_and_done(work: Bench, source: Path, files: int, *tiers: str) -> tuple[Any, Mount, Any]:
-    """What the plan says; a mount with these tiers, and its status when it is done."""
-    options = [option for tier in tiers for option in ("--tier", tier)]
-    planned = asked("plan", str(source), "--quick", *options)
-    immutable = ("--prefetch", "all", "--freshness", "immutable")
-    mount = work.mount(source, *immutable, tiers=list(tiers))
-    return planned, mount, dealt_with(mount, files)
+    return planned, mount, wait_for(done, "all files to be copied or refused")
 
 
 def assert_known_to_the_next(mount: Mount, planned: Any, *tiers: str) -> Any:
@@ -201,8 +179,11 @@ def assert_known_to_the_next(mount: Mount, planned: Any, *tiers: str) -> Any:
 @needs_mounts
 @pytest.mark.parametrize("shares", [(0.2, 0.36), (1.2,)], ids=str)
 def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
-    source = work.path / "source"
-    size = stepped_tree(source)
+    source, rng = work.path / "source", random.Random(7)
+    size = make_files(
+        source,
+        [STEP_BYTES * rng.randint(1, 4) - 1 - rng.randrange(4095) for _ in range(STEPPED_FILES)],
+    )
     steps = [int(size * share) // STEP_BYTES + 0.5 for share in shares]
     tiers = [f"{work.path}/tier{n}={int(step * STEP_BYTES)}" for n, step in enumerate(steps)]
     planned, mount, now = planned_and_done(work, source, STEPPED_FILES, *tiers)
@@ -228,13 +209,13 @@ def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
 def test_small_files_fill_the_last_blocks(work: Bench) -> None:
     """Which of them do depends on what is under way just then: the plan is right but for 1 % of the
     bytes, and no more files than can be that."""
-    source = work.path / "source"
-    tier = f"{work.path}/tier={int(mixed_tree(source) * 0.56)}"
+    source, rng = work.path / "source", random.Random(7)
+    sizes = [0 if n % 50 == 0 else int(10 ** rng.uniform(1, 6.2)) for n in range(300)]
+    tier = f"{work.path}/tier={int(make_files(source, sizes) * 0.56)}"
     planned, _mount, now = planned_and_done(work, source, 300, tier)
     planned_bytes = planned["resident"]["bytes"]
     assert now["source_io"]["read_bytes"] == pytest.approx(planned_bytes, rel=0.01)
-    sizes = sorted(path.stat().st_size for path in source.rglob("f*"))
-    smallest = list(accumulate(-(-size // 4096) * 4096 for size in sizes))
+    smallest = list(accumulate(-(-size // 4096) * 4096 for size in sorted(sizes)))
     differ = abs(now["files"]["resident"] - planned["resident"]["files"])
     assert differ <= bisect(smallest, planned_bytes * 0.01)
     assert now["files"]["resident"] + now["prefetch"]["refused"] == 300

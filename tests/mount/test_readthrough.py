@@ -130,20 +130,3 @@ version tells whether the file is the one that was meant."""
 @pytest.mark.parametrize("case", CASES)
 def test_case(work: Bench, case: str) -> None:
     play(work, CASES[case])
-
-
-def test_who_opens_many_small_files_finds_others_there(work: Bench) -> None:
-    """As much again, where something was opened; and all of it where nobody is to find any."""
-    script = """
-file a/{0..299} 1500; file b/{0..299} 1500
-mount --freshness immutable
-read a/{0..149}; until files.resident >= 250; check others are there
-  files.resident 250..300
-  source.read_bytes <=450000
-read a/{150..299}; check they were found
-read b/*; until files.resident = 600; check all
-"""
-    seen = play(work, script)
-    missing = 300 - seen["others are there"]["files.resident"]
-    assert seen["they were found"].get("served.source_opens", 0) <= missing
-    assert sum(part.get("source_io.read_bytes", 0) for part in seen.values()) == 900_000

@@ -302,7 +302,7 @@ def test_a_dataset_that_fails_spoils_no_other_and_two_names_are_one_mount(node: 
 def test_where_no_scope_can_be_had(
     systemd_says: str, ours_ran: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without systemd it is done without; tests/mount/test_systemd_boot.py has one where it is."""
+    """Without systemd it is done without; tests/mount/test_systemd.py has one where it is."""
     tool, ran = tmp_path / "systemd-run", tmp_path / "ran"
     tool.write_text(f"#!/bin/sh\necho {systemd_says} >&2; exit 1\n")
     tool.chmod(0o755)

@@ -24,6 +24,7 @@ from monarchfs.fuse.mount import DEVICE
 from monarchfs.supervisor.namespace import bind, leave_for_own
 from monarchfs.types import OperationError
 from tests.support import mounting, surroundings
+from tests.support.processes import state_of
 from tests.support.programs import execute
 from tests.support.timing import Stopwatch
 
@@ -205,10 +206,7 @@ def serves(report: dict[str, Any]) -> bool:
 
 
 def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] in (b"Z", b"X")
-    except FileNotFoundError:
-        return True
+    return state_of(pid) in ("", "Z", "X")
 
 
 def assert_unmounted(work: Area) -> None:

@@ -2,15 +2,13 @@
 
     python -I fake_worker.py MODE --bootstrap-fd K
 
-MODE is ``serve``; ``hang`` (ready, but answers no FUSE request but the first getattr); ``fail``
-(says so); ``crash`` (ends with a line on stderr); ``silent`` (never ready); ``silent-later`` (its
-successors); ``other`` (cannot take over); ``late`` (takes 2 seconds to end, and then leaves a file
-``synced``); ``segv before``, ``segv after`` (the first worker dies of SIGSEGV before, or after, it
-answers INIT; with ``always`` behind it all do); ``mad`` (says what a control client has it say, see
-``go_mad``).
+MODE is ``serve``; ``fail`` (says so); ``crash`` (ends with a line on stderr); ``silent`` (never
+ready); ``silent-later`` (its successors); ``other`` (cannot take over); ``late`` (takes 2 s to end,
+and then leaves a file ``synced``); ``segv before``, ``segv after`` (the first worker dies of
+SIGSEGV before, or after, it answers INIT; with ``always`` behind it all do); ``mad`` (says what a
+control client has it say, see ``go_mad``).
 
-Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so; ``later`` is
-answered by the second worker only.
+Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so.
 
 Only the standard library, so that any user's interpreter can run it.
 """
@@ -107,22 +105,16 @@ def report(bootstrap: Bootstrap) -> Bootstrap:
     return {
         "state": "serving",
         "worker": {"pid": os.getpid(), "restarts": bootstrap["restarts"]},
-        "uid": os.getuid(),
-        "groups": os.getgroups(),
         "environment": sorted(os.environ),
     }
 
 
-def obey(request: bytes, bootstrap: Bootstrap) -> bool:
-    """Whether a request is not to be answered."""
-    name = request[IN_HEADER.size :].rstrip(b"\0")
-    if IN_HEADER.unpack_from(request)[1] != LOOKUP:
-        return False
+def obey(name: bytes, bootstrap: Bootstrap) -> None:
+    """Of what is looked up."""
     if name == b"die-always" or (name == b"die" and not bootstrap["safe"]):
         os._exit(7)
     if name == b"freeze" and not bootstrap["restarts"]:
         time.sleep(1000)
-    return name == b"later" and not bootstrap["restarts"]
 
 
 def serve(mode: str, channel: socket.socket, bootstrap: Bootstrap) -> int:
@@ -159,8 +151,10 @@ def serve(mode: str, channel: socket.socket, bootstrap: Bootstrap) -> int:
                 continue
             except OSError as error:
                 return 0 if error.errno == errno.ENODEV else 5
-            reply = None if obey(request, bootstrap) else reply_to(request)
-            if reply is not None and mode != "hang":
+            if IN_HEADER.unpack_from(request)[1] == LOOKUP:
+                obey(request[IN_HEADER.size :].rstrip(b"\0"), bootstrap)
+            reply = reply_to(request)
+            if reply is not None:
                 os.write(fuse, reply)
                 os.pwrite(handles, struct.pack("=Q", beats), 24)  # ANSWERED
 

@@ -6,17 +6,16 @@ input with a JSON line on standard output:
 
     {"do": "faults", "delay": SECONDS, "delayed": [OP], "rate": BYTES_PER_SECOND,
      "fail": {"OP PATH": ERRNO}, "hang": ["OP PATH"], "flushes": BOOL,
-     "targets": {PATH: [NUMBER]}, "unlisted": [NAME]}
+     "targets": {PATH: [NUMBER]}}
     {"do": "counts", "reset": BOOL} -> {"operations": {"read": 3, ...}, "read_bytes": 17}
 
 OP is one of lookup, getattr, readdir, open, read, flush, xattr, or ``*`` for all; PATH is relative
 to the root, or ``*``. There is a flush (at close(2)) only where ``flushes`` was said before the
 first one, and from then on. ``targets`` are the storage targets that have a file, as Lustre says
-it in the attribute ``lustre.lov``; they stay, and a mount asks once whether there are any. Names
-of ``unlisted`` are in no listing. ``delay`` is what each operation takes, of those in ``delayed``
-(left out: of all), however many there are at once; ``rate`` is shared by all reads. What a message
-leaves out is off. Reads are not cached by the kernel, so that each one is seen and counted as it
-was made.
+it in the attribute ``lustre.lov``; they stay, and a mount asks once whether there are any.
+``delay`` is what each operation takes, of those in ``delayed`` (left out: of all), however many
+there are at once; ``rate`` is shared by all reads. What a message leaves out is off. Reads are not
+cached by the kernel, so that each one is seen and counted as it was made.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class FaultFS(pyfuse3.Operations):
         self.hang: set[str] = set()
         # The kernel remembers that a file system does not want to hear of close(2).
         self.flushes = False
-        self.unlisted: set[bytes] = set()
         self.targets: dict[str, list[int]] = {}
         self.changed = trio.Event()
 
@@ -82,7 +80,6 @@ class FaultFS(pyfuse3.Operations):
         self.fail = message.get("fail", {})
         self.hang = set(message.get("hang", []))
         self.flushes = message.get("flushes", self.flushes)
-        self.unlisted = set(map(os.fsencode, message.get("unlisted", [])))
         self.targets = message.get("targets", self.targets)
         self.changed.set()
         self.changed = trio.Event()
@@ -139,7 +136,7 @@ class FaultFS(pyfuse3.Operations):
         path = self.paths[inode]
         await self.fault("readdir", path)
         number = len(self.listings) + 1
-        self.listings[number] = (path, sorted({*os.listdir(self.full(path))} - self.unlisted))
+        self.listings[number] = (path, sorted(os.listdir(self.full(path))))
         return number
 
     @mapped

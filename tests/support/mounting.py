@@ -25,6 +25,7 @@ import pytest
 from monarchfs.cli.main import main
 from monarchfs.cli.status import NOT_WELL, report_of
 from monarchfs.config.places import runtime_dirs_to_search
+from monarchfs.fuse.mountinfo import read_mountinfo
 from monarchfs.supervisor.recover import find_one
 from tests.support import surroundings
 from tests.support.programs import Running, execute
@@ -59,14 +60,9 @@ def free_port(address: str = "127.0.0.1") -> int:
 
 
 def fuse_mounts(below: str) -> list[str]:
-    found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mountinfo:
-        for line in mountinfo:
-            left, _, right = line.partition(" - ")
-            point = left.split()[4]
-            if right.startswith("fuse") and (point + "/").startswith(below.rstrip("/") + "/"):
-                found.append(point)
-    return found
+    inside = below.rstrip("/") + "/"
+    points = [mount.mountpoint for mount in read_mountinfo() if mount.fstype.startswith("fuse")]
+    return [point for point in points if f"{point}/".startswith(inside)]
 
 
 def processes_about(text: str) -> list[int]:

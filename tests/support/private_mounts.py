@@ -42,15 +42,11 @@ class Place:
     def source(self) -> Path:
         return self.path / "source"
 
-    def command(
-        self, *words: str, options: list[str] | None = None, state: str | None = "state"
-    ) -> list[str]:
-        storage = ["--tier", f"{self.path}/tier=1G"]
-        index = [] if state is None else ["--state-dir", f"{self.path}/{state}"]
+    def command(self, *words: str, options: list[str] | None = None) -> list[str]:
+        storage = ["--tier", f"{self.path}/tier=1G", "--state-dir", f"{self.path}/state"]
         return [
-            *self.wrapper(),
-            *(*mounting.MONARCHFS, "run", str(self.source)),
-            *(*storage, *index, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
+            *(*self.wrapper(), *mounting.MONARCHFS, "run", str(self.source)),
+            *(*storage, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
         ]
 
     def wrapper(self) -> list[str]:

@@ -19,6 +19,14 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
 
 
+def state_of(pid: int) -> str:
+    """One letter (proc(5)); empty once it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return ""
+
+
 def status_of(pid: int) -> dict[str, str]:
     """The lines of /proc/PID/status."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()

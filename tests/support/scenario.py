@@ -49,7 +49,7 @@ from monarchfs.hints import find_mount
 from monarchfs.metrics.names import Values
 from tests.support import surroundings
 from tests.support.dataset import Dataset, bytes_of
-from tests.support.mounting import Bench, Mount, as_user, run, wait_for
+from tests.support.mounting import Bench, Mount, run, wait_for
 from tests.support.observation import (
     Expected,
     Observed,
@@ -59,7 +59,7 @@ from tests.support.observation import (
     under_way,
     unmet,
 )
-from tests.support.processes import open_slots
+from tests.support.processes import open_slots, state_of
 from tests.support.reading import COMMAND, Reader, digest
 from tests.support.timing import Late, Stopwatch
 
@@ -78,21 +78,16 @@ def allocated(directory: Path) -> int:
 
 class Scenario:
     """Its methods are steps, but for `play`, `workers`, `asked`, `finish_all` and `tear_down`.
-    ``options`` are given to each mount, after the scenario's own; ``user`` mounts and reads;
-    ``apart``: each command is a process of its own.
+    ``options`` are given to each mount, after the scenario's own; ``apart``: each command is a
+    process of its own.
     Changing: ``observed``, at each check; ``restarts`` and ``deaths``, how many there were of the
     worker as far as the scenario knows."""
 
-    def __init__(
-        self, work: Bench, *options: str, user: str | None = None, apart: bool = False
-    ) -> None:
+    def __init__(self, work: Bench, *options: str, apart: bool = False) -> None:
         self.observed: dict[str, Observed] = {}
         self._work = work
         self._options = options
-        self._user = user
-        self._apart = apart or user is not None
-        if user is not None:
-            work.path.chmod(0o1777)
+        self._apart = apart
         backing = work.path / "backing"
         backing.mkdir()
         self._source = work.faulty_source(backing)
@@ -127,17 +122,15 @@ class Scenario:
     # -- the mount
 
     def mount(self, *words: str, tier: str = "1G") -> None:
-        """With tiers of these sizes (``3M,1G``); without words as before. ``{work}`` is the
-        directory in which the test works."""
+        """With tiers of these sizes (``3M,1G``); without words as before."""
         assert self._mount is None, "it is mounted"
         if words or not self._mounted_with[1]:
-            words = tuple(word.replace("{work}", str(self._work.path)) for word in words)
             sizes = enumerate(tier.split(","), 1)
             self._mounted_with = words, [f"{self._tier(str(n))}={size}" for n, size in sizes]
         words, specs = self._mounted_with
         before = self._source.counts()
         options = *words, *self._options
-        self._mount = self._work.mount(self._source.path, *options, tiers=specs, user=self._user)
+        self._mount = self._work.mount(self._source.path, *options, tiers=specs)
         self._tells_opens = "immutable" not in options
         self.restarts = self.deaths = 0
         self._changes_before = self._dataset.changes
@@ -152,8 +145,8 @@ class Scenario:
         self._mount = None
 
     def kill(self, who: str, *signals: str, times: str = "1", within: str = "20") -> None:
-        """The ``worker``, the ``standby`` worker, or ``both``, once a signal, with pauses; another
-        worker serves afterwards. Or a reader, which is gone within so many seconds."""
+        """The ``worker``, or the ``standby`` worker, once a signal, with pauses; a worker serves
+        afterwards. Or a reader, which is gone within so many seconds."""
         if who in self._readers:
             self._kill_reader(who, float(within))
             return
@@ -163,8 +156,7 @@ class Scenario:
             if who == "standby":
                 wait_for(lambda: len(self.workers()) > 1, "the worker that is loaded ahead")
             others = [pid for pid in self.workers() if pid != serving["pid"]]
-            victims = {"worker": [serving["pid"]], "standby": others}
-            for pid in victims[who] if who != "both" else [*others, serving["pid"]]:
+            for pid in others if who == "standby" else [serving["pid"]]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, getattr(signal, name))
             if who != "standby":
@@ -229,7 +221,7 @@ class Scenario:
         if not self._apart:
             assert main(arguments) == 0, arguments
         else:
-            done = run(*arguments, user=self._user)
+            done = run(*arguments)
             assert done.returncode == 0, done.stdout + done.stderr
 
     @property
@@ -287,9 +279,6 @@ class Scenario:
     def foreign(self, number: str, size: str) -> None:
         """Somebody else's file takes room in a tier's file system."""
         (self._tier(number) / FOREIGN).write_bytes(bytes(bytes_of(size)))
-
-    def lines(self, name: str, *words: str) -> None:
-        (self._work.path / name).write_text("".join(f"{word}\n" for word in words))
 
     def _tier(self, number: str) -> Path:
         return self._work.path / f"tier{number}"
@@ -377,9 +366,8 @@ class Scenario:
         """A signal that a reader heeds; it is in this state (proc(5)) afterwards."""
         process = self._readers[who].process
         process.send_signal(signal.SIGUSR1)
-        stat = Path(f"/proc/{process.pid}/stat")
         if state:
-            wait_for(lambda: _state(stat) == state, f"{who}: {state}")
+            wait_for(lambda: state_of(process.pid) == state, f"{who}: {state}")
 
     def part(self, name: str, offset: str, size: str, way: str = "whole") -> None:
         at, count = bytes_of(offset), bytes_of(size)
@@ -449,7 +437,7 @@ class Scenario:
 
     def _reader(self, name: str) -> Reader:
         if name not in self._readers:
-            self._readers[name] = Reader(as_user(self._user, COMMAND))
+            self._readers[name] = Reader(COMMAND)
         return self._readers[name]
 
     def _tell(self, who: str, call: str, root: str, names: Sequence[str], *more: object) -> None:
@@ -557,13 +545,6 @@ class Scenario:
                 subprocess.run(["umount", str(path)], check=True)
 
 
-def _state(stat: Path) -> str:
-    try:
-        return stat.read_text().rpartition(") ")[2][0]
-    except OSError:
-        return ""
-
-
 class Script:
     def __init__(self, text: str) -> None:
         self.lines: list[str] = []
@@ -592,30 +573,26 @@ class Script:
             self.expected[label] = recorded(lines, observed[label])
 
 
-def play(work: Bench, text: str, *options: str, user: str | None = None) -> dict[str, Observed]:
+def play(work: Bench, text: str, *options: str) -> dict[str, Observed]:
     """Carry out a scenario, and see that what its checks name was observed; all that was."""
     script = Script(text)
-    observed = perform(work, script, *options, user=user)
+    observed = perform(work, script, *options)
     differing = differences(script, observed, complete=False)
     assert not differing, "\n".join(differing)
     return observed
 
 
-def perform(
-    work: Bench, script: Script, *options: str, user: str | None = None
-) -> dict[str, Observed]:
-    with playing(work, *options, user=user) as scenario:
+def perform(work: Bench, script: Script, *options: str) -> dict[str, Observed]:
+    with playing(work, *options) as scenario:
         for line in script.lines:
             scenario.play(line)
     return scenario.observed
 
 
 @contextmanager
-def playing(
-    work: Bench, *options: str, user: str | None = None, apart: bool = False
-) -> Iterator[Scenario]:
+def playing(work: Bench, *options: str, apart: bool = False) -> Iterator[Scenario]:
     """A scenario that goes on as its caller says; at the end all that is always so is checked."""
-    scenario = Scenario(work, *options, user=user, apart=apart)
+    scenario = Scenario(work, *options, apart=apart)
     try:
         yield scenario
         scenario.finish_all()

@@ -93,23 +93,14 @@ def strange_tree(root: Path) -> None:
 
 def walk(root: bytes) -> Iterator[bytes]:
     """All paths below ``root``, relative to it, also longer than PATH_MAX allows in one piece."""
-    pending = [b""]
-    while pending:
-        relative = pending.pop()
-        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            for part in relative.split(b"/") if relative else []:
-                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-                os.close(fd)
-                fd = inner
-            names = sorted(os.fsencode(name) for name in os.listdir(fd))
-            for name in names:
-                path = relative + b"/" + name if relative else name
-                yield path
-                if stat.S_ISDIR(os.lstat(name, dir_fd=fd).st_mode):
-                    pending.append(path)
-        finally:
-            os.close(fd)
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for directory, below, files, _fd in os.fwalk(root, onerror=fail):
+        below.sort()
+        for name in sorted([*below, *files]):
+            yield os.path.join(directory, name)[len(root) + 1 :]
 
 
 def content(path: bytes) -> bytes | str:

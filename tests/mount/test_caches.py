@@ -1,4 +1,7 @@
-"""``monarchfs cache``: which caches there are, whose, in use by which mount; and how they go."""
+"""``monarchfs cache``: which caches there are, whose, in use by which mount; and how they go.
+
+Whose a directory in a tier is: no two mounts share one, nobody else can be first, and what an
+earlier mount copied is found again."""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ import shutil
 import subprocess
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarchfs.cli.main import main
-from tests.support.fake_mounts import interpreter_for
+from monarchfs.config.places import dataset_id
+from tests.support.fake_mounts import NOBODY, interpreter_for
 from tests.support.mounting import (
     MONARCHFS,
     Bench,
@@ -54,6 +59,11 @@ def mounted(work: Bench, state: str = "state", *options: str, tier: str = "tier"
     return mount
 
 
+def ended(mount: Mount) -> None:
+    done = mount.umount()
+    assert done.returncode == 0, done.stderr
+
+
 def cache(work: Bench, *arguments: str, code: int = 0, user: str | None = None) -> dict[str, Any]:
     """What the command says, looking into the tiers of the test."""
     tiers = ("--tier", f"{work.path}/tier", "--tier", f"{work.path}/other", "--json")
@@ -73,17 +83,12 @@ def of_test(work: Bench, said: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in said["caches"] if one["source"] == f"{work.path}/src"]
 
 
-def assert_removed(work: Bench, *words: str) -> None:
-    (row,) = cache(work, "remove", *words, "--yes")["caches"]
-    assert row["removed"]
-
-
 def test_caches_are_listed_and_removed(work: Bench) -> None:
     """Root's, mounted, and a user's; the user sees and removes nothing of root's."""
     interpreter_for("bin")
     one = mounted(work, "one")
     other = mounted(work, "two", "--user", "bin")
-    assert other.umount().returncode == 0
+    ended(other)
     rows = {row["state_dir"]: row for row in of_test(work, cache(work, "list"))}
     used, idle = rows[f"{work.path}/one"], rows[f"{work.path}/two"]
     assert (used["in_use"], used["mountpoint"], used["user"]) == (True, str(one.path), "root")
@@ -104,12 +109,13 @@ def test_caches_are_listed_and_removed(work: Bench) -> None:
     cache(work, "remove", f"{work.path}/one", "--yes", code=1, user="bin")
     # Somebody else's file in the state directory stays, and with it the directory.
     (work.path / "two" / "notes.txt").write_text("")
-    assert_removed(work, f"{work.path}/two")
+    (row,) = cache(work, "remove", f"{work.path}/two", "--yes")["caches"]
+    assert row["removed"]
     assert os.listdir(work.path / "two") == ["notes.txt"]
     assert len(list((work.path / "tier").iterdir())) == 1
     text = run("cache", "show", str(one.path)).stdout
     assert f"in use by {one.path}" in text
-    assert one.umount().returncode == 0
+    ended(one)
     # Not used for a second, once that second is over.
     old = ("prune", f"{work.path}/src", "--older-than", "1s", "--yes")
     wait_for(lambda: cache(work, *old)["caches"], "it to be old")
@@ -119,10 +125,10 @@ def test_caches_are_listed_and_removed(work: Bench) -> None:
 
 def test_stranded_copies_are_pruned(work: Bench) -> None:
     """Of a state directory that is gone, and of another --tier, also under the running mount."""
-    assert mounted(work, "gone").umount().returncode == 0
+    ended(mounted(work, "gone"))
     shutil.move(work.path / "tier", work.path / "before")
     (work.path / "tier").mkdir()
-    assert mounted(work, "state").umount().returncode == 0
+    ended(mounted(work, "state"))
     for path in (work.path / "before").iterdir():
         path.rename(work.path / "tier" / path.name)
     shutil.rmtree(work.path / "gone")
@@ -142,7 +148,7 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     assert all(row["removed"] for row in pruned)
     assert list((work.path / "tier").iterdir()) == []
     assert mount.status()["tiers"][0]["files"] == FILES
-    assert mount.umount().returncode == 0
+    ended(mount)
     # A source that is not there is gone only where that is said.
     shutil.move(work.path / "src", work.path / "moved")
     prune = ("prune", f"{work.path}/src", "--state-dir", f"{work.path}/state", "--yes")
@@ -152,7 +158,7 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
 
 
 def test_what_is_only_called_like_a_directory_of_copies_is_none(work: Bench) -> None:
-    assert mounted(work).umount().returncode == 0
+    ended(mounted(work))
     shutil.rmtree(work.path / "state")
     (made,) = (work.path / "tier").iterdir()
     for letter, inside in (("a", "notes.txt"), ("b", "parts"), ("c", "")):
@@ -221,3 +227,139 @@ def test_who_is_at_a_terminal_is_asked(work: Bench) -> None:
         assert done.returncode == code, done.stderr
         assert "/gone" in done.stderr
         assert state.exists() == (answer == "n")
+
+
+# Whose a directory in a tier is
+
+
+def copied(mount: Mount) -> int:
+    """How many files this mount has read from the source."""
+    return int(mount.status()["prefetch"]["completed"])
+
+
+def directories(tier: Path) -> list[Path]:
+    return sorted(path for path in tier.iterdir() if path.is_dir())
+
+
+def test_two_state_directories_share_no_copies(work: Bench) -> None:
+    """Not even where the other one's cannot be seen, as from another container."""
+    one = mounted(work, "one")
+    (work.path / "one").rename(work.path / "hidden")
+    other = mounted(work, "two")
+    assert copied(other) == FILES
+    assert run("evict", str(other.path)).returncode == 0
+    wait_for(lambda: other.status()["tiers"][0]["files"] == 0, "the copies to be removed")
+    assert one.status()["tiers"][0]["files"] == FILES
+    (work.path / "hidden").rename(work.path / "one")
+    for mount in (one, other):
+        ended(mount)
+    for state, files in (("one", FILES), ("two", 0)):
+        report = asked("fsck", f"{work.path}/{state}")
+        assert (report["findings"], report["tiers"][0]["files"]) == ({}, files)
+
+
+def test_nobody_else_can_be_first(work: Bench) -> None:
+    """In a directory that everybody may write to, another user has made what could be guessed."""
+    interpreter_for("bin")
+    tier = work.path / "tier"
+    tier.chmod(0o1777)
+    source = str(work.path / "src")
+    for uid, options in ((0, ()), (2, ("--user", "bin"))):
+        name = dataset_id(source, uid)
+        squatted = [tier / name, tier / f"{name}-{'0' * 16}"]
+        for path in squatted:
+            subprocess.run(as_user(NOBODY, ["mkdir", "-m", "777", str(path)]), check=True)
+        mount = mounted(work, f"state{uid}", *options)
+        own = [path for path in directories(tier) if path.stat().st_uid == uid]
+        assert [path.stat().st_mode & 0o777 for path in own] == [0o700]
+        assert all(not list(path.iterdir()) for path in squatted)
+        ended(mount)
+        # The next mount finds its own.
+        mount = mounted(work, f"state{uid}", *options)
+        assert copied(mount) == 0
+        ended(mount)
+
+
+def test_copies_are_found_again(work: Bench) -> None:
+    """After the loss of the index, of the state directory, and by another one once that is gone."""
+    ended(mounted(work))
+    (before,) = directories(work.path / "tier")
+    shutil.rmtree(work.path / "state" / "index")
+    mount = mounted(work)
+    assert (copied(mount), directories(work.path / "tier")) == (0, [before])
+    ended(mount)
+    shutil.rmtree(work.path / "state")
+    mount = mounted(work)
+    assert copied(mount) == 0
+    ended(mount)
+    (work.path / "state").rename(work.path / "kept")
+    mount = mounted(work, "another")
+    assert copied(mount) == 0
+    assert "took over" in work.log()
+    ended(mount)
+    # The first one is back: what was its own is the other's by now.
+    (work.path / "kept").rename(work.path / "state")
+    mount = mounted(work)
+    assert copied(mount) == FILES
+    ended(mount)
+    assert len(directories(work.path / "tier")) == 2
+    assert asked("fsck", f"{work.path}/another")["findings"] == {}
+
+
+def test_a_directory_that_is_not_ours_any_more(work: Bench) -> None:
+    tier = work.path / "tier"
+    ended(mounted(work))
+    for spoilt in ("link", "file", "foreign", "open", "fifo"):
+        (made,) = {path.parent for path in tier.glob("*/owner") if path.is_file()}
+        beside = work.path / f"beside {spoilt}"
+        made.rename(beside)
+        match spoilt:
+            case "link":
+                made.symlink_to(beside)
+            case "file":
+                made.write_text("")
+            case "foreign":
+                made.mkdir()
+                shutil.chown(made, NOBODY)
+            case "open":
+                made.mkdir()
+                made.chmod(0o777)
+            case _:
+                made.mkdir(0o700)
+                os.mkfifo(made / "owner")
+        before = sorted(os.listdir(beside))
+        mount = mounted(work)
+        assert copied(mount) == FILES, spoilt
+        assert sorted(os.listdir(beside)) == before
+        ended(mount)
+        if made.is_symlink():
+            made.unlink()
+    mount = mounted(work)
+    assert copied(mount) == 0
+    ended(mount)
+
+
+def test_copies_in_a_tier_that_is_not_named_are_told(work: Bench) -> None:
+    """Who mounts is told once, the status counts them, and they are used once it is named again."""
+    ended(mounted(work))
+    (before,) = directories(work.path / "tier")
+    point = work.path / "point"
+    point.mkdir()
+    words = (str(point), "--state-dir", f"{work.path}/state", "--tier", f"{work.path}/other=100M")
+    done = run("mount", f"{work.path}/src", *words, "--prefetch", "none")
+    assert done.returncode == 0, done.stderr
+    mount = Mount(work.path / "src", point)
+    work.mounts.append(mount)
+    lines = [line for line in done.stderr.splitlines() if "no --tier names" in line]
+    assert len(lines) == 1
+    assert f"stay in {before} (" in lines[0]
+    assert f"--tier {work.path}/tier again" in lines[0]
+    status = mount.status()
+    (other,) = status["other_tiers"]
+    assert (other["path"], other["files"]) == (f"{work.path}/tier", FILES)
+    assert other["used_bytes"] > 0
+    assert status["files"]["resident"] == 0
+    ended(mount)
+    mount = mounted(work)
+    assert (copied(mount), mount.status()["other_tiers"]) == (0, [])
+    ended(mount)
