@@ -75,7 +75,7 @@ endif
 test-fuzz: $(STAMP)
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-# Lines and branches of Python and C that the quick tests go through; ARGS: --json, or pytest's for others.
+# Lines and branches of Python and C that the quick tests go through; ARGS: pytest's for others.
 coverage: $(STAMP)
 	@$(BIN)/python -m tests.coverage $(ARGS)
 
@@ -83,7 +83,7 @@ coverage: $(STAMP)
 trace: $(STAMP)
 	@$(BIN)/python -m bench.trace $(CASE) $(ARGS)
 
-# 50 bugs, put into a copy one at a time: how many do the tests find? ARGS: names of some, --list, --json.
+# 50 bugs, put into a copy one at a time: how many do the tests find? ARGS: names of some.
 test-mutants: $(STAMP)
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
