@@ -70,23 +70,20 @@ static PyObject *py_misses_directory(PyObject *Py_UNUSED(self), PyObject *args)
 static PyObject *py_misses_put(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, source_ino, size;
-	long long mtime_ns, ctime_ns, fresh_until_ns = 0;
+	long long mtime_ns, ctime_ns, fresh_until_ns;
 	unsigned number;
-	const char *name, *replica_name = NULL;
+	const char *name, *replica = NULL;
 	Py_ssize_t length, replica_bytes = 0;
-	if (!PyArg_ParseTuple(args, "KIy#KKLL|y#L", &ino, &number, &name, &length, &source_ino, &size,
-			      &mtime_ns, &ctime_ns, &replica_name, &replica_bytes, &fresh_until_ns))
+	if (!PyArg_ParseTuple(args, "KIy#KKLLL|y#", &ino, &number, &name, &length, &source_ino, &size,
+			      &mtime_ns, &ctime_ns, &fresh_until_ns, &replica, &replica_bytes))
 		return NULL;
-	if (replica_name && replica_bytes != MISS_REPLICA_BYTES) {
+	if (replica && replica_bytes != MISS_REPLICA_BYTES) {
 		PyErr_SetString(PyExc_ValueError, "the name of a replica has 16 bytes");
 		return NULL;
 	}
 	const struct miss_version version = {source_ino, size, mtime_ns, ctime_ns};
-	struct miss_replica replica = {.fresh_until_ns = fresh_until_ns};
-	if (replica_name)
-		memcpy(replica.name, replica_name, MISS_REPLICA_BYTES);
-	return PyBool_FromLong(misses_put(ino, number, name, (size_t)length, &version,
-					  replica_name ? &replica : NULL));
+	return PyBool_FromLong(misses_put(ino, number, name, (size_t)length, &version, fresh_until_ns,
+					  (const unsigned char *)replica));
 }
 
 static PyObject *py_misses_peers(PyObject *Py_UNUSED(self), PyObject *capsule)

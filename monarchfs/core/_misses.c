@@ -73,11 +73,11 @@ struct entry {
 	unsigned answering; /* threads that are answering with it */
 	unsigned generation; /* of the directory */
 	unsigned opened_in; /* the batch of events (`events_taken`) that tells of its last open */
-	struct miss_replica replica;
 	int64_t fresh_until_ns; /* until then an open need not ask the source for the version */
+	unsigned char replica[MISS_REPLICA_BYTES]; /* its name at other nodes, if `shared` */
 	uint16_t directory;
 	uint8_t state;
-	bool shared; /* other nodes may have it, as `replica` */
+	bool shared; /* other nodes may have it */
 	bool excluded; /* Python reads the file */
 	bool over; /* forgotten at the last close; until then served from memory */
 	bool told; /* an event with its bytes waits for Python */
@@ -573,7 +573,7 @@ static bool read_from_peer(struct fetch *fetch, const struct directory *director
 	if (length >= (int)sizeof(path))
 		return false;
 	struct miss_bytes *bytes = new_bytes(fetch);
-	struct miss_wanted file = {entry->replica.name, (size_t)entry->version.size, path,
+	struct miss_wanted file = {entry->replica, (size_t)entry->version.size, path,
 				   fetch->owner == OF_PYTHON};
 	if (bytes && misses.read_from_peers(&file, __atomic_load_n(&source_ns, __ATOMIC_RELAXED), bytes->data)) {
 		fetch->bytes = bytes;
@@ -593,7 +593,7 @@ static void note_source(uint64_t took_ns)
 static int carry_out(struct fetch *fetch, const struct directory *directory)
 {
 	const struct entry *entry = fetch->entry;
-	bool fresh = entry->shared && resident_fresh(entry->replica.fresh_until_ns);
+	bool fresh = entry->shared && resident_fresh(entry->fresh_until_ns);
 	if (fresh && read_from_peer(fetch, directory))
 		return 0;
 	fetch->asked = true;
@@ -1024,8 +1024,8 @@ static void evict(void)
 	}
 }
 
-bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
-		const struct miss_version *version, const struct miss_replica *replica)
+bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length, const struct miss_version *version,
+		int64_t fresh_until_ns, const unsigned char *replica)
 {
 	if (misses.events_fd < 0 || !version->size || !length || length > MISS_NAME_BYTES ||
 	    number >= MISS_DIRECTORIES)
@@ -1037,14 +1037,14 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length,
 		.ino = ino,
 		.version = *version,
 		.directory = (uint16_t)number,
+		.fresh_until_ns = fresh_until_ns,
+		.shared = replica,
 		.task = {.run = run},
 	};
 	memcpy(made->name, name, length);
 	made->name[length] = 0;
-	if (replica) {
-		made->replica = *replica;
-		made->shared = true;
-	}
+	if (replica)
+		memcpy(made->replica, replica, MISS_REPLICA_BYTES);
 	pthread_mutex_lock(&source_lock);
 	struct entry **place = place_of(ino), *known = *place;
 	bool busy = known && (known->state != REMOTE || known->bytes || known->answering ||
@@ -1073,7 +1073,7 @@ bool misses_has(uint64_t ino)
 	pthread_mutex_lock(&source_lock);
 	const struct entry *entry = *place_of(ino);
 	bool has = entry && !entry->over && directory_of(entry) &&
-		   (!entry->shared || resident_fresh(entry->replica.fresh_until_ns));
+		   (!entry->shared || resident_fresh(entry->fresh_until_ns));
 	pthread_mutex_unlock(&source_lock);
 	return has;
 }

@@ -91,16 +91,11 @@ typedef bool miss_peers(const struct miss_wanted *file, uint64_t source_ns, char
 /* Once, before misses_serve. */
 void misses_peers(miss_peers *read);
 
-/* What other nodes may have. Until `fresh_until_ns` (see resident_fresh) an open need not ask the source whether
- * the file still has the version. */
-struct miss_replica {
-	unsigned char name[MISS_REPLICA_BYTES];
-	int64_t fresh_until_ns;
-};
-
-/* Enter what `ino` stands for. `replica`: NULL if no other node has it. False if there is no room. */
-bool misses_put(uint64_t ino, unsigned directory, const char *name, size_t length,
-		const struct miss_version *version, const struct miss_replica *replica);
+/* Enter what `ino` stands for. Until `fresh_until_ns` (see resident_fresh) an open of bytes that are here, or that
+ * another node has, need not ask the source for the version. `replica`: the name under which other nodes may have it
+ * (MISS_REPLICA_BYTES); NULL: none has. False if there is no room. */
+bool misses_put(uint64_t ino, unsigned directory, const char *name, size_t length, const struct miss_version *version,
+		int64_t fresh_until_ns, const unsigned char *replica);
 
 /* Whether it is entered, and still fresh if other nodes may have it. */
 bool misses_has(uint64_t ino);
@@ -113,8 +108,7 @@ void misses_forget_all(void);
 /* Python wants all of each file, whether or not anybody asked for it. At most `threads` threads read them, not
  * the threads that readers wait for. One event tells of each, with its bytes or why there are none; none does
  * where `begun` is set to false, or `misses_exclude` ended the fetch. A reader who asks meanwhile is answered
- * from the same read. Until `fresh_until_ns` of each (see resident_fresh), an open of bytes that are here need not ask
- * the source for the version. */
+ * from the same read. `fresh_until_ns` of each as in misses_put. */
 void misses_fetch(const uint64_t *inos, const int64_t *fresh_until_ns, size_t count, unsigned threads, bool *begun);
 
 /* A reader waits for these files that are to be fetched: they are read like files that readers want. */

@@ -96,8 +96,8 @@ def misses_put(
     size: int,
     mtime_ns: int,
     ctime_ns: int,
-    replica_name: bytes = b"",
-    fresh_until_ns: int = 0,
+    fresh_until_ns: int,
+    replica_name: bytes = ...,
     /,
 ) -> bool: ...
 def misses_peers(read: object, /) -> None: ...

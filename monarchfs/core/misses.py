@@ -128,10 +128,11 @@ class Misses:
         if number is None:
             return False
         version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
-        replica: tuple[object, ...] = ()
-        if self._shares:
-            replica = (stat.version.replica_name, self._fresh_until(node))
-        return bool(self._hooks.misses_put(node.ino, number, node.name, *version, *replica))
+        replica = (stat.version.replica_name,) if self._shares else ()
+        fresh_until = self._fresh_until(node)
+        return bool(
+            self._hooks.misses_put(node.ino, number, node.name, *version, fresh_until, *replica)
+        )
 
     def _directory(self, ino: int) -> int | None:
         number = self._directories.get(ino)

@@ -32,7 +32,7 @@ static void replace(uint64_t ino, bool right)
 		return;
 	CHECK(fstatat(source_fd, name, &st, 0) == 0);
 	const struct miss_version version = {st.st_ino, SIZE, ns_of(st.st_mtim), ns_of(st.st_ctim)};
-	misses_put(ino, DIRECTORY, name, strlen(name), &version, NULL);
+	misses_put(ino, DIRECTORY, name, strlen(name), &version, 0, NULL);
 }
 
 /* Whether an event is to tell of it. Who fetches knows of that, as Python does. */

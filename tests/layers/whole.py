@@ -154,7 +154,7 @@ class WholeReads:
         self._directories[number] = os.dup(fd)
 
     def misses_put(self, ino: int, directory: int, name: bytes, *version: int) -> bool:
-        source_ino, size, mtime_ns, ctime_ns = version
+        source_ino, size, mtime_ns, ctime_ns, _fresh_until_ns = version
         entry = Entry(directory, name, (source_ino, size, mtime_ns, ctime_ns))
         self._entries.setdefault(ino, entry)
         return True
