@@ -12,38 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from bench import copying, epochs, growth, nodes, programs, scale, verify
+from bench import copying, epochs, growth, nodes, programs, verify
 from bench.arms import DIRECT, LOCAL, Arm
-from bench.copying import ALL, CP, NO_LATENCY, READ, RSYNC, WARM, Case, Tree
+from bench.copying import ALL, CP, NO_LATENCY, RSYNC, WARM, Case, Tree
 from bench.harness import Unusable, reader_processes
-from bench.pfs import INSTANT, Counts, ParallelFileSystem
+from bench.pfs import INSTANT, ParallelFileSystem
 from bench.report import Result
-from bench.scale import Dataset
 from bench.task import Size, Task
-from monarchfs.peers.ownership import BUCKETS, Ownership
 from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
 from tests.support.programs import execute
 from tests.support.surroundings import REPOSITORY, program
 
 # Copy rate
-
-
-def test_rates_are_files_of_small_and_megabytes_of_large_files() -> None:
-    seconds = {WARM: [2.0], CP: [4.0], RSYNC: [8.0], READ: [1.0], ALL: [4.0]}
-    small = copying.Found(Case(Tree("s", 100, 1000), "fast", 1), seconds, Counts(open=100))
-    large = copying.Found(Case(Tree("l", 2, 500_000_000), "busy", 1), seconds, Counts())
-    assert small.rates(WARM) == [50.0]
-    assert large.rates(WARM) == [500.0]
-    result = Result("copying", "")
-    copying.show(result, small)
-    copying.show(result, large)
-    rows = {(row.what, row.against): row for row in result.rows}
-    assert rows["s files, fast: warm against cp -r", CP].holds is True
-    missed = rows["l files, busy: warm against reading alone", READ]
-    assert (missed.ratio, missed.holds) == (0.5, False)
-    copying.bars(result, [small, large])
-    assert {one.panel for one in result.series} == {"fast", "busy"}
-    assert {one.plot for one in result.series} == {"Copying small files", "Copying large files"}
 
 
 @requires_fuse
@@ -133,47 +113,6 @@ def test_files_have_the_bytes_that_they_should(tmp_path: Path) -> None:
     (tmp_path / nodes.name_of(2)).unlink()
     found = nodes.read_all((str(tmp_path), [2, 0, 1], False))
     assert (found.errors, found.wrong) == (1, 1)
-
-
-def test_a_sampler_divides_the_files_anew_in_each_epoch() -> None:
-    first, second = nodes.partitions(10, 3, 0), nodes.partitions(10, 3, 1)
-    for parts in (first, second):
-        assert sorted(number for part in parts for number in part) == list(range(10))
-    assert first != second
-    assert all(sorted(order) == list(range(10)) for order in nodes.whole_orders(10, 3, 0))
-
-
-NODES = scale.cluster(8)
-OWNERSHIP = Ownership(NODES)
-EVEN = Dataset("even", [1] * BUCKETS)
-
-
-def without(number: int) -> Ownership:
-    return Ownership([node for n, node in enumerate(NODES) if n != number])
-
-
-def test_lists_that_agree_read_everything_once() -> None:
-    nobody: frozenset[int] = frozenset()
-    assert scale.read_with_old_lists(OWNERSHIP, OWNERSHIP, nobody, EVEN) == 1
-    assert scale.read_with_old_lists(OWNERSHIP, without(3), nobody, EVEN) == 1
-
-
-def test_who_lists_a_lost_node_reads_its_files_alone() -> None:
-    own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
-    after = without(3)
-    everybody = frozenset(range(7))
-    read = scale.read_with_old_lists(OWNERSHIP, after, everybody, EVEN)
-    assert read == pytest.approx(1 + 6 * own)
-    # One that is no owner of any of them: it reads them besides the new owners.
-    one = scale.read_with_old_lists(OWNERSHIP, after, frozenset([0]), EVEN)
-    assert 1 + own < one < 1 + 2 * own
-
-
-def test_who_does_not_list_a_new_node_asks_the_former_owner() -> None:
-    own = scale.owned_bytes(OWNERSHIP, EVEN)[3] / BUCKETS
-    # The former owner knows the old list and copies for those that do too.
-    stale = frozenset(range(8)) - {3}
-    assert scale.read_with_old_lists(without(3), OWNERSHIP, stale, EVEN) == pytest.approx(1 + own)
 
 
 # The load that verifies what it reads

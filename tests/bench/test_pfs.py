@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 
 import bench.pfs
-from bench.calibrate import WEATHER_SEED, left_by, measure_counters
+from bench.calibrate import measure_counters
 from bench.harness import Unusable, drop_names
 from bench.kernelparts import delayed_mirror
 from bench.pfs import INSTANT, PROFILES, ParallelFileSystem, Profile, Requests, build, set_layout
@@ -255,19 +254,6 @@ def test_all_readers_share_the_bandwidth(backing: Path, mounted: Mounter) -> Non
     assert seconds(4, "read", *paths) >= 4 * (3 * MIB + 5) / 40e6
 
 
-def test_others_take_the_share_that_was_drawn(mounted: Mounter) -> None:
-    noisy = replace(INSTANT, bandwidth=20e6, noise=0.9, noise_period=0.05)
-    pfs = mounted(noisy, seed=5)
-    began = time.monotonic()
-    pfs.restart_noise()
-    _, ended = python(TIMED, 1, "read", pfs.path / "large")
-    steps = int((ended - began) / noisy.noise_period) + 1
-    middles = [(step + 0.5) * noisy.noise_period for step in range(steps)]
-    free = [1 - noisy.share(5, middle) for middle in middles]
-    assert sum(free) * noisy.noise_period * noisy.bandwidth >= 3 * MIB + 5
-    assert max(free) - min(free) > 0.1
-
-
 def test_the_noise_is_the_same_here_as_there() -> None:
     profile, seed = replace(PROFILES["crowded"], noise_period=0.25), 2**64 - 1
     done = execute(
@@ -366,10 +352,3 @@ def test_a_delayed_mirror_leaves_nothing(place: Path) -> None:
     (place / "data").mkdir()
     with delayed_mirror(place / "data", place / "mirror", 0.001, 0.001) as mirror:
         assert mounting.fuse_mounts(str(place)) == [str(mirror)]
-
-
-def test_what_the_noise_leaves_is_the_bandwidth_less_the_shares() -> None:
-    noisy = replace(PROFILES["crowded"], bandwidth=100.0, noise_period=2.0)
-    first, second = noisy.share(WEATHER_SEED, 0.0), noisy.share(WEATHER_SEED, 2.0)
-    assert left_by(noisy, 3.0) == pytest.approx(200 * (1 - first) + 100 * (1 - second))
-    assert left_by(noisy.quiet(), 3.0) == pytest.approx(300)

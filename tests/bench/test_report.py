@@ -16,7 +16,7 @@ import pytest
 
 from bench import comparison, harness, markdown, plots, plotstyle, run, suites
 from bench.report import Kind, Missing, Report, Result, load, merged, save
-from bench.sampling import Sample, local_shares, sampled, share_series
+from bench.sampling import sampled, share_series
 from bench.task import Task
 from monarchfs.types import OperationError
 from tests.bench import made_up
@@ -266,20 +266,6 @@ def test_pictures_are_files_with_something_in_them(pictures: list[plots.Picture]
         pixels = mpimg.imread(picture.png)
         assert pixels.shape[1] == plotstyle.WIDTH_INCHES * plotstyle.DOTS_PER_INCH
         assert pixels.std() > 0.05
-
-
-def test_the_share_is_of_what_was_opened_in_the_window() -> None:
-    samples = [
-        *(Sample(0, 0, 0), Sample(1, 0, 100), Sample(2, 50, 150)),
-        *(Sample(3, 50, 150), Sample(4, 250, 150)),
-    ]
-    points = local_shares(samples, 1.0)
-    assert [(p.x, p.y) for p in points] == [(1, 0.0), (2, 50.0), (4, 100.0)]
-
-
-def test_a_replaced_worker_counts_anew_and_is_left_out() -> None:
-    samples = [Sample(0, 100, 100), Sample(1, 200, 100), Sample(2, 0, 0), Sample(3, 10, 0)]
-    assert [p.x for p in local_shares(samples, 1.0)] == [1, 3]
 
 
 def test_samples_are_taken_until_the_block_ends() -> None:

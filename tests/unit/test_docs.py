@@ -229,6 +229,11 @@ def test_the_tests_that_promises_name_exist(document: str) -> None:
         assert f"def {function or 'test_'}" in (REPOSITORY / path).read_text(), (path, function)
 
 
+def test_the_tests_that_are_run_with_the_oldest_libraries_exist() -> None:
+    (paths,) = re.findall(r"^ +(tests/.*)$", (REPOSITORY / ".ci/packaging").read_text(), re.M)
+    execute(["bash", "-c", f"ls -d {paths}"], cwd=REPOSITORY, check=True)
+
+
 def test_every_promise_and_every_hostile_surface_names_one() -> None:
     semantics, security = (
         (REPOSITORY / "docs" / name).read_text() for name in ("SEMANTICS.md", "SECURITY.md")
