@@ -176,7 +176,7 @@ system-files:
 		$(DESTDIR)$(PREFIX)/share/bash-completion/completions
 	install -m 644 $(PAGES)/monarchfs.1 $(DESTDIR)$(PREFIX)/share/man/man1
 	install -m 644 $(PAGES)/mount.monarchfs.8 $(DESTDIR)$(PREFIX)/share/man/man8
-	$(RUN) -m monarchfs.cli.main completion bash \
+	$(RUN) -m monarchfs completion bash \
 		> $(DESTDIR)$(PREFIX)/share/bash-completion/completions/monarchfs
 	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system $(DESTDIR)$(PREFIX)/share/monarchfs
 	for unit in $(UNITS); do \

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MONARCHFS = (sys.executable, "-m", "monarchfs.cli.main")
+MONARCHFS = (sys.executable, "-m", "monarchfs")
 MIB = 1 << 20
 DROP_CACHES = "/proc/sys/vm/drop_caches"
 

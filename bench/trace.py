@@ -160,7 +160,7 @@ class Mount:
     """A mount of the copy's program, of FILES files; ended at the end of the block."""
 
     def __init__(self, copy: Copy, place: Path, case: Case, options: Sequence[str]) -> None:
-        self._command = [str(copy.python), "-I", "-m", "monarchfs.cli.main"]
+        self._command = [str(copy.python), "-I", "-m", "monarchfs"]
         self._source, self._path = place / "source", place / "mount"
         self._options = [
             *("--tier", f"{place}/tier=1G", "--state-dir", f"{place}/state"),

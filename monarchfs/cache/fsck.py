@@ -33,6 +33,7 @@ from monarchfs.cache import tier_comparison as comparison
 from monarchfs.cache.index import Index, LastClose, last_close, problems, remove_aside, set_aside
 from monarchfs.cache.store.allocator import allocated
 from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.files import FAN_OUTS
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.system.limits import explained
@@ -52,7 +53,6 @@ MOST_LINES = 100
 _PROGRESS_SECONDS = 0.2
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ASIDE = re.compile(r"index\.bad-[0-9]+")
-_FAN_OUTS = 256
 _BATCH = 1024
 _DEEPEST = 4096
 
@@ -305,7 +305,7 @@ class CacheCheck:
         try:
             tier = self._open_tier(path, 0)
             try:
-                for fan_out in range(_FAN_OUTS):
+                for fan_out in range(FAN_OUTS):
                     here = tier.files.complete(fan_out)
                     files += len(here)
                     allocated += sum(file.allocated_bytes for file in here)
@@ -358,7 +358,7 @@ class TierCheck:
         totals = self._index.replicas.tier_totals().get(self._tier.id, TierTotals())
         to_read = totals.allocated_bytes if self._checksum else 0
         partial_rows: list[Row] = []
-        for fan_out in range(_FAN_OUTS):
+        for fan_out in range(FAN_OUTS):
             rows = [row for row in self._rows(bytes([fan_out])) if not row[2].segment]
             partial_rows += [
                 (name, ino, record._replace(present=b"", digests=b""))
@@ -367,7 +367,7 @@ class TierCheck:
             ]
             self._check_fan_out(rows, self._tier.files.complete(fan_out), to_read)
             if not to_read:
-                self._report.progress(f"comparing {self._tier.path}", fan_out + 1, _FAN_OUTS)
+                self._report.progress(f"comparing {self._tier.path}", fan_out + 1, FAN_OUTS)
         parts = self._tier.files.parts()
         for finding in comparison.compare_parts(partial_rows, parts):
             self._handle_part(finding)

@@ -20,6 +20,7 @@ from monarchfs.cache.index.index import Index
 from monarchfs.cache.placement.events import Action, Loaded, PlacementEvent
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.files import FAN_OUTS
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.cache.tier_threads import TierThreads
@@ -30,7 +31,6 @@ from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, Ti
 
 log = logging.getLogger(__name__)
 
-FAN_OUTS = 256
 LOST_BATCH = 256
 SAMPLED = 8
 

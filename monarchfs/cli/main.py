@@ -101,7 +101,3 @@ def _split_command(words: Sequence[str]) -> tuple[list[str], list[str] | None]:
         return list(words), None
     where = list(words).index("--")
     return list(words[:where]), list(words[where + 1 :])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -319,7 +319,7 @@ class SelfTest:
 
     def _run(self, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*module_command("monarchfs.cli.main"), *words],
+            [*module_command("monarchfs"), *words],
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,

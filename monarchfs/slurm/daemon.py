@@ -34,7 +34,7 @@ _SYSTEMD_RUN = "/usr/bin/systemd-run"
 def command_of_ours(*words: str) -> list[str]:
     """How a prolog runs a command of this program, whatever the environment and the working
     directory."""
-    return [*module_command("monarchfs.cli.main"), *words]
+    return [*module_command("monarchfs"), *words]
 
 
 def clean_environment() -> dict[str, str]:

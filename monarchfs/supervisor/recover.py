@@ -166,11 +166,16 @@ def find_others_mount(path: str) -> Mount | None:
     return None if mount is None or (mount.fstype, mount.root) == (MONARCHFS, "/") else mount
 
 
+def is_no_mount(path: str) -> OperationError:
+    """With the remedy."""
+    return OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
+
+
 def required(path: str, search: Search) -> FoundMount:
     """`find_one`; raises OperationError, with the remedy, where there is none."""
     found = find_one(path, search)
     if found is None:
-        raise OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
+        raise is_no_mount(path)
     return found
 
 

@@ -378,7 +378,7 @@ def _prepare(base: Path) -> None:
     (base / "lustre").mkdir()
     ours, scripts = f"{base}/monarchfs", REPOSITORY / "slurm"
     commands = {
-        "monarchfs": f'exec {sys.executable} -m monarchfs.cli.main "$@"',
+        "monarchfs": f'exec {sys.executable} -m monarchfs "$@"',
         "prolog": f"MONARCHFS={ours} exec {scripts}/prolog --config {base}/site.toml",
         "epilog": f"MONARCHFS={ours} exec {scripts}/epilog --config {base}/site.toml",
         "task_prolog": f"MONARCHFS={ours} exec {scripts}/task_prolog",

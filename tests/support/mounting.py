@@ -34,7 +34,7 @@ from tests.support.timing import Stopwatch
 from tests.support.timing import wait_for as wait_for
 
 REPOSITORY = surroundings.REPOSITORY
-MONARCHFS = [sys.executable, "-m", "monarchfs.cli.main"]
+MONARCHFS = [sys.executable, "-m", "monarchfs"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))} | {
     "MONARCHFS_STANDBY": "false"
 }

@@ -40,6 +40,10 @@ _ZEROS = bytes(_HOLE_BYTES)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+FAN_OUTS = 256
+"""So many directories: `fan_out`."""
+
+
 def fan_out(name: bytes) -> str:
     """The directory of complete replicas of this name."""
     return f"{name[0]:02x}"
