@@ -415,7 +415,7 @@ def test_gc_takes_out_unknown_jobs_and_what_killed_daemons_leave(slurm: Cluster)
         assert slurm.run("n3", "ls", str(jobs)).stdout.split() == [str(job)]
         assert slurm.mount_of("n3", data) == point, "what is in use stays"
         # Every daemon of ours on this node, as if memory had run out.
-        slurm.run("n3", "pkill", "-KILL", "-f", "monarchfs[.]")
+        slurm.run("n3", "pkill", "-KILL", "-f", "m monarchf[s]")
         socket = "import socket; socket.socket(socket.AF_UNIX).bind('/run/monarchfs/dead.sock')"
         slurm.run("n3", "python3", "-c", socket)
         found = {one["kind"]: one for one in gc(slurm)["found"]}
