@@ -28,6 +28,7 @@ from tests.support.trees import write_files
 pytestmark = requires_mounts
 
 RECORD = 64
+OFTEN = 10
 ROUNDS = 36
 READERS = 3
 RENAME_EXCHANGE = 2
@@ -93,22 +94,25 @@ def change(source: Path, step: int) -> None:
 
 
 @contextmanager
-def changing(source: Path) -> Iterator[None]:
-    """Again and again."""
-    stop, steps = threading.Event(), itertools.count(1)
+def changing(source: Path) -> Iterator[threading.Event]:
+    """Again and again. The event is set when that was often."""
+    stop, often = threading.Event(), threading.Event()
 
     def run() -> None:
-        while not stop.wait(0.004):
-            change(source, next(steps))
+        for step in itertools.count(1):
+            if stop.wait(0.004):
+                return
+            change(source, step)
+            if step == OFTEN:
+                often.set()
 
     writer = threading.Thread(target=run)
     writer.start()
     try:
-        yield
+        yield often
     finally:
         stop.set()
         writer.join()
-    assert next(steps) > 10
 
 
 CHECKS: dict[str, Callable[[bytes], object]] = {
@@ -166,10 +170,12 @@ def test_no_call_fails_while_files_change(work: Bench, mode: str) -> None:
     found: list[str] = []
 
     def read() -> None:
-        for _ in range(ROUNDS // READERS):
+        for number in itertools.count():
+            if number >= ROUNDS // READERS and often.is_set():
+                return
             read_each(mount.path, errors, found)
 
-    with changing(source):
+    with changing(source) as often:
         readers = [threading.Thread(target=read) for _ in range(READERS)]
         for reader in readers:
             reader.start()
