@@ -131,10 +131,9 @@ class CopyJobs:
     def take_next(self) -> tuple[int, Priority] | None:
         """The next one of the queue."""
         first = self.queue.first
-        for job in self.queue.next(first, 1):
-            self.take_each([job])
-            return job.ino, first
-        return None
+        jobs = self.queue.next(first, 1)
+        self.take_each(jobs)
+        return (jobs[0].ino, first) if jobs else None
 
     def take_each(self, jobs: Sequence[CopyJob]) -> None:
         """Take these out of the queue."""

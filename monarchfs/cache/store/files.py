@@ -34,14 +34,13 @@ PARTS = "parts"
 _PART = re.compile(r"[0-9a-f]{32}")
 _REPLICA = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{16})")
 
+FAN_OUTS = 256
+"""How many values `fan_out` has."""
+
 _HOLE_BYTES = 64 * 1024
 _ZEROS = bytes(_HOLE_BYTES)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-FAN_OUTS = 256
-"""So many directories: `fan_out`."""
 
 
 def fan_out(name: bytes) -> str:
