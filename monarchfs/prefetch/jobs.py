@@ -251,7 +251,8 @@ class CopyJobs:
             job.failures += 1
             self.retry(ino, priority, RETRY_SECONDS[job.failures - 1])
         else:
-            self.forget_failures(ino)
+            job.failures = 0
+            self._forget_if_over(job)
             self._metrics.copy_failed(exc.errno)
             log.warning("inode %d is not copied: %s", ino, exc)
 

@@ -191,6 +191,12 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
         calls = mirror.posix.faults.calls["read"]
         await let_pass(mirror, clock, 1000)
         assert mirror.posix.faults.calls["read"] == calls
+        # This is not tried again.
+        mirror.posix.faults.end()
+        mirror.posix.faults.fail("read", errno.EACCES)
+        await mirror.want(name)
+        await mirror.settled()
+        assert mirror.metrics.copies_failed == 2
 
 
 # The scan.

@@ -390,6 +390,7 @@ class Mirror:
         await until(lambda: not self.cache.accounts.busy, "moves to end")
         await self.idle()
         assert self.copier.jobs.files == {}
+        assert not any(job.over for job in self.copier.jobs._jobs.values())
         assert self.cache.accounts.opened == {}
         await until(self._units_are_gone, "the memory of units to be given back")
         reserved = {
