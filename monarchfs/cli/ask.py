@@ -30,7 +30,7 @@ from monarchfs.control.client import request as ask_within
 from monarchfs.control.messages import too_long
 from monarchfs.control.weights import checked, weight_requests
 from monarchfs.fuse.mountinfo import split_below
-from monarchfs.supervisor.recover import FoundMount, find_all, is_no_mount, require_daemon, required
+from monarchfs.supervisor.recover import FoundMount, find_all, not_a_mount, require_daemon, required
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 from monarchfs.types import OperationError, UsageError
@@ -117,7 +117,7 @@ def mount_and_paths(
     by_point = {found.mountpoint: found for found in find_all(search_of(environ))}
     place = split_below(typed, by_point)
     if place is None:
-        raise is_no_mount(typed)
+        raise not_a_mount(typed)
     mountpoint, first = place
     if first:
         # After a path, not a mount point, paths are what they are to every other command.

@@ -166,8 +166,8 @@ def find_others_mount(path: str) -> Mount | None:
     return None if mount is None or (mount.fstype, mount.root) == (MONARCHFS, "/") else mount
 
 
-def is_no_mount(path: str) -> OperationError:
-    """With the remedy."""
+def not_a_mount(path: str) -> OperationError:
+    """The error for a path without a mount of ours, with the remedy."""
     return OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
 
 
@@ -175,7 +175,7 @@ def required(path: str, search: Search) -> FoundMount:
     """`find_one`; raises OperationError, with the remedy, where there is none."""
     found = find_one(path, search)
     if found is None:
-        raise is_no_mount(path)
+        raise not_a_mount(path)
     return found
 
 
