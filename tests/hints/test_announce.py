@@ -123,20 +123,6 @@ def test_who_asks_for_the_class_is_told_that_of_the_sampler(files: list[str]) ->
     assert isinstance(hints.announce(Sampler(), files), Sampler)
 
 
-def test_nothing_is_drawn_before_it_is_asked_for(files: list[str]) -> None:
-    drawn = []
-
-    class Told(Sampler):
-        def __iter__(self) -> Iterator[int]:
-            drawn.append(self)
-            yield from super().__iter__()
-
-    iterator = iter(hints.announce(Told(), files))
-    assert not drawn
-    assert next(iterator) == 0
-    assert drawn
-
-
 def test_a_mount_that_fails_is_reported_once_and_asked_again(
     files: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

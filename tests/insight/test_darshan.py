@@ -15,7 +15,7 @@ import pytest
 
 from monarchfs.cli.main import main
 from monarchfs.insight.darshan import FileReads, JobReads, read_logs
-from monarchfs.insight.darshan_verdict import analyze_darshan, commonest, paths_of, text_lines
+from monarchfs.insight.darshan_verdict import analyze_darshan, paths_of, text_lines
 from monarchfs.prefetch.scan import read_list
 from monarchfs.types import OperationError
 from tests.support.golden import Golden
@@ -199,10 +199,3 @@ def test_the_list_has_the_order_of_the_job() -> None:
     found = analyze_darshan(job_of(*dataset(), odd, shard), "/d/", None)
     assert paths_of(found) == [f"/d/train/{n % 9}/{n}" for n in reversed(range(500))]
     assert paths_of(analyze_darshan(JobReads(), None, None)) == []
-
-
-def test_the_commonest_directory() -> None:
-    files = [read_file("/d/a/x", 50), read_file("/d/b/y", 50), read_file("/etc/passwd", 1)]
-    assert commonest(files) == "/d"
-    assert commonest([read_file("/d/a/x")]) == "/d/a"
-    assert commonest([read_file("/a/x"), read_file("/b/x")]) == "/"

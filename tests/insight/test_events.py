@@ -47,22 +47,12 @@ def packed_reads(*inos: int) -> bytes:
     return b"".join(packed(Kind.READ, ino=ino, size=ino) for ino in inos)
 
 
-def one_after_the_other(*events: bytes, seconds: float = 1.0, sample: int = 1) -> LiveRates:
+def one_after_the_other(*events: bytes, sample: int = 1) -> LiveRates:
     interval = Interval(by_directory=False)
     for event in events:
         interval.add(event, sample)
-    (found,) = interval.close(seconds).values()
+    (found,) = interval.close(1.0).values()
     return found
-
-
-def test_rates_are_per_second_and_closing_is_nothing() -> None:
-    opened = packed(Kind.LOOKUP), packed(Kind.OPEN), packed(Kind.RELEASE)
-    reads = [packed(Kind.READ, size=1000) for _ in range(6)]
-    found = one_after_the_other(*opened, *reads, seconds=2.0)
-    assert (found.lookups, found.opens, found.reads, found.bytes) == (0.5, 0.5, 3, 3000)
-    interval = Interval(by_directory=False)
-    interval.add(opened[-1], 1)
-    assert interval.close(1.0) == {}
 
 
 def test_what_a_sample_stands_for() -> None:

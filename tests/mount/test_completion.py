@@ -47,8 +47,6 @@ def test_every_command_and_every_option_is_offered(tmp_path: Path) -> None:
     [
         (["completion", "z"], ["zsh"]),
         (["mount", "--evict", "s"], ["sieve"]),
-        (["mount", "--freshness", "i"], ["immutable"]),
-        (["run", "--data-path", "p"], ["passthrough"]),
         (["mount", "d"], ["data"]),
         (["mount", "--config", "s"], ["site.toml"]),
         (["mount", "--user", "nobod"], ["nobody"]),

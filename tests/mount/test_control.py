@@ -16,7 +16,7 @@ from operator import methodcaller
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock
 
 import pytest
 import trio
@@ -27,7 +27,7 @@ from monarchfs.cli.main import main
 from monarchfs.control import client as control_client
 from monarchfs.control import messages, registration
 from monarchfs.supervisor import channel, supervise
-from monarchfs.supervisor.reports import ANSWER_SECONDS, Reports
+from monarchfs.supervisor.reports import ANSWER_SECONDS
 from monarchfs.types import OperationError
 from monarchfs.worker import commands
 from monarchfs.worker.bootstrap import CHANNEL_BYTES
@@ -175,25 +175,6 @@ def test_what_is_checked_fits_into_a_message_to_the_worker() -> None:
         assert json.loads(sent)["request"] == request
         longest = max(longest, len(sent))
     assert longest <= min(channel.MESSAGE_BYTES, CHANNEL_BYTES)
-
-
-# Reports, kept by the supervisor
-
-
-def test_a_report_answers_who_asked_before_it() -> None:
-    reports, answered = Reports(), list[Any]()
-    first, _second, third = clients = [Mock(), Mock(), Mock()]
-    reports.due.add(answered.append)
-    for client in clients[:2]:
-        reports.want(client, Mock(), 0.0)
-    assert answered == []
-    reports.arrived(1, {"state": "first"}, 0.2)
-    assert answered == [first], "the second asked later, and wants to see more"
-    reports.want(third, Mock(), 0.3)
-    reports.arrived(3, {"state": "third"}, 0.4)
-    assert answered == clients
-    assert (reports.latest, reports.came) == ({"state": "third"}, 0.4)
-    assert not reports.overdue(100)
 
 
 # A supervisor with a fake worker

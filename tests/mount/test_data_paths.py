@@ -112,24 +112,6 @@ begin a 0/0; begin b 1/3; begin c 0/16; begin d 2/19
 finish a; finish b; finish c; finish d
 {ALL}
 """,
-        "some that hang hold up neither others nor readers": f"""{SMALL}
-hang open {{0..1}}/{{0..3}}
-mount --freshness immutable --prefetch all
-until files.resident = 52
-until prefetch.active = 8
-state copying 1/2
-heal
-{ALL}
-""",
-        "what fails is tried again": f"""{SMALL}
-fail read 0/{{0..4}} EIO
-mount --freshness immutable --prefetch all
-reason 0/3 copying failed: Input/output error
-heal
-{ALL}
-  prefetch.failed 0
-  prefetch.outdated 0
-""",
     }
 )
 

@@ -6,18 +6,15 @@ import os
 import random
 import re
 import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from subprocess import STDOUT
 
 import psutil
 import pytest
 
 from tests.support import surroundings, trees
-from tests.support.fake_mounts import FAKE_CLI, NOBODY, area, device_mode, registered
 from tests.support.mounting import (
     ENVIRONMENT,
     MONARCHFS,
@@ -25,7 +22,6 @@ from tests.support.mounting import (
     Mount,
     as_user,
     assert_one_line,
-    fuse_mounts,
     requires_mounts,
     run,
 )
@@ -189,16 +185,3 @@ def test_a_worker_without_descriptors_does_not_die_of_a_request(work: Bench, src
     assert mount.status()["state"] == "serving"
     assert run("warm", str(mount.path), "--wait").returncode == 0
     assert mount.status()["worker"]["pid"] == worker
-
-
-def test_a_dead_mount_is_removed_where_no_process_can_be_started(place: Path) -> None:
-    """An ordinary user's umount becomes fusermount3 then."""
-    with device_mode(0o666), area(place, NOBODY) as users:
-        users.mount()
-        os.kill(registered(users).entry.supervisor_pid, signal.SIGKILL)
-        program = [users.python, "-c", BECOME.format(hard("NPROC", 1))]
-        umount = [users.python, "-I", FAKE_CLI, "serve", "umount", "mnt"]
-        command = as_user(NOBODY, [*program, *umount])
-        output = subprocess.check_output(command, cwd=place, env=users.environment, stderr=STDOUT)
-        assert output == b""
-        assert fuse_mounts(str(place)) == []

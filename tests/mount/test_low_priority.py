@@ -11,7 +11,6 @@ import threading
 import pytest
 import trio
 
-from monarchfs.system import low_priority
 from monarchfs.system.low_priority import LowPriorityThreads, at_normal_priority
 from tests.support import trees
 from tests.support.mirror import until
@@ -80,23 +79,6 @@ async def test_who_is_cancelled_leaves_only_where_that_was_agreed(abandons: bool
         go_on.set()
         await left.wait()
         await until(lambda: not limiter.borrowed_tokens, "the thread to end")
-
-
-async def test_threads_without_work_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(low_priority, "_IDLE_SECONDS", 0.02)
-    threads = LowPriorityThreads(NICE)
-    before = set(threading.enumerate())  # of other tests
-
-    def left() -> list[threading.Thread]:
-        return [one for one in set(threading.enumerate()) - before if one.name == "low priority"]
-
-    for _ in range(20):
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(threads.run_sync, os.getpid)
-        await trio.sleep(0.01)  # about as long as they wait
-    await until(lambda: not left(), "the threads to end")
-    assert await threads.run_sync(os.getpid) == os.getpid()
 
 
 @requires_fuse

@@ -25,7 +25,7 @@ from tests.support.mounting import (
     requires_mounts,
     wait_for,
 )
-from tests.support.programs import Running, execute
+from tests.support.programs import execute
 
 pytestmark = [*requires_mounts, surroundings.requires_namespaces]
 
@@ -127,7 +127,6 @@ FAILURES = [
     ("-o $O,colour=red $D/source $D/mnt", 1, "colour=red"),
     ("-o remount,$O $D/source $D/mnt", 1, "cannot be changed"),
     ("-f -o $O $D/nosuch $D/mnt", 32, "does not exist"),
-    ("-o $O $D/nosuch $D/mnt", 32, "does not exist"),
     ("-o $O $D/source $D/sbin/mount.monarchfs", 32, "not a directory"),
     ("-o $O,config=/x $D/source $D/mnt", 1, "config=/x"),
     ("$D/source", 1, "required: DIR"),
@@ -147,20 +146,6 @@ def test_one_line_and_the_exit_code_of_mount(
     assert reason in done.stderr
     assert set(place.path.rglob("*")) == before
     assert fuse_mounts(str(place.path)) == []
-
-
-def test_another_mount_namespace(place: Bench) -> None:
-    command = [*NAMESPACE, "/bin/sh", "-c", "echo there; read x"]
-    with Running(command) as there:
-        assert there.line() == "there\n"
-        enter = ["nsenter", "--mount", f"--target={there.pid}"]
-        done = run_there(place, f"mount -N {there.pid} -t monarchfs -o $O $D/source $D/mnt")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert fuse_mounts(str(place.path)) == []
-        cat = [*enter, "cat", f"{place.path}/mnt/file"]
-        assert subprocess.run(cat, capture_output=True, check=True).stdout == b"of the source"
-        subprocess.run([*enter, "umount", f"{place.path}/mnt"], check=True)
-        there.communicate("\n", timeout=10)
 
 
 def test_a_namespace_that_is_none(place: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,33 +122,6 @@ def test_case(work: Bench, case: str) -> None:
     play(work, DATA + CASES[case])
 
 
-def test_where_files_go_for_others_an_order_saves_bytes(work: Bench) -> None:
-    """What comes next stays, and no file is asked for twice. By the policy alone, each epoch would
-    read five sixths of the files."""
-    names = [f"d{n % 3}/{n // 3}" for n in range(120)]
-    with playing(work) as scenario:
-        scenario.play(DATA)
-        options = ("--prefetch", "access", "--evict", "lru", "--freshness", "immutable")
-        scenario.mount(*options, tier=str(60 * 20_480))
-        scenario.play("slow open seconds=0.001")  # what is as fast as memory is not fetched
-        (mount,), (source,) = work.mounts, work.faulty
-        asked = missing = 0
-        for epoch in range(4):
-            order = random.Random(epoch).sample(names, len(names))
-            before = mount.wait_idle()
-            opens = source.counts()["operations"].get("open", 0)
-            scenario.order(*order)
-            if epoch:  # else readers are there before the mount knows what comes next
-                scenario.until("window.files", ">=", str(before["window"]["files"] + 20))
-            scenario.read(*order)
-            if epoch:
-                asked += source.counts()["operations"]["open"] - opens
-                missing += len(names) - before["files"]["resident"]
-        assert asked <= 1.2 * missing
-        assert missing <= 3 * len(names) * 0.6
-        scenario.play("order none; until window.used_bytes = 0")
-
-
 def test_the_window_stays_within_its_limit(work: Bench) -> None:
     """Also with files larger than those that the C part reads otherwise."""
     with playing(work) as scenario:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import subprocess
-from bisect import bisect
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +15,8 @@ from monarchfs.insight.fitting import Amount, Fitted, PlannedTier
 from monarchfs.insight.fitting import fit as fit_files
 from monarchfs.insight.survey import Survey, files_below, survey_and_fit
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
-from monarchfs.system.bounded import Tell, bounded_talk
 from monarchfs.system.walk import BATCH
-from monarchfs.types import OperationError, SourceStat, Space
+from monarchfs.types import SourceStat, Space
 from tests.support.mounting import (
     Bench,
     FaultySource,
@@ -102,14 +98,6 @@ def test_time_that_is_up_is_said(tmp_path: Path) -> None:
     nothing = ["/no/such/directory"]
     report = survey_and_fit(str(tmp_path), nothing, [room(MIB)], 10, 0.0, heard.append)
     assert (report["complete"], report["files"], bool(heard)) == (False, 0, True)
-
-
-def test_a_child_that_dies_is_an_error() -> None:
-    def die(tell: Tell) -> None:
-        os._exit(3)
-
-    with pytest.raises(OperationError, match="killed"):
-        bounded_talk(die, silence=5, overdue="overdue", heard=print)
 
 
 @pytest.fixture
@@ -203,22 +191,6 @@ def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
     again = assert_known_to_the_next(mount, planned, *tiers)
     assert again["source_bytes"]["first_epoch"] == planned["source_bytes"]["later_epoch"]
     shutil.rmtree(work.path / "copy")
-
-
-@needs_mounts
-def test_small_files_fill_the_last_blocks(work: Bench) -> None:
-    """Which of them do depends on what is under way just then: the plan is right but for 1 % of the
-    bytes, and no more files than can be that."""
-    source, rng = work.path / "source", random.Random(7)
-    sizes = [0 if n % 50 == 0 else int(10 ** rng.uniform(1, 6.2)) for n in range(300)]
-    tier = f"{work.path}/tier={int(make_files(source, sizes) * 0.56)}"
-    planned, _mount, now = planned_and_done(work, source, 300, tier)
-    planned_bytes = planned["resident"]["bytes"]
-    assert now["source_io"]["read_bytes"] == pytest.approx(planned_bytes, rel=0.01)
-    smallest = list(accumulate(-(-size // 4096) * 4096 for size in sorted(sizes)))
-    differ = abs(now["files"]["resident"] - planned["resident"]["files"])
-    assert differ <= bisect(smallest, planned_bytes * 0.01)
-    assert now["files"]["resident"] + now["prefetch"]["refused"] == 300
 
 
 @needs_mounts

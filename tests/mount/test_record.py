@@ -381,40 +381,12 @@ def test_top_shows_the_processes_that_read(mount: Mount) -> None:
     assert waited > 0
 
 
-def test_top_goes_on_with_the_next_worker(mount: Mount) -> None:
-    with top(mount) as watched:
-        assert run("restart", str(mount.path)).returncode == 0
-
-        def is_seen() -> bool:
-            reader = read(mount, "a", 1)
-            watched.next()
-            watched.next()
-            return watched.sum("opens", process=reader) > 0
-
-        wait_for(is_seen, "events of the next worker")
-
-
 def test_top_ends_with_the_mount(mount: Mount) -> None:
     with top(mount) as watched:
         assert mount.umount().returncode == 0
         _out, said = watched.process.communicate(timeout=60)
     assert watched.process.returncode == 1
     assert said.startswith(f"monarchfs: {mount.path} is not a monarchfs mount: ")
-
-
-def test_tables_of_top(mount: Mount) -> None:
-    """What they look like is in tests/golden/top.txt."""
-    command = ("top", str(mount.path), "--interval", "0.1", "--count", "2", "--by", "directory")
-    done = run(*command)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count(" s: nothing was asked of the mount; not seen: reads") == 2
-    with reading(mount):
-        table = wait_for(
-            lambda: (said := run(*command).stdout).count("reads/s") == 2 and said, "two"
-        )
-    _head, columns, row, *_rest = table.splitlines()
-    assert columns.split()[:3] == ["directory", "reads/s", "opens/s"]
-    assert row.split()[0] == "a"
 
 
 def test_the_sample_follows_the_rate(mount: Mount) -> None:

@@ -33,7 +33,6 @@ from tests.support.mounting import (
     kill_each,
     processes_about,
     requires_mounts,
-    run,
     wait_for,
 )
 from tests.support.private_mounts import GROUP, NOBODY, Place, left_clean, lines_of, make_place
@@ -158,14 +157,6 @@ def test_root_runs_the_command_as_another_user(roots: Place) -> None:
     assert done.stdout == f"{NOBODY.pw_uid}\ncontent"
     assert "cat: source/secret: Permission denied" in done.stderr
     assert done.returncode == 2  # the shell's, of a cd that is not allowed
-
-
-def test_a_working_directory_that_is_gone(users: Place) -> None:
-    gone = users.path / "gone"
-    gone.mkdir()
-    command = users.command("cat", str(users.source / "file"))
-    done = users.call(["sh", "-c", 'rmdir "$0"; exec "$@"', str(gone), *command], cwd=gone)
-    assert (done.returncode, done.stdout) == (0, "content")
 
 
 def test_what_was_copied_is_there_the_next_time(users: Place) -> None:
@@ -362,34 +353,6 @@ def test_stopping_run_stops_the_command_and_continuing_continues_it(users: Place
     assert running.returncode == 143
 
 
-def test_a_terminals_interrupt_reaches_the_command_once(users: Place) -> None:
-    ours, theirs = surroundings.open_terminal()
-    command = ["setsid", "--ctty", "--wait", *users.command(sys.executable, "-c", COUNTING)]
-    env, cwd = users.environment, users.path
-    running = subprocess.Popen(
-        command, env=env, cwd=cwd, stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    shown = b""
-    while b"\n" not in shown:
-        shown += os.read(ours, 1000)
-    # No shell could continue what Ctrl-Z stops here, so it stops nothing (an orphaned group).
-    os.write(ours, b"\x1a")
-    while b"^Z" not in shown:
-        shown += os.read(ours, 1000)
-    os.write(ours, b"\x03")
-    time.sleep(0.3)  # for one too many to come
-    os.kill(wait_for(lambda: _command_of(users, "signal.pause"), "the command"), signal.SIGALRM)
-    try:
-        while part := os.read(ours, 1000):
-            shown += part
-    except OSError:
-        pass  # EIO: nobody has the terminal any more (pty(7))
-    os.close(ours)
-    assert running.wait(WAIT_SECONDS) == 0
-    assert shown.split() == [b"ready", b"^Z^C2"]
-
-
 # Several, and what is left
 
 
@@ -514,21 +477,6 @@ def test_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
 def assert_not_stale(doctor: dict[str, Any], mount: Mount) -> None:
     checks = [check for check in doctor["checks"] if check["name"] == "stale_mount"]
     assert [check for check in checks if check["mountpoint"] == str(mount.path)] == []
-
-
-def test_in_run_all_are_what_they_are(work: Bench, mount: Mount) -> None:
-    other = write_files(work.path / "other", {"file": b"more"})
-    script = f'for p in {mount.path} {other}; do "$@" status "$p" --json; done'
-    script += '; "$@" doctor --quick --json || true'
-    done = run(
-        "run", str(other), *work.storage("10M", "2"), "--", "sh", "-ec", script, "sh", *MONARCHFS
-    )
-    assert done.returncode == 0, done.stderr
-    outer, own, doctor = map(json.loads, done.stdout.splitlines())
-    assert [(m["state"], m["private"]) for m in (outer, own)] == [("serving", False)] * 2
-    for path in (mount.path, other):
-        assert_not_stale(doctor, Mount(path, path))
-    assert_served(mount)
 
 
 # Several jobs on a node

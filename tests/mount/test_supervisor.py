@@ -4,7 +4,6 @@ after another: who waits gets his answer, or an error. Real ones that die are in
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pwd
@@ -261,19 +260,6 @@ def test_a_signal_during_the_start_takes_everything_back(root_work: Area) -> Non
     assert left == {"state", "state/index", "state/lock"}
 
 
-def test_a_dead_mount_point_gets_a_remedy(root_work: Area) -> None:
-    point = f"{root_work.path}/mnt"
-    device = os.open("/dev/fuse", os.O_RDWR)
-    options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
-    assert ctypes.CDLL(None).mount(b"x", point.encode(), b"fuse.other", 7, options) == 0
-    os.close(device)
-    done = root_work.run("mount", "src", "mnt", *root_work.storage)
-    assert done.returncode == 1
-    assert "daemon is dead" in done.stderr
-    assert f"umount -l {point}" in done.stderr
-    subprocess.run(["umount", point], check=True)
-
-
 def test_another_users_mount_is_not_asked_nor_called_dead(work: Area) -> None:
     work.mount()
     (work.path / "list").write_text("1\tsome\n")
@@ -499,21 +485,6 @@ def test_a_death_is_reported_while_another_worker_starts(work: Area) -> None:
     assert another != before
     assert umount(work, "--timeout", "3") < 5
     assert is_gone(another)
-
-
-@as_root
-def test_who_asks_while_it_dies_is_told_what_follows(work: Area) -> None:
-    work.mount()
-    found, before = registered(work), status(work)["worker"]["pid"]
-    os.kill(before, signal.SIGSTOP)
-    with client.connect(found, 5) as waiting:
-        waiting.ask({"command": "status"})
-        with pytest.raises(OperationError, match="no peers"):  # after the other one was taken
-            client.request(found, {"command": "change_peers"}, 5)
-        os.kill(before, signal.SIGKILL)
-        told = waiting.next(5)[0]["result"]
-    worker = told["worker"]
-    assert (told["state"], worker["pid"], worker["restarts"]) == ("restarting", None, 1)
 
 
 @as_root

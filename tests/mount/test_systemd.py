@@ -28,10 +28,8 @@ from tests.support.mounting import (
     REPOSITORY,
     WAIT_SECONDS,
     Bench,
-    Mount,
     free_port,
     needs_mounts,
-    run,
     wait_for,
 )
 from tests.support.processes import status_of
@@ -135,68 +133,11 @@ def command_of(source: Path, mountpoint: Path, options: str) -> list[str]:
     return [*MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words[1:])]
 
 
-def read_all(mount: Mount) -> None:
-    command = ["diff", "-r", str(mount.source), str(mount.path)]
-    subprocess.run(command, check=True, timeout=WAIT_SECONDS)
-
-
 @needs_mounts
 def test_the_units_command_has_no_empty_word_without_options(tmp_path: Path) -> None:
     done = execute(command_of(Path("/nowhere"), tmp_path, ""))
     assert done.returncode == 2
     assert done.stderr == "monarchfs: source /nowhere does not exist: name an existing directory\n"
-
-
-def system_calls(name: str, known: dict[str, list[str]]) -> set[str]:
-    """All calls of a set of systemd's, with those of the sets in it."""
-    if not name.startswith("@"):
-        return {name}
-    return set().union(*(system_calls(part, known) for part in known[name]))
-
-
-@needs_systemd
-@needs_mounts
-@surroundings.program("strace")
-def test_the_system_calls_of_the_unit_are_enough(work: Bench) -> None:
-    known: dict[str, list[str]] = {}
-    for line in analyze("syscall-filter", cwd=work.path).stdout.splitlines():
-        if line.startswith("@"):
-            members = known[line.strip()] = []
-        elif known and line.strip() and not line.strip().startswith("#"):
-            members.append(line.strip())
-    (filtered,) = directives("monarchfs@.service")["SystemCallFilter"]
-    allowed = system_calls("@default", known).union(
-        *(system_calls(s, known) for s in filtered.split())
-    )
-    trace = work.path / "trace"
-    before = ["strace", "-f", "-qq", "-e", "signal=none", "-o", str(trace)]
-    source, point = work.path / "src", work.path / "mount point"
-    trees.dataset(source, files=8)
-    point.mkdir()
-    storage = f"tier={work.path}/tier=1G,state_dir={work.path}/state"
-    options = f"{storage},user=nobody,allow_other,prefetch=all,scrub=20M"
-    with subprocess.Popen([*before, *command_of(source, point, options)]) as process:
-        try:
-            mount = Mount(source, point)
-            work.mounts.append(mount)
-            wait_for(lambda: run("status", str(point)).returncode == 0, "the mount")
-            read_all(mount)
-            mount.wait_idle()
-            read_all(mount)
-            assert run("evict", str(mount.path)).returncode == 0
-            assert mount.umount().returncode == 0
-            process.wait(30)
-        finally:
-            process.terminate()
-    lines = trace.read_text(errors="replace").splitlines()
-    used = set(re.findall(r"^\d+ +(\w+)\(", "\n".join(lines), re.M))
-    assert {"mount", "umount2", "setresuid", "capset", "ioctl"} & used
-    assert used - allowed == set()
-    both = [line for line in lines if "PROT_WRITE" in line and "PROT_EXEC" in line]
-    assert both == [], "MemoryDenyWriteExecute= forbids it"
-    (families,) = directives("monarchfs@.service")["RestrictAddressFamilies"]
-    asked = set(re.findall(r" socket(?:pair)?\((AF_\w+)", "\n".join(lines)))
-    assert asked <= set(families.split())
 
 
 # sd_notify
@@ -250,9 +191,7 @@ def test_a_watchdog_of_another_process_is_not_ours(manager: Manager) -> None:
         ({"WATCHDOG_USEC": "2000000"}, 2),
         ({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid())}, 2),
         ({"WATCHDOG_USEC": "2000000", "WATCHDOG_PID": str(os.getpid() + 1)}, 0),
-        ({"WATCHDOG_USEC": "0"}, 0),
         ({"WATCHDOG_USEC": "soon"}, 0),
-        ({}, 0),
     ):
         told = ServiceManager({**manager.environment, **given})
         for now in (10.0, 10.5, 10.9, 11.0, 11.9):
@@ -307,7 +246,7 @@ def system() -> Iterator[Booted]:
 def mounted(system: Booted) -> Iterator[Booted]:
     """A mount as a service, for nobody, with everything copied ahead."""
     interpreter_for("nobody")
-    configure(system, "data", "user=nobody,allow_other,prefetch=all")
+    configure(system, "data", "user=nobody,allow_other,prefetch=all,scrub=20M")
     with started(system, UNIT, POINT):
         yield system
     system.run("systemctl", "reset-failed", UNIT, check=False)
@@ -359,6 +298,7 @@ def test_a_unit_is_active_when_its_mount_answers(mounted: Booted) -> None:
     same_bytes(mounted)
     wait_for(lambda: status(mounted)["files"]["resident"] >= FILES, "everything to be copied")
     same_bytes(mounted)
+    mounted.monarchfs("evict", POINT)
 
     # It is restricted, and its worker more.
     def worker() -> int:

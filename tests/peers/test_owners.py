@@ -1,4 +1,4 @@
-"""Who owns what, what other nodes own is asked for there, and what they want of this one."""
+"""Who owns what, and what other nodes want of this one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -17,18 +17,9 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.peers import _replicas, owners
-from monarchfs.peers import names as peer_names
-from monarchfs.peers.copy_service import MOST_SECONDS, CopyService
-from monarchfs.peers.following import START_SECONDS, Following
-from monarchfs.peers.messages import (
-    Page,
-    PageState,
-    Row,
-    WantedReplica,
-    decode_wanted,
-    encode_page,
-)
+from monarchfs.peers.copy_service import CopyService
+from monarchfs.peers.following import Following
+from monarchfs.peers.messages import Row, WantedReplica
 from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import PeerNode, Peers, parse_node, parse_nodes
 from monarchfs.peers.owners import Owners
@@ -73,36 +64,16 @@ def test_a_node_that_leaves_gives_away_its_own_files_alone_to_who_stands_in(
         assert before.stand_in(name) != before.number(name)
 
 
-def test_each_node_knows_what_it_owns_and_what_it_serves() -> None:
-    nodes = parse_nodes(["a", "b", "c", "d"], 1)
-    each = [Ownership(nodes, own) for own in range(len(nodes))]
-    for name in FILES:
-        number, stand_in = each[0].number(name), each[0].stand_in(name)
-        assert [one.own for one in each if one.owns(name)] == [number]
-        assert {one.own for one in each if one.serves(name)} == {number, stand_in}
-
-
-def test_a_node_alone_stands_in_for_itself() -> None:
-    ownership = Ownership(parse_nodes(["a"], 1))
-    assert set(ownership.tables.cast("H")) == {0}
-
-
 def test_a_node_owns_as_much_as_it_weighs() -> None:
     nodes = [PeerNode("a", "a", 1, 1.0), PeerNode("b", "b", 1, 2.0), PeerNode("c", "c", 1, 5.0)]
     counts = Counter(Ownership(nodes).table.cast("H"))
     assert [counts[n] / BUCKETS for n in range(3)] == pytest.approx([1 / 8, 2 / 8, 5 / 8], rel=0.05)
 
 
-def test_the_spans_of_a_large_file_have_several_owners() -> None:
-    ownership = Ownership(parse_nodes(["a", "b", "c", "d"], 1))
-    assert len({ownership.number(FILES[0], span) for span in range(64)}) == 4
-
-
 @pytest.mark.parametrize(
     ("text", "node"),
     [
         ("node1", PeerNode("node1", "node1", 9)),
-        ("node1:70", PeerNode("node1", "node1", 70)),
         ("node1=10.0.0.1:70", PeerNode("node1", "10.0.0.1", 70)),
         ("node1=[fe80::1]:70", PeerNode("node1", "fe80::1", 70)),
         ("node1=fe80::1", PeerNode("node1", "fe80::1", 9)),
@@ -145,37 +116,7 @@ def test_what_changes_no_list(add: list[str], remove: list[str], words: str) -> 
         peers.changed(add, remove, 9)
 
 
-async def test_each_name_has_one_owner_and_that_of_a_small_directory_owns_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    avoided: set[int] = set()
-    monkeypatch.setattr("monarchfs.peers.names.avoided", avoided.__contains__)
-    monkeypatch.setattr("monarchfs.peers.following.START_SECONDS", 0)
-    names = [b"%d" % number for number in range(1000)]
-
-    nodes = tuple(PeerNode(name, name, 1) for name in "abc")
-    each = [Following(Peers(nodes, own, "secret")) for own in range(3)]
-    owners = [peer_names.NameOwners(Ownership(nodes, one.own), one) for one in each]
-    for ino in range(2, 40):
-        for size in (peer_names.LARGE_BYTES - 1, peer_names.LARGE_BYTES):
-            directory = DirRef(b"d", ino)
-            avoided.clear()
-            divided = [one.divide(directory, size, names) for one in owners]
-            shares = [divided[(n + 1) % 3].get(n, []) for n in range(3)]
-            assert shares == [divided[(n + 2) % 3].get(n, []) for n in range(3)]
-            assert sorted(name for share in shares for name in share) == sorted(names)
-            assert size == peer_names.LARGE_BYTES or sorted(map(len, shares)) == [0, 0, 1000]
-            served = [one.served(directory, size, names) for one in owners]
-            assert all(set(share) <= set(s) for share, s in zip(shares, served, strict=True))
-            # The first node fails: the others ask who stands in for it.
-            avoided.add(0)
-            left = [one.divide(directory, size, names) for one in owners[1:]]
-            assert not any(0 in one for one in left)
-            for asked, number in ((left[0].get(2, []), 2), (left[1].get(1, []), 1)):
-                assert set(asked) <= set(served[number])
-
-
-# What others own
+# What others want
 
 
 DIRECTORY, FILE = 0o40755, 0o100644
@@ -186,120 +127,16 @@ def node(ino: int, parent: int, name: bytes, mode: int = FILE) -> Node:
     return Node(ino, stat, parent, name, 0, False, b"")
 
 
-PEERS = Peers(tuple(parse_nodes(["a", "b", "c"], 1)), 0, "secret")
-"""This node is the first."""
-
-OWNERSHIP = Ownership(PEERS.nodes)
-
-
-class Asked:
-    """Instead of the C part: ``asked``, the owner and the paths of each request."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[tuple[int, list[bytes]]] = []
-        self.known: set[bytes] = set()
-        self.refuses: set[bytes] = set()
-        self.took = 0.0
-        self.asked_at: list[float] = []
-        monkeypatch.setattr(_replicas, "available", self.known.__contains__)
-        monkeypatch.setattr(_replicas, "put", self.put)
-        monkeypatch.setattr(owners, "run_sync", self.run_sync)
-
-    def put(self, _owner: int, rows: Sequence[Row]) -> None:
-        self.known.update(row.name for row in rows if row.segment)
-
-    async def run_sync(
-        self, _ask: object, owner: int, path: str, body: bytes, *_: object, **__: object
-    ) -> bytes:
-        assert path == f"/ask/want?seconds={MOST_SECONDS:g}"
-        wanted = decode_wanted(body)
-        self.asked_at.append(trio.current_time())
-        self.asked.append((owner, [one.path for one in wanted]))
-        await trio.sleep(self.took)
-        rows = [Row(one.name, 1, 10, 0, int(one.name not in self.refuses), 0) for one in wanted]
-        return encode_page(Page(PageState.ALL, 1, 0, rows))
-
-
-@pytest.fixture
-def peers(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked(monkeypatch)
-
-
-def ask_for(nodes: Sequence[Node], start_seconds: float = 0) -> list[Node]:
-    found: list[Node] = []
-
-    async def main() -> None:
-        following = Following(PEERS)
-
-        async def ask() -> None:
-            found.extend(await make_owners(following).ask(nodes))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await trio.sleep(start_seconds)
-            for event in following.answered:
-                event.set()
-
-    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    return found
-
-
-def make_owners(following: Following, copied: Iterable[bytes] = ()) -> Owners:
-    """``copied``: by this node, for its peers."""
-    nodes = SimpleNamespace(dirref=lambda ino: DirRef(b"a/b", 1))
-    share = NodeShare(OWNERSHIP)
-    share.begin_copies(list(copied))
-    return Owners(share, following, nodes)  # type: ignore[arg-type]
-
-
-def name_of(one: Node) -> bytes:
-    return one.stat.version.replica_name
-
-
-def owner_of(one: Node) -> int:
-    return OWNERSHIP.number(name_of(one))
-
-
-NODES = [node(number, 7, b"%d" % number) for number in range(60)]
-
-
-def test_each_owner_is_asked_once_for_what_it_owns(peers: Asked) -> None:
-    assert ask_for(NODES) == []
-    theirs = {owner: [one for one in NODES if owner_of(one) == owner] for owner in (1, 2)}
-    assert sorted(peers.asked) == [
-        (owner, [b"a/b/" + one.name for one in theirs[owner]]) for owner in (1, 2)
-    ]
-    assert len(peers.known) == len(theirs[1]) + len(theirs[2])
-    assert ask_for(NODES) == []
-    assert len(peers.asked) == 2  # all is known
-
-
-@pytest.mark.parametrize("seconds", [0, MOST_SECONDS])
-def test_what_an_owner_refuses_is_left_to_the_source_unless_it_is_still_being_copied(
-    peers: Asked, seconds: float
-) -> None:
-    refused = [one for one in NODES[:10] if owner_of(one) != 0]
-    peers.refuses, peers.took = {name_of(one) for one in refused}, seconds
-    asked_again = sorted(one.ino for one in ask_for(NODES))
-    assert asked_again == ([one.ino for one in refused] if seconds else [])
-    assert not peers.known & peers.refuses
-
-
 async def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
-    taken = set(map(name_of, NODES[::2]))
-    owners = make_owners(Following(PEERS), taken)
-    for one in NODES:
-        assert owners.elsewhere(one) != (name_of(one) in taken or owner_of(one) == 0)
-
-
-@pytest.mark.parametrize("seconds", [0, 5, 20])
-def test_a_peer_that_starts_is_waited_for(peers: Asked, seconds: float) -> None:
-    began = trio.testing.MockClock().current_time()
-    assert ask_for(NODES, seconds) == []
-    assert peers.asked_at == pytest.approx([began + min(seconds, START_SECONDS)] * 2)
-
-
-# What others want
+    peers = Peers(tuple(parse_nodes(["a", "b", "c"], 1)), 0, "secret")
+    ownership = Ownership(peers.nodes, peers.own)
+    nodes = {one.stat.version.replica_name: one for one in (node(n, 7, b"x") for n in range(60))}
+    share, tables = NodeShare(ownership), SimpleNamespace()
+    owners = Owners(share, Following(peers), tables)  # type: ignore[arg-type]
+    taken = list(nodes)[::2]
+    share.begin_copies(taken)
+    for name, one in nodes.items():
+        assert owners.elsewhere(one) != (name in taken or ownership.number(name) == 0)
 
 
 class Tree:

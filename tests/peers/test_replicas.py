@@ -119,10 +119,6 @@ def test_the_bytes_of_many(peer: Peer) -> None:
     assert _replicas.known(1) == [200]
 
 
-def test_a_replica_that_no_peer_has() -> None:
-    assert _replicas.fetch(os.urandom(16), 10) == UNKNOWN
-
-
 @pytest.mark.parametrize(
     ("digest", "segment", "offset", "size"),
     [
@@ -165,23 +161,6 @@ def test_who_has_no_token_gets_nothing(peer: Peer, given: str) -> None:
     assert _replicas.fetch(name, 100) == AVOIDED
 
 
-def test_a_frozen_peer_costs_one_deadline_and_is_found_again(peer: Peer) -> None:
-    name = peer.replica(0, 100)
-    for _ in range(50):
-        assert _replicas.fetch(name, 100) == peer.data[:100]
-    peer.process.send_signal(signal.SIGSTOP)
-    try:
-        began = time.monotonic()
-        assert _replicas.fetch(name, 100) == FAILED
-        assert time.monotonic() - began < 3
-        began = time.monotonic()
-        assert _replicas.fetch(name, 100) == AVOIDED
-        assert time.monotonic() - began < 0.02
-    finally:
-        peer.process.send_signal(signal.SIGCONT)
-    wait_for(lambda: _replicas.fetch(name, 100) == peer.data[:100], "the peer")
-
-
 def test_a_peer_that_is_gone_and_comes_back(peer: Peer) -> None:
     """No reader waits to find out."""
     name = peer.replica(0, 100)
@@ -215,13 +194,6 @@ def test_nothing_but_the_tiers_is_served(peer: Peer) -> None:
         assert ask("GET", path) in (b"400", b"403", b"404"), path
     for method in ("PUT", "DELETE", "POST", "MKCOL"):
         assert ask(method, segment) in (b"403", b"405"), method
-
-
-def test_rows_that_are_none() -> None:
-    bad: Any
-    for bad in ([(b"short", 0, 0, 0, 1, 0)], [1], [(bytes(16),)]):
-        with pytest.raises((ValueError, TypeError)):
-            _replicas.put(0, bad)
 
 
 def test_many_come_and_go() -> None:
@@ -312,13 +284,6 @@ def expect(secret: str, peer: Peer) -> None:
     _replicas.peer(0, f"https://127.0.0.1:{peer.port}")
 
 
-def test_the_key_is_a_matter_of_the_secret() -> None:
-    assert certificates.public_key_pin(SECRET) == certificates.public_key_pin(SECRET)
-    assert certificates.public_key_pin(SECRET) != certificates.public_key_pin(OTHER)
-    first, second = map(certificates.key_and_certificate, (SECRET, SECRET))
-    assert first.split("-----")[2] == second.split("-----")[2]
-
-
 def test_a_peer_with_the_key_is_read(encrypting: Peer) -> None:
     expect(SECRET, encrypting)
     name = encrypting.replica(1000, 5000)
@@ -404,7 +369,3 @@ def test_a_name_service_that_hangs_does_not_hang_a_mount(monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
     with pytest.raises(OperationError, match="the address of node1 is not known"):
         peering.address_of(PeerNode("n1", "node1", 9466), 0.1)
-
-
-def test_an_address_needs_no_name_service() -> None:
-    assert peering.address_of(PeerNode("n1", "127.0.0.7", 9466)) == "127.0.0.7"

@@ -112,20 +112,6 @@ def test_nodes_copy_everything_ahead_and_each_byte_leaves_the_source_once(
     assert not nodes.wrong()
 
 
-def test_owners_copy_their_spans_alone_for_others(work: Bench, large: Path) -> None:
-    nodes = Nodes(work, large, 3)
-    a, *others = nodes.mounts.values()
-    warm(a)
-    nodes.kept_files()
-    assert 0 < used_bytes(others) < 1.1 * total_bytes(large)
-    assert nodes.read_bytes() < 1.2 * total_bytes(large)
-    read_all(a, large)
-    for mount in others:
-        warm(mount)
-        read_all(mount, large)
-    assert nodes.read_bytes() < 1.3 * total_bytes(large)
-
-
 def mounted_anew(nodes: Nodes) -> None:
     assert nodes.mounts["a"].umount().returncode == 0
     nodes.mounts["a"] = nodes.mount("a")

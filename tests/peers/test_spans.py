@@ -14,7 +14,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.core._units import GONE, READ, WRONG
+from monarchfs.core._units import GONE, WRONG
 from monarchfs.core.units import Unit
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
 from monarchfs.prefetch.passing import AHEAD_UNITS, MOST_UNITS, PassingReads
@@ -39,7 +39,6 @@ class Job:
         self.view = 0
         self.down: set[int] = set()
         self.results: list[int] = []
-        self.brought: Unit | None = None
         self.on_ask: Callable[[], object] = lambda: None
 
     def owner(self, name: bytes, span: int) -> int | None:
@@ -51,7 +50,6 @@ class Job:
     async def ask(
         self, owner: int, wanted: list[tuple[FileSpans, int]], unit: Unit | None = None
     ) -> None:
-        self.brought = unit
         for spans, span in wanted:
             spans.asked(owner, span, trio.current_time())
         self.on_ask()
@@ -138,55 +136,18 @@ def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
     assert spans.next_run(chunks, 100, owned_only=True) is None
 
 
-def read(spans: FileSpans, megabyte: int = 0, *, ahead: bool = False) -> Unit:
-    version = SourceVersion(1, 2, SPAN_BYTES, 3, 4)
-    start, end = megabyte << 20, megabyte + 1 << 20
-    unit = Unit(1, start, end, chunk_bytes=BLOCK_BYTES, version=version, device=1)
-    clock = trio.testing.MockClock(autojump_threshold=0)
-    trio.run(partial(spans.read, unit, ahead=ahead), clock=clock)
-    return unit
-
-
-def test_a_replica_that_was_renamed_is_looked_for() -> None:
-    job, spans, _ = a_file(1)
-    asked: list[float] = []
-
-    def told() -> None:
-        asked.append(trio.current_time())
-        spans.note(1, 0, f"/{len(asked) > 2}", NONE if len(asked) == 2 else ALL, coming=True)
-
-    job.on_ask = told
-    job.results = [GONE, READ]
-    read(spans)
-    assert len(asked) == 3
-    assert not job.results
-
-
 @pytest.mark.parametrize("result", [GONE, WRONG])
 def test_a_replica_that_is_gone_or_wrong_is_not_asked_for_again(result: int) -> None:
     job, spans, chunks = a_file(1)
     job.on_ask = lambda: spans.note(1, 0, "/p", ALL, coming=False)
     job.results = [result]
+    version = SourceVersion(1, 2, SPAN_BYTES, 3, 4)
     for _ in range(2):
-        read(spans)
+        unit = Unit(1, 0, 1 << 20, chunk_bytes=BLOCK_BYTES, version=version, device=1)
+        clock = trio.testing.MockClock(autojump_threshold=0)
+        trio.run(partial(spans.read, unit, ahead=False), clock=clock)
     assert not job.results
     assert spans.next_run(chunks, 2, owned_only=False) == (0, 2)
-
-
-def test_what_is_read_ahead_is_brought_by_its_owner() -> None:
-    job, spans, _ = a_file(1)
-    job.on_ask = lambda: spans.note(1, 0, "/p", ALL[:64] + NONE[64:], coming=True)
-    job.results = [READ, READ]
-    assert read(spans, ahead=True) is job.brought
-    job.brought = None
-    read(spans, ahead=True)
-    assert job.brought is None
-    assert not job.results
-    read(spans, 1)
-    assert job.brought is None
-    job.down.add(1)
-    read(spans, 1, ahead=True)
-    assert job.brought is None
 
 
 # Large files that are read from their owners, and not kept
@@ -237,19 +198,6 @@ def passing(spans: Spans, nursery: trio.Nursery) -> PassingReads:
     given: Any = spans
     copy: Any = SimpleNamespace(size=SIZE, make_unit=FakeUnit)
     return PassingReads(copy, given, nursery)
-
-
-async def test_each_unit_is_fetched_once_however_it_is_read() -> None:
-    spans = Spans()
-    async with trio.open_nursery() as nursery:
-        reads = passing(spans, nursery)
-        at = 0
-        while at < SIZE:
-            piece = await reads.read(at, min(at + 100_000, SIZE))
-            assert piece
-            at += len(piece)
-        assert at == SIZE
-    assert sorted(spans.read_from) == list(range(20))
 
 
 async def test_readers_at_different_places_fetch_nothing_ahead_and_little_is_kept() -> None:

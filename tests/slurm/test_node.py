@@ -199,24 +199,6 @@ def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     assert node.report(2)[0]["local_open_share"] == 1
 
 
-def test_a_report_counts_what_the_daemon_did_that_took_the_place_of_a_dead_one(node: Node) -> None:
-    data = node.dataset()
-    comment = f"monarchfs={data}:freshness=ttl=60"  # so that every open is counted
-    root = node.begin(1, comment)
-    node.read(root)
-    wait_for(lambda: Mount(data, Path(root)).wait_idle()["prefetch"]["completed"] == 4, "copies")
-    node.read(root)
-    node.begin(2, comment)
-    os.kill(_supervisor(root), signal.SIGKILL)
-    node.begin(3, comment)
-    node.read(root)
-    node.end(1, 2, 3)
-    for number in (1, 2, 3):
-        (one,) = node.report(number)
-        counts = (one["local_opens"], one["source_opens"], one["copies_completed"])
-        assert counts == (4, 0, 0), f"job {number}: of the second daemon"
-
-
 def recordings_of(node: Node) -> list[Path]:
     return list((node.path / "cache" / "recordings").glob("*"))
 
@@ -498,10 +480,8 @@ def test_what_a_user_plants_is_not_followed(node: Node) -> None:
 @pytest.mark.parametrize(
     ("held", "resting", "wanted", "gone"),
     [
-        (0, {}, 100, []),
         (0, {"a": (1.0, 50)}, 50, []),
         (0, {"a": (1.0, 51)}, 50, ["a"]),
-        (50, {"new": (9.0, 20), "old": (1.0, 20)}, 20, ["old"]),
         (50, {"new": (9.0, 20), "old": (1.0, 5)}, 40, ["old", "new"]),
         (0, {"empty": (0.0, 0), "old": (1.0, 60)}, 60, ["old"]),
         (90, {"a": (1.0, 5), "b": (2.0, 5)}, 100, ["a", "b"]),
@@ -688,14 +668,3 @@ def test_a_look_is_right_or_an_error(bait: Bait) -> None:
             assert dataset.path in (data, f"{bait.link}/data")
             dataset.close()
     assert found
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        *((no, "is no open descriptor") for no in ("x", "-1", "1000000000000", "77")),
-        ("0", "is not a directory"),
-    ],
-)
-def test_a_wrong_descriptor_is_told(tmp_path: Path, value: str, said: str) -> None:
-    assert_one_line(run("mount", "/usr", str(tmp_path), "--source-fd", value), 2, said)

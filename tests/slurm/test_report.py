@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from monarchfs.slurm.recordings import in_three_lines
 from monarchfs.slurm.report import (
     add_verdict,
     counted,
@@ -22,7 +21,6 @@ from monarchfs.slurm.report import (
     page,
     unmounted_report,
 )
-from monarchfs.types import OperationError
 from tests.support.fake_mounts import interpreter_for
 from tests.support.golden import Golden
 from tests.support.mounting import Bench, assert_one_line, requires_root, run
@@ -48,12 +46,6 @@ def status(**changes: Any) -> dict[str, Any]:
 
 def report(before: Any, after: Any, shared: tuple[int, ...] = ()) -> dict[str, Any]:
     return dataset_report(before, after, variable="V", source="/data", shared_with=shared)
-
-
-def test_a_verdict_has_three_lines_the_last_of_which_says_what_would_help() -> None:
-    assert in_three_lines(["bound", "for", "limit", "remedy"]) == ["bound", "for", "remedy"]
-    assert in_three_lines(["bound", "for", "limit"]) == ["bound", "for", "limit"]
-    assert in_three_lines([]) == []
 
 
 def test_a_verdict_comes_into_the_report_of_its_dataset(tmp_path: Path) -> None:
@@ -166,11 +158,6 @@ def test_a_report_is_its_users_alone(work: Bench) -> None:
     assert [one["node"] for one in json.loads(done.stdout)["nodes"]] == ["n1", "n2"]
     done = run("report", "7", "--dir", str(directory), user="daemon")
     assert_one_line(done, 1, "the report of job 7 is another user's: ask root")
-
-
-def test_a_report_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(OperationError, match="no report of job 7"):
-        find_reports(str(tmp_path), 7)
 
 
 def test_a_path_in_a_report_moves_no_cursor(tmp_path: Path) -> None:

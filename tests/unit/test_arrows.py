@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import html
 import re
 import sys
 from collections import Counter
@@ -177,19 +176,6 @@ def test_a_class_name_stands_for_one_class() -> None:
         if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
-
-
-def test_the_picture_is_the_one_of_its_text_and_names_files_that_there_are() -> None:
-    images = ARCHITECTURE.parent / "images"
-    text = (images / "request.dot").read_text("utf-8")
-    labels = re.findall(r'label="([^"]+)"', text)
-    drawn = "".join(re.findall(r">([^<>]+)</text>", (images / "request.svg").read_text("utf-8")))
-    lines = [line for label in labels for line in label.split("\\n")]
-    assert len(lines) > 20
-    assert not [line for line in lines if line not in html.unescape(drawn)]
-    files = [file for line in lines for file in re.findall(r"[a-z]+/_?[a-z_]+\.(?:py|c)\b", line)]
-    assert len(files) > 10
-    assert not [name for name in files if not (PACKAGE / name).exists()]
 
 
 def test_the_document_names_files_and_methods_that_there_are() -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import pwd
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +22,6 @@ from monarchfs.config import (
     Config,
     FreshnessMode,
     FreshnessSetting,
-    PrefetchMode,
     TierSpec,
     User,
     values,
@@ -55,29 +53,19 @@ def size(number: int) -> TierSize:
 
 
 UNDERSTOOD: list[tuple[Callable[[object], object], object, list[object]]] = [
-    (values.parse_size, size(4096), ["4096"]),
     (values.parse_size, size(512), ["0.5K"]),
-    (values.parse_size, size(1 << 20), [" 1M "]),
-    (values.parse_size, size(GIB), [GIB, "1G", "1GiB", "1gb"]),
-    (values.parse_size, size(3 << 39), ["1.5T"]),
+    (values.parse_size, size(GIB), [GIB, "1G", "1GiB", "1gb", " 1024M "]),
     (values.parse_size, size(2 << 50), ["2P"]),
     (values.parse_size, TierSize(percent=0.5), ["0.5%"]),
-    (values.parse_size, TierSize(percent=100.0), ["100%"]),
     (values.parse_tier, TierSpec("/a=b/c", size(64 << 10)), ["/a=b/c=64K"]),
-    (values.parse_tier, TierSpec("/a", size(1 << 20)), ["/a=1048576"]),
     (values.parse_rate, 3 << 29, ["1.5G/s"]),
-    (values.parse_rate, 4096, [4096]),
     (values.parse_rate, 0, ["0", 0, "off"]),
     (values.parse_seconds, 60, ["60", 60, "1m", "60s"]),
-    (values.parse_seconds, 0.5, ["0.5"]),
-    (values.parse_seconds, 0, ["0"]),
     (values.parse_seconds, 5400, ["1.5H"]),
     (values.parse_freshness, FreshnessSetting(FreshnessMode.TTL, 3600), ["ttl=1h"]),
-    (values.parse_port, 1, ["1"]),
     (values.parse_port, 65535, ["65535"]),
     (values.parse_port, None, ["off"]),
     (values.parse_interval, 90, ["90s", "90", "1.5m"]),
-    (values.parse_interval, 6 * 3600, ["6h"]),
     (values.parse_interval, 14 * DAY, ["2w", " 14D "]),
     (values.parse_interval, 0, ["off", "0"]),
 ]
@@ -99,22 +87,8 @@ REFUSED: list[tuple[Callable[[object], object], str, list[object]]] = [
         [f"/dev/shm={text}" for text in ("500", "1048575", "1B", "63K")],
     ),
     (values.parse_rate, r"means bytes per second: .* as in \d+M$", ["20", "200", "1000"]),
-    (
-        values.parse_rate,
-        "write it like 20M|use text",
-        ["", "fast", "5%", "-1", "0M", "0.1", "99999P", "nan", None, True],
-    ),
-    (
-        values.parse_seconds,
-        "as in 60, or 10m or 1h",
-        ["", "soon", "-1", "1x", "h", "1 h", "nan", "inf", "9" * 400 + "h"],
-    ),
     (values.parse_percent, "use a number from 0 to 99", ["100", "-1", "many", "nan"]),
-    (
-        values.parse_interval,
-        "is not an interval",
-        ["", "often", "+1h", "1y", "0.5s", "2000d", "6 h", "1h30m", "nan", "1e3", "h"],
-    ),
+    (values.parse_interval, "is not an interval", ["", "often", "1y", "2000d", "6 h", "1h30m"]),
 ]
 
 
@@ -195,17 +169,6 @@ def test_every_option_from_everywhere(tmp_path: Path, key: str) -> None:
             settings_from(parse(), environ={variable: "no sense"})
 
 
-def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = settings_from(
-        parse("--tier", "t=1G", "--state-dir", "s", "--prefetch", "list", "--log-file", "../log")
-    )
-    assert settings.tier == (TierSpec(f"{tmp_path}/t", size(GIB)),)
-    assert settings.state_dir == f"{tmp_path}/s"
-    assert settings.prefetch == (PrefetchMode.FILE, f"{tmp_path}/list")
-    assert settings.log_file == f"{tmp_path.parent}/log"
-
-
 # Mount options
 
 
@@ -243,21 +206,13 @@ def test_escaped_options_are_split_as_they_were(words: list[str]) -> None:
         ("freshnes = 'open'", ["line 1: key 'freshnes'", "did you mean freshness?"]),
         ("\n[tier]\npath = '/a'", ["line 2: tier:", "is not a value"]),
         ("\n[tiers]\npath = '/a'", ["line 2: key 'tiers'", "did you mean tier?"]),
-        ("a.b = 1", ["line 1: key 'a'"]),
         ("\n\ncopy-workers = 0", ["line 3: copy-workers: '0' is not a count"]),
         ("copy-workers = 1\ncopy_workers = 2", ["line 2: copy_workers is given twice"]),
         ("tier = 5G", ["line 1: tier: not TOML", 'tier = "VALUE"']),
-        ('user = "alice', ["line 1: user: not TOML", "correct it"]),
-        ("x = 1\nx = 2", ["line 2: x: not TOML"]),
         ("a = " + "[" * 100_000, ["not TOML", "nested too deeply"]),
-        *(
-            (content, ["line 1: "])
-            for content in (
-                *('tier = "/scratch"', "tier = []", "tier = [5]", 'tier = ["/a=1G", "/a=2G"]'),
-                *("allow_other = 3", "copy_workers = true", "source_deadline_seconds = -1"),
-                *("scrub = true", "metrics_port = 65536", "metrics_port = 9464.5"),
-            )
-        ),
+        ('tier = ["/a=1G", "/a=2G"]', ["line 1: "]),
+        ("allow_other = 3", ["line 1: "]),
+        ("metrics_port = 9464.5", ["line 1: "]),
     ],
 )
 def test_what_is_wrong_in_a_file_is_told_with_line_and_key(
@@ -465,28 +420,17 @@ def users_area(open_device: None) -> Iterator[Area]:
 
 @requires_root
 @requires_fuse
-def test_an_ordinary_users_own_count(users_area: Area) -> None:
+def test_doctor_names_what_of_an_ordinary_users_counts(users_area: Area) -> None:
     work = users_area
-    (work.path / "src" / "file").write_text("content")
     (work.path / "conf").mkdir()
     file = write(work.path / "conf" / "monarchfs.toml", f'state_dir = "{work.path}/state"\n')
     os.chown(file, pwd.getpwnam(NOBODY).pw_uid, -1)
     environment = {**work.environment, "XDG_CONFIG_HOME": str(work.path / "conf")}
     environment["MONARCHFS_TIER"] = f"{work.path}/tier=10M"
-
-    def command(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        return execute(work.command(*words), cwd=work.path, env={**environment, **more})
-
-    done = command("mount", "src", "mnt", MONARCHFS_FRESHNESS="soon")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "environment variable MONARCHFS_FRESHNESS: " in done.stderr
-    done = command("mount", "src", "mnt")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (work.path / "state").is_dir()
-    assert (work.path / "tier").is_dir()
-    assert command("umount", "mnt").returncode == 0
-
-    done = command("doctor", "src", "--quick", "--json", MONARCHFS_TEIR="x")
+    environment["MONARCHFS_TEIR"] = "x"
+    done = execute(
+        work.command("doctor", "src", "--quick", "--json"), cwd=work.path, env=environment
+    )
     (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "configuration"]
     assert check["files"][-1] == str(file)
     assert check["variables"] == ["MONARCHFS_TIER"]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.prefetch.ahead import MANY, MOST_AHEAD, Allowance, Walks
+from monarchfs.prefetch.ahead import MANY, Allowance, Walks
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.governor import BURST_SECONDS, Governor, RateLimiter
 from monarchfs.prefetch.queue import CopyJob, CopyQueue, Priority
@@ -327,13 +327,6 @@ def allowance(files: int, size: int = 1) -> Allowance:
 
 def test_nothing_before_many_were_opened() -> None:
     assert [allowance(files, 1000).room for files in (MANY - 1, MANY)] == [0, MANY * 1000]
-
-
-def test_so_many_wait_at_most() -> None:
-    some, ino = allowance(MANY, 1 << 30), 0
-    while some.room > 0:
-        some.take_file(ino := ino + 1, 1)
-    assert ino == MOST_AHEAD
 
 
 @given(

@@ -260,12 +260,8 @@ def reads(directory: Path) -> None:
     least = len(places) + 199
     wait_for(lambda: sum(threads.durations["read_local"][1]) >= least, "all reads to be counted")
     assert threads.numbers["answered_bytes"] == relayed
-    total_ns, took = threads.durations["read_local"]
-    assert sum(took) == len(places) + 199
-    assert total_ns > 0
+    assert sum(threads.durations["read_local"][1]) == len(places) + 199
     assert not sum(threads.durations["open_local"][1])
-    assert len(took) > len(BOUNDS)
-    assert not threads.numbers["resident_opens"]
 
     # Anything else is Python's.
     threads.read_by_python(8)
@@ -534,10 +530,6 @@ def from_source(directory: Path) -> None:
     for counted in ("source", "read_source"):
         wait_for(lambda: sum(threads.durations[counted][1]) >= least, "all reads to be counted")  # noqa: B023
     assert threads.numbers["answered_bytes"] == threads.numbers["source_bytes"] == asked
-    durations = threads.durations
-    (answer_ns, took), (read_ns, reads_took) = durations["read_source"], durations["source"]
-    assert sum(took) == sum(reads_took) == len(places) + 20
-    assert 0 < read_ns < answer_ns
     assert not sum(threads.durations["read_local"][1]), "they are counted apart"
 
     # Behind the end, of another size, after a change: Python's.

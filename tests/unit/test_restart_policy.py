@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from monarchfs.config import User
 from monarchfs.fuse.handle_table import make_table
-from monarchfs.peers.nodes import Peers, parse_nodes
 from monarchfs.supervisor.directories import LOCK, take_lock
 from monarchfs.supervisor.failover import Reaper
 from monarchfs.supervisor.launch import Descriptors, WorkerProcess
@@ -32,7 +31,7 @@ from monarchfs.supervisor.restart_policy import (
     RETRY_SECONDS,
     RestartPolicy,
 )
-from monarchfs.supervisor.takeover import MOST_STANDBYS, Handover, StandbyConnection, Standbys, own
+from monarchfs.supervisor.takeover import MOST_STANDBYS, Handover, StandbyConnection, Standbys
 from monarchfs.supervisor.vital_signs import (
     ASLEEP_SECONDS,
     BUSY_SECONDS,
@@ -382,47 +381,10 @@ def test_a_standby_has_what_the_supervisor_has(handover: Handover, served: Serve
     assert not served.standbys.wanted()
 
 
-def test_a_standby_knows_the_list_of_nodes_that_was_changed(served: Served) -> None:
-    before = Peers(tuple(parse_nodes(["a", "b"], 9466)), 0, "secret")
-    served.standbys.tell(0, [os.getpid()], before)
-    with closing(served.stand_by()) as standby:
-        assert Peers.from_message(standby.handover.peers or {}) == before
-        after = before.changed(["c"], ["b"], 9466)
-        served.standbys.tell(0, [os.getpid()], after)
-        assert standby.lives()
-        assert Peers.from_message(standby.handover.peers or {}) == after
-        served.standbys.tell(1, [os.getpid()], before)
-        assert standby.lives()
-        assert Peers.from_message(standby.handover.peers or {}) == before
-
-
-def test_the_end_is_told_and_waited_for(served: Served) -> None:
-    standby = served.stand_by()
-    ending = threading.Thread(target=served.standbys.dismiss)
-    ending.start()
-    while standby.lives() and not standby.ended:
-        continue
-    assert standby.ended
-    standby.close()
-    ending.join(5)
-    assert not ending.is_alive()
-
-
 def test_whoever_left_makes_room_for_others(served: Served) -> None:
     for _ in range(MOST_STANDBYS + 1):
         served.stand_by().close()
         served.standbys.tell(0, [])
-
-
-def test_one_alone_may_start_the_next_supervisor(served: Served) -> None:
-    with closing(served.stand_by()) as first, closing(served.stand_by()) as second:
-        mine, others = own(first.handover), own(second.handover)
-        assert mine is not None
-        assert others is None
-        os.close(mine)
-        again = own(second.handover)
-        assert again is not None
-        os.close(again)
 
 
 @pytest.mark.parametrize("change", [{"speaks": 0}, {"config": "{}"}, {"locks": 3}])

@@ -26,8 +26,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from monarchfs.cli import cache as cache_module
@@ -40,7 +38,7 @@ from monarchfs.config import User
 from monarchfs.config.model import ShareMode
 from monarchfs.control.messages import encode_result
 from monarchfs.doctor.checks import ok, problem, warning
-from monarchfs.insight.estimates import SourceRates, TierRates, plan_sharing
+from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.insight.fitting import PlannedTier
 from monarchfs.insight.live import LiveRates
 from monarchfs.insight.recording import AnsweredBy
@@ -382,22 +380,3 @@ def test_plan(shown: Shown, golden: Golden) -> None:
     told = json.dumps(combine("/s", whole, [fast, disk], rates, 10))
     shown.put("# as an object", *unfolded(told + "\n"))
     golden("plan.txt", str(shown))
-
-
-@given(
-    st.integers(0, 10**6),
-    st.integers(0, 10**6),
-    st.integers(1, 1000),
-    st.sampled_from(["auto", "replicate", "partition"]),
-)
-def test_each_byte_comes_from_somewhere(dataset: int, room: int, nodes: int, share: str) -> None:
-    found = plan_sharing(
-        *(dataset, room, nodes), own_first=share != "replicate", keeps_foreign=share != "partition"
-    )
-    kept = found["own_bytes"] + found["foreign_bytes"]
-    for epoch, local in (("first_epoch", 0), ("later_epoch", kept)):
-        source_bytes, network_bytes = found[epoch]["source_bytes"], found[epoch]["network_bytes"]
-        assert min(source_bytes, network_bytes) >= 0
-        assert abs(source_bytes / nodes + network_bytes + local - dataset) < 4
-    assert kept <= min(room, dataset) + 1
-    assert found["first_epoch"]["source_bytes"] >= dataset - 1

@@ -89,23 +89,6 @@ def test_another_worker_counts_anew(sections: dict[str, Any]) -> None:
     assert view.rates.local_share == 1.0
 
 
-def test_an_old_report_gives_no_rates_and_stays_visible() -> None:
-    history = history_of((0.0, REPORT), (1.0, later(1, served={"local_opens": 2})))
-    stale = later(1, state="worker not answering", age_seconds=2.0, served={"local_opens": 2})
-    view = history.add(3.0, stale)
-    assert view.rates is None
-    assert view.old_seconds == pytest.approx(2)
-    gone = {"source": "/s", "mountpoint": "/mnt/d", "state": "not mounted"}
-    view = history.add(4.0, gone)
-    assert view.report is gone
-    assert view.details["files"]["known"] == 10
-    assert view.old_seconds == pytest.approx(3)
-    back = later(5, served={"local_opens": 4})
-    rates = history.add(5.0, back).rates
-    assert rates is not None
-    assert rates.seconds == pytest.approx(4)
-
-
 @pytest.mark.parametrize(
     ("prefetch", "read_bytes", "seconds"),
     [
@@ -140,15 +123,11 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
-        *((format_seconds(0.0012), "1.2 ms"), (format_seconds(0.5), "500 ms")),
-        *((format_seconds(1.5), "1.5 s"), (format_seconds(60), "1 min")),
-        *((format_seconds(65), "1 min 5 s"), (format_seconds(3661), "1 h 1 min")),
-        *((format_seconds(3600), "1 h"), (format_seconds(90000), "1 d 1 h")),
-        *((format_seconds(86400 * 400), "400 d"), (format_bytes(0), "0 bytes")),
+        *((format_seconds(0.0012), "1.2 ms"), (format_seconds(1.5), "1.5 s")),
+        *((format_seconds(60), "1 min"), (format_seconds(65), "1 min 5 s")),
+        *((format_seconds(3661), "1 h 1 min"), (format_seconds(90000), "1 d 1 h")),
         *((format_bytes(1023), "1023 bytes"), (format_bytes(1024), "1.0K")),
-        *((format_bytes(10 << 20), "10M"), (format_bytes(3 << 39), "1.5T")),
-        *((format_bytes(2 << 50), "2.0P"), (format_share(0, 0), "-"), (format_share(0, 5), "0%")),
-        *((format_share(5, 5), "100%"), (format_share(1, 3), "33.3%")),
+        *((format_bytes(3 << 39), "1.5T"), (format_share(0, 0), "-"), (format_share(0, 5), "0%")),
         (format_share(10**6 - 1, 10**6), "99.9%"),  # not all
     ],
 )
@@ -282,10 +261,6 @@ def test_another_size_of_the_terminal_and_no_colours(mounted: Mount) -> None:
         screen.process.wait(20)
         assert "  files     known 6, resident 5" in screen.text()
         assert b"\x1b" not in screen.output
-    with terminal("status", str(mounted.path)) as screen:
-        screen.process.wait(20)
-        assert "6 known, 5 resident" in screen.text()
-        assert "╭" in screen.text()
 
 
 @needs_mounts
@@ -423,20 +398,9 @@ def test_run_ends_as_its_command_did(work: Bench, storage: list[str], end: str) 
     nowhere = ["--tier", f"{work.path}/no/such=10M", "--report"]
     assert through(end, "run", f"{work.path}/source", *nowhere, *command) == (3, "")
     assert (work.path / "ran").read_text() == "ran\n" * 2
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_an_error_nobody_can_read_is_the_same_error(end: str) -> None:
+    # An error that nobody can read is the same error.
     assert through(end, "umount") == (2, "")
     assert through(end, "status", "/nowhere") == (1, "")
-
-
-@pytest.mark.parametrize("command", ["exporter --once", "status"])
-def test_without_streams_nothing_else_changes(command: str) -> None:
-    code, shown, _ = ended(*command.split())
-    assert shown
-    closed = ended(*command.split(), shell='exec "$@" <&- >&-', stdout=subprocess.DEVNULL)
-    assert closed == (code, "", "")
 
 
 @needs_mounts
