@@ -484,6 +484,7 @@ def assert_not_stale(doctor: dict[str, Any], mount: Mount) -> None:
 
 FILES, LARGE = 16, 2
 """The large ones have the last numbers."""
+SMALL_BYTES = 110_000
 KILLED = int(os.environ.get("JOBS_KILLED", "4"))
 SCRIPT = "readlink /proc/self/ns/mnt; read line"
 
@@ -493,7 +494,7 @@ class Jobs:
 
     def __init__(self, place: Place) -> None:
         self.place = place
-        sizes = [110_000] * FILES + [3 << 20] * LARGE
+        sizes = [SMALL_BYTES] * FILES + [3 << 20] * LARGE
         self.bytes = sum(sizes)
         self.files = {f"f{n}": trees.random_bytes(size, n) for n, size in enumerate(sizes)}
         trees.write_files(place.source, self.files)
@@ -531,6 +532,11 @@ class Jobs:
         rounds, worst = said["result"]
         assert rounds > 0
         return rounds, worst
+
+    def read_again(self, status: Any) -> int:
+        """Bytes that were read in the source more than once: a read that has to wait for a second
+        goes there by itself."""
+        return int(status["source_io"]["read_bytes"] - self.bytes)
 
     def is_other(self, worker: int) -> bool:
         return bool(self.status()["worker"]["pid"] != worker)
@@ -610,7 +616,7 @@ def test_the_owner_is_killed_again_and_again(place: Place) -> None:
     for number in range(2, KILLED + 2):
         holders.append(jobs.waiting(number))
         status = jobs.status()
-        assert status["source_io"]["read_bytes"] == jobs.bytes
+        assert jobs.read_again(status) < SMALL_BYTES
         worker = status["worker"]["pid"]
         supervisor = parent_of(worker)
         owner = next((holder for holder in holders if supervisor in below(holder.pid)), None)
@@ -623,7 +629,7 @@ def test_the_owner_is_killed_again_and_again(place: Place) -> None:
     readers.append(jobs.reading(100))
     status = jobs.status()
     assert status["files"]["resident"] >= FILES + LARGE
-    assert status["source_io"]["read_bytes"] == jobs.bytes
+    assert jobs.read_again(status) < SMALL_BYTES
     for reader in readers:
         print(f"{KILLED} kills:", jobs.ended(reader))
     for holder in holders:

@@ -145,8 +145,12 @@ class Node:
         subprocess.run(as_user("nobody", words), capture_output=True, timeout=30, check=True)
 
     def left(self) -> list[str]:
-        run = self.path / "run"
-        return [str(path) for part in ("shares", "env", "jobs") for path in (run / part).rglob("*")]
+        found = []
+        for part in ("shares", "env", "jobs"):
+            # Something may be going just now, which rglob does not take.
+            for base, directories, files in os.walk(self.path / "run" / part):
+                found += [f"{base}/{name}" for name in directories + files]
+        return found
 
     def log(self) -> str:
         path = self.path / "slurm.log"
