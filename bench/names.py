@@ -75,7 +75,7 @@ def run(task: Task) -> Result:
         source = stack.enter_context(memory_place()) / "data"
         generate(source, files)
         roots = {"direct": source}
-        for freshness in ("immutable", f"ttl={mirrors.DAY}"):
+        for freshness in ("immutable", f"ttl={mirrors.DAY}", "open"):
             options = ("--freshness", freshness, "--prefetch", "none")
             mount = stack.enter_context(Mount(source, place / freshness, *options))
             roots[f"monarchfs, {freshness.partition('=')[0]}"] = mount.path

@@ -1,8 +1,10 @@
 /* What Python tells the data engine, and hears from it. See core/misses.py. */
 #include "_bindings.h"
 
+#include "_directories.h"
 #include "_misses.h"
 #include "_names.h"
+#include "_revalidate.h"
 
 /* The bytes of a file, as a buffer. */
 struct file_bytes {
@@ -53,18 +55,20 @@ static PyObject *py_misses_start(PyObject *Py_UNUSED(self), PyObject *args)
 		.layouts = layouts,
 		.nice = nice,
 	};
+	revalidate_start((dev_t)device);
 	int fd = misses_start(&options);
 	return fd < 0 ? failed(-fd) : PyLong_FromLong(fd);
 }
 
-static PyObject *py_misses_directory(PyObject *Py_UNUSED(self), PyObject *args)
+static PyObject *py_directories_put(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned number;
+	unsigned long long ino;
 	int fd;
 	const char *path;
-	if (!PyArg_ParseTuple(args, "Iiy", &number, &fd, &path))
+	if (!PyArg_ParseTuple(args, "IKiy", &number, &ino, &fd, &path))
 		return NULL;
-	return none_unless(misses_directory(number, fd, path));
+	return none_unless(directories_put(number, ino, fd, path));
 }
 
 static PyObject *py_misses_put(PyObject *Py_UNUSED(self), PyObject *args)
@@ -248,11 +252,12 @@ static PyObject *py_names_put(PyObject *self, PyObject *args)
 	const char *name;
 	Py_ssize_t length;
 	double seconds;
+	int asked_about;
 	PyObject *rest[5];
 	(void)self;
 	/* types.Node and types.SourceStat. */
-	if (!PyArg_ParseTuple(args, "Ky#d(K(KKKLLLIIIIKKI)OOOOO)", &parent, &name, &length,
-			      &seconds, &ino, &device, &source_ino, &size, &mtime_ns, &ctime_ns,
+	if (!PyArg_ParseTuple(args, "Ky#dp(K(KKKLLLIIIIKKI)OOOOO)", &parent, &name, &length,
+			      &seconds, &asked_about, &ino, &device, &source_ino, &size, &mtime_ns, &ctime_ns,
 			      &atime_ns, &mode, &nlink, &uid, &gid, &rdev, &blocks, &blksize,
 			      &rest[0], &rest[1], &rest[2], &rest[3], &rest[4])) {
 		if (!PyErr_ExceptionMatches(PyExc_OverflowError))
@@ -274,7 +279,7 @@ static PyObject *py_names_put(PyObject *self, PyObject *args)
 	set_time(atime_ns, &attr.atime, &attr.atimensec);
 	set_time(mtime_ns, &attr.mtime, &attr.mtimensec);
 	set_time(ctime_ns, &attr.ctime, &attr.ctimensec);
-	names_put(parent, name, (size_t)length, &attr, (uint64_t)(seconds * NS));
+	names_put(parent, name, (size_t)length, &attr, (uint64_t)(seconds * NS), asked_about ? source_ino : 0);
 	Py_RETURN_NONE;
 }
 
@@ -294,8 +299,8 @@ TELLS_NUMBER(names_forget_ino)
 TELLS(names_forget_all)
 
 static PyMethodDef methods[] = {
+	METHOD(directories_put, METH_VARARGS),
 	METHOD(misses_start, METH_VARARGS),
-	METHOD(misses_directory, METH_VARARGS),
 	METHOD(misses_put, METH_VARARGS),
 	METHOD(misses_peers, METH_O),
 	METHOD(misses_has, METH_O),

@@ -26,13 +26,15 @@ enum count {
 };
 
 enum duration {
-	TIME_LOOKUP, /* answers, as the next four */
+	TIME_LOOKUP, /* answers, as the next five */
+	TIME_LOOKUP_SOURCE,
 	TIME_OPEN_LOCAL,
 	TIME_READ_LOCAL,
 	TIME_OPEN_SOURCE,
 	TIME_READ_SOURCE,
 	TIME_SOURCE, /* small files opened, and read if that was wanted; reads of large ones */
 	TIME_AHEAD, /* small files read ahead of readers */
+	TIME_STAT, /* of names in the source */
 	DURATIONS,
 };
 

@@ -26,12 +26,12 @@
 #define _GNU_SOURCE
 #include "_misses.h"
 
-#include "_waiting.h"
-
+#include "_directories.h"
 #include "_journal.h"
 #include "_opens.h"
 #include "_queue.h"
 #include "_resident.h"
+#include "_waiting.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -86,14 +86,6 @@ struct entry {
 	char name[];
 };
 
-struct directory {
-	int fd;
-	unsigned generation;
-	unsigned users;
-	bool replaced;
-	char path[]; /* below the source's root */
-};
-
 static struct {
 	struct miss_options options;
 	miss_peers *read_from_peers; /* NULL: there are none */
@@ -110,8 +102,6 @@ static struct {
 	struct entry *first, *last;
 } filled;
 static size_t entry_count;
-static struct directory *directories[MISS_DIRECTORIES];
-static unsigned generations;
 static struct miss_event *first_event, **last_event = &first_event;
 static unsigned event_count, events_taken = 1; /* an entry that was never opened has 0 */
 static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when an entry has none under way */
@@ -313,42 +303,8 @@ static void forget_unless_open(struct entry **place)
 /* The entry's directory; NULL if its number stands for another directory by now. */
 static struct directory *directory_of(const struct entry *entry)
 {
-	struct directory *directory = directories[entry->directory];
+	struct directory *directory = directories_at(entry->directory);
 	return directory && directory->generation == entry->generation ? directory : NULL;
-}
-
-static void leave_directory(struct directory *directory)
-{
-	if (--directory->users == 0 && directory->replaced) {
-		close(directory->fd); /* of O_PATH: does not block */
-		free(directory);
-	}
-}
-
-int misses_directory(unsigned number, int fd, const char *path)
-{
-	if (number >= MISS_DIRECTORIES)
-		return -EINVAL;
-	struct directory *directory = malloc(sizeof(*directory) + strlen(path) + 1);
-	if (!directory)
-		return -ENOMEM;
-	*directory = (struct directory){.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0), .users = 1};
-	strcpy(directory->path, path);
-	if (directory->fd < 0) {
-		int error = errno;
-		free(directory);
-		return -error;
-	}
-	pthread_mutex_lock(&source_lock);
-	struct directory *before = directories[number];
-	directory->generation = ++generations;
-	directories[number] = directory;
-	if (before) {
-		before->replaced = true;
-		leave_directory(before);
-	}
-	pthread_mutex_unlock(&source_lock);
-	return 0;
 }
 
 /* -- how long bytes stay */
@@ -745,7 +701,7 @@ static void carry(struct entry *entry, enum miss_owner owner)
 		make_window_room();
 	for (struct waiter *waiter = entry->waiters; waiter; waiter = waiter->next)
 		waiter->may_stay = false;
-	directory->users++;
+	directory_use(directory);
 	pthread_mutex_unlock(&source_lock);
 
 	uint64_t began_ns = monotonic_ns();
@@ -755,7 +711,7 @@ static void carry(struct entry *entry, enum miss_owner owner)
 
 	pthread_mutex_lock(&source_lock);
 	count_window(&fetch, took_ns);
-	leave_directory(directory);
+	directory_leave(directory);
 	entry->state = REMOTE;
 	if (!fetch.bytes && reads)
 		*counted -= size;
@@ -1028,7 +984,7 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length, 
 		int64_t fresh_until_ns, const unsigned char *replica)
 {
 	if (misses.events_fd < 0 || !version->size || !length || length > MISS_NAME_BYTES ||
-	    number >= MISS_DIRECTORIES)
+	    number >= MOST_DIRECTORIES)
 		return false;
 	struct entry *made = malloc(sizeof(*made) + length + 1);
 	if (!made)
@@ -1049,7 +1005,8 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length, 
 	struct entry **place = place_of(ino), *known = *place;
 	bool busy = known && (known->state != REMOTE || known->bytes || known->answering ||
 			      known->told || known->excluded);
-	bool put = directories[number] && !busy;
+	const struct directory *directory = directories_at(number);
+	bool put = directory && !busy;
 	if (put && known)
 		forget(place);
 	if (put && entry_count >= MOST_ENTRIES)
@@ -1057,7 +1014,7 @@ bool misses_put(uint64_t ino, unsigned number, const char *name, size_t length, 
 	put = put && entry_count < MOST_ENTRIES;
 	if (put) {
 		place = place_of(ino);
-		made->generation = directories[number]->generation;
+		made->generation = directory->generation;
 		made->next = *place;
 		*place = made;
 		entry_count++;

@@ -18,7 +18,6 @@
 /* Larger files are Python's, unless they are in the window. */
 #define MISS_MOST_BYTES (1 << 20)
 #define MISS_NAME_BYTES 255
-#define MISS_DIRECTORIES 4096
 
 /* Whose memory bytes take: each has a limit of its own. */
 enum miss_owner {
@@ -64,11 +63,6 @@ int misses_start(const struct miss_options *options);
 /* Begin to serve, if misses_start was called. `no_opens`: the kernel sends no OPEN; the first READ counts as
  * one. */
 void misses_serve(bool no_opens);
-
-/* Enter an open directory of the source (duplicated here), at `path` below its root, under a number that the
- * caller chose, below MISS_DIRECTORIES. The directory that had the number is closed when nobody uses it.
- * 0 or -errno. */
-int misses_directory(unsigned number, int fd, const char *path);
 
 #define MISS_REPLICA_BYTES 16
 

@@ -8,9 +8,9 @@
  * it is the oldest one. Memory that was never used costs nothing.
  *
  * A record has 48 to 64 bytes for a name of 12: times are stored as differences from the mtime, and mode, owner,
- * link count and block size as the index of a class, of which there are 255. Not here: names about which Python
- * would have to ask the source, directories, whose attributes change under their number, and names that do not
- * exist.
+ * link count and block size as the index of a class, of which there are 255. Not here: names about which only Python
+ * can ask the source, directories, whose attributes change under their number, unless they are asked about each time,
+ * and names that do not exist.
  */
 #define _GNU_SOURCE
 #include "_names.h"
@@ -50,7 +50,7 @@ struct known {
 } __attribute__((packed, aligned(WORD), may_alias));
 
 /* Most of them are small: blocks, atime and ctime are differences from what is usual. */
-enum { SIZE, BLOCKS, MTIME, ATIME, CTIME, UNTIL, NUMBERS };
+enum { SIZE, BLOCKS, MTIME, ATIME, CTIME, UNTIL, SOURCE_INO, NUMBERS };
 
 #define MOST_KEY (1 + NUMBER_BYTES + UINT8_MAX)
 #define MOST_REST (MOST_KEY + 1 + sizeof(struct class) + (NUMBERS + 1) * NUMBER_BYTES)
@@ -260,7 +260,7 @@ static uint64_t usual_blocks(uint64_t size)
 }
 
 /* Append what comes after the key to `to`. Returns its end; NULL if a time does not fit. */
-static unsigned char *pack(unsigned char *to, const struct fuse_attr *attr, uint64_t until_ns)
+static unsigned char *pack(unsigned char *to, const struct fuse_attr *attr, uint64_t until_ns, uint64_t source_ino)
 {
 	int64_t mtime_ns, atime_ns, ctime_ns;
 	if (!to_ns(attr->mtime, attr->mtimensec, &mtime_ns) ||
@@ -276,6 +276,7 @@ static unsigned char *pack(unsigned char *to, const struct fuse_attr *attr, uint
 		[ATIME] = folded((uint64_t)atime_ns - (uint64_t)mtime_ns),
 		[CTIME] = folded((uint64_t)ctime_ns - (uint64_t)mtime_ns),
 		[UNTIL] = until_ns,
+		[SOURCE_INO] = source_ino,
 	};
 	put_number(&to, attr->ino);
 	*to = class_of(&class);
@@ -289,7 +290,7 @@ static unsigned char *pack(unsigned char *to, const struct fuse_attr *attr, uint
 }
 
 /* Returns until when it is good. */
-static uint64_t unpack(const struct known *known, struct fuse_attr *attr)
+static uint64_t unpack(const struct known *known, struct fuse_attr *attr, uint64_t *source_ino)
 {
 	uint64_t ino, numbers[NUMBERS];
 	struct class class;
@@ -309,11 +310,12 @@ static uint64_t unpack(const struct known *known, struct fuse_attr *attr)
 	from_ns((int64_t)mtime_ns, &attr->mtime, &attr->mtimensec);
 	from_ns((int64_t)(mtime_ns + unfolded(numbers[ATIME])), &attr->atime, &attr->atimensec);
 	from_ns((int64_t)(mtime_ns + unfolded(numbers[CTIME])), &attr->ctime, &attr->ctimensec);
+	*source_ino = numbers[SOURCE_INO];
 	return numbers[UNTIL];
 }
 
 void names_put(uint64_t parent, const char *name, size_t length, const struct fuse_attr *attr,
-	       uint64_t for_ns)
+	       uint64_t for_ns, uint64_t source_ino)
 {
 	union {
 		struct known known;
@@ -328,7 +330,7 @@ void names_put(uint64_t parent, const char *name, size_t length, const struct fu
 	uint32_t *place = place_of(known->rest, key), put = *place;
 	if (put)
 		drop(place);
-	const unsigned char *after = pack(known->rest + key, attr, until_ns);
+	const unsigned char *after = pack(known->rest + key, attr, until_ns, source_ino);
 	if (after) {
 		uint32_t bytes = whole(known, after);
 		if (!put || bytes_of(at(put)) != bytes)
@@ -400,7 +402,7 @@ bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_e
 	*out = (struct fuse_entry_out){0};
 	pthread_rwlock_rdlock(&lock);
 	uint32_t place = *place_of(key, length);
-	uint64_t until_ns = place ? unpack(at(place), &out->attr) : 0, left_ns = 0;
+	uint64_t source_ino, left_ns = 0, until_ns = place ? unpack(at(place), &out->attr, &source_ino) : 0;
 	if (until_ns == FOREVER)
 		left_ns = NAMES_FOREVER_NS;
 	else if (until_ns)
@@ -412,6 +414,74 @@ bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_e
 	out->nodeid = out->attr.ino;
 	out->entry_valid = out->attr_valid = left_ns / SECOND_NS;
 	out->entry_valid_nsec = out->attr_valid_nsec = (uint32_t)(left_ns % SECOND_NS);
+	return true;
+}
+
+bool names_asked_about(uint64_t parent, const char *name, size_t length)
+{
+	unsigned char key[MOST_KEY];
+	if (length > UINT8_MAX)
+		return false;
+	length = make_key(key, parent, name, length);
+	struct fuse_attr attr;
+	uint64_t source_ino = 0;
+	pthread_rwlock_rdlock(&lock);
+	uint32_t place = *place_of(key, length);
+	if (place)
+		unpack(at(place), &attr, &source_ino);
+	pthread_rwlock_unlock(&lock);
+	return source_ino;
+}
+
+bool names_of_ino(uint64_t ino, struct name *found)
+{
+	uint64_t source_ino = 0;
+	pthread_rwlock_rdlock(&lock);
+	for (uint32_t place = of_ino[bucket_of(ino)]; place && !source_ino; place = at(place)->next_of_ino) {
+		struct fuse_attr attr;
+		unpack(at(place), &attr, &source_ino);
+		if (attr.ino != ino)
+			source_ino = 0;
+		if (!source_ino)
+			continue;
+		const unsigned char *from = at(place)->rest;
+		found->length = *from++;
+		found->parent = get_number(&from);
+		memcpy(found->bytes, from, found->length);
+		found->bytes[found->length] = 0;
+	}
+	pthread_rwlock_unlock(&lock);
+	return source_ino;
+}
+
+/* Whether it is what a record says, but for its atime, which reading it changes. */
+static bool is_same(const struct stat *st, const struct fuse_attr *attr, uint64_t source_ino)
+{
+	return st->st_ino == source_ino && st->st_mode == attr->mode && (uint64_t)st->st_size == attr->size &&
+	       (uint64_t)st->st_mtim.tv_sec == attr->mtime && (uint32_t)st->st_mtim.tv_nsec == attr->mtimensec &&
+	       (uint64_t)st->st_ctim.tv_sec == attr->ctime && (uint32_t)st->st_ctim.tv_nsec == attr->ctimensec &&
+	       st->st_uid == attr->uid && st->st_gid == attr->gid && st->st_nlink == attr->nlink &&
+	       (uint64_t)st->st_blocks == attr->blocks && (uint32_t)st->st_blksize == attr->blksize;
+}
+
+bool names_enter_same(const struct name *name, const struct stat *st, struct fuse_entry_out *out)
+{
+	unsigned char key[MOST_KEY];
+	size_t length = make_key(key, name->parent, name->bytes, name->length);
+	uint64_t source_ino = 0;
+	*out = (struct fuse_entry_out){0};
+	pthread_rwlock_rdlock(&lock);
+	uint32_t place = *place_of(key, length);
+	if (place)
+		unpack(at(place), &out->attr, &source_ino);
+	if (!source_ino || !is_same(st, &out->attr, source_ino)) {
+		pthread_rwlock_unlock(&lock);
+		return false;
+	}
+	out->nodeid = out->attr.ino;
+	out->attr.atime = (uint64_t)st->st_atim.tv_sec;
+	out->attr.atimensec = (uint32_t)st->st_atim.tv_nsec;
+	out->attr_valid = NAMES_ASKED_SECONDS;
 	return true;
 }
 

@@ -11,14 +11,23 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/stat.h>
 
-#define NAMES_FOREVER_NS (365ULL * 86400 * 1000000000) /* FOREVER_SECONDS in fs/freshness.py */
+#define NAMES_FOREVER_NS (365ULL * 86400 * 1000000000) /* FOREVER_SECONDS in metadata/freshness.py */
+#define NAMES_ASKED_SECONDS 1 /* OPEN_ATTRIBUTES_SECONDS there */
+
+struct name {
+	uint64_t parent;
+	size_t length;
+	char bytes[UINT8_MAX + 1]; /* ends with a zero */
+};
 
 /* In the directory `parent` the name stands for attr->ino, for the next `for_ns` nanoseconds; NAMES_FOREVER_NS or
- * more: until it is forgotten, and each answer is good for NAMES_FOREVER_NS. If there are too many names, the oldest
- * one goes. */
+ * more: until it is forgotten, and each answer is good for NAMES_FOREVER_NS. `source_ino`: its number in the source, if
+ * the threads may ask the source whether that still holds (_revalidate.h); else 0. If there are too many names, the
+ * oldest one goes. */
 void names_put(uint64_t parent, const char *name, size_t length, const struct fuse_attr *attr,
-	       uint64_t for_ns);
+	       uint64_t for_ns, uint64_t source_ino);
 
 /* Answer it no more. When this returns, no answer is on its way. */
 void names_forget(uint64_t parent, const char *name, size_t length);
@@ -28,5 +37,14 @@ void names_forget_all(void);
 /* Fill in the answer to a look-up. If true, the caller calls names_leave once the kernel has the answer. */
 bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_entry_out *out);
 void names_leave(void);
+
+/* Whether the threads may ask the source about the name. */
+bool names_asked_about(uint64_t parent, const char *name, size_t length);
+
+/* Fill in a name of the inode about which they may; false if there is none. */
+bool names_of_ino(uint64_t ino, struct name *found);
+
+/* As names_enter, for a name of which the source has just said this; false if that is something else than was known. */
+bool names_enter_same(const struct name *name, const struct stat *st, struct fuse_entry_out *out);
 
 #endif

@@ -48,7 +48,7 @@ static bool answer_open(const struct fuse_in_header *in, uint64_t unique, enum d
 	struct backed_open_out out = {0};
 	if (table_add(in->nodeid, unique, ANSWERING, &out.fh, &out.backing_id) < 0)
 		return false;
-	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : __atomic_load_n(&flags, __ATOMIC_RELAXED);
+	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : flags_now();
 	answer_with_handle(in->unique, out.fh, &out, sizeof(out), counted, by, started_ns);
 	return true;
 }
@@ -58,14 +58,38 @@ bool opens_answer_source(const struct fuse_in_header *in, enum answered_by by, u
 	return answer_open(in, in->unique, TIME_OPEN_SOURCE, by, started_ns);
 }
 
-bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns)
+static bool reads_only(const struct fuse_in_header *in)
 {
-	const struct fuse_open_in *arg = (const void *)(in + 1);
-	if ((arg->flags & O_ACCMODE) != O_RDONLY ||
-	    !resident_open(in->nodeid, __atomic_load_n(&answers_here, __ATOMIC_RELAXED)))
-		return false;
-	uint64_t unique = again ? in->unique | RESENT : in->unique;
-	bool answered = answer_open(in, unique, TIME_OPEN_LOCAL, BY_MEMORY, started_ns);
+	return (((const struct fuse_open_in *)(in + 1))->flags & O_ACCMODE) == O_RDONLY;
+}
+
+static bool undecided_too(void)
+{
+	return __atomic_load_n(&answers_here, __ATOMIC_RELAXED);
+}
+
+/* Of a file that resident_open has counted as open. */
+static bool answer_resident(const struct fuse_in_header *in, uint64_t unique, enum answered_by by, uint64_t started_ns)
+{
+	bool answered = answer_open(in, unique, TIME_OPEN_LOCAL, by, started_ns);
 	resident_unuse(in->nodeid);
 	return answered;
+}
+
+bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns)
+{
+	if (!reads_only(in) || !resident_open(in->nodeid, undecided_too()))
+		return false;
+	return answer_resident(in, again ? in->unique | RESENT : in->unique, BY_MEMORY, started_ns);
+}
+
+bool opens_ask(const struct fuse_in_header *in)
+{
+	return reads_only(in) && resident_may_open(in->nodeid, undecided_too());
+}
+
+bool opens_answer_checked(const struct fuse_in_header *in, uint64_t started_ns)
+{
+	return resident_open_checked(in->nodeid, undecided_too()) &&
+	       answer_resident(in, in->unique, BY_CHECKED, started_ns);
 }

@@ -24,6 +24,12 @@ void opens_answer_here(bool here, bool direct);
 /* Answer an OPEN; false if Python has to be asked. `again`: an earlier worker had it. */
 bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns);
 
+/* Whether it would be answered, had the source just been asked about the file. */
+bool opens_ask(const struct fuse_in_header *in);
+
+/* The source was asked, and has what it had: answer an OPEN of a resident file; false if Python has to. */
+bool opens_answer_checked(const struct fuse_in_header *in, uint64_t started_ns);
+
 /* Answer an OPEN of a file of the source. False if too many files are open. */
 bool opens_answer_source(const struct fuse_in_header *in, enum answered_by by, uint64_t started_ns);
 

@@ -249,5 +249,7 @@ void record_answer(uint64_t unique, enum answered_by by, int error, const void *
 		event.ino = !error && length >= sizeof(uint64_t) ? ((const struct fuse_entry_out *)body)->nodeid : 0;
 	else if (event.kind == KIND_OPEN && by == BY_MEMORY && is_kernels(error, body, length))
 		by = BY_KERNEL;
+	else if (by == BY_CHECKED && is_kernels(error, body, length))
+		by = BY_CHECKED_KERNEL;
 	finish(&event, by);
 }

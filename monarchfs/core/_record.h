@@ -19,6 +19,8 @@ enum answered_by {
 	BY_SOURCE,
 	BY_WAITED,
 	BY_KERNEL,
+	BY_CHECKED, /* from here, after the source was asked */
+	BY_CHECKED_KERNEL,
 };
 
 /* As insight.recording.EVENT. */

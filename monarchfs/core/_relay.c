@@ -21,6 +21,7 @@
 #include "_pool.h"
 #include "_queue.h"
 #include "_resident.h"
+#include "_revalidate.h"
 #include "_table.h"
 #include "_nonresident.h"
 
@@ -164,10 +165,11 @@ static bool answer_any(const struct fuse_in_header *in, size_t length, struct sc
 	}
 }
 
-/* `kept`: the journal has it. */
-static bool open_missed(const struct fuse_in_header *in, size_t length, bool kept, uint64_t started_ns)
+/* Take a request about which the source has to be asked. `kept`: the journal has it. */
+static bool asks_source(const struct fuse_in_header *in, size_t length, bool kept, uint64_t started_ns)
 {
-	return in->opcode == FUSE_OPEN && misses_took(in, length, kept, started_ns);
+	return (in->opcode == FUSE_OPEN && misses_took(in, length, kept, started_ns)) ||
+	       revalidate_took(in, length, kept, started_ns);
 }
 
 bool relay_answered(const void *request, size_t length, enum queued_after past)
@@ -179,7 +181,7 @@ bool relay_answered(const void *request, size_t length, enum queued_after past)
 		return true;
 	}
 	/* What waits there stays in the journal. */
-	return past == NEW && (open_missed(in, length, true, started_ns) ||
+	return past == NEW && (asks_source(in, length, true, started_ns) ||
 			       (in->opcode == FUSE_READ && misses_took(in, length, true, started_ns)));
 }
 
@@ -381,7 +383,7 @@ static void *serve(void *number)
 			bool reads = in->opcode == FUSE_READ &&
 				     (size_t)got >= sizeof(*in) + sizeof(struct fuse_read_in);
 			bool done = !reads && (answer_any(in, (size_t)got, NULL, false, started_ns) ||
-					       open_missed(in, (size_t)got, false, started_ns));
+					       asks_source(in, (size_t)got, false, started_ns));
 			bool ahead = done && in->opcode == FUSE_OPEN && !free_opens &&
 				     resident_cold(in->nodeid);
 			if (!done || ahead) {

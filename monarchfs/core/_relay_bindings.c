@@ -38,12 +38,14 @@ static const char *const number_names[COUNTS] = {
 
 static const char *const duration_names[DURATIONS] = {
 	[TIME_LOOKUP] = "lookup",
+	[TIME_LOOKUP_SOURCE] = "lookup_source",
 	[TIME_OPEN_LOCAL] = "open_local",
 	[TIME_READ_LOCAL] = "read_local",
 	[TIME_OPEN_SOURCE] = "open_source",
 	[TIME_READ_SOURCE] = "read_source",
 	[TIME_SOURCE] = "source",
 	[TIME_AHEAD] = "ahead",
+	[TIME_STAT] = "stat",
 };
 
 /* Steals the value. */

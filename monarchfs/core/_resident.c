@@ -523,12 +523,20 @@ static struct file *readable(uint64_t ino)
 	return file && tiers[file->tier].served ? file : NULL;
 }
 
-bool resident_open(uint64_t ino, bool undecided)
+/* Under `lock`. NULL where Python has to answer an open, whether or not the source was asked. */
+static struct file *openable(uint64_t ino, bool undecided)
+{
+	struct file *file = readable(ino);
+	bool may = file && file->opens_until && (undecided || file->in_segment || is_decided(use_of(ino)));
+	return may ? file : NULL;
+}
+
+/* `checked`: the source was asked. */
+static bool open_file(uint64_t ino, bool undecided, bool checked)
 {
 	pthread_mutex_lock(&lock);
-	struct file *file = readable(ino);
-	bool may = file && resident_fresh(from_ticks(file->opens_until)) &&
-		   (undecided || file->in_segment || is_decided(use_of(ino)));
+	struct file *file = openable(ino, undecided);
+	bool may = file && (checked || resident_fresh(from_ticks(file->opens_until)));
 	struct use *use = may ? items_make(&uses, ino) : NULL;
 	if (use) {
 		use->item.count++;
@@ -536,6 +544,24 @@ bool resident_open(uint64_t ino, bool undecided)
 	}
 	pthread_mutex_unlock(&lock);
 	return use;
+}
+
+bool resident_open(uint64_t ino, bool undecided)
+{
+	return open_file(ino, undecided, false);
+}
+
+bool resident_open_checked(uint64_t ino, bool undecided)
+{
+	return open_file(ino, undecided, true);
+}
+
+bool resident_may_open(uint64_t ino, bool undecided)
+{
+	pthread_mutex_lock(&lock);
+	bool may = openable(ino, undecided);
+	pthread_mutex_unlock(&lock);
+	return may;
 }
 
 bool resident_cold(uint64_t ino)

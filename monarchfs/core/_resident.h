@@ -28,8 +28,8 @@ struct replica {
 	uint64_t size;
 	uint64_t segment; /* it lies there at `offset`; 0: it has a file of its own, called `name` */
 	uint64_t offset;
-	int64_t opens_until_ns; /* until then (CLOCK_REALTIME), or 17 ms less, Python need not be asked about opens;
-				 * 0: it is asked always */
+	int64_t opens_until_ns; /* until then (CLOCK_REALTIME), or 17 ms less, Python need not be asked about opens; later
+				 * the source has to be; 0: Python is asked always */
 };
 
 /* A read of a replica: see resident_enter. */
@@ -105,6 +105,12 @@ bool resident_seen(uint64_t ino);
 /* Begin to answer an open: count it, as resident_use does. False if Python has to be asked: so if nothing is
  * decided about a replica that the kernel could read itself, unless `undecided`. */
 bool resident_open(uint64_t ino, bool undecided);
+
+/* The same once the source was asked about the file, whatever opens_until_ns says unless it is 0. */
+bool resident_open_checked(uint64_t ino, bool undecided);
+
+/* Whether that may be, without counting. */
+bool resident_may_open(uint64_t ino, bool undecided);
 
 /* Begin a read of `ino` at `offset`. The caller ends it with resident_leave once the answer is written: until
  * then, pages in a pipe are still the file's. */

@@ -20,7 +20,7 @@ MEMORY_BYTES = 64 << 20
 """For files that were read, and are open or not in a tier yet."""
 
 MOST_DIRECTORIES = 4096
-"""As in _misses.h; or an eighth of the descriptors that the process may have, if that is less."""
+"""As in _directories.h; or an eighth of the descriptors that the process may have, if fewer."""
 
 _TIMES = range(-(1 << 63), 1 << 63)
 """Of nanoseconds: the years from 1678 to 2262."""
@@ -124,7 +124,7 @@ class Misses:
             or not self._may_serve(node)
         ):
             return False
-        number = self._directory(node.parent)
+        number = self.enter_directory(node.parent)
         if number is None:
             return False
         version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
@@ -134,7 +134,9 @@ class Misses:
             self._hooks.misses_put(node.ino, number, node.name, *version, fresh_until, *replica)
         )
 
-    def _directory(self, ino: int) -> int | None:
+    def enter_directory(self, ino: int) -> int | None:
+        """Have the C part know an open directory of the source: the number that it has there. None
+        if it would have to be opened first. No checkpoint; raises nothing."""
         number = self._directories.get(ino)
         if number is not None:
             self._directories.move_to_end(ino)
@@ -151,7 +153,7 @@ class Misses:
             _ino, number = self._directories.popitem(last=False)
         try:
             with opened as descriptor:
-                self._hooks.misses_directory(number, descriptor, ref.path)
+                self._hooks.directories_put(number, ino, descriptor, ref.path)
         except OSError:  # no descriptor is left
             self._free.append(number)
             return None

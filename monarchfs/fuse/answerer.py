@@ -347,10 +347,11 @@ class Answerer:
 
     async def _lookup(self, request: FuseRequest) -> Answer:
         started = now_ns()
-        found = await self._tree.names.lookup(request.node, request.body[:-1])
+        parent, name = request.node, request.body[:-1]
+        found = await self._tree.names.lookup(parent, name)
         self._durations.lookup_source.observe(now_ns() - started)
         if not isinstance(found, Missing):
-            self._relay.found(found.node)
+            self._relay.asked(parent, name, found)
         return AnsweredBy.SOURCE, packing.entry(found)
 
     async def _getattr(self, request: FuseRequest) -> Answer:

@@ -18,6 +18,7 @@ from monarchfs.core.nonresident import NonresidentReads
 from monarchfs.fs.files import Files
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.session import hooks
+from monarchfs.metadata.freshness import OPEN_ATTRIBUTES_SECONDS
 from monarchfs.metadata.tree import Entry
 from monarchfs.types import Node, Replica, ReplicaState
 
@@ -45,12 +46,16 @@ class Relay:
     """See ``cache.readers.Readers``.
 
     Constant: ``free_opens``, whether the kernel is told not to say what it opens; ``direct``,
-    whether its page cache is passed by. Changing: the tiers' numbers in the C part.
+    whether its page cache is passed by; ``revalidates``, whether the source is asked at each
+    look-up and open. Changing: the tiers' numbers in the C part.
     """
 
-    def __init__(self, *, free_opens: bool, direct: bool = False) -> None:
+    def __init__(
+        self, *, free_opens: bool, direct: bool = False, revalidates: bool = False
+    ) -> None:
         self.free_opens = free_opens
         self.direct = direct
+        self.revalidates = revalidates
         self.nonresident = NonresidentReads(hooks)
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
@@ -150,12 +155,27 @@ class Relay:
         if self.misses is not None:
             self.misses.offer(node)
 
+    def asked(self, parent: int, name: bytes, entry: Entry) -> None:
+        """The source was asked about the name: ``found``. Where it is asked each time, the threads
+        do that from now on, for as long as it says the same."""
+        node = entry.node
+        self.found(node)
+        if (
+            self.revalidates
+            and self.misses is not None
+            and entry.attr_timeout >= OPEN_ATTRIBUTES_SECONDS  # its timestamps are not racy
+            and (node.stat.is_regular or node.stat.is_directory)
+            and not node.stat.device
+            and self.misses.enter_directory(parent) is not None
+        ):
+            hooks.names_put(parent, name, 0.0, True, node)
+
     def name_known(self, parent: int, name: bytes, entry: Entry) -> None:
         """The threads answer those who look it up, for as long as the kernel may keep the answer.
         Names of directories, whose attributes change, are left out."""
         node, seconds, _ = entry
         if self.misses is not None and seconds > 0 and not node.stat.is_directory:
-            hooks.names_put(parent, name, seconds, node)
+            hooks.names_put(parent, name, seconds, False, node)
 
     def known(self, parent: int, name: bytes, entry: Entry) -> None:
         """``name_known`` and ``found``."""

@@ -7,10 +7,9 @@ from monarchfs.metrics import Histogram, Metrics
 from monarchfs.types import Lane
 
 
-def count_threads(metrics: Metrics) -> list[tuple[Lane, int, int, list[int]]]:
-    """Bring the metrics up to date. Returns reads of the source since the last call: whether
-    somebody waited for them, their bytes, the nanoseconds that they took, and how many took at most
-    so long as each of DURATION_BOUNDS_NS."""
+def count_threads(metrics: Metrics) -> list[tuple[Lane, str, int, int, list[int]]]:
+    """Bring the metrics up to date. Returns the threads' calls of the source since the last call,
+    for ``Source.count_elsewhere``."""
     more, took = hooks.counts_take()
     requests = metrics.requests
     metrics.relayed_bytes += more["answered_bytes"]
@@ -25,14 +24,19 @@ def count_threads(metrics: Metrics) -> list[tuple[Lane, int, int, list[int]]]:
     metrics.peer_wait_ns += more["peer_ns"]
     metrics.copy_wait_ns += more["copy_ns"]
     _add(requests.lookup_local, *took["lookup"])
+    _add(requests.lookup_source, *took["lookup_source"])
     _add(requests.open_local, *took["open_local"])
     _add(requests.read_local, *took["read_local"])
     _add(requests.open_source, *took["open_source"])
     _add(requests.read_source, *took["read_source"])
     bounds = len(requests.read_source.counts)
     return [
-        (lane, more[f"{name}_bytes"], took[name][0], took[name][1][:bounds])
-        for lane, name in ((Lane.DEMAND, "source"), (Lane.BACKGROUND, "ahead"))
+        (lane, function, more.get(f"{name}_bytes", 0), took[name][0], took[name][1][:bounds])
+        for lane, function, name in (
+            (Lane.DEMAND, "read", "source"),
+            (Lane.BACKGROUND, "read", "ahead"),
+            (Lane.DEMAND, "stat", "stat"),
+        )
     ]
 
 

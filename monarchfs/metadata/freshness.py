@@ -95,11 +95,14 @@ class Freshness:
         return self.node_timeouts(node, min(checked_ns, node.fetched_ns), now_ns)
 
     def opens_until(self, node: Node, now_ns: int) -> int:
-        """The time (time.time_ns()) until which the node may be opened without asking again; 0: not
-        even now; FOREVER_NS: until it is found outdated."""
-        if not self.fresh(node.fetched_ns, now_ns) or node.outdated:
+        """The time (time.time_ns()) until which the node may be opened without asking again: with
+        ``open`` one that is over; 0: not even after asking, by others; FOREVER_NS: until it is
+        found outdated."""
+        if node.outdated or not self.past_racy_window(node.stat.ctime_ns, node.fetched_ns):
             return 0
-        if not self.past_racy_window(node.stat.ctime_ns, node.fetched_ns):
+        if self.mode is FreshnessMode.OPEN:
+            return node.fetched_ns
+        if not self.fresh(node.fetched_ns, now_ns):
             return 0
         if self.mode is FreshnessMode.IMMUTABLE:
             return FOREVER_NS

@@ -127,12 +127,13 @@ class Source:
         return reads, self.counters.demand_read_bytes
 
     def count_elsewhere(
-        self, lane: Lane, size: int, duration_ns: int, counts: Sequence[int]
+        self, lane: Lane, function: str, size: int, duration_ns: int, counts: Sequence[int]
     ) -> None:
-        """Reads that did not go through here: their bytes, the time that they took together, and
-        how many took at most as long as each of DURATION_BOUNDS_NS."""
+        """Calls like those of a function of ``posix`` that did not go through here: the bytes that
+        they read, the time that they took together, and how many took at most as long as each of
+        DURATION_BOUNDS_NS."""
         operations = sum(counts)
-        kind = self.counters.of(lane, "read")
+        kind = self.counters.of(lane, function)
         self.counters.operations += operations
         self.counters.seconds += duration_ns / NS
         self._count_bytes(lane, size)

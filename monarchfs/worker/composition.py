@@ -102,6 +102,7 @@ class Composition:
         self.relay = Relay(
             free_opens=not self.kernel_reads and free_opens(config),
             direct=config.data_path is DataPath.DIRECT,
+            revalidates=config.freshness.mode is FreshnessMode.OPEN,
         )
         self.source = source = Source(
             posix,
@@ -331,8 +332,8 @@ class Composition:
 
     def count(self) -> None:
         """Bring the counts up to date, and store them. Called before they are shown."""
-        for reads in count_threads(self.metrics):
-            self.source.count_elsewhere(*reads)
+        for calls in count_threads(self.metrics):
+            self.source.count_elsewhere(*calls)
         self.small_files.take_events()
         self.window.count(self.metrics)
         if self.peering is not None:

@@ -1,6 +1,7 @@
 /* Files that are not cached, opened and read by the source threads while others put, forget and hold
  * them, and replace them in the source: for a sanitizer. A socket is the kernel. Arguments: a directory
  * for the source, how many requests, and whether there are no opens. */
+#include "../../monarchfs/core/_directories.h"
 #include "../../monarchfs/core/_misses.h"
 #include "../../monarchfs/core/_waiting.h"
 #include "../../monarchfs/core/_resident.h"
@@ -155,7 +156,7 @@ static void *be_others(void *unused)
 			misses_has(ino);
 			break;
 		case 5:
-			CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
+			CHECK(directories_put(DIRECTORY, 1, source_fd, "") == 0);
 			break;
 		case 6:
 			waiting_leave_older(rand_r(&seed) % 4 ? 0 : UINT64_MAX, rand_r(&seed) % 2);
@@ -382,7 +383,7 @@ static void be_short_of_memory(void)
 	be_patient((struct timeval){.tv_usec = 100000});
 	misses_forget_all();
 	take_events();
-	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
+	CHECK(directories_put(DIRECTORY, 1, source_fd, "") == 0);
 	replace_all();
 	for (uint64_t ino = 1; ino <= FILES; ino++)
 		ask_for_file(ino);
@@ -404,7 +405,7 @@ int main(int count, char **arguments)
 		.memory_bytes = 20 * SIZE, .device = st.st_dev, .keeps = true};
 	CHECK(misses_start(&options) >= 0);
 	misses_window_limit(10 * SIZE);
-	CHECK(misses_directory(DIRECTORY, source_fd, "") == 0);
+	CHECK(directories_put(DIRECTORY, 1, source_fd, "") == 0);
 	replace_all();
 	places = SIZE / READ_BYTES;
 	look_at_request = check_not_open;

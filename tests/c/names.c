@@ -48,7 +48,7 @@ static void put(unsigned number, uint64_t ino)
 {
 	char name[16];
 	const struct fuse_attr attr = {.ino = ino, .size = ino * 3};
-	names_put(DIRECTORY, name, name_of(number, name), &attr, HOUR_NS);
+	names_put(DIRECTORY, name, name_of(number, name), &attr, HOUR_NS, 0);
 }
 
 static bool enter(uint64_t parent, unsigned number, struct fuse_entry_out *out)
@@ -214,14 +214,14 @@ static void compare(void)
 		case 3:
 			should_be[number] = (struct fuse_attr){.ino = step, .mtime = 10000000000};
 			names_put(DIRECTORY, name, long_name_of(number, name), &should_be[number],
-				  HOUR_NS);
+				  HOUR_NS, 0);
 			should_be[number].ino = 0; /* such a time does not fit */
 			CHECK(!is_known(number));
 			break;
 		default:
 			should_be[number] = any_attr(&seed, number_of(step));
 			names_put(DIRECTORY, name, long_name_of(number, name), &should_be[number],
-				  HOUR_NS);
+				  HOUR_NS, 0);
 			CHECK(is_known(number));
 		}
 		if (step % (10 * KNOWN) == 0) {

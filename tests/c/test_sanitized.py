@@ -24,7 +24,7 @@ MEMORY = (
 )  # fmt: skip
 PARTS = (
     "core/_relay", "core/_record", "core/_reply", "core/_nonresident", "core/_pool",
-    "core/_absent_xattrs", "core/_waiting", "core/_misses",
+    "core/_absent_xattrs", "core/_waiting", "core/_misses", "core/_directories", "core/_revalidate",
     "core/_small_file", "core/_layout", "core/_names", "core/_opens", "core/_queue", *MEMORY,
 )  # fmt: skip
 REQUESTS = 20_000
@@ -119,6 +119,13 @@ def test_misses_while_files_change(run: Run, tier: Path, sanitized: str, opens: 
     forgets, holds and replaces files."""
     flags = (sanitized, "-Wl,--wrap=opens_answer_source")
     run("misses", tier, REQUESTS, int(opens == "no opens"), flags=flags)
+
+
+@BOTH
+def test_names_that_are_asked_about_while_they_change(run: Run, tier: Path, sanitized: str) -> None:
+    """No look-up and no open is answered with what the source had no more, or what was
+    forgotten."""
+    run("revalidate", tier, REQUESTS, flags=(sanitized, "-Wl,--wrap=reply_with"))
 
 
 def test_a_small_file_that_changes_while_it_is_read(run: Run, tier: Path) -> None:

@@ -115,7 +115,7 @@ class WholeReads:
 
     def __init__(self, posix: FaultySource) -> None:
         self.lent = 0
-        self.count: Callable[[Lane, int, int, list[int]], None] = lambda *_: None
+        self.count: Callable[[Lane, str, int, int, list[int]], None] = lambda *_: None
         self._posix = posix
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class WholeReads:
     def misses_start(self, *_options: object) -> int:
         return self._fd
 
-    def misses_directory(self, number: int, fd: int, path: bytes) -> None:
+    def directories_put(self, number: int, _ino: int, fd: int, path: bytes) -> None:
         if number in self._directories:
             os.close(self._directories[number])
         self._directories[number] = os.dup(fd)
@@ -218,7 +218,7 @@ class WholeReads:
                 os.eventfd_read(self._fd)
         for _ino, _opens, _spared, data, _error, took_ns in events:
             if data is not None:
-                self.count(Lane.BACKGROUND, len(data), took_ns, [1])
+                self.count(Lane.BACKGROUND, "read", len(data), took_ns, [1])
         return events
 
     # -- the threads

@@ -56,8 +56,8 @@ def node_of(ino: int, **other: int) -> Node:
 
 
 def test_what_does_not_fit_is_not_answered() -> None:
-    hooks.names_put(1, b"late", 100.0, node_of(5, mtime_ns=1 << 63))
-    hooks.names_put(1, b"n" * 256, 100.0, node_of(5))
+    hooks.names_put(1, b"late", 100.0, False, node_of(5, mtime_ns=1 << 63))
+    hooks.names_put(1, b"n" * 256, 100.0, False, node_of(5))
     assert answered(1, b"late") is None
     assert answered(1, b"n" * 256) is None
 

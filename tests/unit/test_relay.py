@@ -685,7 +685,7 @@ def names(directory: Path) -> None:
     node = Node(77, stat, 1, b"a", 0, False, b"")
     expected = packing.entry(Entry(node, 0, 0))
     for name, seconds, left in ((b"a", 100.0, 99), (b"ever", FOREVER_SECONDS, FOREVER_SECONDS)):
-        threads.hooks.names_put(1, name, seconds, node)
+        threads.hooks.names_put(1, name, seconds, False, node)
         threads.send(FUSE_LOOKUP, 4, 1, name + b"\0")
         unique, error, body = threads.answer()
         assert (unique, error) == (4, 0)
@@ -693,7 +693,7 @@ def names(directory: Path) -> None:
         assert struct.unpack_from("=QQ", body, 16) == (left, left)
 
     # Anything else is Python's.
-    threads.hooks.names_put(1, b"over", 1e-9, node)
+    threads.hooks.names_put(1, b"over", 1e-9, False, node)
     for parent, name in ((2, b"a\0"), (1, b"ab\0"), (1, b"over\0"), (1, b"a"), (1, b"")):
         threads.left_to_python(partial(threads.send, FUSE_LOOKUP, 6, parent, name))
     threads.hooks.names_forget_ino(77)
@@ -701,8 +701,91 @@ def names(directory: Path) -> None:
     wait_for(lambda: sum(threads.durations["lookup"][1]) == 2, "both answers to be counted")
 
 
+def revalidating(directory: Path) -> None:
+    """Names about which the source is asked each time, and opens of what they stand for."""
+    threads = Threads(directory)
+    source = directory / "source"
+    source.mkdir()
+    hooks.misses_start(1 << 20, source.stat().st_dev, True, False, 0)
+    fd = os.open(source, os.O_PATH)
+    hooks.directories_put(0, 5, fd, b"")
+    os.close(fd)
+    path = source / "a"
+
+    def entered(ino: int = 7, asked_about: bool = True) -> bytes:
+        """What the answer to a look-up begins and ends with."""
+        stat = SourceStat.of(path.stat(), source.stat().st_dev)
+        node = Node(ino, stat, 5, b"a", 0, False, b"")
+        hooks.names_put(5, b"a", 0.0, asked_about, node)
+        packed = packing.entry(Entry(node, 0, 1))
+        return packed[:40]
+
+    def look_up(parent: int = 5, name: bytes = b"a") -> None:
+        threads.send(FUSE_LOOKUP, 4, parent, name + b"\0")
+
+    def found(expected: bytes) -> None:
+        look_up()
+        unique, error, body = threads.answer()
+        assert (unique, error, body[:40]) == (4, 0, expected)
+
+    def other() -> None:
+        (source / "b").write_bytes(b"other")
+        (source / "b").rename(path)
+
+    path.write_bytes(b"1234567")
+    found(entered())
+    (source / "d").mkdir()
+    found(entered())  # whatever becomes of the directory
+    # Anything else that the source says is Python's to find out.
+    changes: list[Callable[[], object]] = [
+        partial(path.write_bytes, b"longer than that"),
+        partial(path.chmod, 0o600),
+        partial(os.utime, path, ns=(0, 12345)),
+        partial(os.link, path, source / "c"),
+        other,
+        path.unlink,
+    ]
+    for change in changes:
+        entered()
+        change()
+        threads.left_to_python(look_up)
+    other()
+    entered(asked_about=False)
+    threads.left_to_python(look_up)
+    entered()
+    threads.left_to_python(partial(look_up, 6))
+    threads.left_to_python(partial(look_up, 5, b"b"))
+    hooks.names_forget(5, b"a")
+    threads.left_to_python(look_up)
+
+    # An open, once its time is over. What was never to be opened here is not.
+    file = threads.added(7, until_ns=time.time_ns() - 10**9)
+    threads.opened_by_python(7)
+    entered()
+    number, flags = threads.open(7)
+    assert flags == KEEP_CACHE
+    threads.read(file)
+    threads.release(number)
+    threads.opened_by_python(7, os.O_RDWR)
+    threads.put(file, 0)
+    threads.opened_by_python(7)
+    threads.put(file, time.time_ns() - 10**9)
+    entered(8)  # the name stands for another
+    threads.opened_by_python(7)
+    entered()
+    other()
+    threads.opened_by_python(7)
+    entered()
+    hooks.resident_stop(7)
+    threads.opened_by_python(7)
+    asked = len(changes) + 4  # the source, in all
+    wait_for(lambda: sum(threads.durations["stat"][1]) == asked, "all questions to be counted")
+    assert sum(threads.durations["lookup_source"][1]) == 2
+
+
 @pytest.mark.parametrize(
-    "what", [*(reads, opens, trouble, segments, holding), *(from_source, filling, names)]
+    "what",
+    [*(reads, opens, trouble, segments, holding), *(from_source, filling, names, revalidating)],
 )
 def test_the_threads(what: Callable[[Path], None], tmp_path: Path) -> None:
     name = f"tests.unit.test_relay as t; t.{what.__name__}"
