@@ -106,7 +106,7 @@ static void left(struct waiter *waiter)
 	question->left = true;
 	if (question->asking)
 		return; /* that thread frees it */
-	pool_withdraw(&source_threads, &question->task);
+	pool_withdraw(&stat_threads, &question->task);
 	directory_leave(question->directory);
 	free(question);
 }
@@ -115,7 +115,8 @@ static void left(struct waiter *waiter)
 static bool wait_for(const struct name *name, const struct fuse_in_header *in, size_t length, bool kept,
 		     uint64_t started_ns)
 {
-	struct directory *directory = source_hangs() ? NULL : directories_of(name->parent);
+	bool hangs = stat_threads.stuck >= stat_threads.most_stuck;
+	struct directory *directory = hangs ? NULL : directories_of(name->parent);
 	struct question *question = directory ? waiter_new(sizeof(*question), in, length, started_ns) : NULL;
 	if (!question)
 		return false;
@@ -124,7 +125,7 @@ static bool wait_for(const struct name *name, const struct fuse_in_header *in, s
 	question->name = *name;
 	question->directory = directory;
 	question->asking = question->left = false;
-	if (!pool_queue(&source_threads, &question->task)) {
+	if (!pool_queue(&stat_threads, &question->task)) {
 		free(question);
 		return false;
 	}

@@ -14,6 +14,7 @@
 
 pthread_mutex_t source_lock = PTHREAD_MUTEX_INITIALIZER;
 struct pool source_threads = {.lock = &source_lock, .most_stuck = MOST_STUCK};
+struct pool stat_threads = {.lock = &source_lock, .most_stuck = MOST_STUCK};
 struct pool ahead_threads = {.lock = &source_lock, .most_stuck = MOST_STUCK_AHEAD};
 struct pool window_threads = {.lock = &source_lock, .most_stuck = MOST_STUCK_AHEAD};
 
@@ -23,7 +24,7 @@ static unsigned waiting;
 void waiting_start(unsigned threads)
 {
 	pthread_mutex_lock(&source_lock);
-	source_threads.most = threads;
+	source_threads.most = stat_threads.most = threads;
 	pthread_mutex_unlock(&source_lock);
 }
 
@@ -95,6 +96,7 @@ unsigned waiting_leave_older(uint64_t before_ns, unsigned most)
 		waiter->left(waiter);
 	}
 	pool_expire(&source_threads, before_ns);
+	pool_expire(&stat_threads, before_ns);
 	pool_expire(&ahead_threads, before_ns);
 	pool_expire(&window_threads, before_ns);
 	unsigned rest = waiting;

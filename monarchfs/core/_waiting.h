@@ -19,8 +19,8 @@
 extern pthread_mutex_t source_lock;
 
 /* The threads that open, read and close files of the source: for readers, for Python ahead of readers, and for the
- * window. */
-extern struct pool source_threads, ahead_threads, window_threads;
+ * window. Those that ask for attributes have places of their own: no look-up waits for reads. */
+extern struct pool source_threads, ahead_threads, window_threads, stat_threads;
 
 /* Whether so many calls hang that no more are begun. Under `source_lock`. */
 bool source_hangs(void);
@@ -38,7 +38,7 @@ struct waiter {
 	size_t length;
 };
 
-/* Begin. `threads` is how many ask the source for readers at a time. */
+/* Begin. `threads` is how many read in the source for readers at a time, and how many ask for attributes. */
 void waiting_start(unsigned threads);
 
 /* A structure of `size` bytes that begins with a waiter, with a copy of the request behind it; NULL if there
