@@ -179,6 +179,7 @@ static PyObject *py_resident_put(PyObject *Py_UNUSED(self), PyObject *args)
 	return PyBool_FromLong(resident_put(ino, &replica, seen));
 }
 
+ASKS_OF_TWO(resident_renew, bool_of, "KL", unsigned long long, long long)
 TELLS_NUMBER(resident_expire)
 TELLS_NUMBER(resident_stop)
 ASKS_OF_NUMBER(resident_retire, bool_of)
@@ -316,6 +317,7 @@ PyMethodDef known_methods[] = {
 	METHOD(resident_start, METH_VARARGS),
 	METHOD(resident_tier, METH_VARARGS),
 	METHOD(resident_put, METH_VARARGS),
+	METHOD(resident_renew, METH_VARARGS),
 	METHOD(resident_expire, METH_O),
 	METHOD(resident_stop, METH_O),
 	METHOD(resident_retire, METH_O),

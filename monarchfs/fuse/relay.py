@@ -20,7 +20,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.session import hooks
 from monarchfs.metadata.freshness import OPEN_ATTRIBUTES_SECONDS
 from monarchfs.metadata.tree import Entry
-from monarchfs.types import Node, Replica, ReplicaState
+from monarchfs.types import FreshnessMode, Node, Replica, ReplicaState
 
 MOST_TIERS = 64
 """As in _resident.h; what further tiers hold is read by Python."""
@@ -46,16 +46,20 @@ class Relay:
     """See ``cache.readers.Readers``.
 
     Constant: ``free_opens``, whether the kernel is told not to say what it opens; ``direct``,
-    whether its page cache is passed by; ``revalidates``, whether the source is asked at each
-    look-up and open. Changing: the tiers' numbers in the C part.
+    whether its page cache is passed by; ``mode``, when the source is asked again. Changing: the
+    tiers' numbers in the C part.
     """
 
     def __init__(
-        self, *, free_opens: bool, direct: bool = False, revalidates: bool = False
+        self,
+        *,
+        free_opens: bool,
+        direct: bool = False,
+        mode: FreshnessMode = FreshnessMode.IMMUTABLE,
     ) -> None:
         self.free_opens = free_opens
         self.direct = direct
-        self.revalidates = revalidates
+        self.mode = mode
         self.nonresident = NonresidentReads(hooks)
         self._tiers: dict[int, int] = {}
         self._files: Files | None = None
@@ -151,8 +155,11 @@ class Relay:
         return node is not None and self.misses.offer(node)
 
     def found(self, node: Node) -> None:
-        """A name was looked up: it may be opened next."""
-        if self.misses is not None:
+        """A name was looked up, and the source asked if it was time: it may be opened next."""
+        files, resident = self._files, False
+        if self.mode is FreshnessMode.TTL and files is not None and hooks.resident_has(node.ino):
+            resident = hooks.resident_renew(node.ino, files.racy_opens.opens_until(node))
+        if self.misses is not None and not resident:
             self.misses.offer(node)
 
     def asked(self, parent: int, name: bytes, entry: Entry) -> None:
@@ -161,7 +168,7 @@ class Relay:
         node = entry.node
         self.found(node)
         if (
-            self.revalidates
+            self.mode is FreshnessMode.OPEN
             and self.misses is not None
             and entry.attr_timeout >= OPEN_ATTRIBUTES_SECONDS  # its timestamps are not racy
             and (node.stat.is_regular or node.stat.is_directory)

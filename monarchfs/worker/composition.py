@@ -102,7 +102,7 @@ class Composition:
         self.relay = Relay(
             free_opens=not self.kernel_reads and free_opens(config),
             direct=config.data_path is DataPath.DIRECT,
-            revalidates=config.freshness.mode is FreshnessMode.OPEN,
+            mode=config.freshness.mode,
         )
         self.source = source = Source(
             posix,
