@@ -737,12 +737,24 @@ def revalidating(directory: Path) -> None:
         (source / "b").write_bytes(b"other")
         (source / "b").rename(path)
 
+    def rewrite() -> None:
+        """Nothing but its bytes and its ctime is otherwise, as after ``cp -p``."""
+        before = path.stat()
+
+        def is_later() -> bool:
+            path.write_bytes(b"x" * before.st_size)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            return path.stat().st_ctime_ns != before.st_ctime_ns
+
+        wait_for(is_later, "the next tick")
+
     path.write_bytes(b"1234567")
     found(entered())
     (source / "d").mkdir()
     found(entered())  # whatever becomes of the directory
     # Anything else that the source says is Python's to find out.
     changes: list[Callable[[], object]] = [
+        rewrite,
         partial(path.write_bytes, b"longer than that"),
         partial(path.chmod, 0o600),
         partial(os.utime, path, ns=(0, 12345)),
