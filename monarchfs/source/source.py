@@ -52,6 +52,19 @@ _ANSWERS = frozenset(
     }
 )
 
+_DISCONNECTED = frozenset({errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN})
+"""What a client answers while it has no server: so does one of Lustre that was evicted, for up to
+two seconds (docs/LUSTRE.md)."""
+
+_TRIED_AGAIN = frozenset(
+    {"stat", "found", "open", "read_for_reader", "read_once", "readlink", "access", "getxattr"}
+)
+"""Functions of ``posix`` that may be called twice in place of once."""
+
+ONE_MORE_TRY_EVERY_SECONDS = 10.0
+"""After a second try that failed like the first, errors are final for so long: readers of what is
+broken for good do not wait each time."""
+
 
 class Source:
     """The lanes of one trio run, and what was asked of the source: ``call`` of a function of
@@ -60,9 +73,10 @@ class Source:
     A cancelled caller leaves at once; its call goes on in its thread, keeps its slot, and what it
     opens is closed. ``DEMAND`` and ``BACKGROUND`` calls never wait for each other's slots.
     ``watch`` must run for stuck calls to lend theirs: at most ``max_stuck`` slots in all, demand
-    first.
+    first. A DEMAND call that finds the source disconnected is made once more.
 
-    Constant: all but ``counters``. ``demand`` and ``background`` are the lanes, to be looked at.
+    Constant: all but ``counters`` and ``_final_until`` (trio's clock), before which errors are
+    final. ``demand`` and ``background`` are the lanes, to be looked at.
     """
 
     def __init__(
@@ -74,10 +88,12 @@ class Source:
         stuck_seconds: float = 1.0,
         max_stuck: int = 512,
         deadline: float = 5.0,
+        reconnect_seconds: float = 2.0,
         behind: RunSync = run_sync,
         reads_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``deadline`` (seconds) is that of ``responding``; ``behind`` runs BACKGROUND calls;
+        """``deadline`` (seconds) is that of ``responding``; ``reconnect_seconds`` pass before a
+        call is made once more; ``behind`` runs BACKGROUND calls;
         ``reads_elsewhere`` says whether a reader waits for a read that does not go through here
         (``count_elsewhere``). To be called inside the trio run."""
         self.posix = posix
@@ -90,6 +106,8 @@ class Source:
         self._stuck_seconds = stuck_seconds
         self._max_stuck = max_stuck
         self._deadline = deadline
+        self._reconnect_seconds = reconnect_seconds
+        self._final_until = 0.0
         self._behind = behind
         self._reads_elsewhere = reads_elsewhere
         self._token = trio.lowlevel.current_trio_token()
@@ -154,6 +172,32 @@ class Source:
     ) -> T:
         """What a function of ``posix`` returns or raises. ``dispose`` and ``skipped`` as of
         ``Call``."""
+        try:
+            return await self._call(lane, fn, args, dispose, skipped)
+        except OSError as error:
+            if (
+                error.errno not in _DISCONNECTED
+                or lane is not Lane.DEMAND
+                or fn.__name__ not in _TRIED_AGAIN
+                or trio.current_time() < self._final_until
+            ):
+                raise
+        await trio.sleep(self._reconnect_seconds)
+        try:
+            return await self._call(lane, fn, args, dispose, skipped)
+        except OSError as error:
+            if error.errno in _DISCONNECTED:
+                self._final_until = trio.current_time() + ONE_MORE_TRY_EVERY_SECONDS
+            raise
+
+    async def _call(
+        self,
+        lane: Lane,
+        fn: Callable[[Unpack[Ts]], T],
+        args: tuple[Unpack[Ts]],
+        dispose: Callable[[T], object] | None,
+        skipped: Callable[[], object] | None,
+    ) -> T:
         demand = lane is Lane.DEMAND
         threads, in_thread = (self.demand, run_sync) if demand else (self.background, self._behind)
         counters = self.counters

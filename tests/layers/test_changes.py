@@ -107,7 +107,7 @@ async def test_a_complete_listing_answers_for_what_is_not_in_it(files: Area, hou
 
 async def test_a_listing_that_broke_off_answers_for_nothing(files: Area) -> None:
     async with files.mount() as mirror:
-        mirror.posix.faults.fail("stat", errno.EIO, times=1)
+        mirror.posix.faults.fail("stat", errno.EIO, times=2)
         with pytest.raises(OSError, match="Input/output"):
             await mirror.tree.directories.open(ROOT_INO)
         assert mirror.tree.known.lookup(ROOT_INO, b"new") is None

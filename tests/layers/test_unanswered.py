@@ -126,7 +126,7 @@ async def test_a_reader_does_not_wait_for_what_is_asked_for_nobody(files: Area, 
 
 async def test_an_error_of_the_source_is_no_silence(files: Area, hours: Hours) -> None:
     async with known_a_ttl_ago(files, hours) as (mirror, ino):
-        mirror.posix.faults.fail("found", errno.EIO, times=2)
+        mirror.posix.faults.fail("found", errno.EIO, times=3)
         with fails(errno.EIO):
             await mirror.tree.attributes.get(ino)
         with fails(errno.EIO):

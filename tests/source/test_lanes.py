@@ -20,6 +20,7 @@ import trio
 import trio.testing
 
 from monarchfs.source import SingleFlight, Source
+from monarchfs.source import source as source_module
 from monarchfs.source.lanes import Call, LaneThreads, lend
 from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
 from monarchfs.types import Lane, MonarchError, SourceChanged
@@ -143,6 +144,41 @@ async def test_a_thread_that_outlives_the_run_still_closes_its_file(
     nursery.start_soon(source.read, fd, 1, 10, DEMAND)
     await gate.arrived(2)
     source.close_soon(fd)
+
+
+async def test_a_source_that_was_disconnected_is_asked_once_more(
+    hanging: FaultySource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For who waits for it, and where asking twice is the same as asking once."""
+    source, faults = Source(hanging, reconnect_seconds=0.01), hanging.faults
+
+    async def calls(lane: Lane, times: int, code: int = errno.EIO) -> tuple[int, int]:
+        """How many calls, of which the first ones fail, and how it ended."""
+        before = faults.calls.get("stat", 0)
+        faults.fail("stat", code, times=times)
+        try:
+            await source.call(lane, hanging.stat, source.root, b"file")
+            result = 0
+        except OSError as error:
+            result = error.errno or 0
+        faults.end()
+        return faults.calls["stat"] - before, result
+
+    assert await calls(DEMAND, 1) == (2, 0)
+    assert await calls(DEMAND, 1, errno.ENOTCONN) == (2, 0)
+    assert await calls(DEMAND, 1, errno.EACCES) == (1, errno.EACCES)
+    assert await calls(BACKGROUND, 1) == (1, errno.EIO)
+    assert await calls(DEMAND, 9) == (2, errno.EIO)
+    assert await calls(DEMAND, 1) == (1, errno.EIO)  # for a while
+    assert source.counters.errors == 6
+    monkeypatch.setattr(source_module, "ONE_MORE_TRY_EVERY_SECONDS", 0.0)
+    source = Source(hanging, reconnect_seconds=0.0)
+    for _ in range(2):
+        assert await calls(DEMAND, 9) == (2, errno.EIO)
+    faults.fail("list", errno.EIO, times=1)
+    with pytest.raises(OSError, match="Input/output"):
+        async with aclosing(source.list(source.root, DEMAND)) as batches:
+            await batches.__anext__()
 
 
 async def test_a_listing_cancelled_as_it_waits_for_a_slot_closes_its_directory(

@@ -224,6 +224,7 @@ class Mirror:
             background_threads=self.workers + 8,
             stuck_seconds=0.25,
             deadline=self.deadline,
+            reconnect_seconds=0.0,
         )
         self.local = self.threads.limiter
         self.placement = cache.accounts.placement
