@@ -182,7 +182,8 @@ class Scenario:
             raise Late("the pause was so long that the supervisor noticed it") from None
 
     def death(self, *words: str) -> None:
-        assert " ".join(words) in self._mnt.status()["worker"]["last_death"]["why"]
+        why = self._mnt.status()["worker"]["last_death"]["why"]
+        assert " ".join(words) in why, why
 
     def command(self, *words: str) -> None:
         """``monarchfs COMMAND MOUNTPOINT ARGUMENTS``."""
