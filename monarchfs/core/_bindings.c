@@ -55,10 +55,11 @@ static PyObject *py_misses_start(PyObject *Py_UNUSED(self), PyObject *args)
 		.layouts = layouts,
 		.nice = nice,
 	};
-	revalidate_start((dev_t)device);
 	int fd = misses_start(&options);
 	return fd < 0 ? failed(-fd) : PyLong_FromLong(fd);
 }
+
+TELLS_NUMBER(revalidate_start)
 
 static PyObject *py_directories_put(PyObject *Py_UNUSED(self), PyObject *args)
 {
@@ -300,6 +301,7 @@ TELLS(names_forget_all)
 
 static PyMethodDef methods[] = {
 	METHOD(directories_put, METH_VARARGS),
+	METHOD(revalidate_start, METH_O),
 	METHOD(misses_start, METH_VARARGS),
 	METHOD(misses_put, METH_VARARGS),
 	METHOD(misses_peers, METH_O),

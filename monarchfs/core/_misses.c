@@ -746,11 +746,6 @@ static void lower(void)
 
 /* -- for the threads that take requests */
 
-static bool is_open_for_reading(const void *arg)
-{
-	return (((const struct fuse_open_in *)arg)->flags & O_ACCMODE) == O_RDONLY;
-}
-
 /* No request waits for the entry any more: it need not be read, or not now. Under `source_lock`. */
 static void dequeue(struct entry *entry)
 {
@@ -805,14 +800,13 @@ static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t
 static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t length, bool kept,
 		  uint64_t started_ns)
 {
-	const void *arg = in + 1;
 	if (entry->excluded || entry->over)
 		return false;
 	bool large = entry->version.size > MISS_MOST_BYTES;
 	if (large && !entry->bytes && entry->state != READING)
 		return false;
 	if (in->opcode == FUSE_OPEN &&
-	    (!is_open_for_reading(arg) || (!entry->bytes && !large && !make_room(entry->version.size))))
+	    (!opens_read_only(in) || (!entry->bytes && !large && !make_room(entry->version.size))))
 		return false; /* an open file has to stay in memory */
 	return enqueue(entry, in, length, kept, started_ns);
 }
@@ -824,7 +818,7 @@ static bool is_here(const struct entry *entry, const struct fuse_in_header *in)
 		return false;
 	if (in->opcode == FUSE_READ)
 		return true;
-	return !entry->excluded && !entry->over && is_open_for_reading(in + 1) && resident_fresh(entry->fresh_until_ns);
+	return !entry->excluded && !entry->over && opens_read_only(in) && resident_fresh(entry->fresh_until_ns);
 }
 
 /* Answer it from memory; false if an open has to be left to Python. `source_lock` is released meanwhile. */

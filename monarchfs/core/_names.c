@@ -393,16 +393,22 @@ void names_forget_all(void)
 	pthread_rwlock_unlock(&lock);
 }
 
-bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_entry_out *out)
+/* As unpack; 0 if the name is not known. Under `lock`. */
+static uint64_t look_up(uint64_t parent, const char *name, size_t length, struct fuse_attr *attr, uint64_t *source_ino)
 {
 	unsigned char key[MOST_KEY];
+	*source_ino = 0;
 	if (length > UINT8_MAX)
-		return false;
-	length = make_key(key, parent, name, length);
+		return 0;
+	uint32_t place = *place_of(key, make_key(key, parent, name, length));
+	return place ? unpack(at(place), attr, source_ino) : 0;
+}
+
+bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_entry_out *out)
+{
 	*out = (struct fuse_entry_out){0};
 	pthread_rwlock_rdlock(&lock);
-	uint32_t place = *place_of(key, length);
-	uint64_t source_ino, left_ns = 0, until_ns = place ? unpack(at(place), &out->attr, &source_ino) : 0;
+	uint64_t source_ino, left_ns = 0, until_ns = look_up(parent, name, length, &out->attr, &source_ino);
 	if (until_ns == FOREVER)
 		left_ns = NAMES_FOREVER_NS;
 	else if (until_ns)
@@ -417,18 +423,12 @@ bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_e
 	return true;
 }
 
-bool names_asked_about(uint64_t parent, const char *name, size_t length)
+bool names_asked_about(const struct name *name)
 {
-	unsigned char key[MOST_KEY];
-	if (length > UINT8_MAX)
-		return false;
-	length = make_key(key, parent, name, length);
 	struct fuse_attr attr;
-	uint64_t source_ino = 0;
+	uint64_t source_ino;
 	pthread_rwlock_rdlock(&lock);
-	uint32_t place = *place_of(key, length);
-	if (place)
-		unpack(at(place), &attr, &source_ino);
+	look_up(name->parent, name->bytes, name->length, &attr, &source_ino);
 	pthread_rwlock_unlock(&lock);
 	return source_ino;
 }
@@ -454,7 +454,7 @@ bool names_of_ino(uint64_t ino, struct name *found)
 	return source_ino;
 }
 
-/* Whether it is what a record says, but for its atime, which reading it changes. */
+/* Whether its attributes are those of a record, but for the atime, which reading changes. */
 static bool is_same(const struct stat *st, const struct fuse_attr *attr, uint64_t source_ino)
 {
 	return st->st_ino == source_ino && st->st_mode == attr->mode && (uint64_t)st->st_size == attr->size &&
@@ -466,14 +466,10 @@ static bool is_same(const struct stat *st, const struct fuse_attr *attr, uint64_
 
 bool names_enter_same(const struct name *name, const struct stat *st, struct fuse_entry_out *out)
 {
-	unsigned char key[MOST_KEY];
-	size_t length = make_key(key, name->parent, name->bytes, name->length);
-	uint64_t source_ino = 0;
+	uint64_t source_ino;
 	*out = (struct fuse_entry_out){0};
 	pthread_rwlock_rdlock(&lock);
-	uint32_t place = *place_of(key, length);
-	if (place)
-		unpack(at(place), &out->attr, &source_ino);
+	look_up(name->parent, name->bytes, name->length, &out->attr, &source_ino);
 	if (!source_ino || !is_same(st, &out->attr, source_ino)) {
 		pthread_rwlock_unlock(&lock);
 		return false;

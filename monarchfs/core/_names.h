@@ -39,12 +39,12 @@ bool names_enter(uint64_t parent, const char *name, size_t length, struct fuse_e
 void names_leave(void);
 
 /* Whether the threads may ask the source about the name. */
-bool names_asked_about(uint64_t parent, const char *name, size_t length);
+bool names_asked_about(const struct name *name);
 
 /* Fill in a name of the inode about which they may; false if there is none. */
 bool names_of_ino(uint64_t ino, struct name *found);
 
-/* As names_enter, for a name of which the source has just said this; false if that is something else than was known. */
+/* As names_enter, for a name of which the source has just said this; false if something else was known. */
 bool names_enter_same(const struct name *name, const struct stat *st, struct fuse_entry_out *out);
 
 #endif

@@ -58,7 +58,7 @@ bool opens_answer_source(const struct fuse_in_header *in, enum answered_by by, u
 	return answer_open(in, in->unique, TIME_OPEN_SOURCE, by, started_ns);
 }
 
-static bool reads_only(const struct fuse_in_header *in)
+bool opens_read_only(const struct fuse_in_header *in)
 {
 	return (((const struct fuse_open_in *)(in + 1))->flags & O_ACCMODE) == O_RDONLY;
 }
@@ -78,14 +78,14 @@ static bool answer_resident(const struct fuse_in_header *in, uint64_t unique, en
 
 bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns)
 {
-	if (!reads_only(in) || !resident_open(in->nodeid, undecided_too()))
+	if (!opens_read_only(in) || !resident_open(in->nodeid, undecided_too()))
 		return false;
 	return answer_resident(in, again ? in->unique | RESENT : in->unique, BY_MEMORY, started_ns);
 }
 
 bool opens_ask(const struct fuse_in_header *in)
 {
-	return reads_only(in) && resident_may_open(in->nodeid, undecided_too());
+	return opens_read_only(in) && resident_may_open(in->nodeid, undecided_too());
 }
 
 bool opens_answer_checked(const struct fuse_in_header *in, uint64_t started_ns)

@@ -21,6 +21,9 @@ struct backed_open_out {
  * are, and whether reads pass by the page cache. */
 void opens_answer_here(bool here, bool direct);
 
+/* Whether an OPEN asks for reading alone. */
+bool opens_read_only(const struct fuse_in_header *in);
+
 /* Answer an OPEN; false if Python has to be asked. `again`: an earlier worker had it. */
 bool opens_answer(const struct fuse_in_header *in, bool again, uint64_t started_ns);
 

@@ -179,7 +179,7 @@ static PyObject *py_resident_put(PyObject *Py_UNUSED(self), PyObject *args)
 	return PyBool_FromLong(resident_put(ino, &replica, seen));
 }
 
-ASKS_OF_TWO(resident_renew, bool_of, "KL", unsigned long long, long long)
+ASKS_OF_TWO(resident_renew, NONE_AFTER, "KL", unsigned long long, long long)
 TELLS_NUMBER(resident_expire)
 TELLS_NUMBER(resident_stop)
 ASKS_OF_NUMBER(resident_retire, bool_of)

@@ -308,14 +308,13 @@ bool resident_put(uint64_t ino, const struct replica *replica, bool seen)
 	return file;
 }
 
-bool resident_renew(uint64_t ino, int64_t opens_until_ns)
+void resident_renew(uint64_t ino, int64_t opens_until_ns)
 {
 	pthread_mutex_lock(&lock);
 	struct file *file = look_up(ino);
 	if (file && file->opens_until)
 		file->opens_until = to_ticks(opens_until_ns);
 	pthread_mutex_unlock(&lock);
-	return file;
 }
 
 void resident_expire(uint64_t ino)

@@ -58,9 +58,8 @@ int resident_tier(unsigned tier, int dir_fd);
  * a segment or its size there takes more than 32 bits. */
 bool resident_put(uint64_t ino, const struct replica *replica, bool seen);
 
-/* It was asked about: as resident_put with another opens_until_ns, unless Python is asked always. Whether the threads
- * may read it. */
-bool resident_renew(uint64_t ino, int64_t opens_until_ns);
+/* The source was asked about it: another opens_until_ns, unless Python is asked always. */
+void resident_renew(uint64_t ino, int64_t opens_until_ns);
 
 /* From now on Python is asked about its opens. */
 void resident_expire(uint64_t ino);

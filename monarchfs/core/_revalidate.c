@@ -3,8 +3,8 @@
  * The source is asked by name, in the directory: so a file that was replaced is found out. A file is taken to be
  * unchanged if its attributes are, but for its atime; Python enters no name whose ctime is too young for that.
  *
- * What was known is looked at again once the source has said something, and what it is compared with cannot be
- * forgotten until the answer is given (_names.c). So an answer never follows Python's hearing of a change. */
+ * The answer of the source is compared with what is known by then. That is not forgotten before the request is
+ * answered (_names.c). So nothing is answered that Python has had forgotten. */
 #define _GNU_SOURCE
 #include "_revalidate.h"
 
@@ -32,14 +32,16 @@ struct question {
 	bool left; /* Python has the request by now */
 };
 
+static bool started;
 static dev_t source_device;
 
-void revalidate_start(dev_t device)
+void revalidate_start(uint64_t device)
 {
-	source_device = device;
+	source_device = (dev_t)device;
+	started = true;
 }
 
-/* What the name is that has to be asked about; false if there is none. */
+/* The name to ask about; false if there is none. */
 static bool name_of(const struct fuse_in_header *in, size_t length, struct name *name)
 {
 	size_t body = length - sizeof(*in);
@@ -51,7 +53,7 @@ static bool name_of(const struct fuse_in_header *in, size_t length, struct name 
 	name->parent = in->nodeid;
 	name->length = body - 1;
 	memcpy(name->bytes, asked, body);
-	return names_asked_about(name->parent, name->bytes, name->length);
+	return names_asked_about(name);
 }
 
 /* Whether the request is answered, now that the source said this. */
@@ -112,7 +114,7 @@ static void left(struct waiter *waiter)
 }
 
 /* Under `source_lock`. */
-static bool wait_for(const struct name *name, const struct fuse_in_header *in, size_t length, bool kept,
+static bool enqueue(const struct name *name, const struct fuse_in_header *in, size_t length, bool kept,
 		     uint64_t started_ns)
 {
 	bool hangs = stat_threads.stuck >= stat_threads.most_stuck;
@@ -138,10 +140,10 @@ bool revalidate_took(const void *request, size_t length, bool kept, uint64_t sta
 {
 	const struct fuse_in_header *in = request;
 	struct name name;
-	if (!name_of(in, length, &name))
+	if (!started || !name_of(in, length, &name))
 		return false;
 	pthread_mutex_lock(&source_lock);
-	bool took = wait_for(&name, in, length, kept, started_ns);
+	bool took = enqueue(&name, in, length, kept, started_ns);
 	pthread_mutex_unlock(&source_lock);
 	return took;
 }

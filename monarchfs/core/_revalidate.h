@@ -10,10 +10,9 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <sys/types.h>
 
-/* The source's st_dev. Before the threads. */
-void revalidate_start(dev_t device);
+/* Begin. `device`: the source's st_dev. Before the threads; without it nothing is taken. */
+void revalidate_start(uint64_t device);
 
 /* Take a LOOKUP of such a name, or an OPEN of a resident file that has one: true if it is answered, or will be. `kept`:
  * the journal has it. */

@@ -131,7 +131,7 @@ class Relay:
             return False
         replica = (tier, record.name, record.checksum, record.size)
         opens_until = files.racy_opens.opens_until(node)
-        if opens_too and opens_until <= 0:
+        if opens_too and opens_until <= time.time_ns():
             return False
         place = (record.segment, record.offset)
         return hooks.resident_put(node.ino, *replica, opens_until, seen, *place)
@@ -156,10 +156,10 @@ class Relay:
 
     def found(self, node: Node) -> None:
         """A name was looked up, and the source asked if it was time: it may be opened next."""
-        files, resident = self._files, False
+        files = self._files
         if self.mode is FreshnessMode.TTL and files is not None and hooks.resident_has(node.ino):
-            resident = hooks.resident_renew(node.ino, files.racy_opens.opens_until(node))
-        if self.misses is not None and not resident:
+            hooks.resident_renew(node.ino, files.racy_opens.opens_until(node))
+        elif self.misses is not None:
             self.misses.offer(node)
 
     def asked(self, parent: int, name: bytes, entry: Entry) -> None:

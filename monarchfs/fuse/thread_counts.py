@@ -31,11 +31,11 @@ def count_threads(metrics: Metrics) -> list[tuple[Lane, str, int, int, list[int]
     _add(requests.read_source, *took["read_source"])
     bounds = len(requests.read_source.counts)
     return [
-        (lane, function, more.get(f"{name}_bytes", 0), took[name][0], took[name][1][:bounds])
-        for lane, function, name in (
-            (Lane.DEMAND, "read", "source"),
-            (Lane.BACKGROUND, "read", "ahead"),
-            (Lane.DEMAND, "stat", "stat"),
+        (lane, function, size, took[name][0], took[name][1][:bounds])
+        for lane, function, name, size in (
+            (Lane.DEMAND, "read", "source", more["source_bytes"]),
+            (Lane.BACKGROUND, "read", "ahead", more["ahead_bytes"]),
+            (Lane.DEMAND, "stat", "stat", 0),
         )
     ]
 

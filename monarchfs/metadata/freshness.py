@@ -95,9 +95,9 @@ class Freshness:
         return self.node_timeouts(node, min(checked_ns, node.fetched_ns), now_ns)
 
     def opens_until(self, node: Node, now_ns: int) -> int:
-        """The time (time.time_ns()) until which the node may be opened without asking again: with
-        ``open`` one that is over; 0: not even after asking, by others; FOREVER_NS: until it is
-        found outdated."""
+        """The time (time.time_ns()) until which the node may be opened without asking again. With
+        ``open`` it is over at once. FOREVER_NS: until it is found outdated. 0: nobody but the event
+        loop may open it, also after asking."""
         if node.outdated or not self.past_racy_window(node.stat.ctime_ns, node.fetched_ns):
             return 0
         if self.mode is FreshnessMode.OPEN:

@@ -255,6 +255,8 @@ class Composition:
                 nice=config.copy_nice,
             )
             self.copier.bind(self.small_files)
+            if config.freshness.mode is FreshnessMode.OPEN:
+                fuse_session.hooks.revalidate_start(posix.device)
 
         # Who answers the kernel: threads of C, then Python.
         self.interrupts = Interrupts(metrics)

@@ -183,7 +183,7 @@ class Scenario:
 
     def death(self, *words: str) -> None:
         why = self._mnt.status()["worker"]["last_death"]["why"]
-        assert " ".join(words) in why, f"{why}\n{self._mnt.log()[-5000:]}"
+        assert " ".join(words) in why, f"{why}\n{self._work.log()[-5000:]}"
 
     def command(self, *words: str) -> None:
         """``monarchfs COMMAND MOUNTPOINT ARGUMENTS``."""
