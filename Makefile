@@ -104,7 +104,7 @@ check: $(STAMP)
 	@$(BIN)/mypy
 
 # What make bench compares with; a measurement leaves out what is missing, and says so.
-BENCH_PACKAGES := rclone mergerfs bindfs rsync
+BENCH_PACKAGES := rclone mergerfs bindfs rsync squashfs-tools
 bench-packages: $(STAMP)
 	@$(MAKE) --no-print-directory packages PACKAGES="$(BENCH_PACKAGES)"
 	@test -x .venv-programs/bin/python || $(PYTHON) -m venv .venv-programs

@@ -32,6 +32,7 @@ MEASUREMENTS = {
     "programs": Measurement(
         "bench.programs", "rclone, juicefs, bindfs, mergerfs, cp -r first", 3, 25, BOTH
     ),
+    "staging": Measurement("bench.staging", "cp -r, squashfs and a mount: break-evens", 2, 12),
     "sharing": Measurement("bench.sharing", "nodes that share what they have", 3, 8),
     "order": Measurement("bench.order", "epochs that do not fit, by announced order", 6, 25),
     "announced": Measurement("bench.announced", "PyTorch and webdataset, order announced", 3, 5),

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,22 @@ from monarchfs.config.values import parse_path
 from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, warning
 from monarchfs.doctor.run import examine, summary
 from monarchfs.doctor.speed import measure
-from monarchfs.fuse.mountinfo import is_network_filesystem
+from monarchfs.doctor.trial import run_trial
+from monarchfs.fuse.mountinfo import storage_of
 from monarchfs.system.escaping import printable
 from monarchfs.types import UsageError
 
+_LEAST_TRIAL_SECONDS = 10.0
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
 
 def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the checks; 1 if it cannot be mounted. Ends within ``--timeout`` seconds and a
-    moment."""
+    """Prints the checks; 1 if it cannot be mounted, or with ``--here`` if `monarchfs run` does not
+    work. Ends within ``--timeout`` seconds and a moment. Raises UsageError."""
     source = parse_path(arguments.source) if arguments.source is not None else ""
     config, places = config_from(arguments, source, environ)
+    if arguments.here and config.user.uid != os.geteuid():
+        raise UsageError("--here tries what you may do: run it as the user of the job")
     search = search_of(environ)
     deadline = time.monotonic() + arguments.timeout
     with Progress() as progress:
@@ -49,9 +53,19 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         if not arguments.quick:
             measured = measure(config, checks, deadline - time.monotonic())
             checks += _shown(measured, progress, quiet=arguments.json)
+        if arguments.here:
+            checks += _shown(_trial(config, deadline), progress, quiet=arguments.json)
     result = summary(checks)
+    works = result["can_mount"]
+    if arguments.here:
+        works = result["can_run"] = checks[-1].state is Severity.OK
     show_result(arguments, result, _conclusion(result))
-    return int(not result["can_mount"])
+    return int(not works)
+
+
+def _trial(config: Config, deadline: float) -> Iterator[Step]:
+    yield "running a command in a mount of its own"
+    yield run_trial(config, max(_LEAST_TRIAL_SECONDS, deadline - time.monotonic()))
 
 
 def _shown(steps: Iterable[Step], progress: Progress, *, quiet: bool) -> list[Check]:
@@ -75,7 +89,7 @@ def config_from(
     UsageError."""
     settings = settings_from(arguments, environ=environ)
     user = resolve_user(settings.user, environ)
-    places = default_places(os.geteuid(), environ, is_network_filesystem)
+    places = default_places(os.geteuid(), environ, storage_of)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)
     return config, places
 
@@ -99,7 +113,10 @@ def _conclusion(result: Mapping[str, Any]) -> str:
     can = "can mount" if result["can_mount"] else "cannot mount"
     found = [(result["problems"], "problem"), (result["warnings"], "warning")]
     parts = [counted(number, what) for number, what in found if number]
-    return f"{can}: {', '.join(parts) or 'all is well'}"
+    said = f"{can}: {', '.join(parts) or 'all is well'}"
+    if "can_run" not in result:
+        return said
+    return f"monarchfs run {'works' if result['can_run'] else 'does not work'} here; {said}"
 
 
 def _print_check(check: Check) -> None:

@@ -8,13 +8,14 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from monarchfs.cli.output import complain
 from monarchfs.cli.parser import MOUNT_OPTIONS
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.personal import Personal, read_personal
-from monarchfs.config.places import default_places, resolve_user
+from monarchfs.config.places import DefaultPlaces, default_places, resolve_user
 from monarchfs.config.settings import Layer, Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
-from monarchfs.fuse.mountinfo import is_network_filesystem
+from monarchfs.fuse.mountinfo import storage_of
 from monarchfs.supervisor.daemon import run_in_background
 from monarchfs.supervisor.preflight import MountSpec, check_mount
 from monarchfs.supervisor.start import mount_and_supervise
@@ -56,7 +57,8 @@ def mount_with(
     """`mount_command` with its words parsed. With ``check_only`` nothing is mounted."""
     source, mountpoint = parse_path(source), parse_path(mountpoint)
     user = resolve_user(settings.user, environ)
-    places = default_places(os.geteuid(), environ, is_network_filesystem)
+    places = default_places(os.geteuid(), environ, storage_of)
+    say_where_copies_lie(settings, places)
     spec = MountSpec(settings, source, mountpoint, user, places, source_fd)
     if check_only:
         check_mount(spec)
@@ -74,6 +76,14 @@ def mount_with(
         keep=() if source_fd is None else (source_fd,),
     )
     return 0
+
+
+def say_where_copies_lie(settings: Settings, places: DefaultPlaces) -> None:
+    """A line on standard error, where it is not the user's cache directory and nobody named it."""
+    if not settings.tier and places.reason:
+        memory = " (in memory)" if storage_of(places.cache_dir) == "memory" else ""
+        where = f"copies lie in {places.cache_dir}{memory}, because {places.reason}"
+        complain(f"{where}: name another directory with --tier PATH=SIZE", 0)
 
 
 def _descriptor(text: str | None) -> int | None:

@@ -262,6 +262,8 @@ def _add_checking(commands: _Commands) -> None:
     parser.add("source", "the dataset's directory", nargs="?")
     _add_mount_options(parser, DOCTOR_OPTIONS)
     parser.add("--quick", "measure no rates")
+    said = "run a command in a mount of its own, as run would: in a job, whether its node allows it"
+    parser.add("--here", said)
     _add_timeout(parser, "60")
 
     summary = "check monarchfs on a file system of this site, and print a page to send"
@@ -549,6 +551,7 @@ Exit code: 0 if everything is correct or was repaired, 1 if not.""",
     "doctor": """\
   monarchfs doctor
   monarchfs doctor /lustre/imagenet --tier /dev/shm=16G --tier /scratch=80%
+  srun monarchfs doctor --here /lustre/imagenet
   monarchfs doctor /lustre/imagenet --config cluster.toml --json
   sudo monarchfs doctor /lustre/imagenet --user alice
   monarchfs doctor /lustre/imagenet --peers node1,node2 --peer-key /etc/monarchfs-peers.key
@@ -556,7 +559,8 @@ Exit code: 0 if everything is correct or was repaired, 1 if not.""",
 Takes the options of mount. To measure rates, it reads some of the source's files, and writes and
 reads a file without a name in each tier.
 
-Exit code: 0 if it can be mounted (also with warnings), 1 if not.""",
+Exit code: 0 if it can be mounted (also with warnings), 1 if not; with --here, 0 if the command read
+the source's bytes.""",
     "selftest": """\
   monarchfs selftest /lustre/scratch/alice
   monarchfs selftest /lustre/scratch/alice --second /mnt/lustre2/scratch/alice

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from monarchfs.cli.child import run_child
-from monarchfs.cli.mount import config_and_personal, settings_from, words_of
+from monarchfs.cli.mount import config_and_personal, say_where_copies_lie, settings_from, words_of
 from monarchfs.cli.output import complain, format_count, format_share
 from monarchfs.config import User
 from monarchfs.config.files import from_file
@@ -23,7 +23,7 @@ from monarchfs.config.places import default_places, resolve_user, search_of
 from monarchfs.config.settings import Settings, merge
 from monarchfs.config.values import parse_path
 from monarchfs.control.client import Connection
-from monarchfs.fuse.mountinfo import is_network_filesystem, resolve_mountpoint
+from monarchfs.fuse.mountinfo import resolve_mountpoint, storage_of
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
 from monarchfs.supervisor.preflight import MountSpec
@@ -134,7 +134,8 @@ def _view_of(
     if found is not None:
         return found
     _check_filled(real, user, settings)
-    places = default_places(os.geteuid(), environ, is_network_filesystem)
+    places = default_places(os.geteuid(), environ, storage_of)
+    say_where_copies_lie(settings, places)
     spec = MountSpec(settings, real, real, user, places)
     search = search_of(environ)
     find_private(search)  # what killed mounts have left goes

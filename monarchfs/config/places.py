@@ -24,7 +24,13 @@ DEFAULT_TIER_SIZE = TierSize(percent=50.0)
 OWNER = "owner"
 """The file in a tier's directory that says whose it is; locked by the mount that has it."""
 _TEMPORARY = "/tmp"
+_SCRATCH = ("/local", "/scratch/local")
+_SCRATCH_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
+_SHARED_MEMORY = "/dev/shm"
 _MOST_OWN = 16
+
+StorageOf = Callable[[str], str]
+"""Where a path lies, or its nearest directory that exists: "disk", "memory" or "network"."""
 
 Search = Callable[[set[int]], Iterable[str]]
 """Names the runtime directories to look into for mounts of these users."""
@@ -32,26 +38,40 @@ Search = Callable[[set[int]], Iterable[str]]
 
 @dataclass(frozen=True, slots=True)
 class DefaultPlaces:
-    """Default directories of whoever runs the command."""
+    """Default directories of whoever runs the command. ``reason``: why copies do not lie in the
+    user's cache directory, if they do not."""
 
     cache_dir: str
     runtime_dir: str
+    reason: str = ""
 
 
-def default_places(
-    uid: int, environ: Mapping[str, str], is_network: Callable[[str], bool]
-) -> DefaultPlaces:
-    """Where ``uid`` keeps caches and sockets. ``is_network`` says whether a path (which need not
-    exist) lies on a network file system, as homes on a cluster do."""
+def default_places(uid: int, environ: Mapping[str, str], storage_of: StorageOf) -> DefaultPlaces:
+    """Where ``uid`` keeps caches and sockets: in the home, unless that is on a network file system,
+    as homes on a cluster are; then on the node's scratch disk, else in memory."""
     if _owns_the_system(uid):
         return DefaultPlaces(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
-    temporary = own_directory(_absolute(environ.get("TMPDIR")) or _TEMPORARY, uid)
+    runtime_dir = runtime_dir_of(uid, environ)
     home = _absolute(environ.get("HOME")) or home_of(uid)
     cache_home = _absolute(environ.get("XDG_CACHE_HOME")) or (home and os.path.join(home, ".cache"))
-    cache_dir = temporary
-    if cache_home and _may_create_in(cache_home) and not is_network(cache_home):
-        cache_dir = os.path.join(cache_home, "monarchfs")
-    return DefaultPlaces(cache_dir, runtime_dir_of(uid, environ))
+    reason = "you have no home"
+    if cache_home and not _may_create_in(cache_home):
+        reason = f"you may not write to {cache_home}"
+    elif cache_home and storage_of(cache_home) == "network":
+        reason = f"{cache_home} is on a network file system"
+    elif cache_home:
+        return DefaultPlaces(os.path.join(cache_home, "monarchfs"), runtime_dir)
+    parents = [p for p in scratch_directories(environ) if os.path.isdir(p) and _may_create_in(p)]
+    kinds = [storage_of(parent) for parent in parents]
+    local = [parents[kinds.index(kind)] for kind in ("disk", "memory") if kind in kinds]
+    return DefaultPlaces(own_directory((local or [_TEMPORARY])[0], uid), runtime_dir, reason)
+
+
+def scratch_directories(environ: Mapping[str, str]) -> list[str]:
+    """Those in which nodes of clusters have room for files of a job, the best one first. They need
+    not exist."""
+    named = [_absolute(environ.get(name)) for name in _SCRATCH_VARIABLES]
+    return list(dict.fromkeys([*filter(None, named), *_SCRATCH, _TEMPORARY, _SHARED_MEMORY]))
 
 
 def runtime_dir_of(uid: int, environ: Mapping[str, str]) -> str:

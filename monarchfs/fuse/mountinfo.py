@@ -139,10 +139,17 @@ def is_user_space(fstype: str) -> bool:
 
 def is_network_filesystem(path: str) -> bool:
     """Whether ``path``, or the nearest existing directory above it, is on a network file system."""
+    return storage_of(path) == "network"
+
+
+def storage_of(path: str) -> str:
+    """As ``config.places.StorageOf``."""
     while not os.path.exists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     mount = mount_of(path)
-    return mount is not None and is_network_type(mount.fstype)
+    if mount is not None and is_network_type(mount.fstype):
+        return "network"
+    return "memory" if mount is not None and mount.fstype in ("tmpfs", "ramfs") else "disk"
 
 
 def resolve_mountpoint(path: str, mounts: list[Mount] | None = None) -> str:

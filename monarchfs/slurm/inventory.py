@@ -28,6 +28,7 @@ from monarchfs.config.places import (
     home_of,
     known_user,
     own_directories,
+    scratch_directories,
 )
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.slurm.records import remove_tree
@@ -252,14 +253,14 @@ def source_gone(source: str, user: User) -> bool:
 def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
     """Where mounts of ``uid`` keep data by default. Asks the home's file system, so runs in a
     child."""
-    temporary = list(dict.fromkeys([environ.get("TMPDIR") or _TEMPORARY, _TEMPORARY]))
+    temporary = scratch_directories(environ)
     places = [f"{directory}/monarchfs-{uid}" for directory in temporary]
     places += [path for directory in temporary for path in own_directories(directory, uid)]
     home = environ.get("HOME") or home_of(uid) or ""
     cache_home = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
     if os.path.isabs(cache_home) and not is_network_filesystem(cache_home):
         places.append(os.path.join(cache_home, "monarchfs"))
-    return [place for place in places if os.path.isabs(place) and os.path.isdir(place)]
+    return [place for place in places if os.path.isdir(place)]
 
 
 def users_of_node() -> list[User]:

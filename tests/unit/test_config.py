@@ -248,16 +248,40 @@ def test_the_machines_file_is_roots_alone(tmp_path: Path, mode: int, word: str) 
 def test_a_users_cache_is_local(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "TMPDIR": "/var/tmp", "XDG_RUNTIME_DIR": str(tmp_path)}
     user = os.geteuid() or 1000  # who owns the directory, or root does
-    local = default_places(user, environ, is_network=lambda path: False)
+    local = default_places(user, environ, lambda path: "disk")
     assert local == DefaultPlaces(f"{tmp_path}/.cache/monarchfs", f"{tmp_path}/monarchfs")
-    remote = default_places(user, environ, is_network=lambda path: path.startswith(str(tmp_path)))
-    assert remote.cache_dir == f"/var/tmp/monarchfs-{user}"
-    bare = default_places(4242, {"HOME": "/nonexistent/home"}, is_network=lambda path: True)
-    assert bare == DefaultPlaces("/tmp/monarchfs-4242", "/tmp/monarchfs-4242/run")
+    bare = default_places(4242, {"HOME": "/nonexistent/home"}, lambda path: "network")
+    assert (bare.cache_dir, bare.runtime_dir) == ("/tmp/monarchfs-4242", "/tmp/monarchfs-4242/run")
     environ["XDG_CACHE_HOME"] = f"{tmp_path}/xdg"
     assert (
-        default_places(1000, environ, lambda path: False).cache_dir == f"{tmp_path}/xdg/monarchfs"
+        default_places(1000, environ, lambda path: "disk").cache_dir == f"{tmp_path}/xdg/monarchfs"
     )
+
+
+@pytest.mark.parametrize(
+    ("scratch", "elsewhere", "found"),
+    [
+        ({"SLURM_TMPDIR": "disk", "TMPDIR": "disk"}, "disk", "SLURM_TMPDIR"),
+        ({"SLURM_TMPDIR": "memory", "TMPDIR": "disk"}, "disk", "TMPDIR"),
+        ({"TMPDIR": "network"}, "disk", "/tmp"),
+        ({"TMPDIR": "memory"}, "network", "TMPDIR"),
+        ({"TMPDIR": "network"}, "memory", "/tmp"),
+    ],
+)
+def test_with_a_home_on_the_network_copies_lie_on_the_nodes_scratch_disk(
+    tmp_path: Path, scratch: dict[str, str], elsewhere: str, found: str
+) -> None:
+    (tmp_path / "home").mkdir()
+    kinds = {f"{tmp_path}/home/.cache": "network"}
+    environ = {"HOME": f"{tmp_path}/home"}
+    for variable, kind in scratch.items():
+        environ[variable] = f"{tmp_path}/{variable}"
+        (tmp_path / variable).mkdir()
+        kinds[environ[variable]] = kind
+    user = os.geteuid() or 1000
+    places = default_places(user, environ, lambda path: kinds.get(path, elsewhere))
+    assert places.cache_dir == f"{environ.get(found, found)}/monarchfs-{user}"
+    assert places.reason == f"{tmp_path}/home/.cache is on a network file system"
 
 
 def test_the_user_behind_sudo_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
