@@ -93,9 +93,9 @@ setup(
         ),
         Extension(
             "monarchfs.source._stats",
-            ["monarchfs/source/_stats.c"],
+            ["monarchfs/source/_stats.c", "monarchfs/source/_opened.c"],
             depends=HEADERS,
-            extra_compile_args=FLAGS,
+            extra_compile_args=[*FLAGS, "-pthread"],
         ),
         Extension(
             "monarchfs.peers._owners",

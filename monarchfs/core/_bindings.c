@@ -100,6 +100,15 @@ static PyObject *py_misses_peers(PyObject *Py_UNUSED(self), PyObject *capsule)
 	Py_RETURN_NONE;
 }
 
+static PyObject *py_misses_opened(PyObject *Py_UNUSED(self), PyObject *capsule)
+{
+	small_opened *take = (small_opened *)PyCapsule_GetPointer(capsule, SMALL_OPENED);
+	if (!take)
+		return NULL;
+	misses_opened(take);
+	Py_RETURN_NONE;
+}
+
 ASKS_OF_NUMBER(misses_has, bool_of)
 TELLS(misses_forget_all)
 
@@ -305,6 +314,7 @@ static PyMethodDef methods[] = {
 	METHOD(misses_start, METH_VARARGS),
 	METHOD(misses_put, METH_VARARGS),
 	METHOD(misses_peers, METH_O),
+	METHOD(misses_opened, METH_O),
 	METHOD(misses_has, METH_O),
 	METHOD(misses_forget, METH_O),
 	METHOD(misses_forget_all, METH_NOARGS),

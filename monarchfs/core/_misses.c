@@ -89,6 +89,7 @@ struct entry {
 static struct {
 	struct miss_options options;
 	miss_peers *read_from_peers; /* NULL: there are none */
+	small_opened *take_opened; /* NULL: none is open already */
 	bool free_opens;
 	int events_fd;
 	size_t memory[MISS_OWNERS]; /* bytes of files */
@@ -485,7 +486,7 @@ struct fetch {
 	struct entry *entry;
 	int fd, error;
 	enum miss_owner owner;
-	bool must_read, may_read, asked, from_peer;
+	bool fresh, must_read, may_read, asked, from_peer;
 	struct miss_bytes *bytes;
 };
 
@@ -546,16 +547,31 @@ static void note_source(uint64_t took_ns)
 	__atomic_store_n(&source_ns, mean_ns ? mean_ns - mean_ns / 16 + took_ns / 16 : took_ns, __ATOMIC_RELAXED);
 }
 
+/* Whether it was opened before, with this version. An open of a reader's may have to ask for the name. */
+static bool is_open(struct fetch *fetch)
+{
+	const struct entry *entry = fetch->entry;
+	dev_t device = misses.options.device;
+	if (!misses.take_opened || (fetch->owner == OF_READERS && !fetch->fresh))
+		return false;
+	fetch->fd = misses.take_opened(device, entry->version.ino);
+	if (fetch->fd < 0 || small_compare(fetch->fd, device, &entry->version) == 0)
+		return fetch->fd >= 0;
+	close(fetch->fd);
+	return false;
+}
+
 static int carry_out(struct fetch *fetch, const struct directory *directory)
 {
 	const struct entry *entry = fetch->entry;
-	bool fresh = entry->shared && resident_fresh(entry->fresh_until_ns);
+	bool fresh = entry->shared && fetch->fresh;
 	if (fresh && read_from_peer(fetch, directory))
 		return 0;
 	fetch->asked = true;
 	uint64_t began_ns = monotonic_ns();
-	int error = small_open(directory->fd, entry->name, misses.options.device, &entry->version,
-			       &fetch->fd);
+	int error = is_open(fetch) ? 0
+				   : small_open(directory->fd, entry->name, misses.options.device, &entry->version,
+						&fetch->fd);
 	if (error || !(fetch->must_read || fetch->may_read))
 		return error;
 	uint64_t opened_ns = monotonic_ns() - began_ns;
@@ -690,6 +706,7 @@ static void carry(struct entry *entry, enum miss_owner owner)
 		return;
 	}
 	struct fetch fetch = {.entry = entry, .fd = -1, .owner = owner};
+	fetch.fresh = resident_fresh(entry->fresh_until_ns);
 	size_t size = entry->version.size;
 	fetch.must_read = !entry->bytes && reads_any(entry);
 	fetch.may_read = owner != OF_READERS || (!entry->bytes && make_room(size));
@@ -925,6 +942,13 @@ void misses_peers(miss_peers *read)
 {
 	pthread_mutex_lock(&source_lock);
 	misses.read_from_peers = read;
+	pthread_mutex_unlock(&source_lock);
+}
+
+void misses_opened(small_opened *take)
+{
+	pthread_mutex_lock(&source_lock);
+	misses.take_opened = take;
 	pthread_mutex_unlock(&source_lock);
 }
 

@@ -85,6 +85,9 @@ typedef bool miss_peers(const struct miss_wanted *file, uint64_t source_ns, char
 /* Once, before misses_serve. */
 void misses_peers(miss_peers *read);
 
+/* Files may be open already: those of which Python learned the attributes in that way. Once, before misses_serve. */
+void misses_opened(small_opened *take);
+
 /* Enter what `ino` stands for. Until `fresh_until_ns` (see resident_fresh) an open of bytes that are here, or that
  * another node has, need not ask the source for the version. `replica`: the name under which other nodes may have it
  * (MISS_REPLICA_BYTES); NULL: none has. False if there is no room. */

@@ -15,16 +15,12 @@
 #define LAYOUT "lustre.lov"
 #define FEW_BYTES 4096 /* of a layout of some 170 stripes; the kernel clears as much as it is given room */
 
-/* O_NONBLOCK: if it is a FIFO by now, opening it must not wait for a writer. The flag is cleared after the open,
- * because Lustre's reads honour it. */
-#define FLAGS (O_RDONLY | O_NOFOLLOW | O_NOCTTY | O_CLOEXEC)
-
 static int64_t ns_of(struct timespec time)
 {
 	return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-static int compare(int fd, dev_t device, const struct miss_version *version)
+int small_compare(int fd, dev_t device, const struct miss_version *version)
 {
 	struct stat st;
 	if (fstat(fd, &st) < 0)
@@ -39,11 +35,11 @@ static int compare(int fd, dev_t device, const struct miss_version *version)
 int small_open(int directory_fd, const char *name, dev_t device, const struct miss_version *version, int *fd)
 {
 	do
-		*fd = openat(directory_fd, name, FLAGS | O_NONBLOCK);
+		*fd = openat(directory_fd, name, SMALL_OPEN_FLAGS);
 	while (*fd < 0 && errno == EINTR);
 	if (*fd < 0) /* some errors mean that something else lies there, or nothing */
 		return errno == ENOENT || errno == ELOOP || errno == ENXIO ? MISS_CHANGED : errno;
-	return compare(*fd, device, version);
+	return small_compare(*fd, device, version);
 }
 
 int small_archived(int fd)
@@ -67,7 +63,8 @@ int small_archived(int fd)
 
 int small_read(int fd, dev_t device, const struct miss_version *version, char *to)
 {
-	if (fcntl(fd, F_SETFL, FLAGS) < 0)
+	/* Lustre's reads honour O_NONBLOCK. */
+	if (fcntl(fd, F_SETFL, SMALL_OPEN_FLAGS & ~O_NONBLOCK) < 0)
 		return errno;
 	for (size_t done = 0; done < version->size;) {
 		ssize_t got = pread(fd, to + done, version->size - done, (off_t)done);
@@ -78,5 +75,5 @@ int small_read(int fd, dev_t device, const struct miss_version *version, char *t
 		else if (errno != EINTR)
 			return errno;
 	}
-	return compare(fd, device, version);
+	return small_compare(fd, device, version);
 }

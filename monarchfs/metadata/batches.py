@@ -44,21 +44,29 @@ class BatchLookups:
         self._siblings = siblings
 
     async def find_each(
-        self, parent: int, names: list[bytes], lane: Lane, *, peers: bool = True
+        self,
+        parent: int,
+        names: list[bytes],
+        lane: Lane,
+        *,
+        peers: bool = True,
+        opens_bytes: int = 0,
     ) -> dict[bytes, Answer]:
         """The answers of ``peers`` and other tasks, and those of ``ask_each`` for other names."""
         found: dict[bytes, Answer] = dict(await self.shared.ask(parent, names, lane, peers=peers))
         rest = [name for name in names if name not in found]
         try:
-            answers = await self.ask_each(parent, rest, lane) if rest else []
+            answers = await self.ask_each(parent, rest, lane, opens_bytes) if rest else []
         finally:
             self.shared.asked(parent, rest)
         found.update(zip(rest, answers, strict=True))
         return found
 
-    async def ask_each(self, parent: int, names: list[bytes], lane: Lane) -> list[Answer]:
+    async def ask_each(
+        self, parent: int, names: list[bytes], lane: Lane, opens_bytes: int = 0
+    ) -> list[Answer]:
         """Ask the source about each name, whatever is known, and record the answers. Raises OSError
-        if the directory cannot be used, and IndexWriteError."""
+        if the directory cannot be used, and IndexWriteError. ``opens_bytes`` as in PosixSource."""
         parts = [names[at : at + BATCH] for at in range(0, len(names), BATCH)]
         answers: list[list[Answer]] = [[] for _ in parts]
         errors: list[OSError | IndexWriteError] = []
@@ -67,7 +75,7 @@ class BatchLookups:
             rest = parts[part]
             try:
                 while rest:
-                    some = await self._ask_some(parent, rest, lane)
+                    some = await self._ask_some(parent, rest, lane, opens_bytes)
                     answers[part] += some
                     rest = rest[len(some) :]
             except (OSError, IndexWriteError) as exc:
@@ -104,12 +112,16 @@ class BatchLookups:
             if isinstance(node, Node):
                 self._siblings.publish(parent, name, node, node.fetched_ns)
 
-    async def _ask_some(self, parent: int, names: list[bytes], lane: Lane) -> list[Answer]:
+    async def _ask_some(
+        self, parent: int, names: list[bytes], lane: Lane, opens_bytes: int = 0
+    ) -> list[Answer]:
         """For the first names, as many as can be asked for in BATCH_SECONDS, and at least one."""
         directory = self._known.directory(parent)
         asked_ns, began = time.time_ns(), time.perf_counter()
         with self._recorder.estale_if_replaced(parent):
-            answers = await self._source.found_each(directory, names, lane, BATCH_SECONDS)
+            answers = await self._source.found_each(
+                directory, names, lane, BATCH_SECONDS, opens_bytes
+            )
         self.shared.source_took((time.perf_counter() - began) / max(1, len(answers)))
         named = list(zip(names, answers, strict=False))
         found = [(name, *answer) for name, answer in named if not isinstance(answer, OSError)]

@@ -14,7 +14,7 @@ from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
 from monarchfs.metadata.statahead import Statahead
 from monarchfs.metadata.unlisted import Unlisted
 from monarchfs.source.source import Source
-from monarchfs.types import Lane, Node
+from monarchfs.types import FileType, Lane, Node
 
 
 class Names:
@@ -94,15 +94,24 @@ class Names:
         *,
         publish: bool = False,
         scanned: bool = False,
+        opens_bytes: int = 0,
     ) -> list[Node | None]:
         """``find_each`` for entries as ``Directories`` has just given them. ``scanned``: readers
-        may want all at any time."""
+        may want all at any time; ``opens_bytes``: files up to this size are read next, so that they
+        are opened once for both (PosixSource.opened_each)."""
         now, entry = time.time_ns(), self._known.entry
         known = {
             dirent.name: None if node is None else entry(dirent.checked_ns, node, now)
             for dirent, node, *_ in entries
         }
-        found = await self._find_rest(parent, known, lane, publish=publish, scanned=scanned)
+        found: dict[bytes, Node | None] = {}
+        if opens_bytes:
+            files = {dirent.name for dirent, *_ in entries if dirent.type is FileType.REGULAR}
+            of_files = {name: known.pop(name) for name in files}
+            found = await self._find_rest(
+                parent, of_files, lane, publish=publish, scanned=scanned, opens_bytes=opens_bytes
+            )
+        found |= await self._find_rest(parent, known, lane, publish=publish, scanned=scanned)
         return [found[dirent.name] for dirent, *_ in entries]
 
     async def _find_rest(
@@ -113,6 +122,7 @@ class Names:
         *,
         publish: bool,
         scanned: bool = False,
+        opens_bytes: int = 0,
     ) -> dict[bytes, Node | None]:
         """What each name stands for; the source is asked about those that are not ``known``."""
         scanned = scanned and self._siblings.fits
@@ -128,7 +138,7 @@ class Names:
                 if scanned:
                     self._siblings.scanned(parent, name, answer)
         if unknown:
-            asked = await self._batches.find_each(parent, unknown, lane)
+            asked = await self._batches.find_each(parent, unknown, lane, opens_bytes=opens_bytes)
             if publish and self._siblings.fits:
                 self._batches.publish(parent, asked)
             now = time.time_ns()

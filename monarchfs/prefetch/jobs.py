@@ -16,6 +16,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.open_first import OpenFirst
 from monarchfs.prefetch.queue import Batch, CopyJob, CopyQueue, Priority
 from monarchfs.system.listeners import Listeners
 from monarchfs.types import Archived, Node
@@ -60,11 +61,15 @@ class CopyJobs:
         owners: FileOwners | None = None,
         *,
         keeps: bool,
+        opens_first: bool = False,
     ) -> None:
+        """``opens_first``: small files that are open already are read through their descriptors
+        (``OpenFirst``)."""
         self.files: dict[int, Fill] = {}
         self.keeps = keeps
         self.owners = owners
         self.queue = CopyQueue()
+        self.open_first = OpenFirst(cache, possible=opens_first and owners is None)
         self.background: list[Fill] = []
         self.wakes = trio.lowlevel.ParkingLot()
         self.arriving = self.hurried = 0

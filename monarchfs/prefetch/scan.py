@@ -14,6 +14,7 @@ import trio
 
 from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.open_first import MOST_WAITING
 from monarchfs.prefetch.queue import Priority
 from monarchfs.system.listeners import Listeners
 from monarchfs.types import ROOT_INO, FileType, IndexWriteError, Lane, Node
@@ -134,7 +135,8 @@ class Scan:
         directories: list[int] = []
         cookie = 0
         while True:
-            await self._jobs.queue_below(QUEUE_LIMIT)
+            opens_bytes = self._jobs.open_first.most_bytes
+            await self._jobs.queue_below(MOST_WAITING if opens_bytes else QUEUE_LIMIT)
             batch = self._tree.directories.entries(ino, cookie, BATCH)
             if not batch:
                 break
@@ -142,11 +144,12 @@ class Scan:
             wanted = [row for row in batch if row[0].type in WANTED and row[0].name not in SELF]
             try:
                 nodes = await self._tree.names.find_entries(
-                    ino, wanted, Lane.BACKGROUND, scanned=True
+                    ino, wanted, Lane.BACKGROUND, scanned=True, opens_bytes=opens_bytes
                 )
             except (OSError, IndexWriteError) as exc:
                 self._skip(f"directory inode {ino}", exc)
                 break
+            self._jobs.open_first.note_found(nodes)
             if self._jitter_seconds:
                 self._random.shuffle(nodes)
             for node in nodes:

@@ -22,6 +22,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.open_first import MOST_WAITING
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import SELF
 from monarchfs.types import IndexWriteError, Lane, Node, OperationError, Replica, ReplicaState
@@ -185,14 +186,18 @@ class Warm:
         self.counts.directories += 1
         cookie = 0
         while True:
-            await self._room()
+            opens_bytes = self._jobs.open_first.most_bytes if self.what is What.COPY else 0
+            await self._room(MOST_WAITING if opens_bytes else OUTSTANDING_MOST)
             batch = self._tree.directories.entries(ino, cookie, BATCH)
             if not batch:
                 return
             cookie = batch[-1][0].cookie
             # Links, too: whoever opens what they lead to has to read them.
             there = [row for row in batch if row[0].name not in SELF]
-            found = await self._tree.names.find_entries(ino, there, Lane.BACKGROUND)
+            found = await self._tree.names.find_entries(
+                ino, there, Lane.BACKGROUND, opens_bytes=opens_bytes
+            )
+            self._jobs.open_first.note_found(found)
             names = [entry.name for entry, *_ in there]
             if self.what is What.METADATA:
                 await self._xattrs.list_each(ino, names, Lane.BACKGROUND)
@@ -213,12 +218,12 @@ class Warm:
             self._fail(self._path(parent, name), exc)
             return None
 
-    async def _room(self) -> None:
-        """A pause, and where too many files wait already, until fewer do."""
+    async def _room(self, most: int = OUTSTANDING_MOST) -> None:
+        """A pause, and where so many files wait already, until fewer do."""
         async with self._turn:
             # One walker at a time, and half of the time none: readers come before.
             await trio.sleep(PAUSE_SECONDS)
-        while len(self.outstanding) >= OUTSTANDING_MOST:
+        while len(self.outstanding) >= most:
             await self._news.park()
 
     # -- its files

@@ -6,12 +6,15 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "_opened.h"
+
 #include <errno.h>
 #include <fcntl.h>
 #include <stdbool.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 #define NS 1000000000LL
 #define MOST_SECONDS (INT64_MAX / NS - 1) /* later times, and those before as long ago, do not fit */
@@ -37,15 +40,35 @@ static bool is_name(const char *name, Py_ssize_t length)
 	       strcmp(name, "..") != 0;
 }
 
-/* How many were asked for until then: one at least. */
-static Py_ssize_t ask(int directory, struct asked *asked, Py_ssize_t count, double until)
+/* By opening it: the file is kept open if it is a regular one of that device, and not larger than that. False if it
+ * cannot be opened. */
+static bool open_file(int directory, struct asked *asked, dev_t device, off_t most_bytes)
+{
+	int fd = openat(directory, asked->name, SMALL_OPEN_FLAGS);
+	if (fd < 0)
+		return false;
+	bool known = fstat(fd, &asked->st) == 0;
+	bool small = known && S_ISREG(asked->st.st_mode) && asked->st.st_dev == device && asked->st.st_size &&
+		     asked->st.st_size <= most_bytes;
+	if (small)
+		fd = opened_keep(&asked->st, fd);
+	if (fd >= 0)
+		close(fd);
+	return known;
+}
+
+/* How many were asked for until then: one at least. Files of at most `opens_bytes` are opened; 0: none. */
+static Py_ssize_t ask(int directory, struct asked *asked, Py_ssize_t count, double until, dev_t device,
+		      off_t opens_bytes)
 {
 	for (Py_ssize_t n = 0; n < count; n++) {
 		if (!asked[n].is_name)
 			continue;
-		do
-			asked[n].error = fstatat(directory, asked[n].name, &asked[n].st, AT_SYMLINK_NOFOLLOW) ? errno : 0;
-		while (asked[n].error == EINTR);
+		if (!opens_bytes || !open_file(directory, &asked[n], device, opens_bytes)) {
+			do
+				asked[n].error = fstatat(directory, asked[n].name, &asked[n].st, AT_SYMLINK_NOFOLLOW) ? errno : 0;
+			while (asked[n].error == EINTR);
+		}
 		if (now() > until)
 			return n + 1;
 	}
@@ -98,7 +121,8 @@ static PyObject *stat_each(PyObject *Py_UNUSED(self), PyObject *args)
 	unsigned long long device;
 	PyObject *sequence;
 	double until;
-	if (!PyArg_ParseTuple(args, "iKOd", &directory, &device, &sequence, &until))
+	long long opens_bytes = 0;
+	if (!PyArg_ParseTuple(args, "iKOd|L", &directory, &device, &sequence, &until, &opens_bytes))
 		return NULL;
 	PyObject *names = PySequence_Tuple(sequence), *results = NULL;
 	if (!names)
@@ -117,7 +141,7 @@ static PyObject *stat_each(PyObject *Py_UNUSED(self), PyObject *args)
 		asked[n] = (struct asked){.name = name, .is_name = is_name(name, length)};
 	}
 	Py_BEGIN_ALLOW_THREADS
-	count = ask(directory, asked, count, until);
+	count = ask(directory, asked, count, until, device, opens_bytes);
 	Py_END_ALLOW_THREADS
 	results = answers(asked, count, device);
 out:
@@ -126,11 +150,22 @@ out:
 	return results;
 }
 
+static PyObject *take_stale(PyObject *Py_UNUSED(self), PyObject *args)
+{
+	double seconds;
+	if (!PyArg_ParseTuple(args, "d", &seconds))
+		return NULL;
+	return PyLong_FromLong(opened_take_stale((long long)(seconds * NS)));
+}
+
 static PyMethodDef methods[] = {
 	{"stat_each", stat_each, METH_VARARGS,
-	 "stat_each(directory, device, names, until): of each name that was asked for until then\n"
+	 "stat_each(directory, device, names, until, opens_bytes=0): of each name that was asked for until then\n"
 	 "(time.monotonic), the fields of SourceStat, an errno, or None: it is a directory, a symbolic link,\n"
-	 "of a time that needs more than 64 bits, or no name of an entry."},
+	 "of a time that needs more than 64 bits, or no name of an entry. Regular files of at most opens_bytes\n"
+	 "stay open for a while, for the capsule take."},
+	{"take_stale", take_stale, METH_VARARGS,
+	 "take_stale(seconds): a descriptor that was kept for longer than that, to be closed; -1: there is none."},
 	{NULL, NULL, 0, NULL},
 };
 
@@ -144,5 +179,10 @@ static struct PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__stats(void)
 {
-	return PyModule_Create(&module);
+	PyObject *made = PyModule_Create(&module);
+	PyObject *take = made ? PyCapsule_New((void *)opened_take, SMALL_OPENED, NULL) : NULL;
+	if (made && (!take || PyModule_AddObjectRef(made, "take", take) < 0))
+		Py_CLEAR(made);
+	Py_XDECREF(take);
+	return made;
 }

@@ -31,6 +31,7 @@ OPERATIONS = {
     "fstat": "stat",
     "next": "list",
     "readlink": "readlink",
+    "opened_each": "open",
     "open": "open",
     "open_directory": "open",
     "lists_all": "stat",

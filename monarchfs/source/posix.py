@@ -13,13 +13,13 @@ import math
 import os
 import stat as stat_module
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from monarchfs.core.units import Unit
-from monarchfs.source._stats import stat_each
+from monarchfs.source._stats import stat_each, take_stale
 from monarchfs.source.direct import DirectDescriptor, DirectReads
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
@@ -165,16 +165,22 @@ class PosixSource:
             return seen
 
     def found_each(
-        self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
+        self,
+        directory: DirRef,
+        names: Sequence[bytes],
+        seconds: float = math.inf,
+        opens_bytes: int = 0,
     ) -> FoundEach:
         """``found`` of each name, in order: one call of a thread instead of many.
 
         An OSError stands where ``found`` would have raised it; SourceChanged is raised. After
-        ``seconds`` no further name is asked for: the answers are of the first names.
+        ``seconds`` no further name is asked for: the answers are of the first names. Files of at
+        most ``opens_bytes`` (0: none) are opened for that, and stay open for a while, for the
+        threads that read small files (``_opened.h``).
         """
         until = time.monotonic() + seconds
         with self._dirs.acquire(directory) as fd:
-            answers = stat_each(fd, self.device, names, until)
+            answers = stat_each(fd, self.device, names, until, opens_bytes)
         results: FoundEach = []
         for name, answer in zip(names, answers, strict=False):
             if isinstance(answer, tuple) and len(name) <= MOST_NAME_BYTES:
@@ -186,6 +192,17 @@ class PosixSource:
             else:
                 break
         return results
+
+    def opened_each(
+        self, directory: DirRef, names: Sequence[bytes], seconds: float, opens_bytes: int
+    ) -> FoundEach:
+        """``found_each`` by opening: counted as that."""
+        return self.found_each(directory, names, seconds, opens_bytes)
+
+    def stale_descriptors(self, seconds: float) -> Iterator[int]:
+        """Those that ``opened_each`` opened longer ago; whoever asks closes them."""
+        while (fd := take_stale(seconds)) >= 0:
+            yield fd
 
     def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
         """Open a regular file for reading; the caller closes the descriptor.

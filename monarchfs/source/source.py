@@ -61,6 +61,9 @@ _TRIED_AGAIN = frozenset(
 )
 """Functions of ``posix`` that may be called twice in place of once."""
 
+OPENED_SECONDS = 5.0
+"""A file that was opened to learn its attributes is closed after that, if nobody reads it."""
+
 ONE_MORE_TRY_EVERY_SECONDS = 10.0
 """After a second try that failed like the first, errors are final for so long: readers of what is
 broken for good do not wait each time."""
@@ -121,6 +124,8 @@ class Source:
                 (self.demand, self.background), self._stuck_seconds, self._max_stuck
             )
             self.releases.go_on()
+            for fd in self.posix.stale_descriptors(OPENED_SECONDS):
+                self.close_soon(fd)
             await trio.sleep(self._stuck_seconds / 4)
 
     @property
@@ -227,10 +232,16 @@ class Source:
         names: Sequence[bytes],
         lane: Lane,
         seconds: float = math.inf,
+        opens_bytes: int = 0,
     ) -> FoundEach:
         """Counts as one operation per name. Some dozens of names at a time: it holds one slot."""
-        found = await self.call(lane, self.posix.found_each, directory, names, seconds)
-        self._count_others(lane, "found_each", len(found))
+        if opens_bytes:
+            call = self.posix.opened_each
+            found = await self.call(lane, call, directory, names, seconds, opens_bytes)
+            self._count_others(lane, "opened_each", len(found))
+        else:
+            found = await self.call(lane, self.posix.found_each, directory, names, seconds)
+            self._count_others(lane, "found_each", len(found))
         return found
 
     async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:

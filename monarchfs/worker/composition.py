@@ -40,6 +40,7 @@ from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming
 from monarchfs.prefetch.window import Window
 from monarchfs.prefetch.window_size import WindowSize
+from monarchfs.source import _stats
 from monarchfs.source.posix import PosixSource
 from monarchfs.source.source import Source
 from monarchfs.system.low_priority import run_sync_at
@@ -143,6 +144,7 @@ class Composition:
             nursery,
             None if nodes is None else nodes.owners,
             keeps=config.prefetch is not PrefetchMode.NONE,
+            opens_first=self.relays,
         )
         spans = None if nodes is None else nodes.span_nodes(jobs, cache)
         self.copier = Copier(
@@ -254,6 +256,7 @@ class Composition:
                 layouts=posix.has_layouts,
                 nice=config.copy_nice,
             )
+            fuse_session.hooks.misses_opened(_stats.take)
             self.copier.bind(self.small_files)
             if config.freshness.mode is FreshnessMode.OPEN:
                 fuse_session.hooks.revalidate_start(posix.device)

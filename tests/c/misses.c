@@ -5,6 +5,7 @@
 #include "../../monarchfs/core/_misses.h"
 #include "../../monarchfs/core/_waiting.h"
 #include "../../monarchfs/core/_resident.h"
+#include "../../monarchfs/source/_opened.h"
 
 #include "kernel.h"
 
@@ -40,8 +41,22 @@ static void replace(uint64_t ino, bool right)
 static bool fetched[FILES + 1];
 static pthread_mutex_t fetching = PTHREAD_MUTEX_INITIALIZER;
 
+/* As Python learns attributes by opening: the file may be replaced before it is read. */
+static void keep_open(uint64_t ino)
+{
+	char name[16];
+	struct stat st;
+	snprintf(name, sizeof(name), "%u", (unsigned)ino);
+	int fd = openat(source_fd, name, SMALL_OPEN_FLAGS);
+	CHECK(fd >= 0 && fstat(fd, &st) == 0);
+	int displaced = opened_keep(&st, fd);
+	CHECK(displaced < 0 || close(displaced) == 0);
+}
+
 static void fetch(uint64_t ino, unsigned threads)
 {
+	if (threads % 2)
+		keep_open(ino);
 	pthread_mutex_lock(&fetching);
 	if (!fetched[ino])
 		misses_fetch(&ino, &(int64_t){threads % 2 ? INT64_MAX : 0}, 1, threads, &fetched[ino]);
@@ -404,6 +419,7 @@ int main(int count, char **arguments)
 	const struct miss_options options = {
 		.memory_bytes = 20 * SIZE, .device = st.st_dev, .keeps = true};
 	CHECK(misses_start(&options) >= 0);
+	misses_opened(opened_take);
 	misses_window_limit(10 * SIZE);
 	CHECK(directories_put(DIRECTORY, 1, source_fd, "") == 0);
 	replace_all();

@@ -25,7 +25,8 @@ MEMORY = (
 PARTS = (
     "core/_relay", "core/_record", "core/_reply", "core/_nonresident", "core/_pool",
     "core/_absent_xattrs", "core/_waiting", "core/_misses", "core/_directories", "core/_revalidate",
-    "core/_small_file", "core/_layout", "core/_names", "core/_opens", "core/_queue", *MEMORY,
+    "core/_small_file", "core/_layout", "core/_names", "core/_opens", "core/_queue",
+    "source/_opened", *MEMORY,
 )  # fmt: skip
 REQUESTS = 20_000
 NAMES_WRAPPED = ("-Wl,--wrap=madvise", "-Wl,--wrap=sysconf")

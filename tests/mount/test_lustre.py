@@ -97,6 +97,21 @@ def test_nothing_but_a_reader_recalls(work: Bench, backing: Path, lustre: Lustre
     wait_for(lambda: asked("status", point)["files"]["resident"] == 5, "them to be copied")
 
 
+def test_a_small_file_that_is_copied_ahead_is_asked_for_once(
+    work: Bench, backing: Path, lustre: Lustre
+) -> None:
+    """One open brings its attributes and its bytes."""
+    for number in range(300):
+        write(backing / f"{number % 3}" / f"{number}", 3000)
+    write(backing / "0" / "large", 3 * MIB)
+    pfs = lustre()
+    mount = work.mount(pfs.path, "--prefetch", "none", "--freshness", "immutable")
+    before = pfs.requests()
+    assert asked("warm", str(mount.path), "--wait")["copied"] == 301
+    assert 301 <= (pfs.requests() - before).enqueue < 350
+    wait_for(lambda: (pfs.requests() - before).close == 302, "all to be closed")
+
+
 def test_layouts_of_any_size(work: Bench, backing: Path, lustre: Lustre) -> None:
     written = {
         f"{stripes} {size}": write(backing / f"{stripes} {size}", size, stripes=stripes)

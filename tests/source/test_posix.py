@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import math
 import mmap
 import os
 import random
@@ -69,6 +70,26 @@ def test_found_each_answers_as_found_does(root: Path, posix: PosixSource) -> Non
     assert posix.found_each(here, []) == []
     with pytest.raises(SourceChanged):
         posix.found_each(DirRef(b"d", 1), [b"f"])
+
+
+def test_small_files_that_were_opened_for_their_attributes_stay_open_for_a_while(
+    root: Path, posix: PosixSource
+) -> None:
+    special_files(root)
+    (root / "d").mkdir()
+    for name, size in (("small", 9), ("also", 1000), ("large", 1001), ("empty", 0)):
+        (root / name).write_bytes(bytes(size))
+    names = sorted([*os.listdir(os.fsencode(root)), b"none"])
+    opened = posix.opened_each(ref(root), names, math.inf, 1000)
+    for each, answer in zip(names, opened, strict=True):
+        assert shown(lambda: answer) == shown(lambda: posix.found(ref(root), each)), each  # noqa: B023
+    assert list(posix.stale_descriptors(30)) == []
+    kept = list(posix.stale_descriptors(0))
+    small = [(root / name).stat().st_ino for name in ("small", "also")]
+    assert sorted(os.fstat(fd).st_ino for fd in kept) == sorted(small)
+    for fd in kept:
+        os.close(fd)
+    assert list(posix.stale_descriptors(0)) == []
 
 
 def test_found_each_ends_when_its_time_is_over(root: Path, posix: PosixSource) -> None:

@@ -164,12 +164,17 @@ class FaultySource(PosixSource):
         return super().found(directory, self._in_source(name))
 
     def found_each(
-        self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
+        self,
+        directory: DirRef,
+        names: Sequence[bytes],
+        seconds: float = math.inf,
+        opens_bytes: int = 0,
     ) -> FoundEach:
         self.faults.meet("found_each")
         if self.faults.expects("found"):
             return posix._each(partial(self.found, directory), names, seconds)
-        return super().found_each(directory, [self._in_source(n) for n in names], seconds)
+        there = [self._in_source(name) for name in names]
+        return super().found_each(directory, there, seconds, opens_bytes)
 
     def list(self, directory: DirRef, batch: int) -> Batches:
         self.faults.meet("list")
