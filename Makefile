@@ -1,4 +1,4 @@
-# make setup | demo | test | test-full | test-fuzz | test-mutants | test-kernels | coverage | trace | check | bench | bench-full | frameworks | cluster | man | install-system | bundle | deb | rpm | wheelhouse | clean
+# make setup | demo | test | test-full | test-fuzz | test-mutants | test-kernels | coverage | trace | check | bench | bench-full | frameworks | cluster | docs | man | install-system | bundle | deb | rpm | wheelhouse | clean
 # Variables: PYTHON (which one makes the virtual environment), ARGS (passed to demo, test, bench)
 
 # The system's own first: every user may run it, and mounts are tested as an ordinary user too.
@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PAGES ?= build/man
+SITE ?= build/site
 ARGS ?=
 # A file's tests stay together; more than a few at once would be too many mounts.
 SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
@@ -16,7 +17,7 @@ PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-co
 	bindfs attr acl strace procps nginx-light
 
 .PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants test-kernels coverage trace check bench bench-full frameworks \
-	frameworks-or-not bench-packages-or-not cluster man install-system system-files bundle deb rpm wheelhouse clean
+	frameworks-or-not bench-packages-or-not cluster docs man install-system system-files bundle deb rpm wheelhouse clean
 
 help:
 	@sed -n '1,2s/^# //p' Makefile
@@ -33,7 +34,7 @@ $(STAMP): Makefile pyproject.toml setup.py $(wildcard monarchfs/*/*.c monarchfs/
 	@test -x $(BIN)/python || { echo "set-up, 2 of 3: a virtual environment in $(VENV)"; \
 		$(PYTHON) -m venv $(VENV); }
 	@echo "set-up, 3 of 3: Python packages, and building the C part: a minute the first time"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,check,demo,bench,docs]'
 	@$(BIN)/python -c 'import monarchfs.core._session, monarchfs.cache.store._records, monarchfs.core._units, monarchfs.source._stats, monarchfs.peers._replicas' || \
 		{ echo "the C part was not built: see pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
@@ -158,6 +159,11 @@ ELSEWHERE := $(filter-out $(abspath $(BIN))/python,$(wildcard $(INSTALLED)/pytho
 RUN ?= $(or $(ELSEWHERE),$(BIN)/python) -I
 man: $(if $(ELSEWHERE),,$(STAMP))
 	@$(RUN) -m monarchfs.cli.documents $(PAGES)
+
+# The documents as pages, which need no server and no network; what they link to must be there.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --config-file packaging/site/mkdocs.yml \
+		--site-dir $(abspath $(SITE))
 
 # What pip cannot do: the place where mount(8) looks, man pages, completion, units of systemd, rules
 # and dashboard for Prometheus, Slurm's scripts and (with its headers) plugin. DESTDIR is for whoever

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -91,6 +92,10 @@ def test_documents_name_no_option_and_no_command_that_there_is_not(document: Pat
     assert not unknown, f"{document.name} has options that no command has"
     said = set(re.findall(r"(?:^|[`$] ?|sudo )monarchfs ([a-z]+)", text, flags=re.M))
     assert said <= set(COMMANDS), f"{document.name} has commands that there are not"
+    shown = "".join(text.replace("\\\n", "").split("```")[1::2])
+    for words in re.findall(r"^(?:[#$] )?monarchfs (.*?)(?: (?:--|&|>+)(?: .*)?)?$", shown, re.M):
+        if not re.search(r"\.\.\.|\[|\|", words):
+            build_parser().parse_args(shlex.split(words, comments=True))
 
 
 def test_configuration_has_every_option_and_no_other() -> None:
@@ -139,11 +144,11 @@ def test_lines_of_fstab_can_be_used() -> None:
             assert is_known_option(option), option
 
 
-def test_links_between_documents_lead_somewhere() -> None:
-    for document in (*(REPOSITORY / "docs").glob("*.md"), *REPOSITORY.glob("*.md")):
-        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", document.read_text()):
-            if "://" not in target:
-                assert (document.parent / target).exists(), f"{document.name}: {target}"
+def test_the_site_is_built_and_no_link_or_anchor_is_broken(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs mkdocs: make setup")
+    words = [sys.executable, "-m", "mkdocs", "build", "--config-file", "packaging/site/mkdocs.yml"]
+    built = execute([*words, "--site-dir", str(tmp_path)], cwd=REPOSITORY)
+    assert built.returncode == 0, built.stdout + built.stderr
 
 
 def test_the_readme_has_all_documents() -> None:
