@@ -21,8 +21,8 @@ MOUNT_OPTIONS = tuple(key for key, option in OPTIONS.items() if option.help)
 RUN_OPTIONS = tuple(key for key in MOUNT_OPTIONS if key != "foreground")
 """Those of ``run``, which stays with its command."""
 
-PLAN_OPTIONS = ("tier", "state_dir", "user", "share")
-DOCTOR_OPTIONS = (*PLAN_OPTIONS[:3], "peers", "peer_name", "peer_port", "peer_key", "peer_tls")
+PLAN_OPTIONS = ("profile", "tier", "state_dir", "user", "share")
+DOCTOR_OPTIONS = (*PLAN_OPTIONS[:4], "peers", "peer_name", "peer_port", "peer_key", "peer_tls")
 """Those that say what would be mounted, for whom, with which tiers, and who would share."""
 
 SHELLS = ("bash", "zsh", "fish")
@@ -377,6 +377,7 @@ monarchfs help shows all commands, monarchfs help COMMAND the options of one.
 _EXAMPLES = {
     "mount": """\
   monarchfs mount /lustre/imagenet /mnt/imagenet --tier /dev/shm=16G --tier /scratch=80%
+  monarchfs mount /lustre/imagenet /mnt/imagenet --profile training
   monarchfs mount /lustre/imagenet /lustre/imagenet --freshness immutable --prefetch all
   monarchfs mount /lustre/shards ~/shards --prefetch ~/order.txt --log-file ~/monarchfs.log
   monarchfs mount /lustre/corpus /mnt/corpus --tier /scratch=2T --evict sieve --scrub 20M
