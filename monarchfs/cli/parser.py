@@ -264,6 +264,13 @@ def _add_checking(commands: _Commands) -> None:
     parser.add("--quick", "measure no rates")
     _add_timeout(parser, "60")
 
+    summary = "write an archive with what a report of a problem needs"
+    add = _add_command(commands, "bugreport", summary, json=True).add
+    add("mountpoint", "where it is mounted", type=parse_path)
+    said = "the file to write (default monarchfs-bugreport-DATE.tar.gz)"
+    add("-o --output FILE", said, type=parse_path)
+    add("--with-names", "keep the names of files below the source")
+
     summary = "check monarchfs on a file system of this site, and print a page to send"
     add = _add_command(commands, "selftest", summary, json=True).add
     add("directory DIR", "a directory of it, in which you may write", type=parse_path)
@@ -558,6 +565,17 @@ Takes the options of mount. To measure rates, it reads some of the source's file
 reads a file without a name in each tier.
 
 Exit code: 0 if it can be mounted (also with warnings), 1 if not.""",
+    "bugreport": """\
+  monarchfs bugreport /mnt/imagenet
+  sudo monarchfs bugreport /mnt/imagenet -o /tmp/report.tar.gz
+  monarchfs bugreport /mnt/imagenet --with-names --json
+
+Collects versions, options, status, metrics (twice), the stacks of the daemons, the ends of their
+logs, the mount table, and what doctor says. No contents of files or keys; names of files below the
+source are replaced by digests. Only you can read the archive, which says what is missing, and why.
+Also for a mount that is dead, or hangs: takes two minutes at most. Root gets more.
+
+Exit code: 0 once the archive is written, 1 if not.""",
     "selftest": """\
   monarchfs selftest /lustre/scratch/alice
   monarchfs selftest /lustre/scratch/alice --second /mnt/lustre2/scratch/alice
