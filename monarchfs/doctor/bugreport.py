@@ -168,6 +168,7 @@ class NameDigests:
 
     def __init__(self, roots: Iterable[str]) -> None:
         spellings = {way.rstrip("/") for root in roots for way in (root, printable(root))}
+        self._roots = tuple(spellings)
         known = "|".join(map(re.escape, sorted(spellings, key=len, reverse=True)))
         # Names may hold anything: without a quotation mark one may go on to the end of the line.
         behind = r"(?(quote)(?:\\.|(?!(?P=quote))[^\t\n])+|[^\t\n]+)"
@@ -180,12 +181,17 @@ class NameDigests:
         match said:
             case str():
                 text = self._below.sub(_without_names, said)
-                return _QUOTED.sub(lambda m: m[1] + _digests(m[2]) + m[1], text) if quotes else text
+                return _QUOTED.sub(self._without_quoted, text) if quotes else text
             case Mapping():
                 return {key: self.hidden(value, quotes=quotes) for key, value in said.items()}
             case list() | tuple():
                 return [self.hidden(value, quotes=quotes) for value in said]
         return said
+
+    def _without_quoted(self, found: re.Match[str]) -> str:
+        # What begins with a root has no names any more.
+        is_done = found[2].startswith(self._roots)
+        return found[0] if is_done else f"{found[1]}{_digests(found[2])}{found[1]}"
 
 
 def _without_names(found: re.Match[str]) -> str:
@@ -226,7 +232,7 @@ def collected(part: ReportPart, subject: Subject, names: NameDigests | None) -> 
                 keep=(memory,),
             )
         except MonarchError as error:
-            trouble = str(error)
+            trouble = names.hidden(str(error), quotes=True) if names else str(error)
         file.seek(0)
         content = file.read()
     return CollectedPart(part, content, trouble or ("" if content else "nothing was there"))
@@ -236,7 +242,7 @@ def _write(part: ReportPart, subject: Subject, names: NameDigests | None, memory
     """In the child. Each piece is written when it comes, because the next one may hang."""
     if part.as_owner and os.geteuid() == 0:
         become(subject.owner)
-    with open(memory, "w", errors="backslashreplace", closefd=False) as file:
+    with open(memory, "w", encoding="utf-8", errors="backslashreplace", closefd=False) as file:
         for said in part.collect(subject):
             shown = said if names is None else names.hidden(said, quotes=part.quotes)
             file.write(shown if isinstance(shown, str) else json.dumps(shown, indent=1) + "\n")
@@ -484,7 +490,9 @@ PARTS = (
     ReportPart("storage.txt", "index, tiers and source: sizes and room", _storage, as_owner=True),
     ReportPart("logs.txt", "the ends of its logs", _logs, 10.0, as_owner=True, quotes=True),
     ReportPart("journal.txt", "what it said to syslog", _journal, 10.0, quotes=True),
-    ReportPart("kernel.txt", "what the kernel logged about it", _kernel, needs=Needs.ROOT),
+    ReportPart(
+        "kernel.txt", "what the kernel logged about it", _kernel, needs=Needs.ROOT, quotes=True
+    ),
     ReportPart("environment.txt", "variables, batch system, limits of who made this", _environment),
     ReportPart("doctor.json", "monarchfs doctor --quick", _doctor, 25.0, as_owner=True),
 )

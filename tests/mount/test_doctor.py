@@ -46,7 +46,6 @@ from tests.support.mounting import (
     assert_one_line,
     kill_each,
     needs_mounts,
-    processes_about,
     requires_root,
     run,
     wait_for,
@@ -201,13 +200,6 @@ def test_what_is_judged_by_itself(
         assert said in check.detail
     else:
         assert said.items() <= check.numbers.items()
-
-
-def test_what_is_not_worth_a_word() -> None:
-    assert storage.judge_memory(tier_at(), storage.room_of(tier_at(), TierSize(bytes=1), 10)) == []
-    for fstype in ("ext4", "nfs4"):
-        assert storage.judge_purge(fstype, "rw", touches=False) == []
-    assert leftovers.judge_caches([]) == []
 
 
 def test_who_shares_a_file_system() -> None:
@@ -366,26 +358,13 @@ def test_as_an_ordinary_user(work: Bench, src: Path) -> None:
 
 
 @needs_mounts
-def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
+def test_mounts_of_ours(work: Bench, src: Path) -> None:
     mount = work.mount(src)
     tier = ("--tier", f"{work.path}/other=10M")
     result = doctor(f"{mount.path}/f", "--quick", *tier)
     assert by_name(result, "source")["state"] == "problem"
     assert "is itself a monarchfs mount" in by_name(result, "source")["detail"]
     assert by_name(result, "mounts")["alive"] >= 1
-
-    kill_each(processes_about(str(work.path)))
-    wait_for(lambda: not processes_about(str(work.path)), "the daemon to be dead")
-    result = doctor("--quick", *tier)
-    names = {check["name"] for check in result["checks"]}
-    assert names >= NAMES | {"tier"}
-    assert not names & {"source", "source_speed", "tier_speed"}
-    stale = [c for c in result["checks"] if c["name"] == "stale_mount"]
-    (mine,) = [check for check in stale if check["mountpoint"] == str(mount.path)]
-    # Where another test's epilog cleared up what dead daemons registered, it is only not seen.
-    remedy = mine["remedy"].removeprefix("if it does not answer: ")
-    assert remedy.startswith(f"monarchfs umount {mount.path}")
-    assert by_name(result, "mounts")["stale"] >= 1
 
 
 def examined(work: Bench) -> list[Check]:
@@ -480,7 +459,7 @@ def test_a_bug_report_has_what_answers_and_names_no_files(
 ) -> None:
     mount, file = work.mount(faulty.path, "--profile", "shards"), work.path / "report.tar.gz"
     with open(work.path / "state/worker.log", "a") as log:
-        log.write(f"b'd/hidden-name' {faulty.path}/d/hidden-name: {os.strerror(5)}\n")
+        log.write(f"b'd/hidden-name' '{faulty.path}/d/hidden-name': {os.strerror(5)}\n")
 
     def reported(*words: str) -> tuple[dict[str, str], dict[str, str]]:
         told = asked("bugreport", str(mount.path), "-o", str(file), *words)
@@ -493,7 +472,7 @@ def test_a_bug_report_has_what_answers_and_names_no_files(
 
     texts, _ = reported()
     assert "hidden-name" not in "".join(texts.values())
-    (names,) = re.findall(r"^b'(#.*/#.*)' .*/source0/(.*): Input/output", texts["logs.txt"], re.M)
+    (names,) = re.findall(r"^b'(#.*/#.*)' '/.*/source0/(.*)': Input", texts["logs.txt"], re.M)
     assert names[0] == names[1]
     for name in ("config.json", "status.json"):
         assert json.loads(texts[name])["profile"] == "shards"
@@ -515,7 +494,13 @@ def test_a_bug_report_has_what_answers_and_names_no_files(
     assert f"{work.path}/tier: {{'bytes'" in texts["storage.txt"]
     assert "no answer within" in troubles["storage.txt"]
     assert "no daemon" in troubles["metrics.json"]
-    assert by_name(json.loads(texts["doctor.json"]), "source")["state"] == "problem"
+    checks = json.loads(texts["doctor.json"])["checks"]
+    assert [one["state"] for one in checks if one["name"] == "source"] == ["problem"]
+    stale = [one for one in checks if one["name"] == "stale_mount"]
+    (mine,) = [check for check in stale if check["mountpoint"] == str(mount.path)]
+    # Where another test's epilog cleared up what dead daemons registered, it is only not seen.
+    remedy = mine["remedy"].removeprefix("if it does not answer: ")
+    assert remedy.startswith(f"monarchfs umount {mount.path}")
 
 
 @requires_root
