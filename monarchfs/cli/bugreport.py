@@ -35,7 +35,7 @@ from monarchfs.supervisor.recover import FoundMount, find_one, find_private, req
 from monarchfs.system.bounded import answer_within, bounded_call
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
-from monarchfs.types import UsageError
+from monarchfs.types import OperationError, UsageError
 
 _FILE_SECONDS = 5.0
 _SUFFIX = ".tar.gz"
@@ -49,17 +49,18 @@ def bugreport_command(arguments: argparse.Namespace, environ: Mapping[str, str])
     subject = _subject(_found(arguments.mountpoint, search_of(environ)), environ)
     found = subject.found
     names = None if arguments.with_names else NameDigests((found.source, found.mountpoint))
-    parts = []
     with ExitStack() as undo:
+        # At once, so that a file that cannot be made is told before all the work.
         descriptor = _created(output, undo)
-        with Progress() as progress, open(descriptor, "wb") as file:
-            for step in collect(subject, names):
-                if isinstance(step, CollectedPart):
-                    parts.append(step)
-                else:
-                    progress.show(f"bugreport: {step}")
-            readme = readme_of(subject, parts, with_names=arguments.with_names)
-            write_archive(file, top, parts, readme)
+        parts = _parts(subject, names)
+        readme = readme_of(subject, parts, with_names=arguments.with_names)
+        try:
+            with open(descriptor, "wb") as file:
+                write_archive(file, top, parts, readme)
+        except OSError as error:
+            raise OperationError(
+                f"{output} cannot be written: {error.strerror}: name another file with -o"
+            ) from None
         undo.pop_all()
     size = os.stat(output).st_size
     result = {
@@ -78,6 +79,18 @@ def bugreport_command(arguments: argparse.Namespace, environ: Mapping[str, str])
     text += f"; missing, or not complete: {', '.join(missing)}" if missing else ""
     show_result(arguments, result, text)
     return 0
+
+
+def _parts(subject: Subject, names: NameDigests | None) -> list[CollectedPart]:
+    parts = []
+    with Progress() as progress:
+        for step in collect(subject, names):
+            if isinstance(step, CollectedPart):
+                parts.append(step)
+            else:
+                progress.clear()  # the next one may take long: it is shown in any case
+                progress.show(f"bugreport: {step}")
+    return parts
 
 
 def _found(path: str, search: Search) -> FoundMount:
