@@ -16,7 +16,7 @@ from typing import Any
 from monarchfs.cli.mount import config_and_personal, settings_from
 from monarchfs.cli.output import Progress, counted, show_result
 from monarchfs.config.files import SYSTEM_FILE
-from monarchfs.config.model import Config
+from monarchfs.config.model import Config, Profile
 from monarchfs.config.places import (
     DefaultPlaces,
     build_config,
@@ -24,6 +24,7 @@ from monarchfs.config.places import (
     resolve_user,
     search_of,
 )
+from monarchfs.config.settings import set_by_profile
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, warning
 from monarchfs.doctor.run import examine, summary
@@ -95,13 +96,18 @@ def config_from(
 
 
 def configuration(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Check:
-    """Which files and environment variables count, the strongest last."""
+    """Which files and environment variables count, the strongest last, and what the profile set."""
     named, own = config_and_personal(arguments, environ)
     standard = [SYSTEM_FILE] if os.path.exists(SYSTEM_FILE) else []
     files = [*standard, *([own.file] if own.file else [])] if named is None else [named]
     said = [*files, *(f"${name}" for name in own.variables)]
     detail = f"taken from {', '.join(said)}" if said else "defaults, and the command line"
     numbers: dict[str, Value] = {"files": files, "variables": list(own.variables)}
+    settings = settings_from(arguments, environ=environ)
+    if settings.profile is not Profile.NONE:
+        name, profile_sets = settings.profile.value, set_by_profile(settings)
+        detail += f"; profile {name} sets {', '.join(profile_sets) or 'nothing: all is given'}"
+        numbers |= {"profile": name, "profile_sets": profile_sets}
     if own.unknown:
         detail += f"; not known: {', '.join(f'${name}' for name in own.unknown)}"
         remedy = "see docs/CONFIGURATION.md for the names of options"

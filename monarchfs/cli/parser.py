@@ -21,8 +21,8 @@ MOUNT_OPTIONS = tuple(key for key, option in OPTIONS.items() if option.help)
 RUN_OPTIONS = tuple(key for key in MOUNT_OPTIONS if key != "foreground")
 """Those of ``run``, which stays with its command."""
 
-PLAN_OPTIONS = ("tier", "state_dir", "user", "share")
-DOCTOR_OPTIONS = (*PLAN_OPTIONS[:3], "peers", "peer_name", "peer_port", "peer_key", "peer_tls")
+PLAN_OPTIONS = ("profile", "tier", "state_dir", "user", "share")
+DOCTOR_OPTIONS = (*PLAN_OPTIONS[:4], "peers", "peer_name", "peer_port", "peer_key", "peer_tls")
 """Those that say what would be mounted, for whom, with which tiers, and who would share."""
 
 SHELLS = ("bash", "zsh", "fish")
@@ -266,6 +266,13 @@ def _add_checking(commands: _Commands) -> None:
     parser.add("--here", said)
     _add_timeout(parser, "60")
 
+    summary = "write an archive with what a report of a problem needs"
+    add = _add_command(commands, "bugreport", summary, json=True).add
+    add("mountpoint", "where it is mounted", type=parse_path)
+    said = "the file to write (default monarchfs-bugreport-DATE.tar.gz)"
+    add("-o --output FILE", said, type=parse_path)
+    add("--with-names", "keep the names of files below the source")
+
     summary = "check monarchfs on a file system of this site, and print a page to send"
     add = _add_command(commands, "selftest", summary, json=True).add
     add("directory DIR", "a directory of it, in which you may write", type=parse_path)
@@ -379,6 +386,7 @@ monarchfs help shows all commands, monarchfs help COMMAND the options of one.
 _EXAMPLES = {
     "mount": """\
   monarchfs mount /lustre/imagenet /mnt/imagenet --tier /dev/shm=16G --tier /scratch=80%
+  monarchfs mount /lustre/imagenet /mnt/imagenet --profile training
   monarchfs mount /lustre/imagenet /lustre/imagenet --freshness immutable --prefetch all
   monarchfs mount /lustre/shards ~/shards --prefetch ~/order.txt --log-file ~/monarchfs.log
   monarchfs mount /lustre/corpus /mnt/corpus --tier /scratch=2T --evict sieve --scrub 20M
@@ -561,6 +569,17 @@ reads a file without a name in each tier.
 
 Exit code: 0 if it can be mounted (also with warnings), 1 if not; with --here, 0 if the command read
 the source's bytes.""",
+    "bugreport": """\
+  monarchfs bugreport /mnt/imagenet
+  sudo monarchfs bugreport /mnt/imagenet -o /tmp/report.tar.gz
+  monarchfs bugreport /mnt/imagenet --with-names --json
+
+Collects versions, options, status, metrics (twice), the stacks of the daemons, the ends of their
+logs, the mount table, and what doctor says. No contents of files or keys; names of files below the
+source are replaced by digests. Only you can read the archive, which says what is missing, and why.
+Also for a mount that is dead, or hangs: takes two minutes at most. Root gets more.
+
+Exit code: 0 once the archive is written, 1 if not.""",
     "selftest": """\
   monarchfs selftest /lustre/scratch/alice
   monarchfs selftest /lustre/scratch/alice --second /mnt/lustre2/scratch/alice

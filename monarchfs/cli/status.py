@@ -163,6 +163,8 @@ def report_lines(report: Report) -> Iterator[str]:
     state = [printable(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
     state += [f"private ({_PRIVATE})"] if report.get("private") else []
     yield labelled("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
+    if report.get("profile"):
+        yield labelled("profile", printable(report["profile"]))
     if report.get("age_seconds", 0) and report.get("state") != "serving":
         yield labelled("", f"what follows is {format_seconds(report['age_seconds'])} old")
     for tier in report.get("tiers", ()):

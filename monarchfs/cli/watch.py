@@ -224,7 +224,7 @@ def _state(report: Report) -> Text:
     state = report.get("state", "?")
     text = Text.assemble((printable(state), _style_of(state)))
     worker = report.get("worker")
-    for key, name in (("data_path", ""), ("freshness", "freshness ")):
+    for key, name in (("data_path", ""), ("freshness", "freshness "), ("profile", "profile ")):
         if report.get(key):
             text.append(f", {name}{printable(report[key])}")
     if "uptime_seconds" in report:

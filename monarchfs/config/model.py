@@ -15,7 +15,7 @@ from typing import Any
 
 from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """The bootstrap document and the messages of the channel (docs/ARCHITECTURE.md): to be raised when
 either changes, so that a supervisor does not hand its mount to a worker of another release that
 would not understand it."""
@@ -50,6 +50,15 @@ class ShareMode(Enum):
     REPLICATE = "replicate"
     PARTITION = "partition"
     AUTO = "auto"
+
+
+class Profile(Enum):
+    """What kind of dataset the options are chosen for (`settings.PROFILES`)."""
+
+    NONE = "none"
+    TRAINING = "training"
+    SMALL_FILES = "small-files"
+    SHARDS = "shards"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +104,11 @@ class PlainSettings:
     ``peers`` are the job's nodes that share what they have, this one among them, as ``peer_name``;
     ``peer_key`` is a file with the site's key. With ``peer_tls`` they encrypt what they send.
     ``share`` says what of the others' files this node keeps. ``prefetch_floor`` is how many percent
-    of ``copy_workers`` go on while the source is slower than usual.
+    of ``copy_workers`` go on while the source is slower than usual. ``profile`` chose the other
+    settings that nobody named.
     """
 
+    profile: Profile = Profile.NONE
     freshness: FreshnessSetting = DEFAULT_FRESHNESS
     evict: EvictionPolicy = EvictionPolicy.KEEP
     data_path: DataPath = DataPath.AUTO

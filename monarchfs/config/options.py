@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from monarchfs.config import values
-from monarchfs.config.model import DataPath, PrefetchMode, ShareMode
+from monarchfs.config.model import DataPath, PrefetchMode, Profile, ShareMode
 from monarchfs.types import EvictionPolicy
 
 
@@ -48,6 +48,13 @@ def flag_of(key: str) -> str:
 
 
 OPTIONS: Mapping[str, Option] = {
+    "profile": Option(
+        values.member_of(Profile, "profile"),
+        "NAME",
+        "options for a dataset that does not change: training, small-files or shards (default:"
+        " none); an option that is given counts instead",
+        choices=tuple(profile.value for profile in Profile),
+    ),
     "tier": Option(
         values.parse_tiers,
         "PATH=SIZE",

@@ -1,7 +1,7 @@
-"""Where settings come from: defaults, a TOML file, mount options, the command line.
+"""Where settings come from: defaults, a profile, a TOML file, mount options, the command line.
 
 Each layer is a mapping from key to parsed value; a later layer replaces what an earlier one said
-(also the whole list of tiers).
+(also the whole list of tiers). Any layer but the first two may name the profile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from monarchfs.config.model import PlainSettings, PrefetchMode, TierSpec
+from monarchfs.config.model import PlainSettings, PrefetchMode, Profile, TierSpec
 from monarchfs.config.options import OPTIONS
 from monarchfs.types import UsageError
 
@@ -32,6 +32,14 @@ class Settings(PlainSettings):
     prefetch_rate: int = 0
     prefetch_jitter: float = 0.0
 
+
+PROFILES: Mapping[Profile, Mapping[str, str]] = {
+    Profile.NONE: {},
+    Profile.TRAINING: {"freshness": "immutable", "prefetch": "all"},
+    Profile.SMALL_FILES: {"freshness": "immutable", "prefetch": "all", "copy_workers": "8"},
+    Profile.SHARDS: {"freshness": "immutable", "window": "0"},
+}
+"""The options that each profile sets. docs/CONFIGURATION.md says why."""
 
 # What mount(8), fstab and systemd put into a list of options without meaning the file system.
 _IGNORED = frozenset(
@@ -122,11 +130,25 @@ def from_flags(flags: Mapping[str, object]) -> Layer:
 
 
 def merge(*layers: Layer) -> Settings:
-    """The settings of all layers, later ones first."""
+    """The settings of all layers, later ones first; then those of the profile that they name."""
     merged: dict[str, Any] = {}
     for layer in layers:
         merged.update(layer)
-    return Settings(**merged)
+    profile = merged.get("profile", Profile.NONE)
+    return Settings(**{**_layer_of(profile), **merged})
+
+
+def set_by_profile(settings: Settings) -> list[str]:
+    """The options, as ``NAME=VALUE``, that are as the profile sets them."""
+    return [
+        f"{key}={PROFILES[settings.profile][key]}"
+        for key, value in _layer_of(settings.profile).items()
+        if getattr(settings, key) == value
+    ]
+
+
+def _layer_of(profile: Profile) -> Layer:
+    return {key: OPTIONS[key].parse(text) for key, text in PROFILES[profile].items()}
 
 
 def nearest(key: str) -> str:

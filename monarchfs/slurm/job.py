@@ -29,7 +29,7 @@ MOST_CHARACTERS = 16 << 10
 MOST_DATASETS = 16
 _MOST_PATH_BYTES = 4000
 _BLANKS = " \t\r\n"
-_OPTIONS = ("evict", "freshness", "name", "prefetch")
+_OPTIONS = ("evict", "freshness", "name", "prefetch", "profile")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
@@ -196,7 +196,7 @@ def _check_option(key: str, value: str) -> None:
             raise UsageError(
                 f"prefetch '{value[:80]}' is not for jobs: use none, access, auto or all"
             )
-        case "freshness" | "evict":
+        case "freshness" | "evict" | "profile":
             parse_value(key, value, key)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import selectors
@@ -42,7 +43,7 @@ _NO_WORKER = "the mount's worker does not answer: see monarchfs status"
 ORPHANED = signal.SIGUSR1
 """What tells a supervisor that the process died that was to end it."""
 
-COMMANDS = ("status", "umount", "restart", "change_peers", takeover.COMMAND)
+COMMANDS = ("status", "config", "umount", "restart", "change_peers", takeover.COMMAND)
 """What is answered here; the worker knows the others."""
 
 
@@ -155,6 +156,8 @@ class Supervisor:
                 self._reports.want(connection, self.failover.worker.channel, now)
             case "status":
                 self._reply_status(connection)
+            case "config":
+                reply(connection, messages.encode_result(json.loads(self.config.to_json())))
             case "umount" if len(self._waiting_for_unmount) >= MOST_CLIENTS:
                 reply(connection, messages.encode_error("too many requests at once"))
             case "umount":

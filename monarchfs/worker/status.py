@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from monarchfs.config.model import Profile
 from monarchfs.prefetch.fill import Fill
 from monarchfs.worker.composition import Composition
 
@@ -31,6 +32,7 @@ def status(worker: Composition) -> dict[str, Any]:
         "data_path": worker.data_path,
         "metrics_port": worker.config.metrics_port,
         "freshness": worker.config.freshness.mode.value,
+        **_profile(worker.config.profile),
         "tiers": worker.cache.usage.report(),
         "other_tiers": [
             {
@@ -123,6 +125,10 @@ def status(worker: Composition) -> dict[str, Any]:
         },
         "worker": {"pid": os.getpid(), "restarts": worker.restarts},
     }
+
+
+def _profile(profile: Profile) -> dict[str, str]:
+    return {} if profile is Profile.NONE else {"profile": profile.value}
 
 
 def _left(fill: Fill) -> int:

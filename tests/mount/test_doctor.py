@@ -6,11 +6,14 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
 import re
 import shutil
+import signal
 import socket
 import stat
 import subprocess
+import tarfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,8 @@ import pytest
 from monarchfs.cli.main import main
 from monarchfs.config import Config, User
 from monarchfs.config.places import DefaultPlaces
-from monarchfs.doctor import leftovers, peers, selftest, speed, storage, system
+from monarchfs.control.registration import Registered, Registration
+from monarchfs.doctor import bugreport, leftovers, peers, selftest, speed, storage, system
 from monarchfs.doctor import selftest_dataset as dataset
 from monarchfs.doctor.checks import Check, Severity
 from monarchfs.doctor.run import examine
@@ -29,6 +33,7 @@ from monarchfs.fuse.protocol import InitFlag
 from monarchfs.insight.estimates import SourceRates, TierRates
 from monarchfs.supervisor.directories import Holder
 from monarchfs.supervisor.identity import in_first_user_namespace
+from monarchfs.supervisor.recover import FoundMount
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom
 from monarchfs.types import Space, TierSize
 from tests.support import surroundings
@@ -37,13 +42,15 @@ from tests.support.mounting import (
     MONARCHFS,
     Bench,
     FaultySource,
+    asked,
     assert_one_line,
     kill_each,
     needs_mounts,
-    processes_about,
+    requires_root,
     run,
     wait_for,
 )
+from tests.support.programs import Running
 from tests.support.trees import write_files
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -193,13 +200,6 @@ def test_what_is_judged_by_itself(
         assert said in check.detail
     else:
         assert said.items() <= check.numbers.items()
-
-
-def test_what_is_not_worth_a_word() -> None:
-    assert storage.judge_memory(tier_at(), storage.room_of(tier_at(), TierSize(bytes=1), 10)) == []
-    for fstype in ("ext4", "nfs4"):
-        assert storage.judge_purge(fstype, "rw", touches=False) == []
-    assert leftovers.judge_caches([]) == []
 
 
 def test_who_shares_a_file_system() -> None:
@@ -360,37 +360,13 @@ def test_as_an_ordinary_user(work: Bench, src: Path) -> None:
 
 
 @needs_mounts
-def test_a_source_that_hangs_is_a_problem_in_time(work: Bench, faulty: FaultySource) -> None:
-    faulty.faults(hang=["* *"])
-    words = (str(faulty.path), "--tier", f"{work.path}/t=10M", "--timeout", "15")
-    done = run("doctor", *words, timeout=45)
-    assert done.returncode == 1, done.stdout
-    assert "problem  source" in done.stdout
-    assert "within" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("cannot mount:")
-
-
-@needs_mounts
-def test_mounts_of_ours_and_stale_ones(work: Bench, src: Path) -> None:
+def test_mounts_of_ours(work: Bench, src: Path) -> None:
     mount = work.mount(src)
     tier = ("--tier", f"{work.path}/other=10M")
     result = doctor(f"{mount.path}/f", "--quick", *tier)
     assert by_name(result, "source")["state"] == "problem"
     assert "is itself a monarchfs mount" in by_name(result, "source")["detail"]
     assert by_name(result, "mounts")["alive"] >= 1
-
-    kill_each(processes_about(str(work.path)))
-    wait_for(lambda: not processes_about(str(work.path)), "the daemon to be dead")
-    result = doctor("--quick", *tier)
-    names = {check["name"] for check in result["checks"]}
-    assert names >= NAMES | {"tier"}
-    assert not names & {"source", "source_speed", "tier_speed"}
-    stale = [c for c in result["checks"] if c["name"] == "stale_mount"]
-    (mine,) = [check for check in stale if check["mountpoint"] == str(mount.path)]
-    # Where another test's epilog cleared up what dead daemons registered, it is only not seen.
-    remedy = mine["remedy"].removeprefix("if it does not answer: ")
-    assert remedy.startswith(f"monarchfs umount {mount.path}")
-    assert by_name(result, "mounts")["stale"] >= 1
 
 
 def examined(work: Bench) -> list[Check]:
@@ -474,6 +450,72 @@ def test_what_cannot_be_mounted_is_one_problem_each(
     assert all(expected[name] in detail for _, name, detail in problems)
     assert all(line.isprintable() for line in done.stdout.splitlines())
     assert sorted(work.path.rglob("*")) == before
+
+
+# monarchfs bugreport
+
+
+@needs_mounts
+def test_a_bug_report_has_what_answers_and_names_no_files(
+    work: Bench, faulty: FaultySource
+) -> None:
+    mount, file = work.mount(faulty.path, "--profile", "shards"), work.path / "report.tar.gz"
+    with open(work.path / "state/worker.log", "a") as log:
+        log.write(f"b'd/hidden-name' '{faulty.path}/d/hidden-name': {os.strerror(5)}\n")
+
+    def reported(*words: str) -> tuple[dict[str, str], dict[str, str]]:
+        told = asked("bugreport", str(mount.path), "-o", str(file), *words)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        with tarfile.open(file) as archive:
+            files = {Path(name).name: archive.extractfile(name) for name in archive.getnames()}
+            texts = {name: text.read().decode() for name, text in files.items() if text}
+        file.unlink()
+        return texts, {part["name"]: part["trouble"] for part in told["parts"]}
+
+    texts, _ = reported()
+    assert "hidden-name" not in "".join(texts.values())
+    (names,) = re.findall(r"^b'(#.*/#.*)' '/.*/source0/(.*)': Input", texts["logs.txt"], re.M)
+    assert names[0] == names[1]
+    for name in ("config.json", "status.json"):
+        assert json.loads(texts[name])["profile"] == "shards"
+    assert "worker/__main__.py" in texts["python-stacks.txt"]
+    with Running([*MONARCHFS, "bugreport", str(mount.path), "-o", str(file)]) as interrupted:
+        wait_for(file.exists, "the report to begin")
+        interrupted.send_signal(signal.SIGINT)
+        assert interrupted.wait(30) == -signal.SIGINT
+    assert not file.exists()
+    # Its daemon is dead, and the source hangs.
+    kill_each(work._processes())
+    wait_for(lambda: not work._processes(), "the daemon to be dead")
+    os.kill(faulty.process.pid, signal.SIGSTOP)
+    try:
+        texts, troubles = reported("--with-names")
+    finally:
+        os.kill(faulty.process.pid, signal.SIGCONT)
+    assert "hidden-name" in texts["logs.txt"]
+    assert f"{work.path}/tier: {{'bytes'" in texts["storage.txt"]
+    assert "no answer within" in troubles["storage.txt"]
+    assert "no daemon" in troubles["metrics.json"]
+    checks = json.loads(texts["doctor.json"])["checks"]
+    assert [one["state"] for one in checks if one["name"] == "source"] == ["problem"]
+    stale = [one for one in checks if one["name"] == "stale_mount"]
+    (mine,) = [check for check in stale if check["mountpoint"] == str(mount.path)]
+    # Where another test's epilog cleared up what dead daemons registered, it is only not seen.
+    remedy = mine["remedy"].removeprefix("if it does not answer: ")
+    assert remedy.startswith(f"monarchfs umount {mount.path}")
+
+
+@requires_root
+def test_root_reports_a_users_mount_with_the_users_rights(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("secret")
+    (part,) = [one for one in bugreport.PARTS if one.name == "logs.txt"]
+    for uid, said in ((0, b"secret"), (pwd.getpwnam(NOBODY).pw_uid, b"Permission denied")):
+        entry = Registration("/m", 0, "/s", uid, 1, 0, "/none", 0)
+        found = FoundMount("/m", "/s", None, Registered("/r", 0, entry))
+        log, user, places = str(tmp_path / "log"), User("root", 0, 0), DefaultPlaces("/c", "/r")
+        config = Config("/s", "/m", (), "/none", "/r", "0" * 16, user, log_file=log)
+        subject = bugreport.Subject(found, config, True, dict, places, lambda _: (), {})
+        assert said in bugreport.collected(part, subject, None).content.split(b"log <==\n")[-1]
 
 
 # monarchfs selftest: it finds what is wrong, and leaves nothing behind

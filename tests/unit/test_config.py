@@ -35,6 +35,7 @@ from monarchfs.config.settings import (
     escape_option,
     from_mount_options,
     merge,
+    set_by_profile,
     split_options,
 )
 from monarchfs.slurm import daemon
@@ -132,6 +133,7 @@ TEXTS = {
     "share": "partition",
     "prefetch_rate": "20M",
     "prefetch_floor": "10",
+    "profile": "small-files",
     "prefetch_jitter": "30s",
     "kernel_resend": "false",
     "standby": "false",
@@ -357,6 +359,11 @@ def test_the_nearer_to_the_command_the_stronger(home: Path) -> None:
     assert settings_from(named, environ=environ) == without_the_standard_files
     environ["MONARCHFS_CONFIG"] = str(other)
     assert settings_from(parse(*words), environ=environ) == without_the_standard_files
+    write(other, "profile = 'small-files'\nprefetch = 'access'\n")
+    chosen = settings_from(parse(*words[2:4]), environ=environ)
+    assert set_by_profile(chosen) == []  # a file, the environment and -o say otherwise
+    chosen = settings_from(parse("--profile", "training"), environ=environ)
+    assert set_by_profile(chosen) == ["freshness=immutable"]
     null = parse("--config", "/dev/null")
     assert settings_from(null, environ=environ).local_threads == Settings().local_threads
 

@@ -18,7 +18,7 @@ from monarchfs.cli.mount_helper import build_helper_parser
 from monarchfs.cli.parser import build_parser, commands_of
 from monarchfs.config.files import SYSTEM_FILE, from_file
 from monarchfs.config.options import OPTIONS
-from monarchfs.config.settings import Settings, is_known_option
+from monarchfs.config.settings import PROFILES, Settings, is_known_option
 from tests.support import surroundings
 from tests.support.fake_daemon import healthy
 from tests.support.mounting import REPOSITORY, Bench, requires_fuse, requires_root
@@ -105,6 +105,10 @@ def test_configuration_has_every_option_and_no_other() -> None:
         *LONG_OPTION.findall(CONFIGURATION),
         *("-o", "-f"),
     }
+    rows = re.findall(r"^\| `([a-z-]+)` \| .* \| (.*) \|$", options["profile"], re.MULTILINE)
+    said = [(name, re.findall("`([^`]*)`", sets)) for name, sets in rows]
+    every = {one.value: [f"{k}={v}" for k, v in sets.items()] for one, sets in PROFILES.items()}
+    assert {"none": [], **dict(said)} == every
 
 
 @pytest.mark.parametrize("key", OPTIONS)
