@@ -13,7 +13,7 @@ import pwd
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -24,7 +24,8 @@ from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
-from monarchfs.slurm.records import Busy, locked, names_in, remove_tree, unlink
+from monarchfs.slurm.job import JobId, job_ids
+from monarchfs.slurm.records import Busy, locked, names_in, read_record, remove_tree, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.directories import NAME, in_use
@@ -114,20 +115,24 @@ class Sweeper:
     def mounts(self, search: Search) -> None:
         """Mounts whose daemon is dead."""
         for found in find_all(search):
-            if found.mount is None or not _is_dead(found):
+            if found.mount is None or not is_dead(found):
                 continue
             with self._put("mount", found.mountpoint, "its daemon is dead") as one:
                 one.removed = self.remove and _unmount(found)
 
     # Of root
 
-    def jobs(self, site: Site, running: set[int]) -> None:
-        """Jobs that Slurm does not run here any more, in the sets of shares."""
+    def jobs(self, site: Site, running: Set[JobId]) -> None:
+        """Jobs that Slurm does not run here any more, in the sets of shares. It knows nothing of
+        other batch systems' jobs."""
+        known = job_ids(names_in(os.path.dirname(site.facts(0))))
+        facts = {job: read_record(site.facts(job)) or {} for job in known}
+        stay = running | {job for job in known if not facts[job].get("by_slurm", True)}
         young = time.time() - YOUNG_SECONDS
         for share in every_share(site):
             for job in share.jobs():
                 entered = share.entry(job).get("entered_unix_seconds", 0)
-                if job in running or entered > young:
+                if job in stay or entered > young:
                     continue
                 path = os.path.join(share.directory, "jobs", str(job))
                 with self._put("job", path, "it is over") as one:
@@ -135,7 +140,7 @@ class Sweeper:
         for directory in (site.environments, os.path.dirname(site.facts(0))):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
-                is_over = name.isdecimal() and int(name) not in running
+                is_over = name.isdecimal() and int(name) not in stay
                 if is_over and os.lstat(path).st_mtime < young:
                     with self._put("job", path, "it is over") as one:
                         one.removed = self.remove and unlink(path)
@@ -196,7 +201,7 @@ class Sweeper:
                         one.removed = self.remove and _remove_plain(path, state)
 
 
-def running_jobs(node: str) -> set[int]:
+def running_jobs(node: str) -> set[JobId]:
     """The jobs that Slurm has on a node. Raises OperationError where it does not say."""
     squeue = shutil.which("squeue", path=SYSTEM_PATH + ":/usr/local/bin:/opt/slurm/bin")
     if squeue is None:
@@ -222,7 +227,8 @@ _OVER = frozenset({"CD", "CA", "F", "TO", "NF", "OOM", "BF", "DL", "PR"})
 """Job states of squeue(1) in which nothing of a job is left on a node; CG, completing, is not."""
 
 
-def _is_dead(found: FoundMount) -> bool:
+def is_dead(found: FoundMount) -> bool:
+    """Whether nobody serves a mount any more. Waits two seconds for the kernel's word at most."""
     if found.registered is not None:
         return not found.supervisor_alive
     if os.geteuid() not in (0, found.mount.user_id if found.mount else None):
@@ -240,14 +246,14 @@ def _is_dead(found: FoundMount) -> bool:
 
 
 def _unmount(found: FoundMount) -> bool:
-    if not _is_dead(found):
+    if not is_dead(found):
         return False
     if not remove_by_force(found, time.monotonic() + _UMOUNT_SECONDS).gone:
         raise OperationError(f"try umount -l {found.mountpoint} as root")
     return True
 
 
-def _leave(share: Share, job: int) -> bool:
+def _leave(share: Share, job: JobId) -> bool:
     with locked(share.lock, time.monotonic() + _LOOK_SECONDS):
         return share.leave(job)
 

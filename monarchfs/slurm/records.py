@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -101,8 +102,9 @@ def write_text(path: str, text: str, *, mode: int = 0o600, owner: int | None = N
 def remove_unfinished(path: str) -> None:
     """Removes the unfinished copy of ``path`` that a killed `write_text` left."""
     directory, name = os.path.split(path)
+    unfinished = re.compile(rf"\.{re.escape(name)}\.[0-9]+")
     for found in names_in(directory, hidden=True):
-        if found.startswith(f".{name}."):
+        if unfinished.fullmatch(found):
             unlink(os.path.join(directory, found))
 
 
