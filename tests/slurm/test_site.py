@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monarchfs.config.settings import from_mount_options
-from monarchfs.slurm import peers
+from monarchfs.slurm import peers, prolog
 from monarchfs.slurm.job import (
     MOST_DATASETS,
     Job,
@@ -30,12 +30,7 @@ from monarchfs.slurm.job import (
     parse_request,
 )
 from monarchfs.slurm.peers import expand_nodes, follow_job, port_of, sharing_options
-from monarchfs.slurm.prolog import (
-    datasets_of,
-    environment_lines,
-    environment_of,
-    environment_without_mount,
-)
+from monarchfs.slurm.prolog import datasets_of
 from monarchfs.slurm.site import MOST_DEADLINE, Site, is_below, read_site, site_from
 from monarchfs.types import OperationError, TierSize, UsageError
 from tests.support.mounting import REPOSITORY, requires_root
@@ -117,7 +112,7 @@ def test_whatever_a_user_writes_is_a_plain_path_or_refused(text: str) -> None:
         assert parse_dataset_path(request.path) == request.path
     job = job_from({**JOB, "SLURM_JOB_COMMENT": text})
     wanted = datasets_of(Site(), job)
-    lines = environment_lines(environment_without_mount(Site(), job, ""))
+    lines = prolog.environment_lines(prolog.environment_without_mount(Site(), job, "why"))
     assert len(lines.splitlines()) == len(lines.split("\n")) - 1 == len(wanted) + bool(wanted) + 1
     for line in lines.split("\n")[:-1]:
         assert line.startswith("export MONARCHFS_")
@@ -126,7 +121,7 @@ def test_whatever_a_user_writes_is_a_plain_path_or_refused(text: str) -> None:
 
 @given(st.text())
 def test_a_warning_stays_on_its_line(warning: str) -> None:
-    lines = environment_lines(environment_of([], [], [warning]))
+    lines = prolog.environment_lines(prolog.environment_of([], [], [warning]))
     assert lines.count("\n") == 1
     assert lines.startswith("export MONARCHFS_WARNING=")
 
