@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,8 +76,8 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     if arguments.what == "begin":
         if environment is None:
             environment = prolog.environment_without_mount(site or Site(), job, why)
-        lines = (f"export {name}={shlex.quote(value)}" for name, value in environment.items())
-        show_result(arguments, {"job": job.id, "environment": environment}, lines)
+        lines = prolog.environment_lines(environment, by_slurm=False)
+        show_result(arguments, {"job": job.id, "environment": environment}, lines.splitlines())
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -268,9 +269,10 @@ def environment_of(
     return {name: _one_line(value) for name, value in pairs}
 
 
-def environment_lines(environment: Mapping[str, str]) -> str:
-    """What the task prolog prints, and slurmd, no shell, reads. Pure."""
-    return "".join(f"export {name}={value}\n" for name, value in environment.items())
+def environment_lines(environment: Mapping[str, str], *, by_slurm: bool) -> str:
+    """Lines for a shell, or what the task prolog prints and slurmd, no shell, reads. Pure."""
+    quoted = str if by_slurm else shlex.quote
+    return "".join(f"export {name}={quoted(value)}\n" for name, value in environment.items())
 
 
 def _tell(
@@ -281,7 +283,7 @@ def _tell(
     warnings: Sequence[str],
 ) -> dict[str, str]:
     environment = environment_of(wanted, paths, warnings)
-    text = environment_lines(environment)
+    text = environment_lines(environment, by_slurm=job.by_slurm)
     write_text(site.environment(job.id), text, mode=0o400, owner=job.uid)
     return environment
 

@@ -8,7 +8,7 @@
     RUN/shares/KEY/idle       since when no job uses it; its modification time
     RUN/shares/KEY/NAME       the mount point
     RUN/jobs/JOB              whose job it is, and what was not mounted for it, for the report
-    RUN/env/JOB               what the task prolog prints; the job's user may read it
+    RUN/env/JOB               what the task prolog prints, or the job's shell reads; its user's
     CACHE/slurm/KEY/          state directory (``state``) and ``cache.json``
     CACHE/recordings/         what is recorded for jobs, by JOB.KEY, until the verdict is known
     TIER/KEY/                 the copies; the user's alone

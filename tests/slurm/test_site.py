@@ -30,7 +30,7 @@ from monarchfs.slurm.job import (
     parse_request,
 )
 from monarchfs.slurm.peers import expand_nodes, follow_job, port_of, sharing_options
-from monarchfs.slurm.prolog import datasets_of
+from monarchfs.slurm.prolog import datasets_of, environment_lines
 from monarchfs.slurm.site import MOST_DEADLINE, Site, is_below, read_site, site_from
 from monarchfs.types import OperationError, TierSize, UsageError
 from tests.support.mounting import REPOSITORY, requires_root
@@ -112,7 +112,8 @@ def test_whatever_a_user_writes_is_a_plain_path_or_refused(text: str) -> None:
         assert parse_dataset_path(request.path) == request.path
     job = job_from({**JOB, "SLURM_JOB_COMMENT": text})
     wanted = datasets_of(Site(), job)
-    lines = prolog.environment_lines(prolog.environment_without_mount(Site(), job, "why"))
+    environment = prolog.environment_without_mount(Site(), job, "why")
+    lines = environment_lines(environment, by_slurm=True)
     assert len(lines.splitlines()) == len(lines.split("\n")) - 1 == len(wanted) + bool(wanted) + 1
     for line in lines.split("\n")[:-1]:
         assert line.startswith("export MONARCHFS_")
@@ -121,7 +122,7 @@ def test_whatever_a_user_writes_is_a_plain_path_or_refused(text: str) -> None:
 
 @given(st.text())
 def test_a_warning_stays_on_its_line(warning: str) -> None:
-    lines = prolog.environment_lines(prolog.environment_of([], [], [warning]))
+    lines = environment_lines(prolog.environment_of([], [], [warning]), by_slurm=False)
     assert lines.count("\n") == 1
     assert lines.startswith("export MONARCHFS_WARNING=")
 
