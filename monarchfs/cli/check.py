@@ -15,7 +15,7 @@ from typing import Any
 from monarchfs.cli.output import counted
 from monarchfs.config.places import search_of
 from monarchfs.control.client import request
-from monarchfs.slurm.leftovers import is_dead
+from monarchfs.slurm.leftovers import is_unserved
 from monarchfs.supervisor.recover import FoundMount, find_all, remove_by_force
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.escaping import printable
@@ -76,9 +76,8 @@ def _trouble(found: FoundMount, deadline: float) -> Sequence[str]:
 
 
 def _cleared(found: FoundMount, deadline: float) -> Sequence[str]:
-    """A mount whose daemon is gone, which is removed as ``gc`` does; that it cannot be is certain
-    only if the kernel says afterwards that nobody serves it."""
-    if found.other_owner is not None or not is_dead(found):
+    """A mount whose daemon seems to be gone: it is removed if the kernel says so, too."""
+    if not is_unserved(found):
         return "word", f"the daemon of {found.mountpoint} is not to be found"
     until = min(deadline, time.monotonic() + _REMOVE_SECONDS)
     if remove_by_force(found, until).gone:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from monarchfs.config.places import DATASET_ID, OWNER, Search
+from monarchfs.config.places import DATASET_ID, OWNER, Search, known_user
 from monarchfs.control.registration import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets, mount_owners
 from monarchfs.fuse.mount import SYSTEM_PATH
@@ -29,6 +29,7 @@ from monarchfs.slurm.records import Busy, locked, names_in, read_record, remove_
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.directories import NAME, in_use
+from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.recover import (
     FoundMount,
     find_all,
@@ -115,7 +116,7 @@ class Sweeper:
     def mounts(self, search: Search) -> None:
         """Mounts whose daemon is dead."""
         for found in find_all(search):
-            if found.mount is None or not is_dead(found):
+            if found.mount is None or not _is_dead(found):
                 continue
             with self._put("mount", found.mountpoint, "its daemon is dead") as one:
                 one.removed = self.remove and _unmount(found)
@@ -227,16 +228,24 @@ _OVER = frozenset({"CD", "CA", "F", "TO", "NF", "OOM", "BF", "DL", "PR"})
 """Job states of squeue(1) in which nothing of a job is left on a node; CG, completing, is not."""
 
 
-def is_dead(found: FoundMount) -> bool:
-    """Whether nobody serves a mount any more. Waits two seconds for the kernel's word at most."""
+def _is_dead(found: FoundMount) -> bool:
     if found.registered is not None:
         return not found.supervisor_alive
-    if os.geteuid() not in (0, found.mount.user_id if found.mount else None):
+    return is_unserved(found)
+
+
+def is_unserved(found: FoundMount) -> bool:
+    """Whether the kernel says that no process serves a mount any more. Asks it for two seconds at
+    most, and not about other users' mounts."""
+    uid = found.mount.user_id if found.mount else None
+    if uid is None or os.geteuid() not in (0, uid):
         return False
 
     def code() -> int | None:
         try:
-            os.stat(found.mountpoint)
+            if uid != os.geteuid():
+                become(known_user(uid))  # others, even root, are refused by the mount
+            os.statvfs(found.mountpoint)  # which is never answered from a cache
         except OSError as error:
             return error.errno
         return None
@@ -246,7 +255,7 @@ def is_dead(found: FoundMount) -> bool:
 
 
 def _unmount(found: FoundMount) -> bool:
-    if not is_dead(found):
+    if not _is_dead(found):
         return False
     if not remove_by_force(found, time.monotonic() + _UMOUNT_SECONDS).gone:
         raise OperationError(f"try umount -l {found.mountpoint} as root")
