@@ -54,7 +54,8 @@ def test_jobs_come_and_go(layout: Site) -> None:
     assert share.jobs() == []
     for job in (3, "12[3].x", 1, 2, 1):
         share.enter(job)
-    assert share.jobs() == [1, 2, 3, "12[3].x"] and share.leave("12[3].x")
+    assert share.jobs() == [1, 2, 3, "12[3].x"]
+    assert share.leave("12[3].x")
     assert shares_of(layout, 2) == [share]
     assert share.entry(1)["met"] == [2, 3, "12[3].x"]
     assert share.leave(2)
