@@ -68,7 +68,9 @@ def _trouble(found: FoundMount, deadline: float) -> Sequence[str]:
             found.registered, {"command": "status"}, min(left, _ASK_SECONDS)
         )
     except MonarchError:
-        if found.made_elsewhere or not before == _state(pid) == _STOPPED:
+        # A user's daemon is stopped by its user, or with its job.
+        ours = found.registered.owner_uid == 0 and not found.made_elsewhere
+        if not ours or not before == _state(pid) == _STOPPED:
             return "word", f"the daemon of {where} did not answer in time"
         return "wrong", f"the daemon of {where} is stopped: continue it with kill -CONT {pid}"
     state = str(status.get("state"))

@@ -160,6 +160,8 @@ def shares_of(site: Site, job: JobId) -> list[Share]:
 
 def uid_of(name: str, timeout: float) -> int:
     """A user's number, which may also be given. Raises OperationError as `user_of_job`."""
+    if name.isdecimal():
+        return int(name)
 
     def call() -> int:
         try:
@@ -170,11 +172,7 @@ def uid_of(name: str, timeout: float) -> int:
             ) from None
 
     overdue = f"who {name} is was not known within {timeout:.0f} s: check getent passwd"
-    return (
-        int(name)
-        if name.isdecimal()
-        else int(bounded_value(call, timeout=timeout, overdue=overdue))
-    )
+    return int(bounded_value(call, timeout=timeout, overdue=overdue))
 
 
 def user_of_job(uid: int, timeout: float) -> User:
