@@ -321,7 +321,8 @@ def find_reports(directory: str, job: JobId) -> list[dict[str, Any]]:
             with open(descriptor, "rb") as file:
                 report = dict(json.loads(file.read(_MOST_BYTES)))
             # Job 12 on a.b may be 12.a on b.
-            found += [report] if report.get("job", job) == job else []
+            another = isinstance(report.get("job"), (int, str)) and report["job"] != job
+            found += [] if another else [report]
         except PermissionError:
             refused = f"the report of job {job} is another user's: ask root"
         except (OSError, ValueError, TypeError, RecursionError) as error:
