@@ -197,6 +197,12 @@ system-files:
 			> $(DESTDIR)$(PREFIX)/lib/monarchfs/slurm/$$script && \
 		chmod 755 $(DESTDIR)$(PREFIX)/lib/monarchfs/slurm/$$script || exit 1; \
 	done
+	install -d $(DESTDIR)$(PREFIX)/lib/monarchfs/gridengine $(DESTDIR)$(PREFIX)/lib/monarchfs/nhc
+	for script in gridengine/prolog gridengine/epilog nhc/monarchfs.nhc; do \
+		sed 's|/opt/monarchfs/bin/monarchfs|$(INSTALLED)/monarchfs|' packaging/$$script \
+			> $(DESTDIR)$(PREFIX)/lib/monarchfs/$$script && \
+		chmod 755 $(DESTDIR)$(PREFIX)/lib/monarchfs/$$script || exit 1; \
+	done
 
 # A directory with a Python of its own, for other Linux systems (docs/INSTALL.md). SOURCES is a
 # directory that packaging/bundle/fetch filled; without one that is done first, on Debian.

@@ -1,4 +1,5 @@
-"""``monarchfs job``, which Slurm's prolog and epilog run, and ``report``: what datasets did for it.
+"""``monarchfs job``, which a batch system's prolog and epilog run, and ``report``: what datasets
+did for it.
 
 ``job`` never fails: errors are logged, and the job runs without a mount.
 """
@@ -9,12 +10,15 @@ import argparse
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from monarchfs.cli.output import show_result
-from monarchfs.slurm.job import job_from, parse_job_id
-from monarchfs.slurm.records import make_directory
+from monarchfs.slurm.job import Job, JobId, job_from, node_name, parse_job_id, parse_requests
+from monarchfs.slurm.peers import expand_nodes
+from monarchfs.slurm.records import make_directory, read_record
 from monarchfs.slurm.report import find_reports, job_totals, page
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.system.escaping import OneLine, printable
@@ -26,23 +30,36 @@ log = logging.getLogger(__name__)
 
 
 def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Returns 0, whatever happened. Raises UsageError where this is not run by root or not by
-    Slurm."""
+    """Returns 0, whatever happened. Raises UsageError where this is not run by root, or does not
+    say which job it is."""
     from monarchfs.slurm import epilog, prolog, recordings
 
     if os.geteuid() != 0:
-        raise UsageError("this is for root: Slurm's prolog and epilog run it")
+        raise UsageError(
+            "this is for root, in prolog and epilog: in a job, write monarchfs run SOURCE --"
+            " COMMAND"
+        )
     if arguments.what in ("prolog", "epilog"):
         job = job_from(environ)
+    elif arguments.what in ("begin", "end"):
+        job = _named_job(arguments, environ)
     without = None if arguments.without is None else parse_job_id(arguments.without)
     os.umask(0o022)
     # Of what it starts nothing may depend on where slurmd was started.
     os.chdir("/")
     site = _site(arguments)
-    if site is None:
-        return 0
+    environment: Mapping[str, str] | None = None
+    why = "the node's log says why nothing is mounted"
     try:
         match arguments.what:
+            case _ if site is None:
+                pass
+            case "begin":
+                environment = _begin(site, job)
+            case "end":
+                facts = read_record(site.facts(job.id)) or {}
+                owner = int(facts.get("uid", 0)), str(facts.get("user", job.user))
+                epilog.run_epilog(site, replace(job, uid=owner[0], user=owner[1]))
             case "prolog":
                 prolog.run_prolog(site, job)
             case "epilog":
@@ -53,9 +70,54 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
                 recordings.run_recording(site, arguments.recording or "")
     except (MonarchError, OSError) as error:
         log.error("%s", error)
+        why = str(error)
     except Exception:
         log.exception("unexpected error")
+    if arguments.what == "begin":
+        if environment is None:
+            environment = prolog.environment_without_mount(site or Site(), job, why)
+        lines = prolog.environment_lines(environment, by_slurm=False)
+        show_result(arguments, {"job": job.id, "environment": environment}, lines.splitlines())
     return 0
+
+
+def _named_job(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Job:
+    """The job that the options describe; whose number `_begin` finds out. A wrong request is a
+    ``mistake``, as Slurm's."""
+    if arguments.job is None:
+        raise UsageError(f"job {arguments.what}: name the job with --job ID")
+    if arguments.what == "begin" and not arguments.user:
+        raise UsageError("job begin: name the job's user with --user USER")
+    requests, mistake = [], None
+    try:
+        requests = parse_requests(arguments.dataset)
+    except UsageError as error:
+        mistake = str(error)
+    return Job(
+        id=parse_job_id(arguments.job),
+        uid=-1,
+        user=arguments.user or "",
+        account=arguments.account or "",
+        partition=arguments.partition or "",
+        node=node_name(environ),
+        requests=tuple(requests),
+        mistake=mistake,
+        nodes=len(expand_nodes(arguments.node_list)) if arguments.node_list else 1,
+        node_list=arguments.node_list or "",
+        by_slurm=False,
+    )
+
+
+def _begin(site: Site, job: Job) -> Mapping[str, str]:
+    """As `run_prolog`, of whose time limit it takes the time to find the user. Raises
+    OperationError also if there is none."""
+    from monarchfs.slurm.prolog import run_prolog
+    from monarchfs.slurm.shares import uid_of
+
+    began = time.monotonic()
+    uid = uid_of(job.user, site.deadline_seconds / 4)
+    left = site.deadline_seconds - (time.monotonic() - began)
+    return run_prolog(replace(site, deadline_seconds=left), replace(job, uid=uid))
 
 
 def _site(arguments: argparse.Namespace) -> Site | None:
@@ -79,7 +141,7 @@ def _log_to(path: str | None, what: str) -> None:
 
 
 def _first_that_works(path: str | None) -> logging.Handler:
-    """The site's file, else syslog, else what slurmd makes of standard error."""
+    """The site's file, else syslog, else what the batch system makes of standard error."""
     try:
         if path is not None:
             make_directory(os.path.dirname(path), 0o755)
@@ -104,7 +166,7 @@ def report_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     return 0
 
 
-def _report_lines(job: int, reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _report_lines(job: JobId, reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """All reports, with an empty line between them."""
     try:
         pages = [*map(page, reports), *filter(None, [job_totals(reports)])]

@@ -313,17 +313,29 @@ def _add_site(commands: _Commands) -> None:
     add("--user USER", "the user who reads what the mounts say (root only; default nobody)")
     add("--once", "print the metrics and exit")
 
-    summary = "mount datasets for Slurm jobs (called by its prolog)"
-    parser = _add_command(commands, "job", summary)
-    steps = ("prolog", "epilog", "sweep", "record")
-    parser.add("what", ", ".join(steps), choices=steps)
+    summary = "mount datasets for the jobs of a batch system (called by its prolog)"
+    parser = _add_command(commands, "job", summary, json=True)
+    stages = ("prolog", "epilog", "begin", "end", "sweep", "record")
+    parser.add("what", ", ".join(stages), choices=stages)
+    parser.add("--job ID", "for begin and end: the job's number or name")
+    parser.add("--user USER", "for begin: whose job it is, by name or number")
+    said = "for begin: a dataset, as PATH[:OPTION=VALUE]...; may be repeated"
+    parser.add("--dataset DATASET", said, action="append", default=[])
+    parser.add("--account NAME", "for begin: its account, as the site's configuration has it")
+    parser.add("--partition NAME", "for begin: its partition or queue, likewise")
+    parser.add("--node-list LIST", "for begin: the job's nodes, as n1,n2 or n[1-2]")
     _add_site_config(parser)
     parser.add("--without JOB", "for sweep: a job that is over")
     parser.add("--recording NAME", "for record: which one")
 
-    add = _add_command(commands, "report", "show the report of a Slurm job", json=True).add
-    add("job", "the job's number")
+    add = _add_command(commands, "report", "show the report of a job", json=True).add
+    add("job", "the job's number or name")
     add("--dir DIR", "the directory of reports (default: the site's)", type=parse_path)
+
+    summary = "say in one line whether this node is fit for jobs, for health checks"
+    parser = _add_command(commands, "check", summary)
+    parser.add("--node", "check the node: what it does in any case")
+    _add_timeout(parser, "5")
 
     nothing = "remove nothing; show what would be removed"
     parser = _add_command(commands, "gc", "remove what crashes left behind", json=True)
@@ -630,15 +642,18 @@ others. Stays in the foreground.""",
     "job": """\
   monarchfs job prolog        (in the Prolog of slurm.conf)
   monarchfs job epilog        (in its Epilog)
+  monarchfs job begin --job 123.server --user alice --dataset /lustre/imagenet:prefetch=all
+  monarchfs job end --job 123.server
   monarchfs job sweep
 
 prolog mounts the datasets of the job that SLURM_JOB_ID and related variables describe. epilog
-removes the job, unmounts what no job uses any more, and writes the job's report. sweep does what an
-earlier epilog had to postpone. record, which prolog starts where the site wants it, records a mount
-until its job's epilog.
+removes the job, unmounts what no job uses any more, and writes the job's report. begin and end are
+the same for other batch systems; begin prints lines for the job's shell, export NAME=VALUE. sweep
+does what an earlier epilog had to postpone. record, which a prolog starts where the site wants it,
+records a mount until its job's epilog.
 
 Each takes a limited time and exits with 0, except for wrong usage. The log says what went wrong:
-see docs/SLURM.md.""",
+see docs/SLURM.md and docs/BATCH.md.""",
     "report": """\
   monarchfs report 4711
   monarchfs report 4711 --json
@@ -646,6 +661,13 @@ see docs/SLURM.md.""",
 
 Shows how much of the job's datasets was served locally and what the source was spared, for each
 node with a report in the directory. Only the job's user and root may read a report.""",
+    "check": """\
+  monarchfs check --node
+
+Exit code 1, and a line that begins with monarchfs: FAILED, only for what jobs would suffer from and
+what does not pass by itself: a dead mount that cannot be unmounted, a daemon of root's that is
+stopped by a signal. Everything else is 0 and monarchfs: OK, also what was not found out in time. As
+root it looks at all mounts, and unmounts dead ones, as gc does. See docs/BATCH.md.""",
     "gc": """\
   monarchfs gc --dry-run
   sudo monarchfs gc

@@ -36,7 +36,7 @@ JOBS = "jobs"
 MOST_JOBS = 256
 """Of one mount; there are as many series of ``monarchfs_mount_job_info``."""
 
-_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\[\]-]{0,63}")
 _MOST_JOB_NAMES = 1024
 _MOST_NAMES = 4096
 _NAME = re.compile(r"([0-9a-f]{24})\.json")

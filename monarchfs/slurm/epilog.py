@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.slurm import caches, daemon, recordings
-from monarchfs.slurm.job import Job
+from monarchfs.slurm.job import Job, JobId
 from monarchfs.slurm.prolog import sweep_words
 from monarchfs.slurm.records import (
     Busy,
@@ -63,10 +63,10 @@ def run_epilog(site: Site, job: Job) -> None:
                 if not share.jobs() and site.linger_seconds <= 0:
                     end_share(share, until, status)
         except Busy as error:
-            log.warning("job %d of %s: %s: it is taken out later", job.id, job.user, error)
+            log.warning("job %s of %s: %s: it is taken out later", job.id, job.user, error)
             later = True
         except (MonarchError, OSError) as error:
-            log.error("job %d of %s: %s", job.id, job.user, error)
+            log.error("job %s of %s: %s", job.id, job.user, error)
             later = True
     idle = any(not share.jobs() for share in every_share(site))
     if later or idle or caches.trash_in(site):
@@ -74,7 +74,7 @@ def run_epilog(site: Site, job: Job) -> None:
     _report(site, job, facts or {}, datasets)
 
 
-def sweep(site: Site, *, without: int | None = None) -> None:
+def sweep(site: Site, *, without: JobId | None = None) -> None:
     """Unmounts every share that no job has used for the site's linger, waiting for those that still
     linger; ``without`` is a job that is over, but still in some set. Then removes what was thrown
     away. Takes as long as that takes; one process does it at a time."""
@@ -129,7 +129,7 @@ def _sweep_until_done(site: Site) -> None:
         time.sleep(pause or 0.0)
 
 
-def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
+def _leave(share: Share, job: JobId) -> tuple[dict[str, Any], Status | None]:
     """Takes the job out; what its report says of this dataset, and the mount's status."""
     entry, record = share.entry(job), share.record()
     source = str(entry.get("source", record.get("source", "")))
@@ -146,7 +146,7 @@ def _leave(share: Share, job: int) -> tuple[dict[str, Any], Status | None]:
         after,
         variable=str(entry.get("variable", "")),
         source=source,
-        shared_with=[int(other) for other in entry.get("met", [])],
+        shared_with=entry.get("met", []),
     )
     return dataset, after
 
@@ -198,5 +198,5 @@ def _report(site: Site, job: Job, facts: Mapping[str, Any], mounted: list[dict[s
         try:
             keep_report(site.report_dir, report, job.uid, _REPORT_SECONDS)
         except (MonarchError, OSError) as error:
-            log.error("job %d of %s has no report: %s", job.id, job.user, error)
+            log.error("job %s of %s has no report: %s", job.id, job.user, error)
     unlink(site.facts(job.id))

@@ -1,5 +1,6 @@
 """The job of a prolog or epilog, as slurmd describes it in the environment, and what it asks for by
-``--comment="monarchfs=..."`` or ``--monarchfs=...``.
+``--comment="monarchfs=..."`` or ``--monarchfs=...``. Prologs of other batch systems say both in
+options.
 
 ::
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from monarchfs.config.settings import parse_value
@@ -32,7 +33,13 @@ _BLANKS = " \t\r\n"
 _OPTIONS = ("evict", "freshness", "name", "prefetch", "profile")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 _NUMBER = re.compile(r"[0-9]{1,10}")
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\[\]-]{0,63}")
+"""Of any batch system; safe as a part of a file name."""
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
+
+
+JobId = int | str
+"""A number, as all of Slurm's are, or another batch system's name, as ``123[4].server``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +56,10 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Job:
     """``requests`` are the job's own; ``mistake`` says why its request is refused. ``nodes`` is how
-    many it runs on, ``node_list`` which ones, in Slurm's notation."""
+    many it runs on, ``node_list`` which ones, in Slurm's notation.
+    ``by_slurm``: Slurm runs it, and knows when it is over."""
 
-    id: int
+    id: JobId
     uid: int
     user: str
     account: str
@@ -61,13 +69,20 @@ class Job:
     mistake: str | None = None
     nodes: int = 1
     node_list: str = ""
+    by_slurm: bool = True
 
 
-def parse_job_id(text: str) -> int:
-    """Raises UsageError for what is no job's number."""
-    if _NUMBER.fullmatch(text) is None or not 0 < int(text) < 1 << 32:
-        raise UsageError(f"'{text[:40]}' is no job: give its number, as squeue shows it")
-    return int(text)
+def parse_job_id(text: str) -> JobId:
+    """Raises UsageError for what no batch system calls a job."""
+    if JOB_ID.fullmatch(text) is None:
+        raise UsageError(f"'{text[:40]}' is no job: give its number or name, as the queue shows it")
+    return int(text) if text.isdecimal() else text
+
+
+def job_ids(names: Iterable[str]) -> list[JobId]:
+    """The jobs that files are named after, in the order of their numbers."""
+    found = [parse_job_id(name) for name in names if JOB_ID.fullmatch(name)]
+    return sorted(found, key=lambda job: (len(str(job)), str(job)))
 
 
 def job_from(environ: Mapping[str, str]) -> Job:
@@ -75,7 +90,9 @@ def job_from(environ: Mapping[str, str]) -> Job:
     error: the job runs without. Raises UsageError outside of Slurm."""
     if "SLURM_JOB_ID" not in environ:
         raise UsageError("there is no SLURM_JOB_ID: this is for Slurm's prolog and epilog")
-    job = parse_job_id(environ["SLURM_JOB_ID"])
+    job = environ["SLURM_JOB_ID"]
+    if _NUMBER.fullmatch(job) is None or not 0 < int(job) < 1 << 32:
+        raise UsageError(f"SLURM_JOB_ID is '{job[:40]}', no number: this is for Slurm's prolog")
     uid = environ.get("SLURM_JOB_UID", "")
     if _NUMBER.fullmatch(uid) is None or int(uid) >= (1 << 32) - 1:
         raise UsageError("SLURM_JOB_UID is no number: this is for Slurm's prolog and epilog")
@@ -87,7 +104,7 @@ def job_from(environ: Mapping[str, str]) -> Job:
     except UsageError as error:
         mistake = str(error)
     return Job(
-        id=job,
+        id=int(job),
         uid=int(uid),
         user=environ.get("SLURM_JOB_USER", ""),
         account=environ.get("SLURM_JOB_ACCOUNT", ""),
@@ -139,6 +156,11 @@ def parse_request(text: str) -> list[Request]:
             f"a request of more than {MOST_CHARACTERS} characters: name fewer datasets"
         )
     return _limited([_dataset(part) for part in _split(text, ",")])
+
+
+def parse_requests(texts: Sequence[str]) -> list[Request]:
+    """The datasets of several requests. Raises UsageError."""
+    return _limited([request for text in texts for request in parse_request(text)])
 
 
 def parse_dataset_path(text: str) -> str:

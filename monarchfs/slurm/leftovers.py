@@ -13,21 +13,23 @@ import pwd
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from monarchfs.config.places import DATASET_ID, OWNER, Search
+from monarchfs.config.places import DATASET_ID, OWNER, Search, known_user
 from monarchfs.control.registration import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets, mount_owners
 from monarchfs.fuse.mount import SYSTEM_PATH
 from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
-from monarchfs.slurm.records import Busy, locked, names_in, remove_tree, unlink
+from monarchfs.slurm.job import JobId, job_ids
+from monarchfs.slurm.records import Busy, locked, names_in, read_record, remove_tree, unlink
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.directories import NAME, in_use
+from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.recover import (
     FoundMount,
     find_all,
@@ -121,13 +123,17 @@ class Sweeper:
 
     # Of root
 
-    def jobs(self, site: Site, running: set[int]) -> None:
-        """Jobs that Slurm does not run here any more, in the sets of shares."""
+    def jobs(self, site: Site, running: Set[JobId]) -> None:
+        """Jobs that Slurm does not run here any more, in the sets of shares. It knows nothing of
+        other batch systems' jobs."""
+        known = job_ids(names_in(os.path.dirname(site.facts(0))))
+        facts = {job: read_record(site.facts(job)) or {} for job in known}
+        stay = running | {job for job in known if not facts[job].get("by_slurm", True)}
         young = time.time() - YOUNG_SECONDS
         for share in every_share(site):
             for job in share.jobs():
                 entered = share.entry(job).get("entered_unix_seconds", 0)
-                if job in running or entered > young:
+                if job in stay or entered > young:
                     continue
                 path = os.path.join(share.directory, "jobs", str(job))
                 with self._put("job", path, "it is over") as one:
@@ -135,7 +141,7 @@ class Sweeper:
         for directory in (site.environments, os.path.dirname(site.facts(0))):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
-                is_over = name.isdecimal() and int(name) not in running
+                is_over = name.isdecimal() and int(name) not in stay
                 if is_over and os.lstat(path).st_mtime < young:
                     with self._put("job", path, "it is over") as one:
                         one.removed = self.remove and unlink(path)
@@ -196,7 +202,7 @@ class Sweeper:
                         one.removed = self.remove and _remove_plain(path, state)
 
 
-def running_jobs(node: str) -> set[int]:
+def running_jobs(node: str) -> set[JobId]:
     """The jobs that Slurm has on a node. Raises OperationError where it does not say."""
     squeue = shutil.which("squeue", path=SYSTEM_PATH + ":/usr/local/bin:/opt/slurm/bin")
     if squeue is None:
@@ -225,12 +231,21 @@ _OVER = frozenset({"CD", "CA", "F", "TO", "NF", "OOM", "BF", "DL", "PR"})
 def _is_dead(found: FoundMount) -> bool:
     if found.registered is not None:
         return not found.supervisor_alive
-    if os.geteuid() not in (0, found.mount.user_id if found.mount else None):
+    return is_unserved(found)
+
+
+def is_unserved(found: FoundMount) -> bool:
+    """Whether the kernel says that no process serves a mount any more. Asks it for two seconds at
+    most, and not about other users' mounts."""
+    uid = found.mount.user_id if found.mount else None
+    if uid is None or os.geteuid() not in (0, uid):
         return False
 
     def code() -> int | None:
         try:
-            os.stat(found.mountpoint)
+            if uid != os.geteuid():
+                become(known_user(uid))  # others, even root, are refused by the mount
+            os.statvfs(found.mountpoint)  # which is never answered from a cache
         except OSError as error:
             return error.errno
         return None
@@ -247,7 +262,7 @@ def _unmount(found: FoundMount) -> bool:
     return True
 
 
-def _leave(share: Share, job: int) -> bool:
+def _leave(share: Share, job: JobId) -> bool:
     with locked(share.lock, time.monotonic() + _LOOK_SECONDS):
         return share.leave(job)
 

@@ -47,7 +47,7 @@ def sharing_options(site: Site, job: Job, key: str) -> list[str]:
         if ip_address(address).is_loopback:
             raise UsageError(f"{job.node} is {address} on this node: see /etc/hosts")
     except (MonarchError, OSError, ImportError) as error:
-        log.warning("job %d of %s: mounts without peers: %s", job.id, job.user, error)
+        log.warning("job %s of %s: mounts without peers: %s", job.id, job.user, error)
         return []
     values = {
         "peers": ",".join(nodes),
@@ -75,7 +75,7 @@ def follow_job(site: Site, job: Job, daemon: Registered, seconds: float, *, alon
             change = {"command": "change_peers", "add": add, "remove": remove}
             request(daemon, {**change, "timeout": seconds}, seconds)
     except MonarchError as error:
-        log.warning("job %d of %s: the list of peers is as before: %s", job.id, job.user, error)
+        log.warning("job %s of %s: the list of peers is as before: %s", job.id, job.user, error)
 
 
 def port_of(site: Site, key: str) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -46,17 +47,18 @@ class WantedDataset:
     by_site: bool
 
 
-def run_prolog(site: Site, job: Job) -> None:
-    """Mounts what the job gets, within the site's deadline. What cannot be mounted is logged, and
-    the job gets the source itself. Raises OperationError if not even that can be recorded."""
+def run_prolog(site: Site, job: Job) -> dict[str, str]:
+    """Mounts what the job gets, within the site's deadline; the variables of its environment. What
+    cannot be mounted is logged, and the job gets the source itself. Raises OperationError if not
+    even that can be recorded."""
     began = time.time()
     overhead = min(_OVERHEAD_SECONDS, site.deadline_seconds / 5)
     deadline = time.monotonic() + site.deadline_seconds - overhead
     wanted = datasets_of(site, job)
     if job.mistake is not None:
-        log.warning("job %d of %s: its request is refused: %s", job.id, job.user, job.mistake)
+        log.warning("job %s of %s: its request is refused: %s", job.id, job.user, job.mistake)
     if not wanted and job.mistake is None:
-        return
+        return {}
     prepare(site)
     write_record(site.facts(job.id), _facts(job, began, [], {}))
     paths = [one.request.path for one in wanted]
@@ -81,12 +83,19 @@ def run_prolog(site: Site, job: Job) -> None:
             except (MonarchError, OSError) as error:
                 reasons[number] = " ".join(str(error).splitlines())
     for reason in reasons.values():
-        log.warning("job %d of %s: not mounted: %s", job.id, job.user, reason)
+        log.warning("job %s of %s: not mounted: %s", job.id, job.user, reason)
         warnings.append(reason)
     write_record(site.facts(job.id), _facts(job, began, wanted, reasons))
-    _tell(site, job, wanted, paths, warnings)
+    environment = _tell(site, job, wanted, paths, warnings)
     if caches.trash_in(site):
         daemon.leave_running(sweep_words(site))
+    return environment
+
+
+def environment_without_mount(site: Site, job: Job, why: str) -> dict[str, str]:
+    """The variables of a job for which nothing could even be tried. Pure."""
+    wanted = datasets_of(site, job)
+    return environment_of(wanted, [one.request.path for one in wanted], [job.mistake or why])
 
 
 def sweep_words(site: Site) -> list[str]:
@@ -174,7 +183,7 @@ def _mount_for(
     mountpoint = share.mountpoint(source)
     recordings.begin(share, job, user, {**about, "mountpoint": mountpoint})
     used = "mounted" if before is None else "shares"
-    log.info("job %d of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
+    log.info("job %s of %s: %s %s (%s)", job.id, job.user, used, source, share.key)
     return mountpoint
 
 
@@ -248,17 +257,22 @@ def _mount(
         raise
 
 
-def environment_lines(
+def environment_of(
     wanted: Sequence[WantedDataset], paths: Sequence[str], warnings: Sequence[str]
-) -> str:
-    """What the task prolog prints (slurmd takes lines ``export NAME=VALUE`` from it). Pure."""
+) -> dict[str, str]:
+    """The variables of a job, each of one line. Pure."""
     pairs = [(one.variable, path) for one, path in zip(wanted, paths, strict=True)]
     if paths:
         pairs.insert(0, (ROOT_VARIABLE, paths[0]))
     if warnings:
         pairs.append((WARNING_VARIABLE, "; ".join(warnings)))
-    lines = (f"export {name}={_one_line(value)}\n" for name, value in pairs)
-    return "".join(lines)
+    return {name: _one_line(value) for name, value in pairs}
+
+
+def environment_lines(environment: Mapping[str, str], *, by_slurm: bool) -> str:
+    """Lines for a shell, or what the task prolog prints and slurmd, no shell, reads. Pure."""
+    quoted = str if by_slurm else shlex.quote
+    return "".join(f"export {name}={quoted(value)}\n" for name, value in environment.items())
 
 
 def _tell(
@@ -267,9 +281,11 @@ def _tell(
     wanted: Sequence[WantedDataset],
     paths: Sequence[str],
     warnings: Sequence[str],
-) -> None:
-    text = environment_lines(wanted, paths, warnings)
+) -> dict[str, str]:
+    environment = environment_of(wanted, paths, warnings)
+    text = environment_lines(environment, by_slurm=job.by_slurm)
     write_text(site.environment(job.id), text, mode=0o400, owner=job.uid)
+    return environment
 
 
 def _facts(
@@ -277,6 +293,7 @@ def _facts(
 ) -> dict[str, object]:
     return {
         "job": job.id,
+        "by_slurm": job.by_slurm,
         "uid": job.uid,
         "user": job.user,
         "began_unix_seconds": began,

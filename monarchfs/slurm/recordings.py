@@ -20,7 +20,7 @@ from typing import Any
 
 from monarchfs.config.model import User
 from monarchfs.slurm import daemon
-from monarchfs.slurm.job import Job
+from monarchfs.slurm.job import Job, JobId
 from monarchfs.slurm.records import (
     Busy,
     locked,
@@ -53,7 +53,7 @@ share's key; ``rec`` and ``html`` lie in it."""
 log = logging.getLogger(__name__)
 
 
-def _place(share: Share, job: int) -> str:
+def _place(share: Share, job: JobId) -> str:
     return os.path.join(share.site.recordings, f"{job}.{share.key}")
 
 
@@ -74,13 +74,13 @@ def begin(share: Share, job: Job, user: User, facts: Mapping[str, str]) -> None:
     except FileExistsError:
         return  # the prolog runs once more
     except (MonarchError, OSError) as error:
-        log.error("job %d of %s is not recorded: %s", job.id, job.user, error)
+        log.error("job %s of %s is not recorded: %s", job.id, job.user, error)
         return
     config = [] if site.path is None else ["--config", site.path]
     daemon.leave_running(["job", "record", *config, "--recording", os.path.basename(place)])
 
 
-def end(share: Share, job: int) -> None:
+def end(share: Share, job: JobId) -> None:
     """The job leaves the mount: its recording ends, within a second."""
     place = _place(share, job)
     if not os.path.exists(place + _FACTS):
@@ -90,7 +90,7 @@ def end(share: Share, job: int) -> None:
         with locked(place + _LOCK, time.monotonic() + _ENDING_SECONDS):
             pass
     except (Busy, OSError) as error:
-        log.warning("job %d: the end of its recording may be missing: %s", job, error)
+        log.warning("job %s: the end of its recording may be missing: %s", job, error)
 
 
 def run_recording(site: Site, name: str) -> None:

@@ -8,7 +8,7 @@
     RUN/shares/KEY/idle       since when no job uses it; its modification time
     RUN/shares/KEY/NAME       the mount point
     RUN/jobs/JOB              whose job it is, and what was not mounted for it, for the report
-    RUN/env/JOB               what the task prolog prints; the job's user may read it
+    RUN/env/JOB               what the task prolog prints, or the job's shell reads; its user's
     CACHE/slurm/KEY/          state directory (``state``) and ``cache.json``
     CACHE/recordings/         what is recorded for jobs, by JOB.KEY, until the verdict is known
     TIER/KEY/                 the copies; the user's alone
@@ -23,6 +23,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import stat
 import time
@@ -101,8 +102,9 @@ def write_text(path: str, text: str, *, mode: int = 0o600, owner: int | None = N
 def remove_unfinished(path: str) -> None:
     """Removes the unfinished copy of ``path`` that a killed `write_text` left."""
     directory, name = os.path.split(path)
+    unfinished = re.compile(rf"\.{re.escape(name)}\.[0-9]+")
     for found in names_in(directory, hidden=True):
-        if found.startswith(f".{name}."):
+        if unfinished.fullmatch(found):
             unlink(os.path.join(directory, found))
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from monarchfs.slurm.job import JobId
 from monarchfs.slurm.records import make_directory, names_in, read_record, write_text
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.sizes import format_bytes, format_seconds
@@ -50,7 +51,7 @@ def dataset_report(
     *,
     variable: str,
     source: str,
-    shared_with: Sequence[int],
+    shared_with: Sequence[JobId],
 ) -> dict[str, Any]:
     """One mounted dataset of a job, from the mount's status ``before`` (None: it was mounted for
     this job) and ``after`` (None: it did not answer)."""
@@ -124,7 +125,7 @@ def counted(before: Status | None, after: Status) -> dict[str, int]:
 
 
 def job_report(
-    job: int,
+    job: JobId,
     user: str,
     node: str,
     began: float,
@@ -196,7 +197,7 @@ def _peer_lines(read_bytes: int) -> list[str]:
     return [f"peers            {format_bytes(read_bytes)} read from them"] if read_bytes else []
 
 
-def _shared_lines(others: Sequence[int]) -> list[str]:
+def _shared_lines(others: Sequence[JobId]) -> list[str]:
     if not others:
         return []
     named = ", ".join(map(str, others[:8])) + (", ..." if len(others) > 8 else "")
@@ -306,10 +307,10 @@ def add_verdict(
     return bool(bounded_value(call, timeout=timeout, overdue=overdue))
 
 
-def find_reports(directory: str, job: int) -> list[dict[str, Any]]:
+def find_reports(directory: str, job: JobId) -> list[dict[str, Any]]:
     """The reports of a job that all nodes keep here, by node. Raises OperationError if there is
     none, or if they are somebody else's."""
-    name = re.compile(rf"{job}\.[^/]+\.json")
+    name = re.compile(rf"{re.escape(str(job))}\.[^/]+\.json")
     found, refused = [], ""
     for entry in names_in(directory):
         if name.fullmatch(entry) is None:
@@ -318,7 +319,10 @@ def find_reports(directory: str, job: int) -> list[dict[str, Any]]:
             path = os.path.join(directory, entry)
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with open(descriptor, "rb") as file:
-                found.append(dict(json.loads(file.read(_MOST_BYTES))))
+                report = dict(json.loads(file.read(_MOST_BYTES)))
+            # Job 12 on a.b may be 12.a on b.
+            another = isinstance(report.get("job"), (int, str)) and report["job"] != job
+            found += [] if another else [report]
         except PermissionError:
             refused = f"the report of job {job} is another user's: ask root"
         except (OSError, ValueError, TypeError, RecursionError) as error:

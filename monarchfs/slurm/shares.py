@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pwd
 import re
 import stat
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 from monarchfs.config.model import User
 from monarchfs.config.places import known_user
+from monarchfs.slurm.job import JobId, job_ids
 from monarchfs.slurm.records import (
     make_directory,
     names_in,
@@ -73,9 +75,9 @@ class Share:
     def _jobs(self) -> str:
         return os.path.join(self.directory, "jobs")
 
-    def jobs(self) -> list[int]:
+    def jobs(self) -> list[JobId]:
         """The jobs that use it."""
-        return sorted(int(name) for name in names_in(self._jobs) if name.isdecimal())
+        return job_ids(names_in(self._jobs))
 
     def record(self) -> dict[str, Any]:
         return read_record(os.path.join(self.directory, "share.json")) or {}
@@ -91,7 +93,7 @@ class Share:
 
     # Coming and going
 
-    def enter(self, job: int) -> None:
+    def enter(self, job: JobId) -> None:
         """Puts a job into the set. Before anything is mounted: if the prolog is killed later, the
         epilog or ``gc`` takes the job out again."""
         make_directory(self.directory, 0o711)
@@ -104,14 +106,14 @@ class Share:
         self._write_entry(job, {"entered_unix_seconds": time.time(), "met": others})
         unlink(os.path.join(self.directory, "idle"))
 
-    def note(self, job: int, **facts: Any) -> None:
+    def note(self, job: JobId, **facts: Any) -> None:
         """Adds to what is known of a job in the set."""
         self._write_entry(job, {**self.entry(job), **facts})
 
-    def entry(self, job: int) -> dict[str, Any]:
+    def entry(self, job: JobId) -> dict[str, Any]:
         return read_record(os.path.join(self._jobs, str(job))) or {}
 
-    def leave(self, job: int) -> bool:
+    def leave(self, job: JobId) -> bool:
         """Takes a job out of the set; whether it was in it."""
         return unlink(os.path.join(self._jobs, str(job)))
 
@@ -140,7 +142,7 @@ class Share:
                 unlink(path)
         remove_directory(self.directory)
 
-    def _write_entry(self, job: int, entry: Mapping[str, Any]) -> None:
+    def _write_entry(self, job: JobId, entry: Mapping[str, Any]) -> None:
         write_record(os.path.join(self._jobs, str(job)), entry)
 
 
@@ -148,12 +150,29 @@ def every_share(site: Site) -> list[Share]:
     return [Share(site, name) for name in names_in(site.shares) if KEY.fullmatch(name)]
 
 
-def shares_of(site: Site, job: int) -> list[Share]:
+def shares_of(site: Site, job: JobId) -> list[Share]:
     """The shares whose sets a job is in."""
     return [share for share in every_share(site) if job in share.jobs()]
 
 
 # Of whom, and of what
+
+
+def uid_of(name: str, timeout: float) -> int:
+    """A user's number, which may also be given. Raises OperationError as `user_of_job`."""
+    if name.isdecimal():
+        return int(name)
+
+    def call() -> int:
+        try:
+            return pwd.getpwnam(name).pw_uid
+        except KeyError:
+            raise OperationError(
+                f"this node knows no user {name}: see getent passwd {name}"
+            ) from None
+
+    overdue = f"who {name} is was not known within {timeout:.0f} s: check getent passwd"
+    return int(bounded_value(call, timeout=timeout, overdue=overdue))
 
 
 def user_of_job(uid: int, timeout: float) -> User:

@@ -21,7 +21,7 @@ from monarchfs.config.values import (
     parse_tiers,
     parse_timeout,
 )
-from monarchfs.slurm.job import Job, Request, parse_dataset_path, parse_request
+from monarchfs.slurm.job import Job, JobId, Request, parse_dataset_path, parse_request
 from monarchfs.types import UsageError
 
 SITE_FILE = "/etc/monarchfs-slurm.toml"
@@ -112,10 +112,10 @@ class Site:
     def environments(self) -> str:
         return os.path.join(self.run_dir, "env")
 
-    def environment(self, job: int) -> str:
+    def environment(self, job: JobId) -> str:
         return os.path.join(self.environments, str(job))
 
-    def facts(self, job: int) -> str:
+    def facts(self, job: JobId) -> str:
         return os.path.join(self.run_dir, "jobs", str(job))
 
     @property

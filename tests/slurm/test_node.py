@@ -21,7 +21,7 @@ import pytest
 
 from monarchfs.config.model import User
 from monarchfs.insight.recording import Kind, open_recording
-from monarchfs.slurm import caches, daemon
+from monarchfs.slurm import caches, daemon, leftovers
 from monarchfs.slurm.job import Job, Request
 from monarchfs.slurm.leftovers import Sweeper
 from monarchfs.slurm.prolog import WantedDataset, mount_for
@@ -203,6 +203,43 @@ def test_a_job_from_prolog_to_epilog(node: Node) -> None:
     assert node.report(2)[0]["local_open_share"] == 1
 
 
+def test_grid_engine_and_health_checks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, spool, program = node.dataset("it's"), node.path / "spool", node.path / "program"
+    spool.mkdir()
+    (spool / "environment").write_text(f"A=1\nMONARCHFS_REQUEST={data}:name=AB\n")
+    program.write_text(f'#!/bin/sh\nexec {" ".join(MONARCHFS)} "$@" --config {node.path}/site.toml')
+    program.chmod(0o755)
+
+    def script(name: str, *words: str) -> None:
+        text = (REPOSITORY / "packaging" / "gridengine" / name).read_text()
+        text = text.replace("/opt/monarchfs/bin/monarchfs", str(program))
+        environment = {"SGE_JOB_SPOOL_DIR": str(spool), "BASH_FUNC_sed%%": "() { exit 1; }"}
+        done = execute(["bash", "-pc", text, name, "12", *words], env=environment)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    script("prolog", "3", "nobody", "all.q")
+    (root,) = node.mounts()
+    assert f"\nMONARCHFS_DATA_AB={root}\n" in (spool / "environment").read_text()
+    # Slurm knows nothing of it, so gc leaves it.
+    monkeypatch.setattr(leftovers, "YOUNG_SECONDS", -1.0)
+    (sweeper := Sweeper(remove=True)).jobs(node.layout, set())
+    assert sweeper.found == []
+    assert run("check", "--node").stdout == "monarchfs: OK: 1 mount\n"
+    os.kill(supervisor := _supervisor(root), signal.SIGSTOP)
+    done = run("check", "--node")
+    assert (done.returncode, "FAILED: the daemon" in done.stdout) == (1, True)
+    os.kill(supervisor, signal.SIGKILL)
+    wait_for(lambda: f"{root} had died: it was unmounted" in run("check").stdout, "the check")
+    script("epilog", "3")
+    assert node.mounts() == node.left() == []
+    done = run("report", "12.3", "--dir", f"{node.path}/reports", "--json")
+    assert json.loads(done.stdout)["job"] == "12.3"
+    # Whatever is wrong, the job knows a way to its data.
+    words = ("--job", "1[2].x", "--user", "no such user", "--dataset", str(data), "--json")
+    done = run("job", "begin", *words, "--config", f"{node.path}/site.toml")
+    assert json.loads(done.stdout)["environment"]["MONARCHFS_ROOT"] == str(data)
+
+
 def recordings_of(node: Node) -> list[Path]:
     return list((node.path / "cache" / "recordings").glob("*"))
 
@@ -341,6 +378,8 @@ def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, 
 def test_wrong_usage_is_told_and_scripts_succeed_whatever_happens() -> None:
     assert_one_line(run("job", "prolog"), 2, "monarchfs: there is no SLURM_JOB_ID")
     assert_one_line(run("job", "prolog", user="nobody"), 2)
+    assert_one_line(run("job", "begin", user="nobody"), 2, "write monarchfs run SOURCE -- COMMAND")
+    assert_one_line(run("job", "end", "--job", "../x"), 2, "monarchfs: '../x' is no job")
     assert run("job", "nonsense").returncode == 2
     for name in ("prolog", "epilog", "task_prolog"):
         for environment in ({}, {"MONARCHFS": "/nonexistent"}, {"SLURM_JOB_ID": "../../etc/x"}):

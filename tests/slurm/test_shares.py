@@ -52,15 +52,16 @@ def test_a_key_is_of_the_source_the_user_and_the_set_of_groups() -> None:
 def test_jobs_come_and_go(layout: Site) -> None:
     share = Share(layout, KEY)
     assert share.jobs() == []
-    for job in (3, 1, 2, 1):
+    for job in (3, "12[3].x", 1, 2, 1):
         share.enter(job)
-    assert share.jobs() == [1, 2, 3]
+    assert share.jobs() == [1, 2, 3, "12[3].x"]
+    assert share.leave("12[3].x")
     assert shares_of(layout, 2) == [share]
-    assert share.entry(1)["met"] == [2, 3]
+    assert share.entry(1)["met"] == [2, 3, "12[3].x"]
     assert share.leave(2)
     assert not share.leave(2)
     assert share.jobs() == [1, 3]
-    assert share.entry(3)["met"] == [1, 2], "who was there is remembered"
+    assert share.entry(3)["met"] == ["12[3].x", 1, 2], "who was there is remembered"
     share.leave(1)
     share.leave(3)
     share.mark_idle()

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monarchfs.config.settings import from_mount_options
-from monarchfs.slurm import peers
+from monarchfs.slurm import peers, prolog
 from monarchfs.slurm.job import (
     MOST_DATASETS,
     Job,
@@ -112,8 +112,9 @@ def test_whatever_a_user_writes_is_a_plain_path_or_refused(text: str) -> None:
         assert parse_dataset_path(request.path) == request.path
     job = job_from({**JOB, "SLURM_JOB_COMMENT": text})
     wanted = datasets_of(Site(), job)
-    lines = environment_lines(wanted, [one.request.path for one in wanted], [])
-    assert len(lines.splitlines()) == len(lines.split("\n")) - 1 == len(wanted) + bool(wanted)
+    environment = prolog.environment_without_mount(Site(), job, "why")
+    lines = environment_lines(environment, by_slurm=True)
+    assert len(lines.splitlines()) == len(lines.split("\n")) - 1 == len(wanted) + bool(wanted) + 1
     for line in lines.split("\n")[:-1]:
         assert line.startswith("export MONARCHFS_")
     assert len({one.variable for one in wanted}) == len(wanted)
@@ -121,7 +122,7 @@ def test_whatever_a_user_writes_is_a_plain_path_or_refused(text: str) -> None:
 
 @given(st.text())
 def test_a_warning_stays_on_its_line(warning: str) -> None:
-    lines = environment_lines([], [], [warning])
+    lines = environment_lines(prolog.environment_of([], [], [warning]), by_slurm=False)
     assert lines.count("\n") == 1
     assert lines.startswith("export MONARCHFS_WARNING=")
 

@@ -1,0 +1,91 @@
+"""``monarchfs check --node``: whether a batch system should keep jobs from this node.
+
+It must not be the reason why a good node is drained. So only what is certain, and does not pass by
+itself, is a failure; what could not be found out in time is none. A job is served without a mount
+where there is trouble, so most trouble is none of the node's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from monarchfs.cli.output import counted
+from monarchfs.config.places import search_of
+from monarchfs.control.client import request
+from monarchfs.slurm.leftovers import is_unserved
+from monarchfs.supervisor.recover import FoundMount, find_all, remove_by_force
+from monarchfs.system.bounded import bounded_value
+from monarchfs.system.escaping import printable
+from monarchfs.system.process_stat import stat_fields
+from monarchfs.types import MonarchError
+
+_ASK_SECONDS = 1.0
+_REMOVE_SECONDS = 2.0
+_STOPPED = b"T"
+"""The state of a process (proc_pid_stat(5)) that only a signal ends. D, waiting in the kernel, may
+pass: a node that swaps is no reason."""
+
+
+def check_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Prints one line; 1 for a node that needs an administrator, else 0, whatever happens."""
+    timeout: float = arguments.timeout
+    deadline = time.monotonic() + timeout * 0.8
+
+    def look() -> list[Sequence[str]]:
+        return [_trouble(found, deadline) for found in find_all(search_of(environ))]
+
+    overdue = f"the node did not say within {timeout:g} s what is mounted"
+    try:
+        found = bounded_value(look, timeout=timeout, overdue=overdue)
+    except (MonarchError, OSError) as error:
+        print(f"monarchfs: OK, but not known: {printable(error)}")
+        return 0
+    wrong = [text for kind, text in found if kind == "wrong"]
+    words = [text for kind, text in found if kind == "word"]
+    state = "FAILED" if wrong else "OK"
+    text = "; ".join([*wrong, *words, counted(len(found), "mount")])
+    print(f"monarchfs: {state}: {printable(text)}")
+    return 1 if wrong else 0
+
+
+def _trouble(found: FoundMount, deadline: float) -> Sequence[str]:
+    """What kind of word there is about a mount (``wrong``, ``word`` or none), and the word."""
+    where = found.mountpoint
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return "word", f"{where} was not looked at in time"
+    if found.mount is not None and not found.supervisor_alive:
+        return _cleared(found, deadline)
+    if found.registered is None or found.other_owner is not None:
+        return "", ""
+    pid = found.registered.entry.supervisor_pid
+    before = _state(pid)
+    try:
+        status: Mapping[str, Any] = request(
+            found.registered, {"command": "status"}, min(left, _ASK_SECONDS)
+        )
+    except MonarchError:
+        # A user's daemon is stopped by its user, or with its job.
+        ours = found.registered.owner_uid == 0 and not found.made_elsewhere
+        if not ours or not before == _state(pid) == _STOPPED:
+            return "word", f"the daemon of {where} did not answer in time"
+        return "wrong", f"the daemon of {where} is stopped: continue it with kill -CONT {pid}"
+    state = str(status.get("state"))
+    return ("", "") if state == "serving" else ("word", f"{where}: {state}")
+
+
+def _cleared(found: FoundMount, deadline: float) -> Sequence[str]:
+    """A mount whose daemon seems to be gone: it is removed if the kernel says so, too."""
+    if not is_unserved(found):
+        return "word", f"the daemon of {found.mountpoint} is not to be found"
+    until = min(deadline, time.monotonic() + _REMOVE_SECONDS)
+    if remove_by_force(found, until).gone:
+        return "word", f"the daemon of {found.mountpoint} had died: it was unmounted"
+    return "wrong", f"{found.mountpoint} has no daemon: try umount -l {found.mountpoint} as root"
+
+
+def _state(pid: int) -> bytes:
+    return next(iter(stat_fields(f"/proc/{pid}")), b"")
