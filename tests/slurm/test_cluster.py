@@ -261,7 +261,7 @@ def test_an_epilog_ends_though_a_process_sits_in_the_mount(slurm: Cluster, tell:
     began = time.monotonic()
     slurm.wait(job)
     seconds = time.monotonic() - began
-    assert seconds < 8 + 5
+    assert seconds < 30, "of the 61 for which the process sits there"
     sitting = slurm.run("n3", "pgrep", "-f", "^sleep 61").stdout.split()
     assert len(sitting) == 1, "the process was to outlive its job"
     slurm.run("n3", "kill", *sitting)
