@@ -91,6 +91,10 @@ class BatchLookups:
 
     # -- as ``Questions``
 
+    @property
+    def name_seconds(self) -> float:
+        return self.shared.source_seconds
+
     def lacks(self, dirent: Dirent, node: Node | None) -> bool:
         return self._known.entry(dirent.checked_ns, node, time.time_ns()) is None
 

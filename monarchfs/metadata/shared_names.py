@@ -109,7 +109,7 @@ class SharedNames:
         self._peers = peers if shares else None
         self._not_before_ns = 0
         self._under_way: dict[tuple[int, bytes], trio.Event] = {}
-        self._peer_seconds = self._source_seconds = 0.0
+        self._peer_seconds = self.source_seconds = 0.0
         self._passed_over = 0
         self._kept: OrderedDict[int, tuple[int, Entries]] = OrderedDict()
         self._kept_entries = 0
@@ -179,7 +179,7 @@ class SharedNames:
 
     def source_took(self, seconds: float) -> None:
         """For a name."""
-        self._source_seconds = _mean(self._source_seconds, seconds)
+        self.source_seconds = _mean(self.source_seconds, seconds)
 
     def _node(self, parent: int, name: bytes) -> Node | None:
         dirent = self._index.nodes.dirent(parent, name)
@@ -195,7 +195,7 @@ class SharedNames:
 
     def _is_worth(self) -> bool:
         """Whether a reader may wait for peers."""
-        if not self._source_seconds or self._peer_seconds <= FACTOR * self._source_seconds:
+        if not self.source_seconds or self._peer_seconds <= FACTOR * self.source_seconds:
             return True
         self._passed_over += 1
         return self._passed_over % PROBE == 0

@@ -43,15 +43,13 @@ RANDOM_MOST = 256
 RANDOM_SHARE = 2
 """For such a reader, the n-th name brings n / RANDOM_SHARE others."""
 
-RANDOM_FIRST = 8
-"""Where these are more than ``RANDOM_APART``, the reader waits for a batch of this size that has
-its name; the others may take longer."""
-
-RANDOM_APART = 32
-
-RANDOM_FEW, RANDOM_PART = 3, 16
+RANDOM_FEW, RANDOM_PART, RANDOM_PART_FAR = 3, 16, 8
 """A reader that asked for more than RANDOM_FEW names, and for one in RANDOM_PART of the
-directory's, is taken to want all of them."""
+directory's, is taken to want all of them. If the source is far away, RANDOM_PART_FAR counts: if the
+reader wants only a few, the others delay its own calls there."""
+
+FAR_SECONDS = 0.0002
+"""A source that takes longer for a name is far away."""
 
 MOST_COUNTED = RANDOM_PART * RANDOM_MOST
 """Names of a directory are counted up to this, to know when that is."""
@@ -78,6 +76,10 @@ _FAR = 1 << 63
 
 class Questions(Protocol):
     """What is asked about the names in a directory."""
+
+    @property
+    def name_seconds(self) -> float:
+        """What the source takes for a name, on average; 0: that is not known."""
 
     def lacks(self, dirent: Dirent, node: Node | None) -> bool:
         """Whether the source has to be asked about an entry."""
@@ -229,22 +231,25 @@ class Statahead:
         return True
 
     def _scatter(self, parent: int, ahead: _Readahead, dirent: Dirent) -> None:
-        """Ask for the name with others, if that is worth while: the next ones of the sweep."""
+        """Ask for others, if that is worth while: the next ones of the sweep. The caller asks for
+        the name itself: it does not wait for those that it may never want."""
         if (size := min(ahead.missed // RANDOM_SHARE, RANDOM_MOST)) < 1:
             return
         if ahead.missed > RANDOM_FEW:
             if not ahead.names:
                 ahead.names = self._count(parent, MOST_COUNTED)
-            if RANDOM_PART * ahead.missed >= ahead.names:
+            far = self._questions.name_seconds > FAR_SECONDS
+            if (RANDOM_PART_FAR if far else RANDOM_PART) * ahead.missed >= ahead.names:
                 size = RANDOM_MOST
-        names = [dirent.name]
+        names: list[bytes] = []
         looked_at, more = 0, True
         while more and len(names) < size and looked_at < MOST_LOOKED_AT:
             limit = min(size, BATCH)
             rows = self._rows(parent, ahead.swept, limit)
             for row in rows:
                 ahead.swept, name = row[0].cookie, row[0].name
-                if name not in ahead.coming and name != names[0] and self._questions.lacks(*row):
+                asked = name in ahead.coming or name == dirent.name
+                if not asked and self._questions.lacks(*row):
                     names.append(name)
                     if len(names) == size:
                         break
@@ -253,10 +258,7 @@ class Statahead:
                 more = trio.current_time() >= ahead.sweeps_again
                 if more:
                     ahead.swept, ahead.sweeps_again = 0, trio.current_time() + PAUSE_SECONDS
-        if len(names) > 1:
-            first = RANDOM_FIRST if len(names) > RANDOM_APART else len(names)
-            self._send(parent, ahead, names[:first])
-            self._send(parent, ahead, names[first:])
+        self._send(parent, ahead, names)
 
     def _start(self, parent: int, ahead: _Readahead, after: int, size: int) -> None:
         """Of the next ``size`` entries, ask for those that have to be asked for, if several do."""

@@ -142,7 +142,8 @@ async def test_each_name_is_asked_for_once_and_in_few_batches(
         for _ in range(2):
             assert await d.stat(order) == SIZES
         assert d.operations() == {"stat": FILES}
-        assert d.operations.batches < FILES / 10
+        # In no order, some are asked for one by one.
+        assert d.operations.batches < FILES / (3 if shuffled else 10)
         assert d.mirror.index.environment._commits - commits <= d.operations.batches + 1
         if mode is TTL:
             hours.pass_by(61)
