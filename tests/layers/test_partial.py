@@ -28,13 +28,6 @@ def files(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
     return area
 
 
-async def read_at(mirror: Mirror, offset: int, size: int = 1000) -> None:
-    """Open, read one piece, close."""
-    handle = await mirror.open("large")
-    assert await mirror.read(handle, offset, size) == LARGE[offset : offset + size]
-    handle.release()
-
-
 async def test_a_file_that_is_opened_as_soon_as_it_was_closed_goes_on_being_copied(
     files: Area,
 ) -> None:
@@ -281,7 +274,6 @@ async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool)
 async def test_the_promise_holds_for_many_at_once(area: Area) -> None:
     for number in range(8):
         area.write(f"f{number}", content(2 * MIB, number))
-    area.write("small", content(100 * KIB, 9))
     async with area.mounted([7 * MIB], copy_workers=8) as mirror:
         watch_capacity(mirror, 7 * MIB)
         for number in range(8):
