@@ -42,7 +42,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
-from tests.support.processes import status_of
+from tests.support.processes import parent_of, status_of
 from tests.support.reading import COMMAND, Reader
 from tests.support.scraping import (
     FILES,
@@ -201,14 +201,10 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         assert up(timely(node), again) == 1
 
 
-def supervisor_of(mount: Mount) -> int:
-    (entry,) = registrations(mount.path).values()
-    return int(entry["supervisor_pid"])
-
-
 def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench) -> None:
     well, hanging = mounted(work, "well"), mounted(work, "hanging")
-    worker, supervisor = hanging.worker_pid(), supervisor_of(hanging)
+    worker = hanging.worker_pid()
+    supervisor = parent_of(worker)
     with exporter() as node:
         assert up(timely(node), hanging) == 1
         os.kill(worker, signal.SIGSTOP)

@@ -138,27 +138,18 @@ def test_the_people_differ(guarded: Guarded) -> None:
     assert len(seen) == len(PEOPLE)
 
 
-def mounted_by(work: Bench, source: Path, who: list[str]) -> Mount:
-    point = work.path / "own"
-    point.mkdir()
-    uid = next(int(w.partition("=")[2]) for w in who if w.startswith("--reuid="))
-    os.chown(point, uid, -1)
-    done = execute(
-        [*who, *MONARCHFS, "mount", str(source), str(point), *work.storage(), "--prefetch", "all"],
-        cwd="/",
-        env={"PATH": os.environ["PATH"]},
-    )
-    assert done.returncode == 0, done.stderr
-    mount = Mount(source, point, pwd.getpwuid(uid).pw_name)
-    work.mounts.append(mount)
-    return mount
-
-
 def test_a_users_own_mount(guarded: Guarded) -> None:
     work, source, names = guarded
     user = PEOPLE["nobody in the group"]
+    mount = Mount(source, work.path / "own", NOBODY.pw_name)
+    mount.path.mkdir()
+    os.chown(mount.path, NOBODY.pw_uid, -1)
+    command = [*MONARCHFS, "mount", str(source), str(mount.path), *work.storage()]
     with device_mode(0o666):
-        mount = mounted_by(work, source, user)
+        path = {"PATH": os.environ["PATH"]}
+        done = execute([*user, *command, "--prefetch", "all"], cwd="/", env=path)
+        assert done.returncode == 0, done.stderr
+        work.mounts.append(mount)
         for _ in range(2):  # not known, and copied
             assert look(user, mount.path, names) == look(user, source, names)
             mount.wait_idle()

@@ -447,11 +447,6 @@ def inside(kind: str, script: str) -> str:
     return done.stdout
 
 
-def assert_served(mount: Mount) -> None:
-    assert mount.status()["state"] == "serving"
-    assert (mount.path / "file").read_text() == "content"
-
-
 @pytest.mark.parametrize("kind", NAMESPACES)
 def test_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
     """Its copy there; where it is not there, it serves elsewhere; and who unmounts a copy takes
@@ -464,19 +459,16 @@ def test_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
         assert one["worker"]["pid"] == mount.worker_pid()
         ours = [m for m in listed["mounts"] if m["mountpoint"] == str(mount.path)]
         assert [(m["state"], m["private"]) for m in ours] == [("serving", private)]
-        assert_not_stale(doctor, mount)
+        checks = [check for check in doctor["checks"] if check["name"] == "stale_mount"]
+        assert [check for check in checks if check["mountpoint"] == str(mount.path)] == []
     inside(kind, f"m warm {point} --wait; m why {point}/file; m evict {point}/file")
     text = inside(kind, f"umount -l {point}; m status {point}")
     assert "serving" in text
     assert "not visible in this mount namespace" in text
     umount = f"m umount {point}; ! mountpoint -q {point}; m umount {point}"
     assert inside(kind, umount).endswith("is not mounted\n")
-    assert_served(mount)
-
-
-def assert_not_stale(doctor: dict[str, Any], mount: Mount) -> None:
-    checks = [check for check in doctor["checks"] if check["name"] == "stale_mount"]
-    assert [check for check in checks if check["mountpoint"] == str(mount.path)] == []
+    assert mount.status()["state"] == "serving"
+    assert (mount.path / "file").read_text() == "content"
 
 
 # Several jobs on a node

@@ -342,16 +342,6 @@ ENDS = {
 }
 
 
-@contextmanager
-def without_reader() -> Iterator[int]:
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        yield writing
-    finally:
-        os.close(writing)
-
-
 def ended(
     *arguments: str,
     shell: str = 'exec "$@"',
@@ -376,7 +366,9 @@ def ended(
 
 def through(end: str, *arguments: str) -> tuple[int, str]:
     """A command whose standard error is as ``end`` says."""
-    with without_reader() as broken:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as broken:
         stderr = broken if end == "no reader" else subprocess.DEVNULL
         return ended(*arguments, shell=ENDS[end], stderr=stderr)[:2]
 
