@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 import trio
@@ -174,10 +175,7 @@ async def test_a_body_has_a_length_and_a_limit(
 
 
 async def test_an_error_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
-    async def broken() -> bytes:
-        raise ZeroDivisionError
-
-    async with served(broken) as port:
+    async with served(AsyncMock(side_effect=ZeroDivisionError)) as port:
         for _ in range(2):
             assert status_of(await ask(port, GET)) == b"500"
     assert "ZeroDivisionError" in caplog.text

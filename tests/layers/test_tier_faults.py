@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -282,10 +283,7 @@ async def test_a_part_that_cannot_be_suspended_is_given_up(
     files: Area, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
 ) -> None:
     """When its file is closed, or at the end of the mount."""
-
-    def broken(_: object, _fd: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+    broken = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     async with files.mount(copies=False) as mirror:
         handle = await mirror.open("large")
         await reads(mirror, handle, 0, 10)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -91,9 +92,7 @@ def test_without_groups_the_machine_limits(tree: Tree, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError(), ValueError(), KeyError("MemTotal"), RuntimeError()])
 def test_a_machine_that_does_not_tell(tree: Tree, error: Exception) -> None:
-    def fails() -> tuple[int, int]:
-        raise error
-
+    fails = Mock(side_effect=error)
     probe = MemoryProbe(str(tree.root), fails)
     assert probe.read() == (UNLIMITED, UNLIMITED, "nothing known")
     assert MemoryProbe(str(tree.root / "nothing"), fails).read().available_bytes == UNLIMITED
