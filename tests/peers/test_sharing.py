@@ -430,15 +430,3 @@ def test_nodes_that_go_through_a_source_ask_it_once(work: Bench, source: Path) -
     go_through(source, last)
     assert operations(nodes) - before < 0.3 * FILES, "it comes later"
     assert nodes.served("peer_names") > 1.2 * FILES
-
-
-def test_changes_show_after_the_ttl(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 2, "--prefetch", "none", "--freshness", "ttl=4")
-    a, b = nodes.mounts.values()
-    go_through(source, a, b)
-    changed = files_of(source)[0]
-    name = changed.relative_to(source)
-    changed.write_bytes(b"changed")
-    wait_for(lambda: os.lstat(b.path / name).st_size == 7, "the change", 20)
-    assert (b.path / name).read_bytes() == b"changed"
-    wait_for(lambda: os.lstat(a.path / name).st_size == 7, "the change", 20)
