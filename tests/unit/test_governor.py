@@ -318,17 +318,6 @@ def test_it_never_asks_for_less_than_the_read_or_more_than_the_window(
 # What is copied ahead of a reader
 
 
-def allowance(files: int, size: int = 1) -> Allowance:
-    allowance = Allowance()
-    for _ in range(files):
-        allowance.note_open(size)
-    return allowance
-
-
-def test_nothing_before_many_were_opened() -> None:
-    assert [allowance(files, 1000).room for files in (MANY - 1, MANY)] == [0, MANY * 1000]
-
-
 @given(
     st.lists(
         st.tuples(
@@ -339,7 +328,9 @@ def test_nothing_before_many_were_opened() -> None:
 def test_what_waits_is_never_more_than_was_opened_and_one_file(
     events: list[tuple[str, int, int]],
 ) -> None:
-    some = allowance(MANY, 10)
+    some = Allowance()
+    for _ in range(MANY):
+        some.note_open(10)
     opened, waiting = MANY * 10, dict[int, int]()
     for what, ino, size in events:
         if what == "miss":
