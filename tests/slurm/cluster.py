@@ -140,12 +140,7 @@ class Cluster:
         return self.base / "disks" / node
 
     def run(
-        self,
-        node: str,
-        *words: str,
-        user: str | None = None,
-        stdin: str = "",
-        **environment: str,
+        self, node: str, *words: str, user: str | None = None, stdin: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = self.machines[node].command(*words, user=user)
         env = {**self.environment, **environment}

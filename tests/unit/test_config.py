@@ -18,14 +18,7 @@ from hypothesis import strategies as st
 
 from monarchfs.cli.mount import settings_from
 from monarchfs.cli.parser import build_parser
-from monarchfs.config import (
-    Config,
-    FreshnessMode,
-    FreshnessSetting,
-    TierSpec,
-    User,
-    values,
-)
+from monarchfs.config import Config, FreshnessMode, FreshnessSetting, TierSpec, User, values
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.options import OPTIONS
 from monarchfs.config.personal import read_personal
