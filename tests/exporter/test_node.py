@@ -292,8 +292,7 @@ def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: B
         assert set(status["Uid"].split()) == {str(OTHER.pw_uid)}
         assert set(status["Gid"].split()) == {str(OTHER.pw_gid)}
         assert status["Groups"].split() == []
-        capabilities = [int(status[f"Cap{kind}"], 16) for kind in ("Prm", "Eff", "Inh", "Amb")]
-        assert capabilities == [0] * 4
+        assert [int(status[f"Cap{kind}"], 16) for kind in ("Prm", "Eff", "Inh", "Amb")] == [0] * 4
         assert status["NoNewPrivs"] == "1"
         # And the other one takes part in nothing but looking: it holds no mount's connection.
         assert status_of(process.pid)["Uid"].split()[0] == "0"

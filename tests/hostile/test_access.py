@@ -134,8 +134,7 @@ def guarded(work: Bench) -> Guarded:
 def test_the_people_differ(guarded: Guarded) -> None:
     """So that what is compared below is about something."""
     _, source, names = guarded
-    seen = {json.dumps(look(who, source, names)) for who in PEOPLE.values()}
-    assert len(seen) == len(PEOPLE)
+    assert len({json.dumps(look(who, source, names)) for who in PEOPLE.values()}) == len(PEOPLE)
 
 
 def test_a_users_own_mount(guarded: Guarded) -> None:
@@ -161,8 +160,7 @@ def test_a_users_own_mount(guarded: Guarded) -> None:
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=60"])
 def test_roots_mount_for_a_user(guarded: Guarded, freshness: str) -> None:
     work, source, names = guarded
-    options = ("--user", "nobody", "--prefetch", "all", "--freshness", freshness)
-    mount = work.mount(source, *options)
+    mount = work.mount(source, "--user", "nobody", "--prefetch", "all", "--freshness", freshness)
     for _ in range(2):
         assert look(PEOPLE["nobody"], mount.path, names) == look(PEOPLE["nobody"], source, names)
         mount.wait_idle()
@@ -251,8 +249,7 @@ def test_a_source_that_root_may_not_enter(squashed: tuple[Bench, Path], freshnes
     work, source = squashed
     with pytest.raises(PermissionError):
         os.listdir(source)
-    options = ("--user", "nobody", "--prefetch", "all", "--freshness", freshness)
-    mount = work.mount(source, *options)
+    mount = work.mount(source, "--user", "nobody", "--prefetch", "all", "--freshness", freshness)
     diff(work.path / "real", mount.path)
     mount.wait_idle()
     diff(work.path / "real", mount.path)

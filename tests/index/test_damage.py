@@ -133,8 +133,7 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
 def filled(directory: Path) -> Path:
     index = rooted(directory)
     for i in range(500):
-        node = found(index, b"%d" % i, 10 + i)
-        index.replicas.put_replica(node.ino, replica(i))
+        index.replicas.put_replica(found(index, b"%d" % i, 10 + i).ino, replica(i))
     index.close()
     return directory / "index" / "data.mdb"
 

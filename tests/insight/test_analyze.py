@@ -305,8 +305,7 @@ def test_whatever_was_recorded_can_be_shown(events: list[Event]) -> None:
 def test_epochs_of_more_files_than_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epochs, "_MOST_KEYS", 300)
     job = Job(always(TIER, 0.01), many_files(4000, 4 * KIB), epochs=3)
-    found = survey(in_order(job.events()))
-    assert found.begins == pytest.approx(job.begins, abs=0.02 * job.end)
+    assert survey(in_order(job.events())).begins == pytest.approx(job.begins, abs=0.02 * job.end)
 
 
 @pytest.mark.parametrize("readers", [4, 16])

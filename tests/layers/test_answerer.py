@@ -390,8 +390,7 @@ class Passing:
         if (opened := self.threads.open(ino, self._unique)) is not None:
             number, backing_id = opened
         else:
-            body = packing.OPEN_IN.pack(os.O_RDONLY)
-            answer = await self._ask(protocol.OPEN, ino, body)
+            answer = await self._ask(protocol.OPEN, ino, packing.OPEN_IN.pack(os.O_RDONLY))
             number, flags, backing_id = packing.OPEN_OUT.unpack(answer)
             keep_cache = flags & packing.FOPEN_KEEP_CACHE
             assert bool(flags & packing.FOPEN_PASSTHROUGH) == bool(backing_id)
@@ -417,8 +416,7 @@ class Passing:
             return os.pread(one.descriptor, 1 << 20, 0)
         if one.number in self.threads.held:
             return self.threads.held[one.number]
-        body = packing.READ_IN.pack(one.number, 0, 1 << 20)
-        return await self._ask(protocol.READ, one.ino, body)
+        return await self._ask(protocol.READ, one.ino, packing.READ_IN.pack(one.number, 0, 1 << 20))
 
     async def release(self, one: Open) -> None:
         self.opens.remove(one)

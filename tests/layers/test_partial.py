@@ -104,8 +104,7 @@ async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: A
     async with files.mounted([100 * KIB]) as mirror:
         handle = await mirror.open("large")
         for offset, size in ((5, 100), (3 * MIB, 4096), (len(LARGE) - 10, 4096)):
-            data = await mirror.read(handle, offset, size)
-            assert data == LARGE[offset : offset + size]
+            assert await mirror.read(handle, offset, size) == LARGE[offset : offset + size]
         assert mirror.bytes_read("large") == 100 + 4096 + 10
         assert mirror.metrics.copies_refused > 0
         assert mirror.reason(handle.ino).startswith("no room")
@@ -237,8 +236,7 @@ async def test_what_is_between_holes_is_copied(area: Area, seed: int) -> None:
     async with area.mounted([64 * MIB], copy_workers=rng.choice([1, 4])) as mirror:
         await mirror.want("f")
         await mirror.idle()
-        record = mirror.replica(await mirror.ino("f"))
-        assert record.checksum == combine(digests(data))
+        assert mirror.replica(await mirror.ino("f")).checksum == combine(digests(data))
         assert await mirror.read_file("f") == data
         most = sum(len(piece) + 3 * 256 * KIB for _at, piece in pieces)
         assert sum(read.size for read in mirror.posix.reads) <= most

@@ -339,8 +339,7 @@ async def test_a_slow_tier_slows_no_reader(files: Area, monkeypatch: pytest.Monk
         gate = mirror.tier.faults.gate("write")
         handle = await mirror.open("large")
         for offset in range(0, len(LARGE), 400_000):
-            data = await mirror.read(handle, offset, 400_000)
-            assert data == LARGE[offset : offset + 400_000]
+            assert await mirror.read(handle, offset, 400_000) == LARGE[offset : offset + 400_000]
         assert mirror.metrics.chunks_dropped > 0
         assert mirror.cache.writer.backlog_bytes < 3 * MIB
         gate.open()

@@ -619,8 +619,7 @@ def test_each_difference_is_found(tmp_path: Path, said: str) -> None:
     (source / "l").symlink_to("somewhere")
     subprocess.run(["cp", "-a", str(source), str(mirror)], check=True)
     same = dataset.differences(source, mirror)  # each copy has a ctime of its own
-    command = ["sh", "-ec", CHANGES[said]]
-    subprocess.run(command, cwd=mirror, check=True, capture_output=True)
+    subprocess.run(["sh", "-ec", CHANGES[said]], cwd=mirror, check=True, capture_output=True)
     assert not any(said in line for line in same)
     assert any(said in line for line in dataset.differences(source, mirror))
 

@@ -357,8 +357,7 @@ def test_stopping_run_stops_the_command_and_continuing_continues_it(users: Place
 
 
 def test_other_options_and_other_jobs(users: Place) -> None:
-    script = "readlink /proc/self/ns/mnt; read line"
-    first = users.start("sh", "-c", script, stdin=subprocess.PIPE)
+    first = users.start("sh", "-c", "readlink /proc/self/ns/mnt; read line", stdin=subprocess.PIPE)
     space = next(lines_of(first)).strip()
     other = users.run("readlink", "/proc/self/ns/mnt", options=["--freshness", "open"])
     assert other.stdout.strip() == space

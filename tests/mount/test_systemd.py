@@ -57,8 +57,7 @@ def directives(unit: str) -> dict[str, list[str]]:
 def units(tmp_path: Path) -> Path:
     """The units in a directory, with a command that is there."""
     for source in UNITS.iterdir():
-        text = source.read_text().replace(COMMAND, "/bin/true")
-        (tmp_path / source.name).write_text(text)
+        (tmp_path / source.name).write_text(source.read_text().replace(COMMAND, "/bin/true"))
     return tmp_path
 
 

@@ -149,8 +149,7 @@ def test_who_comes_later_gets_what_a_tier_has(work: Bench, mixed: Path) -> None:
 def test_opens_are_counted_where_they_were_served(
     work: Bench, source: Path, freshness: str
 ) -> None:
-    options = ("--freshness", freshness, "--prefetch", "access")
-    _, _, b = one_that_has_all(work, source, *options)
+    _, _, b = one_that_has_all(work, source, "--freshness", freshness, "--prefetch", "access")
     read_all(b, source)
     served = b.status()["served"]
     places = ("local", "peer", "source")  # local: a had it copied

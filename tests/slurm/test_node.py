@@ -277,8 +277,7 @@ def test_a_recorder_that_fails_delays_no_epilog(node: Node, number: signal.Signa
     node.configure("record = true")
     node.begin(1, f"monarchfs={node.dataset()}")
     wait_for(lambda: recorded_bytes(node), "the recorder")
-    pattern = f"record {node.path}/run/.*/rec"
-    found = execute(["pgrep", "-f", pattern], check=True)
+    found = execute(["pgrep", "-f", f"record {node.path}/run/.*/rec"], check=True)
     (pid,) = map(int, found.stdout.split())
     assert os.stat(f"/proc/{pid}").st_uid == NOBODY.pw_uid
     os.kill(pid, number)
@@ -687,8 +686,7 @@ def test_a_link_that_comes_after_the_look_changes_nothing(
     wanted = WantedDataset(Request(data), "X", by_site=False)
     point = mount_for(site, job, wanted, USER, time.monotonic() + 30)
     assert bait.way.is_symlink()
-    look = as_user(USER.name, ["cat", f"{point}/which"])
-    assert execute(look, check=True).stdout == "inside"
+    assert execute(as_user(USER.name, ["cat", f"{point}/which"]), check=True).stdout == "inside"
     assert node.mounts() == [point]
     assert f'"source": "{data}"' in run("status", point, "--json").stdout
 

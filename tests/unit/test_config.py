@@ -427,8 +427,7 @@ def test_a_prolog_and_mount8_hand_nothing_on(
     assert not [name for name in daemon.clean_environment() if name.startswith("MONARCHFS_")]
     (tmp_path / "mnt").mkdir()
     helper = [sys.executable, "-m", "monarchfs.cli.mount_helper", "-f"]
-    done = execute([*helper, f"{tmp_path}/none", f"{tmp_path}/mnt"])
-    assert "none does not exist" in done.stderr
+    assert "none does not exist" in execute([*helper, f"{tmp_path}/none", f"{tmp_path}/mnt"]).stderr
 
 
 @pytest.fixture

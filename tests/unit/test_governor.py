@@ -282,8 +282,7 @@ def test_a_look_at_the_next_ones_leaves_the_others_in_their_order(
     dropped = queue.next(queue.first, count)[:taken]
     queue.take(dropped)
     assert not any(job.queued for job in dropped)
-    rest = [(job.ino, priority) for job, priority in taken_from(queue)]
-    assert rest == in_turn[len(dropped) :]
+    assert [(job.ino, priority) for job, priority in taken_from(queue)] == in_turn[len(dropped) :]
 
 
 def test_a_sequential_reader_gets_a_growing_window() -> None:

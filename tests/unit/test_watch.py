@@ -295,8 +295,7 @@ def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Moun
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for _ in range(2):
-            report = json.loads(process.stdout.readline())
-            assert report["files"]["resident"] == 5
+            assert json.loads(process.stdout.readline())["files"]["resident"] == 5
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
 
