@@ -46,9 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden", action="store_true", help="write the files of tests/golden anew"
     )
     parser.addoption(
-        "--record-scenarios",
-        action="store_true",
-        help="write tests/scenarios anew, as they go now",
+        "--record-scenarios", action="store_true", help="write tests/scenarios anew, as they go now"
     )
 
 

@@ -29,8 +29,7 @@ from tests.support.mounting import requires_fuse, requires_root
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> shards.Shards:
-    root = tmp_path_factory.mktemp("records") / "small"
-    return shards.generate(root, 5 * MIB, MIB)
+    return shards.generate(tmp_path_factory.mktemp("records") / "small", 5 * MIB, MIB)
 
 
 def test_a_job_reads_every_byte_in_each_epoch(dataset: shards.Shards, tmp_path: Path) -> None:

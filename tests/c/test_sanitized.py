@@ -74,8 +74,7 @@ def run(build: Callable[..., Path]) -> Run:
     def run(
         name: str, *arguments: object, parts: tuple[str, ...] = PARTS, flags: tuple[str, ...] = ()
     ) -> None:
-        words = [str(build(name, parts, flags)), *map(str, arguments)]
-        done = execute(words)
+        done = execute([str(build(name, parts, flags)), *map(str, arguments)])
         assert done.returncode == 0, done.stderr
         assert done.stdout == "done\n"
         assert "Sanitizer" not in done.stderr, done.stderr

@@ -123,11 +123,9 @@ def test_directories_that_others_could_change_are_passed_over(node: Node) -> Non
         directory = node.directory("tmp", uid)
         node.register(directory, uid)
         (directory if change == "run" else directory.parent).chmod(0o770)
-    pretended = node.directory("tmp", OTHER, name=USER + 1)
-    node.register(pretended, OTHER)
+    node.register(node.directory("tmp", OTHER, name=USER + 1), OTHER)
     (node.path / "tmp" / "monarchfs-0").mkdir()  # root's, as it should be
-    theirs = node.directory("tmp", USER, name=0)
-    node.register(theirs, USER)
+    node.register(node.directory("tmp", USER, name=0), USER)
     assert node.look() == ({}, 0)
     node.register(node.directory())
     node.directory().chmod(0o777)

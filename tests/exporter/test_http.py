@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 import trio
@@ -18,14 +19,11 @@ from tests.support.mounting import free_port
 
 PAGE = b"monarchfs_x 1\n" * 5000
 GET = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-async def page() -> bytes:
-    return PAGE
+ANSWERS = AsyncMock(return_value=PAGE)
 
 
 @asynccontextmanager
-async def served(get: Callable[[], Awaitable[bytes]] = page) -> AsyncIterator[int]:
+async def served(get: Callable[[], Awaitable[bytes]] = ANSWERS) -> AsyncIterator[int]:
     """A server; the port where it listens. It has to end by itself once it is shut down."""
     listener = listen_on(LOOPBACK, free_port(), "--metrics-port")
     port = listener.getsockname()[1]
@@ -96,10 +94,7 @@ async def test_clients_that_say_nothing_or_read_nothing_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(http_server, "CONNECTION_SECONDS", 0.2)
-
-    async def large() -> bytes:
-        return b"x" * (64 << 20)  # more than the socket's buffers take
-
+    large = AsyncMock(return_value=b"x" * (64 << 20))  # more than the socket's buffers take
     async with served(large) as port, trio.open_nursery() as nursery:
         silent = [
             await trio.open_tcp_stream("127.0.0.1", port)
@@ -174,10 +169,7 @@ async def test_a_body_has_a_length_and_a_limit(
 
 
 async def test_an_error_of_ours_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
-    async def broken() -> bytes:
-        raise ZeroDivisionError
-
-    async with served(broken) as port:
+    async with served(AsyncMock(side_effect=ZeroDivisionError)) as port:
         for _ in range(2):
             assert status_of(await ask(port, GET)) == b"500"
     assert "ZeroDivisionError" in caplog.text

@@ -42,7 +42,7 @@ from tests.support.mounting import (
     run,
     wait_for,
 )
-from tests.support.processes import status_of
+from tests.support.processes import parent_of, status_of
 from tests.support.reading import COMMAND, Reader
 from tests.support.scraping import (
     FILES,
@@ -135,7 +135,7 @@ def of(now: Scrape, mount: Mount, name: str, **labels: str) -> float | None:
 def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> Mount:
     """One of several mounts of a test, each with a source, a state and a tier of its own."""
     place = work.path / name
-    place.mkdir(mode=0o1777)
+    place.mkdir(exist_ok=True)
     place.chmod(0o1777)
     make_files(place / "src")
     return work.mount(
@@ -171,9 +171,6 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         assert [up(now, mount) for mount in (first, own, given)] == [1, 1, 1]
         assert of(now, first, "monarchfs_opens_total", served="local") == FILES
         assert of(now, first, "monarchfs_opens_total", served="source") == FILES
-        assert of(now, first, "monarchfs_tier_capacity_bytes", tier=f"{work.path}/first/tier") == (
-            1 << 30
-        )
         assert of(now, own, "monarchfs_opens_total", served="source") == 0
         assert of(now, given, "monarchfs_opens_total", served="source") == 1
         labels = {"freshness": "ttl", "prefetch": "auto", "evict": "keep"}
@@ -191,24 +188,14 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         now = timely(node)
         assert (up(now, first), up(now, own)) == (1, None)
         assert of(now, own, "monarchfs_opens_total", served="source") is None
-        again = work.mount(
-            own.source,
-            *("--state-dir", f"{work.path}/own/state", "--log-file", f"{work.path}/own/log"),
-            tiers=[f"{work.path}/own/tier=1G"],
-            point=own.path,
-            user="nobody",
-        )
+        again = mounted(work, "own", user="nobody")
         assert up(timely(node), again) == 1
-
-
-def supervisor_of(mount: Mount) -> int:
-    (entry,) = registrations(mount.path).values()
-    return int(entry["supervisor_pid"])
 
 
 def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench) -> None:
     well, hanging = mounted(work, "well"), mounted(work, "hanging")
-    worker, supervisor = hanging.worker_pid(), supervisor_of(hanging)
+    worker = hanging.worker_pid()
+    supervisor = parent_of(worker)
     with exporter() as node:
         assert up(timely(node), hanging) == 1
         os.kill(worker, signal.SIGSTOP)
@@ -305,8 +292,7 @@ def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: B
         assert set(status["Uid"].split()) == {str(OTHER.pw_uid)}
         assert set(status["Gid"].split()) == {str(OTHER.pw_gid)}
         assert status["Groups"].split() == []
-        capabilities = [int(status[f"Cap{kind}"], 16) for kind in ("Prm", "Eff", "Inh", "Amb")]
-        assert capabilities == [0] * 4
+        assert [int(status[f"Cap{kind}"], 16) for kind in ("Prm", "Eff", "Inh", "Amb")] == [0] * 4
         assert status["NoNewPrivs"] == "1"
         # And the other one takes part in nothing but looking: it holds no mount's connection.
         assert status_of(process.pid)["Uid"].split()[0] == "0"

@@ -205,8 +205,7 @@ def test_the_documentation_lists_what_is_exported_and_each_error() -> None:
         for name, kind, labels, _meaning in IN_TABLE.findall(DOCUMENT.read_text())
     }
     ours = {name: row for name, row in rows.items() if name.startswith("monarchfs_")}
-    families = (*FAMILIES, *NODE_FAMILIES)
-    assert ours == {f.name: (f.kind.value, list(f.labels)) for f in families}
+    assert ours == {f.name: (f.kind.value, list(f.labels)) for f in (*FAMILIES, *NODE_FAMILIES)}
     assert [name for name in ERRORS if f"`{name}`" not in DOCUMENT.read_text()] == []
 
 

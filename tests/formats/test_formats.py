@@ -164,8 +164,7 @@ def test_a_tier(tmp_path: Path) -> None:
 
 def test_open_files(memory: list[int]) -> None:
     table = in_memory("handles.txt", memory)
-    found = [slot[1:] for slot in open_slots(table)]
-    assert found == make.HANDLES
+    assert [slot[1:] for slot in open_slots(table)] == make.HANDLES
     assert read_vitals(table) == Vitals(1, 2, 40)
     worker = HandleTable(table, hooks)
     assert [slot[1:] for slot in worker] == make.HANDLES
@@ -178,8 +177,7 @@ def test_open_files(memory: list[int]) -> None:
 
 
 def test_requests_without_an_answer(memory: list[int]) -> None:
-    journal = in_memory("requests.txt", memory)
-    taken = make.in_a_worker(journal).split()
+    taken = make.in_a_worker(in_memory("requests.txt", memory)).split()
     assert sorted(map(bytes.fromhex, taken)) == sorted(make.REQUESTS)
 
 

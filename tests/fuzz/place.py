@@ -182,8 +182,7 @@ class Place:
         subprocess.run(["rm", "-rf", self.scratch], check=True)
 
     def ask(self, *words: str, must: bool = True) -> None:
-        command = [sys.executable, "-m", "monarchfs", *words]
-        done = execute(command)
+        done = execute([sys.executable, "-m", "monarchfs", *words])
         assert not must or done.returncode == 0, (words, done.stderr, self.log())
 
     def log(self) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -126,12 +127,7 @@ def test_who_asks_for_the_class_is_told_that_of_the_sampler(files: list[str]) ->
 def test_a_mount_that_fails_is_reported_once_and_asked_again(
     files: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked = []
-
-    def fail(_path: object) -> JobMount | None:
-        asked.append(1)
-        raise OperationError("the daemon is gone")
-
+    fail = Mock(side_effect=OperationError("the daemon is gone"))
     monkeypatch.setattr(hints, "find_mount", fail)
     sampler = hints.announce(Sampler(), files)
     with caplog.at_level(logging.WARNING):
@@ -139,7 +135,7 @@ def test_a_mount_that_fails_is_reported_once_and_asked_again(
             assert list(sampler) == [0, 1, 2, 3, 4]
             await_threads()
     assert len(caplog.records) == 1
-    assert len(asked) == 3
+    assert fail.call_count == 3
 
 
 def test_what_was_drawn_is_sent_in_its_order(

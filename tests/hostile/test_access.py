@@ -134,31 +134,21 @@ def guarded(work: Bench) -> Guarded:
 def test_the_people_differ(guarded: Guarded) -> None:
     """So that what is compared below is about something."""
     _, source, names = guarded
-    seen = {json.dumps(look(who, source, names)) for who in PEOPLE.values()}
-    assert len(seen) == len(PEOPLE)
-
-
-def mounted_by(work: Bench, source: Path, who: list[str]) -> Mount:
-    point = work.path / "own"
-    point.mkdir()
-    uid = next(int(w.partition("=")[2]) for w in who if w.startswith("--reuid="))
-    os.chown(point, uid, -1)
-    done = execute(
-        [*who, *MONARCHFS, "mount", str(source), str(point), *work.storage(), "--prefetch", "all"],
-        cwd="/",
-        env={"PATH": os.environ["PATH"]},
-    )
-    assert done.returncode == 0, done.stderr
-    mount = Mount(source, point, pwd.getpwuid(uid).pw_name)
-    work.mounts.append(mount)
-    return mount
+    assert len({json.dumps(look(who, source, names)) for who in PEOPLE.values()}) == len(PEOPLE)
 
 
 def test_a_users_own_mount(guarded: Guarded) -> None:
     work, source, names = guarded
     user = PEOPLE["nobody in the group"]
+    mount = Mount(source, work.path / "own", NOBODY.pw_name)
+    mount.path.mkdir()
+    os.chown(mount.path, NOBODY.pw_uid, -1)
+    command = [*MONARCHFS, "mount", str(source), str(mount.path), *work.storage()]
     with device_mode(0o666):
-        mount = mounted_by(work, source, user)
+        path = {"PATH": os.environ["PATH"]}
+        done = execute([*user, *command, "--prefetch", "all"], cwd="/", env=path)
+        assert done.returncode == 0, done.stderr
+        work.mounts.append(mount)
         for _ in range(2):  # not known, and copied
             assert look(user, mount.path, names) == look(user, source, names)
             mount.wait_idle()
@@ -170,8 +160,7 @@ def test_a_users_own_mount(guarded: Guarded) -> None:
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=60"])
 def test_roots_mount_for_a_user(guarded: Guarded, freshness: str) -> None:
     work, source, names = guarded
-    options = ("--user", "nobody", "--prefetch", "all", "--freshness", freshness)
-    mount = work.mount(source, *options)
+    mount = work.mount(source, "--user", "nobody", "--prefetch", "all", "--freshness", freshness)
     for _ in range(2):
         assert look(PEOPLE["nobody"], mount.path, names) == look(PEOPLE["nobody"], source, names)
         mount.wait_idle()
@@ -260,8 +249,7 @@ def test_a_source_that_root_may_not_enter(squashed: tuple[Bench, Path], freshnes
     work, source = squashed
     with pytest.raises(PermissionError):
         os.listdir(source)
-    options = ("--user", "nobody", "--prefetch", "all", "--freshness", freshness)
-    mount = work.mount(source, *options)
+    mount = work.mount(source, "--user", "nobody", "--prefetch", "all", "--freshness", freshness)
     diff(work.path / "real", mount.path)
     mount.wait_idle()
     diff(work.path / "real", mount.path)

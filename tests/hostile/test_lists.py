@@ -86,8 +86,7 @@ def test_a_mount_copies_what_is_in_the_source_alone(work: Bench) -> None:
     assert status["files"]["resident"] == 1, status["files"]
     assert status["source_io"]["read_bytes"] == len(contents[wanted])
     assert status["worker"]["restarts"] == 0
-    copies = on_disk.own_files(work.path / "tier")
-    assert [p.read_bytes() for p in copies] == [contents[wanted]]
+    assert [p.read_bytes() for p in on_disk.own_files(work.path / "tier")] == [contents[wanted]]
     assert on_disk.segments(work.path / "tier") == []
 
 

@@ -216,8 +216,7 @@ class Cache:
         return run("mount", f"{self.path}/src", f"{self.path}/mnt", *self.options, timeout=60)
 
     def read(self) -> None:
-        words = as_user(USER, ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"])
-        done = execute(words)
+        done = execute(as_user(USER, ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"]))
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def works_or_refuses(self) -> bool:
@@ -284,8 +283,7 @@ def template() -> Iterator[Path]:
     for name in ("large", "larger"):
         (path / "src" / name).write_bytes(trees.random_bytes(SMALL_BYTES + 5000, len(name)))
     (path / "mnt").mkdir()
-    cache = Cache(path)
-    done = cache.mount()
+    done = Cache(path).mount()
     assert done.returncode == 0, done.stderr
     # What --prefetch all finds: the copies of small files share one.
     status = Mount(path / "src", path / "mnt", USER).wait_idle()

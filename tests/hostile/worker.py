@@ -41,8 +41,7 @@ class Supervisor:
 
     def ask(self, event: str, **rest: object) -> Message:
         self.number += 1
-        message = {"event": event, "number": self.number, **rest}
-        self.tell(json.dumps(message).encode())
+        self.tell(json.dumps({"event": event, "number": self.number, **rest}).encode())
         while True:
             answer: Message = json.loads(self.channel.recv(1 << 18))
             if answer["do"] == "backed" and answer["number"] == self.number:
@@ -115,8 +114,7 @@ def attack(supervisor: Supervisor, tier: int, things: str) -> tuple[int, Message
 def unanswered(supervisor: Supervisor, files: Sequence[object] | None = None) -> str:
     """What comes of a message that is to be dropped: the next one is answered, it is not."""
     if files is not None:
-        message = {"event": "back", "number": 0, "files": files}
-        supervisor.tell(json.dumps(message).encode())
+        supervisor.tell(json.dumps({"event": "back", "number": 0, "files": files}).encode())
     supervisor.ask("unback", ids=[])
     numbers = [one["number"] for one in supervisor.later if one["do"] == "backed"]
     return "an answer" if 0 in numbers else "no answer"

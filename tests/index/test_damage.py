@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -134,8 +133,7 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
 def filled(directory: Path) -> Path:
     index = rooted(directory)
     for i in range(500):
-        node = found(index, b"%d" % i, 10 + i)
-        index.replicas.put_replica(node.ino, replica(i))
+        index.replicas.put_replica(found(index, b"%d" % i, 10 + i).ino, replica(i))
     index.close()
     return directory / "index" / "data.mdb"
 
@@ -428,10 +426,6 @@ def test_numbers_leap_where_a_mount_may_know_some_that_are_not_recorded(tmp_path
 _EXT4_IOC_SHUTDOWN = 0x8004587D  # fs/ext4/ext4.h; its argument 2: without flushing the journal
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """An ext4 of 32 MiB, mounted."""
@@ -444,7 +438,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         assert shared_memory() == before
     finally:
         # Lazily: a test that failed may have left the index open.
-        run("umount", "--lazy", str(mounted))
+        execute(["umount", "--lazy", mounted], check=True)
 
 
 def shared_memory() -> set[str]:
@@ -461,7 +455,7 @@ def fill(disk: Path) -> None:
 
 def abort(disk: Path) -> None:
     """What ext4 does when it meets an error, with errors=remount-ro."""
-    run("mount", "-o", "remount,abort", str(disk))
+    execute(["mount", "-o", "remount,abort", disk], check=True)
 
 
 def shut_down(disk: Path) -> None:

@@ -523,8 +523,7 @@ TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=40, de
 
 
 def directory_found(index: Index, parent: int, name: bytes, source_ino: int) -> int:
-    stat_ = source_stat(source_ino, mode=DIRECTORY)
-    return record_found(index, parent, name, stat_, b"", NOW).ino
+    return record_found(index, parent, name, source_stat(source_ino, mode=DIRECTORY), b"", NOW).ino
 
 
 def test_equal_source_numbers_on_two_devices_are_two_files(index: Index) -> None:

@@ -87,10 +87,6 @@ def with_open(answered_by: AnsweredBy) -> Job:
     return with_events(job, sorted([*opens, *quick]))
 
 
-def reads_and_computes() -> Job:
-    return Job(always(SOURCE, 0.01), readers=1, compute=0.0125)
-
-
 def room(mib: int) -> dict[str, Any]:
     return {"tiers": [{"path": "/scratch", "capacity": mib * MIB}]}
 
@@ -111,7 +107,7 @@ def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
         "the source carries 100 MiB/s": Job(bandwidth(100 * MIB), large, compute=0.001),
         "the daemon takes 20 ms": Job(always(MEMORY, 0.02), readers=2),
         "computing takes 20 ms a file, a read 0.5": Job(always(TIER, 0.0005), compute=0.02),
-        "10 ms of reading, 12.5 of computing": reads_and_computes(),
+        "10 ms of reading, 12.5 of computing": Job(always(SOURCE, 0.01), readers=1, compute=0.0125),
         "all would fit, and is not copied": Job(always(SOURCE, 0.02), epochs=3),
         "one of 16 files takes 500 ms": Job(one_in_16),
         "3% of reads take 500 ms": Job(by_chance),
@@ -309,8 +305,7 @@ def test_whatever_was_recorded_can_be_shown(events: list[Event]) -> None:
 def test_epochs_of_more_files_than_are_kept_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(epochs, "_MOST_KEYS", 300)
     job = Job(always(TIER, 0.01), many_files(4000, 4 * KIB), epochs=3)
-    found = survey(in_order(job.events()))
-    assert found.begins == pytest.approx(job.begins, abs=0.02 * job.end)
+    assert survey(in_order(job.events())).begins == pytest.approx(job.begins, abs=0.02 * job.end)
 
 
 @pytest.mark.parametrize("readers", [4, 16])

@@ -109,8 +109,7 @@ def test_a_job_of_many_processes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @needs_pydarshan
 def test_what_the_job_wrote_is_left_out() -> None:
-    job = read_logs([log("shane_macsio")])
-    found = analyze_darshan(job, "/tmp/test", None)
+    found = analyze_darshan(read_logs([log("shane_macsio")]), "/tmp/test", None)
     assert found.files == []
     assert found.written_files == 1
     assert found.verdict.kind == "unknown"

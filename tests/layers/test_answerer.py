@@ -12,8 +12,8 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -135,9 +135,7 @@ async def test_what_fails_at_once(asked: Asked, opcode: int, body: bytes, code: 
 async def test_a_bug_is_an_error_of_its_request_alone(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, known: bool
 ) -> None:
-    def broken(*_: object) -> None:
-        raise ValueError("a bug")
-
+    broken = Mock(side_effect=ValueError("a bug"))
     async with asked() as (mirror, requests):
         part = mirror.tree.known if known else mirror.tree.names
         with monkeypatch.context() as patch:
@@ -392,8 +390,7 @@ class Passing:
         if (opened := self.threads.open(ino, self._unique)) is not None:
             number, backing_id = opened
         else:
-            body = packing.OPEN_IN.pack(os.O_RDONLY)
-            answer = await self._ask(protocol.OPEN, ino, body)
+            answer = await self._ask(protocol.OPEN, ino, packing.OPEN_IN.pack(os.O_RDONLY))
             number, flags, backing_id = packing.OPEN_OUT.unpack(answer)
             keep_cache = flags & packing.FOPEN_KEEP_CACHE
             assert bool(flags & packing.FOPEN_PASSTHROUGH) == bool(backing_id)
@@ -419,8 +416,7 @@ class Passing:
             return os.pread(one.descriptor, 1 << 20, 0)
         if one.number in self.threads.held:
             return self.threads.held[one.number]
-        body = packing.READ_IN.pack(one.number, 0, 1 << 20)
-        return await self._ask(protocol.READ, one.ino, body)
+        return await self._ask(protocol.READ, one.ino, packing.READ_IN.pack(one.number, 0, 1 << 20))
 
     async def release(self, one: Open) -> None:
         self.opens.remove(one)
@@ -436,10 +432,6 @@ class Passing:
         data = await self.read(one)
         await self.release(one)
         return data, one.backing_id != 0
-
-    def open_replicas(self) -> list[Path]:
-        """What backing files keep open."""
-        return [Path(os.readlink(f"/proc/self/fd/{fd}")) for fd in self.registry.files.values()]
 
 
 Mounted = Callable[..., AbstractAsyncContextManager[Passing]]
@@ -472,10 +464,6 @@ def passing(area: Area, monkeypatch: pytest.MonkeyPatch) -> Mounted:
     return mounted
 
 
-async def given_back(kernel: Passing) -> None:
-    await until(lambda: not kernel.registry.files, "the id to be given back")
-
-
 # While the supervisor is asked for an id.
 
 
@@ -506,7 +494,7 @@ async def test_an_id_that_comes_when_nobody_can_use_it_is_given_back(
             kernel.answer_at_last()
         await mirror.idle()
         assert kernel.backed_opens == 0
-        await given_back(kernel)
+        await until(lambda: not kernel.registry.files, "the id to be given back")
         if why == "late":
             assert await kernel.read_file("0") == (content(SIZE, 0), True)
 
@@ -559,7 +547,8 @@ async def test_no_interleaving_breaks_the_kernels_rules(
             mirror.cache.evict(await mirror.ino(name))
         await until(lambda: not kernel.passthrough._held, "what threads closed last")
         await mirror.idle()
-        assert not any("deleted" in str(path) for path in kernel.open_replicas())
+        backing = [os.readlink(f"/proc/self/fd/{fd}") for fd in kernel.registry.files.values()]
+        assert not any("deleted" in path for path in backing)
 
 
 class World:

@@ -29,8 +29,7 @@ from tests.support.mirror import MIB, Area, Mirror, content, until
 async def order(mirror: Mirror) -> list[str]:
     """In which the source was read, by the names of the files."""
     names = {path.stat().st_ino: path.name for path in mirror.area.source.iterdir()}
-    seen = dict.fromkeys(names[read.ino] for read in mirror.posix.reads)
-    return list(seen)
+    return list(dict.fromkeys(names[read.ino] for read in mirror.posix.reads))
 
 
 @pytest.mark.parametrize("together", [1, 64], ids=["each alone", "together"])

@@ -23,9 +23,6 @@ from tests.support.open_directories import close_directories
 SMALL = 100 * KIB
 
 
-SMALL = 100 * KIB
-
-
 async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
     data = area.write("small", content(SMALL))
     async with area.mount() as mirror:

@@ -28,13 +28,6 @@ def files(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
     return area
 
 
-async def read_at(mirror: Mirror, offset: int, size: int = 1000) -> None:
-    """Open, read one piece, close."""
-    handle = await mirror.open("large")
-    assert await mirror.read(handle, offset, size) == LARGE[offset : offset + size]
-    handle.release()
-
-
 async def test_a_file_that_is_opened_as_soon_as_it_was_closed_goes_on_being_copied(
     files: Area,
 ) -> None:
@@ -111,8 +104,7 @@ async def test_where_there_is_no_room_exactly_what_is_asked_for_is_read(files: A
     async with files.mounted([100 * KIB]) as mirror:
         handle = await mirror.open("large")
         for offset, size in ((5, 100), (3 * MIB, 4096), (len(LARGE) - 10, 4096)):
-            data = await mirror.read(handle, offset, size)
-            assert data == LARGE[offset : offset + size]
+            assert await mirror.read(handle, offset, size) == LARGE[offset : offset + size]
         assert mirror.bytes_read("large") == 100 + 4096 + 10
         assert mirror.metrics.copies_refused > 0
         assert mirror.reason(handle.ino).startswith("no room")
@@ -244,8 +236,7 @@ async def test_what_is_between_holes_is_copied(area: Area, seed: int) -> None:
     async with area.mounted([64 * MIB], copy_workers=rng.choice([1, 4])) as mirror:
         await mirror.want("f")
         await mirror.idle()
-        record = mirror.replica(await mirror.ino("f"))
-        assert record.checksum == combine(digests(data))
+        assert mirror.replica(await mirror.ino("f")).checksum == combine(digests(data))
         assert await mirror.read_file("f") == data
         most = sum(len(piece) + 3 * 256 * KIB for _at, piece in pieces)
         assert sum(read.size for read in mirror.posix.reads) <= most
@@ -281,7 +272,6 @@ async def test_and_ends_as_no_room_where_there_is_none(area: Area, opened: bool)
 async def test_the_promise_holds_for_many_at_once(area: Area) -> None:
     for number in range(8):
         area.write(f"f{number}", content(2 * MIB, number))
-    area.write("small", content(100 * KIB, 9))
     async with area.mounted([7 * MIB], copy_workers=8) as mirror:
         watch_capacity(mirror, 7 * MIB)
         for number in range(8):

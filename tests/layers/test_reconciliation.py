@@ -135,8 +135,7 @@ async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
         handle = await mirror.open("large")
         await mirror.read(handle, MIB, 1000)
         await mirror.idle()
-        fill = mirror.copier.jobs.files[handle.ino]
-        fill.copy.checkpoint()
+        mirror.copier.jobs.files[handle.ino].copy.checkpoint()
         await mirror.read(handle, 2 * MIB, 10)
         await mirror.idle()
         assert mirror.replica(handle.ino).state is ReplicaState.PARTIAL

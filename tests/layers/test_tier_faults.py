@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -282,10 +283,7 @@ async def test_a_part_that_cannot_be_suspended_is_given_up(
     files: Area, monkeypatch: pytest.MonkeyPatch, at_the_end: bool
 ) -> None:
     """When its file is closed, or at the end of the mount."""
-
-    def broken(_: object, _fd: int) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+    broken = Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
     async with files.mount(copies=False) as mirror:
         handle = await mirror.open("large")
         await reads(mirror, handle, 0, 10)
@@ -341,8 +339,7 @@ async def test_a_slow_tier_slows_no_reader(files: Area, monkeypatch: pytest.Monk
         gate = mirror.tier.faults.gate("write")
         handle = await mirror.open("large")
         for offset in range(0, len(LARGE), 400_000):
-            data = await mirror.read(handle, offset, 400_000)
-            assert data == LARGE[offset : offset + 400_000]
+            assert await mirror.read(handle, offset, 400_000) == LARGE[offset : offset + 400_000]
         assert mirror.metrics.chunks_dropped > 0
         assert mirror.cache.writer.backlog_bytes < 3 * MIB
         gate.open()

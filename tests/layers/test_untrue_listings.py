@@ -78,8 +78,7 @@ async def walked(mirror: Mirror) -> dict[str, Node]:
 async def check(mirror: Mirror, area: Area, tree: dict[str, bytes]) -> None:
     """Listed first, then read by path."""
     found = await walked(mirror)
-    there = {str(path.relative_to(area.source)) for path in area.source.rglob("*")}
-    assert found.keys() == there
+    assert found.keys() == {str(path.relative_to(area.source)) for path in area.source.rglob("*")}
     for path, data in tree.items():
         assert await mirror.read_file(path) == data, path
     assert len({node.ino for node in found.values()}) == len(found)

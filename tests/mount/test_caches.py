@@ -87,8 +87,7 @@ def test_caches_are_listed_and_removed(work: Bench) -> None:
     """Root's, mounted, and a user's; the user sees and removes nothing of root's."""
     interpreter_for("bin")
     one = mounted(work, "one")
-    other = mounted(work, "two", "--user", "bin")
-    ended(other)
+    ended(mounted(work, "two", "--user", "bin"))
     rows = {row["state_dir"]: row for row in of_test(work, cache(work, "list"))}
     used, idle = rows[f"{work.path}/one"], rows[f"{work.path}/two"]
     assert (used["in_use"], used["mountpoint"], used["user"]) == (True, str(one.path), "root")
@@ -104,8 +103,7 @@ def test_caches_are_listed_and_removed(work: Bench) -> None:
     assert len(of_test(work, cache(work, "list"))) == 2
     # Nobody can be asked.
     assert_one_line(run("cache", "remove", f"{work.path}/two"), 2, "--yes")
-    theirs = of_test(work, cache(work, "list", user="bin"))
-    assert [row["uid"] for row in theirs] == [BIN]
+    assert [row["uid"] for row in of_test(work, cache(work, "list", user="bin"))] == [BIN]
     cache(work, "remove", f"{work.path}/one", "--yes", code=1, user="bin")
     # Somebody else's file in the state directory stays, and with it the directory.
     (work.path / "two" / "notes.txt").write_text("")
@@ -113,8 +111,7 @@ def test_caches_are_listed_and_removed(work: Bench) -> None:
     assert row["removed"]
     assert os.listdir(work.path / "two") == ["notes.txt"]
     assert len(list((work.path / "tier").iterdir())) == 1
-    text = run("cache", "show", str(one.path)).stdout
-    assert f"in use by {one.path}" in text
+    assert f"in use by {one.path}" in run("cache", "show", str(one.path)).stdout
     ended(one)
     # Not used for a second, once that second is over.
     old = ("prune", f"{work.path}/src", "--older-than", "1s", "--yes")
@@ -197,8 +194,7 @@ os.mkfifo("state/worker.log")
 """
     own.mkdir()
     os.chown(own, BIN, BIN)
-    python = interpreter_for("bin")
-    subprocess.run(as_user("bin", [python, "-c", script]), check=True)
+    subprocess.run(as_user("bin", [interpreter_for("bin"), "-c", script]), check=True)
     before = sorted(precious.rglob("*"))
     # Root's own directory, by way of a link of theirs.
     (precious / "lock").write_text((own / "state" / "lock").read_text())

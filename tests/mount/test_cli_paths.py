@@ -128,8 +128,7 @@ def test_many_paths_go_in_several_requests(
     """Counts are added up, and of errors the first is told."""
 
     def serve(connection: socket.socket) -> None:
-        result = {"files": 4, "error": f"{len(one.requests)}th"}
-        connection.sendall(messages.encode_result(result))
+        connection.sendall(messages.encode_result({"files": 4, "error": f"{len(one.requests)}th"}))
 
     one = daemon(serve)
     paths = [f"\udcff{number}" * 40 for number in range(1000)]
@@ -138,8 +137,7 @@ def test_many_paths_go_in_several_requests(
     assert [path for request in one.requests for path in request["paths"]] == paths
     for request in one.requests:
         assert len(messages.encode_message(request)) <= messages.MOST_REQUEST_BYTES
-    total = {"files": 4 * len(one.requests), "error": "1th"}
-    assert json.loads(capsys.readouterr().out) == total
+    assert json.loads(capsys.readouterr().out) == {"files": 4 * len(one.requests), "error": "1th"}
 
 
 # On real mounts.

@@ -69,8 +69,7 @@ def test_mount_points_are_not_run(tmp_path: Path) -> None:
 @needs_bash
 @needs_mounts
 def test_mount_points_and_what_lies_in_them(work: Bench) -> None:
-    files = {"images/f": b"", "labels.txt": b""}
-    mount = work.mount(write_files(work.path / "source", files))
+    mount = work.mount(write_files(work.path / "source", {"images/f": b"", "labels.txt": b""}))
     point = str(mount.path)
     for command in ("umount", "status", "evict", "pin"):
         assert complete(command, point[:-2], cwd=work.path) == [point]

@@ -458,8 +458,7 @@ def test_after_a_reboot(cache: Cache, fsck: Fsck) -> None:
     good, bad, synced, _ = cache.files()
     spoil(bad)
     synced.chmod(0o400)
-    found = {"lost_in_reboot": 7, "orphan": 3, "corrupt": 1}
-    assert fsck("--repair")["findings"] == found
+    assert fsck("--repair")["findings"] == {"lost_in_reboot": 7, "orphan": 3, "corrupt": 1}
     assert (good.exists(), bad.exists(), synced.exists()) == (True, False, True)
     assert [record.state for _, record in cache.resident()] == [ReplicaState.FOUND] * 3
     assert (cache.offsets(), cache.marked()) == ([], {SEGMENT: True})
@@ -581,8 +580,7 @@ def test_what_is_refused(cache: Cache, capfd: pytest.CaptureFixture[str]) -> Non
         assert_one_line(done, 1, *words)
 
     with cache.locked():
-        mounted = "is in use by the mount of /lustre/data on /mnt/data"
-        refused(mounted, "monarchfs umount /mnt/data")
+        refused("is in use by the mount of /lustre/data on /mnt/data", "monarchfs umount /mnt/data")
     cache.state.chmod(0o777)
     refused("can be written by others", f"chmod 700 {cache.state}")
     cache.state.chmod(0o1777)

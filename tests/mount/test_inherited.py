@@ -61,8 +61,7 @@ def after(state: str, command: Sequence[str]) -> list[str]:
 def run_after(
     state: str, *arguments: str, user: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = after(state, as_user(user, [*MONARCHFS, *arguments]))
-    return execute(command, cwd="/", env=ENVIRONMENT)
+    return execute(after(state, as_user(user, [*MONARCHFS, *arguments])), cwd="/", env=ENVIRONMENT)
 
 
 @pytest.fixture

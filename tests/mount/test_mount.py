@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -126,16 +126,10 @@ def test_the_mount_of_a_path_is_not_its_longest_prefix(tmp_path: Path) -> None:
 
 
 def test_a_bounded_calls_errors_arrive() -> None:
-    def fails(error: Exception) -> Callable[[], Answer]:
-        def call() -> Answer:
-            raise error
-
-        return call
-
     for call, kind, words in (
-        (fails(UsageError("wrong")), UsageError, r"^wrong$"),
-        (fails(OperationError("broken")), OperationError, r"^broken$"),
-        (fails(ZeroDivisionError("x")), OperationError, "ZeroDivisionError"),
+        (Mock(side_effect=UsageError("wrong")), UsageError, r"^wrong$"),
+        (Mock(side_effect=OperationError("broken")), OperationError, r"^broken$"),
+        (Mock(side_effect=ZeroDivisionError("x")), OperationError, "ZeroDivisionError"),
         (lambda: os._exit(9), OperationError, "killed"),
     ):
         with pytest.raises(kind, match=words):
@@ -165,9 +159,6 @@ def test_a_bounded_call_that_hangs_is_left() -> None:
 def test_unmounting_where_no_process_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse() -> int:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
     source = "/data, with\\odd na\nme"
     device = mount(source=source, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
     assert (os.get_inheritable(device), os.get_blocking(device)) == (False, False)
@@ -176,6 +167,7 @@ def test_unmounting_where_no_process_can_be_started(
     assert (mounted.source, mounted.fstype) == (source, "fuse.monarchfs")
     assert "default_permissions" not in mounted.super_options
     here = os.getcwd()
+    refuse = Mock(side_effect=BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
     monkeypatch.setattr(os, "fork", refuse)
     assert unmount_call(str(tmp_path)) == 0
     assert os.getcwd() == here

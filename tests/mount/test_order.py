@@ -168,8 +168,7 @@ def test_the_command_takes_paths_and_inode_numbers(work: Bench) -> None:
             *(b"d0//", *(b"d2/%d" % number for number in range(10))),
         ]
         with found.connect() as connection:
-            request = {"command": "order", "stream": "odd"}
-            sent = connection.send_list(request, [b"\0".join(names)])
+            sent = connection.send_list({"command": "order", "stream": "odd"}, [b"\0".join(names)])
         assert sent == {"files": 18}
         scenario.play("until window.files = 50; read d2/{0..9}; order none")
         scenario.play("until window.orders = 0")
@@ -357,6 +356,5 @@ def test_where_no_policy_wants_weights_they_are_refused(
 ) -> None:
     mount = work.mount(dataset(work))
     (tmp_path / "weights").write_text("1\tdir/1\n")
-    words = ["weigh", "{mnt}", f"{tmp_path}/weights"]
-    assert_refused(mount, capsys, words, 1, "--evict weighted")
+    assert_refused(mount, capsys, ["weigh", "{mnt}", f"{tmp_path}/weights"], 1, "--evict weighted")
     assert not hints.weigh({mount.path / "dir" / "1": 1.0})

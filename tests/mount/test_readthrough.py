@@ -1,5 +1,5 @@
-"""What is read from the source, and how often: counted by the source itself. The first epoch, a
-second mount, a file larger than its tier and a full disk are recorded (`tests/scenarios`)."""
+"""What is read from the source, and how often: counted by the source itself. The first epochs,
+a second mount, a file larger than its tier and a full disk are recorded (`tests/scenarios`)."""
 
 from __future__ import annotations
 
@@ -10,39 +10,10 @@ from tests.support.scenario import play
 
 pytestmark = requires_mounts
 
-MIXED = """
-file class{0..3}/tiny{0..14} 700
-file class{0..3}/small{0..9} 20000
-file class{0..3}/middle{0..3} 300000
-file class{0..3}/large 3M
-"""
 SMALL = """
 file {0..2}/{0..7} 1500
 settle
 """
-COUNT, TOTAL = 120, 4 * (15 * 700 + 10 * 20_000 + 4 * 300_000 + (3 << 20))
-
-
-@pytest.mark.smoke
-def test_the_first_epoch_reads_the_source_once_and_the_second_not_at_all(work: Bench) -> None:
-    script = f"""
-slow seconds=0.002
-mount --freshness immutable
-read by=4
-check first
-  files.resident {COUNT}
-  source.read_bytes {TOTAL}..{TOTAL * 102 // 100}
-  source_io.read_bytes <={TOTAL * 102 // 100}
-drop_caches
-read
-check second
-  source.* 0
-  source_io.operations 0
-  served.local_opens >={COUNT}
-"""
-    play(work, MIXED + script)
-
-
 CASES = (
     {
         "a large file that is read here and there while it is copied is read once": """

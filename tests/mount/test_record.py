@@ -82,8 +82,7 @@ SIZES = {f"f{n}": (100 + 13 * n) * KIB + n for n in range(FILES)} | {"large": 5 
 
 def mounted(work: Bench, path: str = "relay", *options: str) -> Mount:
     contents = {f"d/{name}": os.urandom(size) for name, size in SIZES.items()}
-    source = trees.write_files(work.path / "src", contents)
-    return work.mount(source, "--data-path", path, *options)
+    return work.mount(trees.write_files(work.path / "src", contents), "--data-path", path, *options)
 
 
 def start(mount: Mount, file: Path, *options: str) -> subprocess.Popen[str]:
@@ -241,8 +240,7 @@ def test_a_recorder_that_is_killed(work: Bench) -> None:
     assert Kind.READ in {event.kind for event in recording.events}
 
     def free() -> bool:
-        done = run("record", str(mount.path), "-o", str(file), "--seconds", "0.1")
-        return done.returncode == 0
+        return run("record", str(mount.path), "-o", str(file), "--seconds", "0.1").returncode == 0
 
     wait_for(free, "the mount to notice")
     assert open_recording(file).complete
@@ -302,8 +300,7 @@ NAMES = [f"f{n}" for n in range(FILES)]
 def mount(work: Bench) -> Mount:
     """Of two directories with files of one size."""
     contents = {f"{place}/{name}": bytes(SIZE) for place in ("a", "b/c") for name in NAMES}
-    source = trees.write_files(work.path / "src", contents)
-    return work.mount(source, "--data-path", "relay")
+    return work.mount(trees.write_files(work.path / "src", contents), "--data-path", "relay")
 
 
 def read(mount: Mount, directory: str, times: int = TIMES) -> int:
@@ -319,8 +316,7 @@ def read(mount: Mount, directory: str, times: int = TIMES) -> int:
 def reading(mount: Mount) -> Iterator[None]:
     """While somebody reads."""
     with closing(Reader(COMMAND)) as reader:
-        truth = f"{mount.source}/a"
-        assert reader.ask("loop", f"{mount.path}/a", NAMES, truth, 1) == "reading"
+        assert reader.ask("loop", f"{mount.path}/a", NAMES, f"{mount.source}/a", 1) == "reading"
         yield
 
 

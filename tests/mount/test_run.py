@@ -357,8 +357,7 @@ def test_stopping_run_stops_the_command_and_continuing_continues_it(users: Place
 
 
 def test_other_options_and_other_jobs(users: Place) -> None:
-    script = "readlink /proc/self/ns/mnt; read line"
-    first = users.start("sh", "-c", script, stdin=subprocess.PIPE)
+    first = users.start("sh", "-c", "readlink /proc/self/ns/mnt; read line", stdin=subprocess.PIPE)
     space = next(lines_of(first)).strip()
     other = users.run("readlink", "/proc/self/ns/mnt", options=["--freshness", "open"])
     assert other.stdout.strip() == space
@@ -447,11 +446,6 @@ def inside(kind: str, script: str) -> str:
     return done.stdout
 
 
-def assert_served(mount: Mount) -> None:
-    assert mount.status()["state"] == "serving"
-    assert (mount.path / "file").read_text() == "content"
-
-
 @pytest.mark.parametrize("kind", NAMESPACES)
 def test_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
     """Its copy there; where it is not there, it serves elsewhere; and who unmounts a copy takes
@@ -464,19 +458,16 @@ def test_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
         assert one["worker"]["pid"] == mount.worker_pid()
         ours = [m for m in listed["mounts"] if m["mountpoint"] == str(mount.path)]
         assert [(m["state"], m["private"]) for m in ours] == [("serving", private)]
-        assert_not_stale(doctor, mount)
+        checks = [check for check in doctor["checks"] if check["name"] == "stale_mount"]
+        assert [check for check in checks if check["mountpoint"] == str(mount.path)] == []
     inside(kind, f"m warm {point} --wait; m why {point}/file; m evict {point}/file")
     text = inside(kind, f"umount -l {point}; m status {point}")
     assert "serving" in text
     assert "not visible in this mount namespace" in text
     umount = f"m umount {point}; ! mountpoint -q {point}; m umount {point}"
     assert inside(kind, umount).endswith("is not mounted\n")
-    assert_served(mount)
-
-
-def assert_not_stale(doctor: dict[str, Any], mount: Mount) -> None:
-    checks = [check for check in doctor["checks"] if check["name"] == "stale_mount"]
-    assert [check for check in checks if check["mountpoint"] == str(mount.path)] == []
+    assert mount.status()["state"] == "serving"
+    assert (mount.path / "file").read_text() == "content"
 
 
 # Several jobs on a node

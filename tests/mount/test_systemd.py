@@ -57,8 +57,7 @@ def directives(unit: str) -> dict[str, list[str]]:
 def units(tmp_path: Path) -> Path:
     """The units in a directory, with a command that is there."""
     for source in UNITS.iterdir():
-        text = source.read_text().replace(COMMAND, "/bin/true")
-        (tmp_path / source.name).write_text(text)
+        (tmp_path / source.name).write_text(source.read_text().replace(COMMAND, "/bin/true"))
     return tmp_path
 
 
@@ -125,17 +124,13 @@ def test_examples_have_known_options() -> None:
 # The daemon, as the unit starts it
 
 
-def command_of(source: Path, mountpoint: Path, options: str) -> list[str]:
-    """The command line of a mount's unit: ``${NAME}`` is one word, whatever is in it."""
-    values = {"SOURCE": str(source), "MOUNTPOINT": str(mountpoint), "OPTIONS": options}
-    words = shlex.split(directives("monarchfs@.service")["ExecStart"][0])
-    assert words[0] == COMMAND
-    return [*MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words[1:])]
-
-
 @needs_mounts
 def test_the_units_command_has_no_empty_word_without_options(tmp_path: Path) -> None:
-    done = execute(command_of(Path("/nowhere"), tmp_path, ""))
+    values = {"SOURCE": "/nowhere", "MOUNTPOINT": str(tmp_path), "OPTIONS": ""}
+    command, *words = shlex.split(directives("monarchfs@.service")["ExecStart"][0])
+    assert command == COMMAND
+    # ``${NAME}`` is one word, whatever is in it.
+    done = execute([*MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words)])
     assert done.returncode == 2
     assert done.stderr == "monarchfs: source /nowhere does not exist: name an existing directory\n"
 

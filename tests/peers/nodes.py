@@ -115,10 +115,8 @@ class Nodes:
         run("umount", str(mount.path))
 
     def until_they_know_each_other(self) -> None:
-        def do() -> bool:
-            return all(answers(peer) for mount in self.mounts.values() for peer in peers(mount))
-
-        wait_for(do, "the peers")
+        mounts = self.mounts.values()
+        wait_for(lambda: all(answers(one) for mount in mounts for one in peers(mount)), "the peers")
 
     def read_bytes(self) -> int:
         return sum(mount.status()["source_io"]["read_bytes"] for mount in self.mounts.values())

@@ -149,8 +149,7 @@ def test_who_comes_later_gets_what_a_tier_has(work: Bench, mixed: Path) -> None:
 def test_opens_are_counted_where_they_were_served(
     work: Bench, source: Path, freshness: str
 ) -> None:
-    options = ("--freshness", freshness, "--prefetch", "access")
-    _, _, b = one_that_has_all(work, source, *options)
+    _, _, b = one_that_has_all(work, source, "--freshness", freshness, "--prefetch", "access")
     read_all(b, source)
     served = b.status()["served"]
     places = ("local", "peer", "source")  # local: a had it copied
@@ -430,15 +429,3 @@ def test_nodes_that_go_through_a_source_ask_it_once(work: Bench, source: Path) -
     go_through(source, last)
     assert operations(nodes) - before < 0.3 * FILES, "it comes later"
     assert nodes.served("peer_names") > 1.2 * FILES
-
-
-def test_changes_show_after_the_ttl(work: Bench, source: Path) -> None:
-    nodes = Nodes(work, source, 2, "--prefetch", "none", "--freshness", "ttl=4")
-    a, b = nodes.mounts.values()
-    go_through(source, a, b)
-    changed = files_of(source)[0]
-    name = changed.relative_to(source)
-    changed.write_bytes(b"changed")
-    wait_for(lambda: os.lstat(b.path / name).st_size == 7, "the change", 20)
-    assert (b.path / name).read_bytes() == b"changed"
-    wait_for(lambda: os.lstat(a.path / name).st_size == 7, "the change", 20)

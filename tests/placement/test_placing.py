@@ -351,8 +351,7 @@ def test_a_large_file_of_up_to_a_quarter_of_the_tier_is_placed_whole(
     eviction: EvictionPolicy,
 ) -> None:
     node = big_node(eviction)
-    size = 100 * MIB - BLOCK
-    assert evicted(node.run(Wanted(50, size, True))) == [20, 21, 22]
+    assert evicted(node.run(Wanted(50, 100 * MIB - BLOCK, True))) == [20, 21, 22]
 
 
 @pytest.mark.parametrize("eviction", TRACKING)

@@ -140,12 +140,7 @@ class Cluster:
         return self.base / "disks" / node
 
     def run(
-        self,
-        node: str,
-        *words: str,
-        user: str | None = None,
-        stdin: str = "",
-        **environment: str,
+        self, node: str, *words: str, user: str | None = None, stdin: str = "", **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = self.machines[node].command(*words, user=user)
         env = {**self.environment, **environment}
@@ -239,8 +234,7 @@ class Cluster:
         (self.base / "hosts").write_text(
             "127.0.0.1 localhost\n" + "".join(f"{self.address(node)} {node}\n" for node in NODES)
         )
-        config = _CONFIG.format(base=self.base, network=_NETWORK)
-        (self.base / "slurm.conf").write_text(config)
+        (self.base / "slurm.conf").write_text(_CONFIG.format(base=self.base, network=_NETWORK))
         self._start_munge()
         self._start_machine("ctl")
         ctl = self.machines["ctl"].pid
@@ -353,8 +347,7 @@ options = "name=GIVEN"
 
 
 def configure(base: Path, more: str = "") -> None:
-    text = SITE.format(base=base, deadline=DEADLINE_SECONDS, more=more)
-    (base / "site.toml").write_text(text)
+    (base / "site.toml").write_text(SITE.format(base=base, deadline=DEADLINE_SECONDS, more=more))
 
 
 @contextmanager

@@ -277,8 +277,7 @@ def test_a_recorder_that_fails_delays_no_epilog(node: Node, number: signal.Signa
     node.configure("record = true")
     node.begin(1, f"monarchfs={node.dataset()}")
     wait_for(lambda: recorded_bytes(node), "the recorder")
-    pattern = f"record {node.path}/run/.*/rec"
-    found = execute(["pgrep", "-f", pattern], check=True)
+    found = execute(["pgrep", "-f", f"record {node.path}/run/.*/rec"], check=True)
     (pid,) = map(int, found.stdout.split())
     assert os.stat(f"/proc/{pid}").st_uid == NOBODY.pw_uid
     os.kill(pid, number)
@@ -354,12 +353,11 @@ def test_a_link_out_of_the_roots_is_not_mounted(node: Node) -> None:
     ("spoil", "said"),
     [
         (lambda node: node.configure("nonsense = 1"), "this key is not known"),
-        (lambda node: node.configure("[[allow]]"), "no directory is named"),
         (lambda node: (node.path / "site.toml").write_text("= 1"), "not TOML"),
         (lambda node: (node.path / "site.toml").unlink(), "there is no configuration"),
         (lambda node: (node.path / "site.toml").chmod(0o666), "can be written by others"),
     ],
-    ids=["key", "value", "toml", "none", "mode"],
+    ids=["key", "toml", "none", "mode"],
 )
 def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, said: str) -> None:
     spoil(node)
@@ -688,8 +686,7 @@ def test_a_link_that_comes_after_the_look_changes_nothing(
     wanted = WantedDataset(Request(data), "X", by_site=False)
     point = mount_for(site, job, wanted, USER, time.monotonic() + 30)
     assert bait.way.is_symlink()
-    look = as_user(USER.name, ["cat", f"{point}/which"])
-    assert execute(look, check=True).stdout == "inside"
+    assert execute(as_user(USER.name, ["cat", f"{point}/which"]), check=True).stdout == "inside"
     assert node.mounts() == [point]
     assert f'"source": "{data}"' in run("status", point, "--json").stdout
 

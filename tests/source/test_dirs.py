@@ -186,10 +186,7 @@ def test_a_stale_directory_is_opened_again(
     directory = ref(root, b"d")
     posix.stat(directory, b"f")
     before = open_descriptors()
-
-    def stale(*_: object, **__: object) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
+    stale = Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stale)
         with pytest.raises(OSError, match="Stale"):

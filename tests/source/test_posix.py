@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -185,10 +186,7 @@ def test_advice_that_is_not_taken_costs_no_read(
 ) -> None:
     (root / "f").write_bytes(b"data")
     fd, st = posix.open(ref(root), b"f")
-
-    def refuse(*_arguments: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "not here")
-
+    refuse = Mock(side_effect=OSError(errno.EOPNOTSUPP, "not here"))
     monkeypatch.setattr(os, "posix_fadvise", refuse)
     for read in (posix.read, posix.read_once, posix.read_for_reader):
         assert read(fd, 0, 4) == (b"data", st.version)

@@ -357,8 +357,7 @@ def test_a_list_torn_or_damaged_at_every_byte(path: Path, begun: Tier) -> None:
 @given(st.binary(max_size=200), st.booleans())
 def test_any_bytes_are_a_list_of_nothing(data: bytes, begins_well: bool) -> None:
     batch = listed.batch(ONE, [row(1, 0)]) if begins_well else b""
-    found = listed.rows(ONE, batch + data, 0)
-    assert [each.name for each in found] == [name_of(1)] * begins_well
+    assert [each.name for each in listed.rows(ONE, batch + data, 0)] == [name_of(1)] * begins_well
 
 
 rows_of_any_place = st.lists(
@@ -397,8 +396,7 @@ def test_of_a_huge_list_little_is_read(path: Path, begun: Tier) -> None:
     with open(path / LIST, "wb") as file:
         for _ in range(2 * listed.MAX_BYTES // len(batch)):
             file.write(batch)
-    found = begun.segments.noted(ONE)
-    assert [each.offset for each in found] == [n * 4096 for n in range(16)]
+    assert [each.offset for each in begun.segments.noted(ONE)] == [n * 4096 for n in range(16)]
     # A number of rows that no memory could hold.
     header = listed._HEADER.pack(b"mfsl", 1, 2**32 - 1, 0)
     (path / LIST).write_bytes(header + bytes(1000))

@@ -9,8 +9,9 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
@@ -36,14 +37,6 @@ from tests.support.on_disk import Place, cached_pages, spoil
 
 GOOD = checksum(b"good")
 MIB = 1024 * KIB
-
-
-def reopen(tier: Tier, path: Path) -> bool:
-    fd = os.open(path, os.O_PATH | os.O_DIRECTORY)
-    try:
-        return tier.reopen(fd)
-    finally:
-        os.close(fd)
 
 
 def test_each_field_of_the_version_is_in_the_name() -> None:
@@ -302,11 +295,8 @@ def test_a_disk_that_does_not_give_the_bytes_is_no_answer(
     tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier.files.write_whole(NAME, b"good")
-
-    def preadv(fd: int, buffers: object, offset: int) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
+    monkeypatch.setattr(os, "preadv", failing)
     with pytest.raises(OSError, match="Input/output") as error:
         tier.files.verify(NAME, GOOD, 4)
     assert not isinstance(error.value, ReplicaLost)
@@ -361,19 +351,12 @@ def test_a_probe_leaves_nothing_and_removes_what_a_crash_left(
     assert (tmp_path / "elsewhere").exists()
 
 
-def failing(code: int) -> Callable[..., None]:
-    def fail(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fail
-
-
 def test_a_probe_reports_what_fails(
     path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("pwrite", "fsync", "pread"):
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, failing(errno.EIO))
+            patch.setattr(os, name, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
             with pytest.raises(OSError, match="Input/output"):
                 tier.probe()
     with monkeypatch.context() as patch:

@@ -115,8 +115,7 @@ def only_these(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
 
 def healthy() -> Report:
     """The report of a mount that serves and copies nothing; its keys are those of a real one."""
-    text = Path(__file__).with_name("status.json").read_text()
-    report: Report = json.loads(text)
+    report: Report = json.loads(Path(__file__).with_name("status.json").read_text())
     return report
 
 

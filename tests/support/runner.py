@@ -4,7 +4,6 @@ and that can be left as a process leaves that is killed."""
 from __future__ import annotations
 
 import errno
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -19,8 +18,6 @@ from monarchfs.fs.files import FileHandle
 from monarchfs.types import IndexUnusable, IndexWriteError
 from tests.support.faults import Gate
 from tests.support.mirror import Area, Mirror, until
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -74,8 +74,7 @@ def _trial_as_user() -> subprocess.CompletedProcess[str]:
 @cache
 def no_namespaces() -> str:
     """Why root can have no mount namespace here that leaves the mounts of others alone."""
-    words = ["unshare", "--mount", "--propagation", "private", "true"]
-    tried = execute(words)
+    tried = execute(["unshare", "--mount", "--propagation", "private", "true"])
     if tried.returncode == 0:
         return ""
     if os.geteuid() == 0 and "propagation" in tried.stderr:

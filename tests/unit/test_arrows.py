@@ -72,14 +72,9 @@ def includes() -> dict[str, set[str]]:
     return found
 
 
-def may_import() -> dict[str, set[str]]:
-    """The table of ARCHITECTURE: each unit, and what it may import."""
-    table = ARCHITECTURE.read_text("utf-8").partition("| unit | holds | may import |")[2]
-    return {unit: set(re.findall(r"`(\w+)`", names)) for unit, names in ROW.findall(table)}
-
-
 INCLUDES = includes()
-MAY_IMPORT = may_import()
+TABLE = ARCHITECTURE.read_text("utf-8").partition("| unit | holds | may import |")[2]
+MAY_IMPORT = {unit: set(re.findall(r"`(\w+)`", names)) for unit, names in ROW.findall(TABLE)}
 
 
 def test_the_table_has_every_unit_and_only_what_it_imports() -> None:

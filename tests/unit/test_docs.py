@@ -216,8 +216,7 @@ def test_the_man_pages_have_every_command_and_option(pages: list[Path]) -> None:
 @surroundings.program("groff", "groff-base")
 def test_groff_has_nothing_to_complain_about(pages: list[Path]) -> None:
     for page in pages:
-        words = ["groff", "-man", "-ww", "-Tascii", "-P-cbou", str(page)]
-        done = execute(words, check=True)
+        done = execute(["groff", "-man", "-ww", "-Tascii", "-P-cbou", str(page)], check=True)
         assert done.stderr == ""
         assert "monarchfs mount" in done.stdout or page.name == "mount.monarchfs.8"
         assert "/lustre/imagenet" in done.stdout

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -91,9 +92,7 @@ def test_without_groups_the_machine_limits(tree: Tree, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [OSError(), ValueError(), KeyError("MemTotal"), RuntimeError()])
 def test_a_machine_that_does_not_tell(tree: Tree, error: Exception) -> None:
-    def fails() -> tuple[int, int]:
-        raise error
-
+    fails = Mock(side_effect=error)
     probe = MemoryProbe(str(tree.root), fails)
     assert probe.read() == (UNLIMITED, UNLIMITED, "nothing known")
     assert MemoryProbe(str(tree.root / "nothing"), fails).read().available_bytes == UNLIMITED
@@ -185,8 +184,7 @@ def test_version_1_counts_the_groups_below(tree: Tree) -> None:
 
 
 def test_a_controller_mounted_with_others(tree: Tree) -> None:
-    mount = "35 31 0:32 / /cg/both\\040of rw - cgroup cgroup rw,cpu,memory"
-    tree.mounts(mount)
+    tree.mounts("35 31 0:32 / /cg/both\\040of rw - cgroup cgroup rw,cpu,memory")
     tree.groups("4:cpu,memory:/job:1")
     tree.write("cg/both of/job:1/memory.limit_in_bytes", str(10 * MIB))
     tree.write("cg/both of/job:1/memory.usage_in_bytes", str(4 * MIB))
@@ -231,8 +229,7 @@ def test_a_missing_account_reclaims_nothing(tree: Tree) -> None:
 )
 def test_groups_that_make_no_sense(tree: Tree, line: str) -> None:
     tree.mounts(V1_MOUNT.format(root="/"), V2_MOUNT.format(root="/"))
-    text = line.encode("utf-8", "surrogatepass")
-    (tree.root / "proc/self/cgroup").write_bytes(text + b"\n")
+    (tree.root / "proc/self/cgroup").write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
     assert tree.read() == MACHINE
 
 

@@ -161,8 +161,7 @@ class Threads:
         return file
 
     def send(self, opcode: int, unique: int, ino: int, body: bytes) -> None:
-        header = IN.pack(IN.size + len(body), opcode, unique, ino, 0, 0, 1, 0, 0)
-        self.kernel.send(header + body)
+        self.kernel.send(IN.pack(IN.size + len(body), opcode, unique, ino, 0, 0, 1, 0, 0) + body)
 
     def ask(self, unique: int, ino: int, offset: int, size: int) -> None:
         self.send(FUSE_READ, unique, ino, READ.pack(0, offset, size, 0, 0, 0, 0))
@@ -723,8 +722,7 @@ def revalidating(directory: Path) -> None:
         stat = SourceStat.of(path.stat(), source.stat().st_dev)
         node = Node(ino, stat, 5, b"a", 0, False, b"")
         hooks.names_put(5, b"a", 0.0, asked_about, node)
-        packed = packing.entry(Entry(node, 0, 1))
-        return packed[:40]
+        return packing.entry(Entry(node, 0, 1))[:40]
 
     def look_up(parent: int = 5, name: bytes = b"a") -> None:
         threads.send(FUSE_LOOKUP, 4, parent, name + b"\0")

@@ -295,8 +295,7 @@ def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Moun
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for _ in range(2):
-            report = json.loads(process.stdout.readline())
-            assert report["files"]["resident"] == 5
+            assert json.loads(process.stdout.readline())["files"]["resident"] == 5
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
 
@@ -342,16 +341,6 @@ ENDS = {
 }
 
 
-@contextmanager
-def without_reader() -> Iterator[int]:
-    reading, writing = os.pipe()
-    os.close(reading)
-    try:
-        yield writing
-    finally:
-        os.close(writing)
-
-
 def ended(
     *arguments: str,
     shell: str = 'exec "$@"',
@@ -376,7 +365,9 @@ def ended(
 
 def through(end: str, *arguments: str) -> tuple[int, str]:
     """A command whose standard error is as ``end`` says."""
-    with without_reader() as broken:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as broken:
         stderr = broken if end == "no reader" else subprocess.DEVNULL
         return ended(*arguments, shell=ENDS[end], stderr=stderr)[:2]
 
