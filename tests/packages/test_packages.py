@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -258,6 +259,15 @@ def test_each_package_has_the_class_that_spack_looks_for() -> None:
         for call in calls(path, "version") if path.parent.name != "monarchfs" else ():
             (digest,) = [word.value for word in call.keywords if word.arg == "sha256"]
             assert re.fullmatch("[0-9a-f]{64}", ast.literal_eval(digest))
+
+
+def test_the_programs_of_the_bundle_are_modules_that_can_be_run() -> None:
+    build = (REPOSITORY / "packaging" / "bundle" / "build").read_text()
+    (programs,) = re.findall(r"for program in (.*); do", build)
+    for word in programs.split():
+        program, module = word.split(":")
+        done = execute([sys.executable, "-I", "-m", module, "--help"])
+        assert program in done.stdout, done.stderr
 
 
 def test_the_container_takes_the_bundle() -> None:
