@@ -21,19 +21,23 @@ LITTLE_ROOM = 256 * MOST_BYTES
 """With less room in the tiers, some may not be copied."""
 
 
+AT_FIRST, MOST = 64, 256
+
+
 class OpenFirst:
-    """Changing: whether most of the files that were found last were small."""
+    """Changing: ``_more``, of the files that were found last, how many more are small than are not,
+    from -MOST to MOST."""
 
     def __init__(self, cache: Cache, *, possible: bool) -> None:
         """``possible``: all that is found is copied by this node."""
         self._cache = cache
         self._possible = possible
-        self._small = True
+        self._more = AT_FIRST
 
     @property
     def most_bytes(self) -> int:
         """Up to which size; 0: none."""
-        if not (self._possible and self._small):
+        if not self._possible or self._more <= 0:
             return 0
         rooms = self._cache.usage.room_for(0)[1]
         room = sum(one.room.bytes for one in rooms if one.out_of_service is None)
@@ -41,6 +45,7 @@ class OpenFirst:
 
     def note_found(self, nodes: Iterable[Node | None]) -> None:
         """These were found, one after the other."""
-        sizes = [node.stat.size for node in nodes if node is not None and node.stat.is_regular]
-        if sizes:
-            self._small = 2 * sum(0 < size <= MOST_BYTES for size in sizes) > len(sizes)
+        for node in nodes:
+            if node is not None and node.stat.is_regular:
+                more = self._more + (1 if 0 < node.stat.size <= MOST_BYTES else -1)
+                self._more = max(-MOST, min(more, MOST))
