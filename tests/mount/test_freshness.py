@@ -146,7 +146,7 @@ def bring(mount: Mount) -> None:
     """Have all names asked for, most of which nobody has looked up."""
     for name in CHANGES:
         os.listdir(mount.path / name)
-        for number in range(12):
+        for number in range(24):
             (mount.path / name / f"{number:02}").lstat()
     all_names = NAMES * len(CHANGES)
     wait_for(lambda: mount.status()["source_io"]["operations"] > all_names, "all to be asked for")
