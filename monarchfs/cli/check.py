@@ -16,14 +16,13 @@ from monarchfs.cli.output import counted
 from monarchfs.config.places import search_of
 from monarchfs.control.client import request
 from monarchfs.slurm.leftovers import is_unserved
-from monarchfs.supervisor.recover import FoundMount, find_all, remove_by_force
+from monarchfs.supervisor.recover import FoundMount, find_all
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.escaping import printable
 from monarchfs.system.process_stat import stat_fields
 from monarchfs.types import MonarchError
 
 _ASK_SECONDS = 1.0
-_REMOVE_SECONDS = 2.0
 _STOPPED = b"T"
 """The state of a process (proc_pid_stat(5)) that only a signal ends. D, waiting in the kernel, may
 pass: a node that swaps is no reason."""
@@ -58,7 +57,9 @@ def _trouble(found: FoundMount, deadline: float) -> Sequence[str]:
     if left <= 0:
         return "word", f"{where} was not looked at in time"
     if found.mount is not None and not found.supervisor_alive:
-        return _cleared(found, deadline)
+        # Whose jobs still run get errors, not an empty directory: gc unmounts it after them.
+        dead = "has died" if is_unserved(found) else "is not to be found"
+        return "word", f"the daemon of {where} {dead}: monarchfs gc unmounts it"
     if found.registered is None or found.other_owner is not None:
         return "", ""
     pid = found.registered.entry.supervisor_pid
@@ -75,16 +76,6 @@ def _trouble(found: FoundMount, deadline: float) -> Sequence[str]:
         return "wrong", f"the daemon of {where} is stopped: continue it with kill -CONT {pid}"
     state = str(status.get("state"))
     return ("", "") if state == "serving" else ("word", f"{where}: {state}")
-
-
-def _cleared(found: FoundMount, deadline: float) -> Sequence[str]:
-    """A mount whose daemon seems to be gone: it is removed if the kernel says so, too."""
-    if not is_unserved(found):
-        return "word", f"the daemon of {found.mountpoint} is not to be found"
-    until = min(deadline, time.monotonic() + _REMOVE_SECONDS)
-    if remove_by_force(found, until).gone:
-        return "word", f"the daemon of {found.mountpoint} had died: it was unmounted"
-    return "wrong", f"{found.mountpoint} has no daemon: try umount -l {found.mountpoint} as root"
 
 
 def _state(pid: int) -> bytes:

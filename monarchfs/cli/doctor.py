@@ -122,7 +122,9 @@ def _conclusion(result: Mapping[str, Any]) -> str:
     said = f"{can}: {', '.join(parts) or 'all is well'}"
     if "can_run" not in result:
         return said
-    return f"monarchfs run {'works' if result['can_run'] else 'does not work'} here; {said}"
+    if result["can_run"]:
+        return f"monarchfs run works here; monarchfs mount, which it does not need: {said}"
+    return f"monarchfs run does not work here; {said}"
 
 
 def _print_check(check: Check) -> None:

@@ -61,7 +61,7 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
                 owner = int(facts.get("uid", 0)), str(facts.get("user", job.user))
                 epilog.run_epilog(site, replace(job, uid=owner[0], user=owner[1]))
             case "prolog":
-                prolog.run_prolog(site, job)
+                environment = prolog.run_prolog(site, job)
             case "epilog":
                 epilog.run_epilog(site, job)
             case "sweep":
@@ -73,6 +73,11 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         why = str(error)
     except Exception:
         log.exception("unexpected error")
+    if arguments.what == "prolog" and environment is None:
+        try:
+            prolog.tell_without_mount(site or Site(), job, why)
+        except (MonarchError, OSError) as error:
+            log.error("job %s of %s is told nothing: %s", job.id, job.user, error)
     if arguments.what == "begin":
         if environment is None:
             environment = prolog.environment_without_mount(site or Site(), job, why)

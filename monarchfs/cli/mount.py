@@ -83,7 +83,7 @@ def say_where_copies_lie(settings: Settings, places: DefaultPlaces) -> None:
     if not settings.tier and places.reason:
         memory = " (in memory)" if storage_of(places.cache_dir) == "memory" else ""
         where = f"copies lie in {places.cache_dir}{memory}, because {places.reason}"
-        complain(f"{where}: name another directory with --tier PATH=SIZE", 0)
+        complain(f"{where} (--tier PATH=SIZE names another directory)", 0)
 
 
 def _descriptor(text: str | None) -> int | None:

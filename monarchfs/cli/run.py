@@ -230,6 +230,8 @@ def _summary(source: str, status: Mapping[str, Any] | None) -> str:
     local = served.get("local_opens", 0)
     remote = served.get("peer_opens", 0) + served.get("source_opens", 0)
     read = status.get("source_io", {}).get("read_bytes", 0)
+    if not local + remote:
+        return f"{source}: the command opened no file there: does it read another path?"
     return (
         f"{source}: {format_share(local, local + remote)} of {format_count(local + remote)} opens"
         f" were local, {format_bytes(read)} read from the source,"

@@ -72,6 +72,8 @@ _KERNEL = re.compile(
 _LIBRARIES = ("pyfuse3", "trio", "lmdb", "psutil", "xxhash", "prometheus-client", "rich")
 _OF_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_JOB_NUM_NODES", "SLURMD_NODENAME")
 _ERRORS = frozenset(os.strerror(number) for number in errno.errorcode)
+_SALT = os.urandom(16)
+"""So that nobody can compare a digest with those of guessed names."""
 _QUOTED = re.compile(r"""(?:(?<!\w)|(?<=\bb))(?<!File )(['"])((?:\\.|(?!\1)[^\\\n])+)\1""")
 
 
@@ -205,7 +207,7 @@ def _digests(path: str) -> str:
     """One for each component."""
     parts = (os.fsencode(printable(part)) for part in path.split("/"))
     return "/".join(
-        f"#{blake2b(part, digest_size=4).hexdigest()}" if part else "" for part in parts
+        f"#{blake2b(part, digest_size=4, key=_SALT).hexdigest()}" if part else "" for part in parts
     )
 
 
@@ -268,8 +270,8 @@ def readme_of(subject: Subject, parts: Sequence[CollectedPart], *, with_names: b
         "Names of files below them are in it."
         if with_names
         else "Names of files below them are replaced by digests (#0123abcd), equal names by equal"
-        "\nones. Who guesses a name can compare its digest. In logs, all that stands in quotation"
-        "\nmarks is replaced, and behind a name perhaps the rest of the line."
+        "\nones. In logs, all that stands in quotation marks is replaced, and behind a name perhaps"
+        "\nthe rest of the line. Other paths are as they are: home, tiers, options, other mounts."
     )
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     lines = [

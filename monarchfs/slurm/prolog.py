@@ -17,7 +17,7 @@ from monarchfs.config.settings import escape_option
 from monarchfs.slurm import caches, daemon, recordings
 from monarchfs.slurm.job import Job, Request
 from monarchfs.slurm.peers import follow_job, sharing_options
-from monarchfs.slurm.records import locked, prepare, write_record, write_text
+from monarchfs.slurm.records import locked, make_directory, prepare, write_record, write_text
 from monarchfs.slurm.shares import Dataset, Share, record_of, resolve, share_key, user_of_job
 from monarchfs.slurm.site import Site, is_below
 from monarchfs.supervisor.recover import FoundMount, remove_by_force, unmount_found
@@ -96,6 +96,17 @@ def environment_without_mount(site: Site, job: Job, why: str) -> dict[str, str]:
     """The variables of a job for which nothing could even be tried. Pure."""
     wanted = datasets_of(site, job)
     return environment_of(wanted, [one.request.path for one in wanted], [job.mistake or why])
+
+
+def tell_without_mount(site: Site, job: Job, why: str) -> None:
+    """Write these for the job, unless it wants no dataset. Raises OperationError, OSError."""
+    if not datasets_of(site, job) and job.mistake is None:
+        return
+    for path in (site.run_dir, site.environments):
+        make_directory(path, 0o711)
+    environment = environment_without_mount(site, job, why)
+    text = environment_lines(environment, by_slurm=job.by_slurm)
+    write_text(site.environment(job.id), text, mode=0o400, owner=job.uid)
 
 
 def sweep_words(site: Site) -> list[str]:

@@ -229,7 +229,8 @@ def test_grid_engine_and_health_checks(node: Node, monkeypatch: pytest.MonkeyPat
     done = run("check", "--node")
     assert (done.returncode, "FAILED: the daemon" in done.stdout) == (1, True)
     os.kill(supervisor, signal.SIGKILL)
-    wait_for(lambda: f"{root} had died: it was unmounted" in run("check").stdout, "the check")
+    wait_for(lambda: f"{root} has died: monarchfs gc" in run("check").stdout, "the check")
+    assert node.mounts() == [root], "its jobs are to get errors, not an empty directory"
     script("epilog", "3")
     assert node.mounts() == node.left() == []
     done = run("report", "12.3", "--dir", f"{node.path}/reports", "--json")
@@ -364,7 +365,11 @@ def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, 
     # Where it logs is not known then: it is the usual place.
     usual = Path("/var/log/monarchfs/slurm.log")
     existed, size = usual.parent.exists(), usual.stat().st_size if usual.exists() else 0
-    node.job("prolog", 1, f"monarchfs={node.dataset()}")
+    data, told = node.dataset(), Path("/run/monarchfs/slurm/env/4000000001")
+    made = next((one for one in reversed(told.parents[:3]) if not one.exists()), told)
+    node.job("prolog", 4_000_000_001, f"monarchfs={data}")
+    assert f"export MONARCHFS_ROOT={data}\n" in told.read_text()
+    shutil.rmtree(made) if made.is_dir() else made.unlink()
     with open(usual, encoding="utf-8") as log:
         log.seek(size)
         assert said in log.read()

@@ -486,13 +486,19 @@ def test_the_scripts_end_after_the_deadline_and_before_slurm_gives_up(step: str)
 def test_the_task_prolog_prints_what_the_prolog_wrote(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "env").mkdir()
     (tmp_path / "env" / "12").write_text("export A=b\n")
+    # Those of the job that submitted this one do not count.
+    old = {"MONARCHFS_ROOT": "/old", "MONARCHFS_DATA_A_2": "/old", "MONARCHFS_TIER": "/t=1G"}
+    unset = "unset MONARCHFS_DATA_A_2\nunset MONARCHFS_ROOT\n"
     for job, said in (("12", "export A=b\n"), ("13", ""), ("../env/12", ""), ("", "")):
-        done = execute(
-            [str(installed / SCRIPTS / "task_prolog")],
-            env={"SLURM_JOB_ID": job, "MONARCHFS_RUN": str(tmp_path)},
-            check=True,
-        )
-        assert done.stdout == said
+        for more in ({}, old):
+            done = execute(
+                [str(installed / SCRIPTS / "task_prolog")],
+                env={"SLURM_JOB_ID": job, "MONARCHFS_RUN": str(tmp_path), **more},
+                check=True,
+            )
+            lines = done.stdout.splitlines(keepends=True)
+            is_job = more and job.isdecimal()
+            assert "".join(sorted(lines)) == said + (unset if is_job else "")
 
 
 def test_the_example_is_there_and_the_plugin_where_slurm_looks(installed: Path) -> None:
