@@ -100,13 +100,11 @@ def environment_without_mount(site: Site, job: Job, why: str) -> dict[str, str]:
 
 def tell_without_mount(site: Site, job: Job, why: str) -> None:
     """Write these for the job, unless it wants no dataset. Raises OperationError, OSError."""
-    if not datasets_of(site, job) and job.mistake is None:
-        return
-    for path in (site.run_dir, site.environments):
-        make_directory(path, 0o711)
-    environment = environment_without_mount(site, job, why)
-    text = environment_lines(environment, by_slurm=job.by_slurm)
-    write_text(site.environment(job.id), text, mode=0o400, owner=job.uid)
+    wanted = datasets_of(site, job)
+    if wanted or job.mistake is not None:
+        for path in (site.run_dir, site.environments):
+            make_directory(path, 0o711)
+        _tell(site, job, wanted, [one.request.path for one in wanted], [job.mistake or why])
 
 
 def sweep_words(site: Site) -> list[str]:
