@@ -28,6 +28,7 @@ from monarchfs.slurm.inventory import (
 from monarchfs.slurm.job import node_name
 from monarchfs.slurm.leftovers import Sweeper, running_jobs
 from monarchfs.slurm.records import prepare, remove_tree
+from monarchfs.slurm.shares import Share
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.supervisor.recover import find_all, find_private
 from monarchfs.system.escaping import printable
@@ -197,7 +198,11 @@ def _remove(cache: LocalCache, site: Site | None) -> str | None:
             return None
         prepare(site)
         if not discard(site, key, "as root asked"):
-            return "a job uses it"
+            jobs = Share(site, key).jobs()
+            if not jobs:
+                return "a mount uses it, or is about to: unmount that first"
+            used = f"job {', '.join(map(str, jobs))} uses it"
+            return f"{used}: if it is over, monarchfs job sweep --without {jobs[0]}"
         for path in trash_in(site):
             remove_tree(path)
         return None
