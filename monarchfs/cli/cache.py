@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any
 
 from monarchfs.cli.output import plural, show_result
-from monarchfs.config.places import ROOT_CACHE_DIR, search_of
+from monarchfs.config.places import ROOT_CACHE_DIR, search_of, user_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.caches import all_caches, discard, trash_in
 from monarchfs.slurm.inventory import (
@@ -22,7 +22,6 @@ from monarchfs.slurm.inventory import (
     LocalCache,
     remove_cache,
     source_gone,
-    user_of,
     users_of_node,
 )
 from monarchfs.slurm.job import node_name

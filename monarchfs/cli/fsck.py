@@ -15,8 +15,7 @@ from typing import Any
 
 from monarchfs.cli.output import Progress, show_result
 from monarchfs.config import User
-from monarchfs.config.places import dataset_id
-from monarchfs.slurm.inventory import user_of
+from monarchfs.config.places import dataset_id, user_of
 from monarchfs.supervisor.directories import (
     LOCK,
     OPEN_DIRECTORY,

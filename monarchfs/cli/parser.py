@@ -665,9 +665,9 @@ node with a report in the directory. Only the job's user and root may read a rep
   monarchfs check --node
 
 Exit code 1, and a line that begins with monarchfs: FAILED, only for what jobs would suffer from and
-what does not pass by itself: a dead mount that cannot be unmounted, a daemon of root's that is
-stopped by a signal. Everything else is 0 and monarchfs: OK, also what was not found out in time. As
-root it looks at all mounts, and unmounts dead ones, as gc does. See docs/BATCH.md.""",
+what does not pass by itself: a daemon of root's that is stopped by a signal. Everything else is 0
+and monarchfs: OK, also what was not found out in time. It changes nothing. As root it looks at all
+mounts. See docs/BATCH.md.""",
     "gc": """\
   monarchfs gc --dry-run
   sudo monarchfs gc

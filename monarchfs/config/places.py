@@ -174,6 +174,16 @@ def known_user(uid: int) -> User:
     return _user_of(pwd.getpwuid(uid))
 
 
+def user_of(uid: int, gid: int = 65534) -> User:
+    """A user by number; with the group ``gid`` if the node does not know the user (any more)."""
+    if uid == os.geteuid():
+        return current_user()
+    try:
+        return known_user(uid)
+    except KeyError:
+        return User(str(uid), uid, gid)
+
+
 def _user_of(entry: pwd.struct_passwd) -> User:
     groups = tuple(os.getgrouplist(entry.pw_name, entry.pw_gid))
     return User(entry.pw_name, entry.pw_uid, entry.pw_gid, groups)

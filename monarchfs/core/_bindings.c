@@ -91,23 +91,19 @@ static PyObject *py_misses_put(PyObject *Py_UNUSED(self), PyObject *args)
 					  (const unsigned char *)replica));
 }
 
-static PyObject *py_misses_peers(PyObject *Py_UNUSED(self), PyObject *capsule)
-{
-	miss_peers *read = (miss_peers *)PyCapsule_GetPointer(capsule, MISS_PEERS);
-	if (!read)
-		return NULL;
-	misses_peers(read);
-	Py_RETURN_NONE;
-}
+/* It gets a function of another module, in a capsule of that name. */
+#define TELLS_FUNCTION(name, type, capsule_name) \
+	static PyObject *py_##name(PyObject *Py_UNUSED(self), PyObject *capsule) \
+	{ \
+		type *function = (type *)PyCapsule_GetPointer(capsule, capsule_name); \
+		if (!function) \
+			return NULL; \
+		name(function); \
+		Py_RETURN_NONE; \
+	}
 
-static PyObject *py_misses_opened(PyObject *Py_UNUSED(self), PyObject *capsule)
-{
-	small_opened *take = (small_opened *)PyCapsule_GetPointer(capsule, SMALL_OPENED);
-	if (!take)
-		return NULL;
-	misses_opened(take);
-	Py_RETURN_NONE;
-}
+TELLS_FUNCTION(misses_peers, miss_peers, MISS_PEERS)
+TELLS_FUNCTION(misses_opened, small_opened, SMALL_OPENED)
 
 ASKS_OF_NUMBER(misses_has, bool_of)
 TELLS(misses_forget_all)

@@ -35,7 +35,7 @@ import psutil
 from monarchfs import __version__
 from monarchfs.config import Config, User
 from monarchfs.config.files import SYSTEM_FILE
-from monarchfs.config.places import DefaultPlaces, Search, known_user
+from monarchfs.config.places import DefaultPlaces, Search, user_of
 from monarchfs.control.client import request
 from monarchfs.doctor.checks import Check
 from monarchfs.doctor.run import examine, summary
@@ -109,10 +109,7 @@ class Subject:
         uid = self.found.mount.user_id if self.found.mount is not None else None
         if uid is None:
             uid = self.found.registered.entry.uid if self.found.registered else os.geteuid()
-        try:
-            return known_user(uid)
-        except KeyError:  # a container's arbitrary uid
-            return User(str(uid), uid, os.getegid())
+        return user_of(uid)
 
     def daemons(self) -> list[int]:
         """The supervisor and its children, the supervisor first; empty where they are not seen."""

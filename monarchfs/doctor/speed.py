@@ -147,7 +147,7 @@ def measure_source(root: str, threads: int) -> SourceRates:
     """Reads some files of ``root``, past the page cache if possible; leaves out those that cannot
     be read, or that only an archive has (Lustre HSM). Takes about LOOK_SECONDS + 2 PHASE_SECONDS
     if the source answers."""
-    files = _some_files(root)
+    files = some_files(root)
     opened = _opens(
         [path for path, size in files if 0 < size <= SMALL_BYTES] or [path for path, _size in files]
     )
@@ -193,7 +193,7 @@ def nameless_file(directory: str) -> int:
     return fd
 
 
-def _some_files(root: str) -> list[tuple[str, int]]:
+def some_files(root: str) -> list[tuple[str, int]]:
     """Some files below ``root`` with their sizes, found breadth first within LOOK_SECONDS."""
     end = time.monotonic() + LOOK_SECONDS
     found: list[tuple[str, int]] = []
@@ -221,7 +221,7 @@ def _opens(paths: list[str]) -> list[float]:
     for path in paths[:: max(1, len(paths) // 200)]:
         if time.monotonic() > end:
             break
-        if (opened := _open_cold(path)) is None:
+        if (opened := open_cold(path)) is None:
             continue
         fd, seconds = opened
         begun = time.monotonic()
@@ -248,7 +248,7 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     def read(number: int) -> None:
         while goes_on(number):
             try:
-                opened = _open_cold(left.popleft())
+                opened = open_cold(left.popleft())
             except IndexError:
                 return
             if opened is None:
@@ -268,7 +268,7 @@ def _read_all(paths: list[str], threads: int) -> tuple[int, float]:
     return sum(totals), max(time.monotonic() - begun, 1e-9)
 
 
-def _open_cold(path: str) -> tuple[int, float] | None:
+def open_cold(path: str) -> tuple[int, float] | None:
     """A file that was dropped from memory, and the seconds of opening it. None if it cannot be
     read, or if that would bring it back from an archive, or might."""
     begun = time.monotonic()

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import random
-import shutil
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from monarchfs.config import Config
 from monarchfs.doctor.checks import Check, ok, problem, split_remedy
+from monarchfs.doctor.speed import open_cold, some_files
 from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.preflight import nearest
 from monarchfs.system.bounded import bounded_value
@@ -26,7 +26,6 @@ _READ_BYTES = 1 << 20
 """Of each file."""
 _SIZES = (1000, 100_000, 3 << 20)
 _LOOK_SECONDS = 10.0
-_MOST_NAMES = 10_000
 _TIER_SIZE = "64M"
 _END_SECONDS = 10.0
 
@@ -37,18 +36,13 @@ def run_trial(config: Config, timeout: float) -> Check:
     mount is this process's own."""
     place = nearest(config.tiers[0].path)
     try:
-        work = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-    except OSError as error:
-        remedy = "name a directory on a local disk with --tier"
-        return problem("run", f"cannot write to {place}: {error.strerror}", remedy)
-    try:
-        return _tried(config.source, work, time.monotonic() + timeout)
+        with tempfile.TemporaryDirectory(prefix=PREFIX, dir=place) as work:
+            return _tried(config.source, Path(work), time.monotonic() + timeout)
     except OperationError as error:
         return problem("run", *split_remedy(str(error)))
     except OSError as error:
-        return problem("run", f"{error.filename or place}: {error.strerror}")
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        remedy = "name a directory on a local disk with --tier"
+        return problem("run", f"{error.filename or place}: {error.strerror}", remedy)
 
 
 def _tried(given: str, work: Path, deadline: float) -> Check:
@@ -56,7 +50,7 @@ def _tried(given: str, work: Path, deadline: float) -> Check:
     names, expected = bounded_value(
         lambda: _some_of(source),
         timeout=max(0.1, min(_LOOK_SECONDS, deadline - time.monotonic())),
-        overdue=f"{source} did not answer within {_LOOK_SECONDS:g} s: check its file system",
+        overdue=f"{source} did not answer in time: check its file system",
     )
     report = work / "report"
     words = ["--strict", "--json", str(report), "--state-dir", str(work / "state")]
@@ -107,23 +101,19 @@ def _made(directory: Path) -> str:
 
 
 def _some_of(source: str) -> tuple[list[str], str]:
-    """The paths of the first files found, and the digest of what a command is to read of them.
-    Raises OperationError where there is none."""
+    """The paths of some files, and the digest of what a command is to read of them. Not of those
+    that a read would bring back from an archive. Raises OperationError where there is none."""
     names: list[str] = []
-    looked_at = 0
-    for directory, _directories, files in os.walk(source):
-        paths = [os.path.join(directory, name) for name in sorted(files)]
-        names += [path for path in paths if os.path.isfile(path) and os.access(path, os.R_OK)]
-        looked_at += len(files) + 1
-        if len(names) >= _MOST_FILES or looked_at > _MOST_NAMES:
-            break
+    content = b""
+    for path, size in some_files(source):
+        opened = open_cold(path) if size and len(names) < _MOST_FILES else None
+        if opened is not None:
+            os.set_blocking(opened[0], True)
+            with open(opened[0], "rb") as file:
+                content += file.read(_READ_BYTES)
+            names.append(path)
     if not names:
         raise OperationError(f"no file that can be read was found in {source}: name another source")
-    names = names[:_MOST_FILES]
-    content = b""
-    for name in names:
-        with open(name, "rb") as file:
-            content += file.read(_READ_BYTES)
     return names, _digest(2 * content)
 
 

@@ -85,7 +85,7 @@ class Xattrs:
         self._absent: dict[_Kind, int] = {}
         self._unlisted: set[int] = set()
         self._labelled = False
-        self.name_seconds = 0.0
+        self.name_seconds = 0.0  # not known
         self._statahead = Statahead(nursery, tree.index, self)
         self.on_plain: Listeners[[list[int]]] = Listeners()
         """Hear of regular files on the source's own file system that have no attribute of

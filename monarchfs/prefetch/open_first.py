@@ -20,13 +20,13 @@ MOST_WAITING = 256
 LITTLE_ROOM = 256 * MOST_BYTES
 """With less room in the tiers, some may not be copied."""
 
-
 AT_FIRST, MOST = 64, 256
+"""So many large files are opened in vain before the first look without that; and later."""
 
 
 class OpenFirst:
-    """Changing: ``_more``, of the files that were found last, how many more are small than are not,
-    from -MOST to MOST."""
+    """Changing: ``_more``, how many more of the files found last are small than are not, from -MOST
+    to MOST."""
 
     def __init__(self, cache: Cache, *, possible: bool) -> None:
         """``possible``: all that is found is copied by this node."""

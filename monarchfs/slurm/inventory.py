@@ -24,11 +24,10 @@ from monarchfs.config import User
 from monarchfs.config.places import (
     DATASET_ID,
     OWNER,
-    current_user,
     home_of,
-    known_user,
     own_directories,
     scratch_directories,
+    user_of,
 )
 from monarchfs.fuse.mountinfo import is_network_filesystem
 from monarchfs.slurm.records import remove_tree
@@ -271,16 +270,6 @@ def users_of_node() -> list[User]:
         if match := own.fullmatch(name):
             uids.add(int(match[1]))
     return [user_of(uid) for uid in sorted(uids) if uid < 1 << 32]
-
-
-def user_of(uid: int, gid: int = 65534) -> User:
-    """A user by number; with the group ``gid`` if the node does not know the user (any more)."""
-    if uid == os.geteuid():
-        return current_user()
-    try:
-        return known_user(uid)
-    except KeyError:
-        return User(str(uid), uid, gid)
 
 
 # In a child with the rights of the user who owns what is looked at; raises OSError

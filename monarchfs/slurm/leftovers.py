@@ -17,7 +17,7 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from monarchfs.config.places import DATASET_ID, OWNER, Search, known_user
+from monarchfs.config.places import DATASET_ID, OWNER, Search, user_of
 from monarchfs.control.registration import find_mounts
 from monarchfs.doctor.leftovers import dead_sockets, mount_owners
 from monarchfs.fuse.mount import SYSTEM_PATH
@@ -244,7 +244,7 @@ def is_unserved(found: FoundMount) -> bool:
     def code() -> int | None:
         try:
             if uid != os.geteuid():
-                become(known_user(uid))  # others, even root, are refused by the mount
+                become(user_of(uid))  # others, even root, are refused by the mount
             os.statvfs(found.mountpoint)  # which is never answered from a cache
         except OSError as error:
             return error.errno

@@ -4,10 +4,11 @@
 #define _GNU_SOURCE
 #include "_opened.h"
 
+#include "../core/_counts.h"
+
 #include <pthread.h>
 #include <stdbool.h>
 #include <sys/resource.h>
-#include <time.h>
 
 #define PLACES 4096U /* a power of two */
 #define MOST 1024U   /* few enough that two of them seldom have the same place */
@@ -17,17 +18,10 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct {
 	dev_t device;
 	ino_t ino;
-	long long since_ns; /* 0: the place is free */
+	uint64_t since_ns; /* 0: the place is free */
 	int fd;
 } places[PLACES];
 static unsigned kept, stale_hand;
-
-static long long now_ns(void)
-{
-	struct timespec time;
-	clock_gettime(CLOCK_MONOTONIC, &time);
-	return (long long)time.tv_sec * 1000000000 + time.tv_nsec;
-}
 
 static unsigned place_of(ino_t ino)
 {
@@ -62,7 +56,7 @@ int opened_keep(const struct stat *st, int fd)
 	if (displaced != fd) {
 		places[place].device = st->st_dev;
 		places[place].ino = st->st_ino;
-		places[place].since_ns = now_ns();
+		places[place].since_ns = monotonic_ns();
 		places[place].fd = fd;
 		kept++;
 	}
@@ -80,14 +74,14 @@ int opened_take(dev_t device, ino_t ino)
 	return fd;
 }
 
-int opened_take_stale(long long ns)
+int opened_take_stale(uint64_t ns)
 {
 	int fd = -1;
-	long long before_ns = now_ns() - ns;
+	uint64_t now_ns = monotonic_ns();
 	pthread_mutex_lock(&lock);
 	for (unsigned looked_at = 0; kept && fd < 0 && looked_at < PLACES; looked_at++) {
 		unsigned place = stale_hand++ % PLACES;
-		if (places[place].since_ns && places[place].since_ns <= before_ns)
+		if (places[place].since_ns && now_ns - places[place].since_ns >= ns)
 			fd = leave(place);
 	}
 	pthread_mutex_unlock(&lock);

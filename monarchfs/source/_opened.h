@@ -5,6 +5,7 @@
 
 #include "../core/_small_file.h"
 
+#include <stdint.h>
 #include <sys/stat.h>
 
 /* Take over the descriptor of a file. Returns one that the caller has to close, because there is no place for both; -1:
@@ -15,6 +16,6 @@ int opened_keep(const struct stat *st, int fd);
 small_opened opened_take;
 
 /* One that was kept for longer than `ns`, which is the caller's from now on; -1: there is none. */
-int opened_take_stale(long long ns);
+int opened_take_stale(uint64_t ns);
 
 #endif

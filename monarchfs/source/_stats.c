@@ -40,8 +40,8 @@ static bool is_name(const char *name, Py_ssize_t length)
 	       strcmp(name, "..") != 0;
 }
 
-/* By opening it: the file is kept open if it is a regular one of that device, and not larger than that. False if it
- * cannot be opened. */
+/* By opening it: a regular file of that device stays open, if it has some bytes and no more than that. False if it cannot
+ * be opened. */
 static bool open_file(int directory, struct asked *asked, dev_t device, off_t most_bytes)
 {
 	int fd = openat(directory, asked->name, SMALL_OPEN_FLAGS);
@@ -155,7 +155,7 @@ static PyObject *take_stale(PyObject *Py_UNUSED(self), PyObject *args)
 	double seconds;
 	if (!PyArg_ParseTuple(args, "d", &seconds))
 		return NULL;
-	return PyLong_FromLong(opened_take_stale((long long)(seconds * NS)));
+	return PyLong_FromLong(opened_take_stale((uint64_t)(seconds * NS)));
 }
 
 static PyMethodDef methods[] = {

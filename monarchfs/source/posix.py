@@ -196,7 +196,7 @@ class PosixSource:
     def opened_each(
         self, directory: DirRef, names: Sequence[bytes], seconds: float, opens_bytes: int
     ) -> FoundEach:
-        """``found_each`` by opening: counted as that."""
+        """``found_each`` with ``opens_bytes``: it is counted as opens, by its name."""
         return self.found_each(directory, names, seconds, opens_bytes)
 
     def stale_descriptors(self, seconds: float) -> Iterator[int]:

@@ -234,14 +234,11 @@ class Source:
         seconds: float = math.inf,
         opens_bytes: int = 0,
     ) -> FoundEach:
-        """Counts as one operation per name. Some dozens of names at a time: it holds one slot."""
-        if opens_bytes:
-            call = self.posix.opened_each
-            found = await self.call(lane, call, directory, names, seconds, opens_bytes)
-            self._count_others(lane, "opened_each", len(found))
-        else:
-            found = await self.call(lane, self.posix.found_each, directory, names, seconds)
-            self._count_others(lane, "found_each", len(found))
+        """Counts as one operation per name. Some dozens of names at a time: it holds one slot.
+        ``opens_bytes`` as in PosixSource."""
+        ask = self.posix.opened_each if opens_bytes else self.posix.found_each
+        found = await self.call(lane, ask, directory, names, seconds, opens_bytes)
+        self._count_others(lane, ask.__name__, len(found))
         return found
 
     async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import copying, epochs, growth, programs, verify
+from bench import calls, copying, epochs, growth, programs, staging, verify
 from bench.arms import DIRECT, LOCAL, Arm
 from bench.copying import ALL, CP, NO_LATENCY, RSYNC, WARM, Case, Tree
 from bench.harness import Unusable, reader_processes
@@ -91,6 +91,49 @@ def test_wrong_bytes_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "data" / data.files[1].path).write_bytes(b"else")
     with reader_processes(1) as pool, pytest.raises(ValueError, match="1 files had the wrong"):
         epochs.epoch(pool, tmp_path / "data", data.files, 0)
+
+
+# Staging by hand; calls of a client
+
+
+@requires_fuse
+@requires_root
+@program("mksquashfs", "squashfs-tools")
+@pytest.mark.timeout(180)
+def test_staging_reads_the_same_bytes_by_every_way(tmp_path: Path) -> None:
+    result = Result("staging", "")
+    staging.measure(Task(tmp_path, Size.QUICK, 1), "two files", 2, 5000, result)
+    assert set(result.freshness) == {row.arm for row in result.rows if row.arm}
+    assert len(result.notes) == len(staging.SHARES) * (len(result.freshness) - 1)
+    assert fuse_mounts(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "said"),
+    [
+        ((0.0, [1.0, 2.0]), (1.0, [1.0, 2.0]), "always"),
+        ((1.0, [1.0, 2.0]), (0.0, [1.0, 2.0]), "never"),
+        ((0.0, [1.0, 2.0]), (10.0, [1.0, 1.0]), "up to 10 epochs"),
+        ((10.0, [1.0, 1.0]), (0.0, [1.0, 2.0]), "from 12 epochs on"),
+    ],
+)
+def test_break_evens(
+    mine: tuple[float, list[float]], other: tuple[float, list[float]], said: str
+) -> None:
+    one, two = (programs.Found([ready], [seconds]) for ready, seconds in (mine, other))
+    assert staging.break_even(one, two) == said
+
+
+@requires_fuse
+@requires_root
+def test_a_files_calls_are_counted(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / "data" / "d").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / "d" / name).write_bytes(b"abc")
+    (tmp_path / "place").mkdir()
+    (plain,) = [case for case in calls.CASES if case.name == calls.PLAIN]
+    asked = calls.count(plain, tmp_path / "data", tmp_path / "place")
+    assert (asked["read"], asked["enqueue"] >= 3) == (3, True)
 
 
 # The load that verifies what it reads
