@@ -30,7 +30,14 @@ from monarchfs.control.client import request as ask_within
 from monarchfs.control.messages import too_long
 from monarchfs.control.weights import checked, weight_requests
 from monarchfs.fuse.mountinfo import split_below
-from monarchfs.supervisor.recover import FoundMount, find_all, not_a_mount, require_daemon, required
+from monarchfs.supervisor.recover import (
+    FoundMount,
+    find_all,
+    not_a_mount,
+    refuse_private,
+    require_daemon,
+    required,
+)
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
 from monarchfs.types import OperationError, UsageError
@@ -114,10 +121,11 @@ def mount_and_paths(
     """All of the mount if there are no paths. A path in the mount may stand in its place, as in
     `monarchfs why`. Raises UsageError or OperationError."""
     typed, paths = parse_path(arguments.mountpoint), list(arguments.path)
-    by_point = {found.mountpoint: found for found in find_all(search_of(environ))}
+    search = search_of(environ)
+    by_point = {found.mountpoint: found for found in find_all(search)}
     place = split_below(typed, by_point)
     if place is None:
-        raise not_a_mount(typed)
+        raise not_a_mount(typed, search)
     mountpoint, first = place
     if first:
         # After a path, not a mount point, paths are what they are to every other command.
@@ -452,11 +460,14 @@ def _and_more(count: int) -> str:
 def why_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Prints where the bytes of each file are, and if not on this node, why not; 1 if nothing is
     known of one."""
-    by_point = {found.mountpoint: found for found in find_all(search_of(environ))}
+    search = search_of(environ)
+    by_point = {found.mountpoint: found for found in find_all(search)}
     wanted: dict[str, list[str]] = {}
     for typed in arguments.path:
-        place = split_below(parse_path(typed), by_point)
+        path = parse_path(typed)
+        place = split_below(path, by_point)
         if place is None:
+            refuse_private(path, search)
             raise UsageError(
                 f"{typed} is not in a monarchfs mount: name it as MOUNTPOINT/PATH; monarchfs status"
                 " shows the mounts"

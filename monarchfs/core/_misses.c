@@ -891,7 +891,11 @@ static bool fetch(struct entry *entry, int64_t fresh_until_ns)
 		return false;
 	if (entry->bytes) {
 		report(entry, (struct miss_event){.bytes = entry->bytes});
-	} else if (entry->state == REMOTE && !queue(entry, AHEAD, 0)) {
+		return true;
+	}
+	if (entry->state == WINDOW)
+		unqueue(entry); /* for which there is room on a tier need not wait for room in the window */
+	if (entry->state == REMOTE && !queue(entry, AHEAD, 0)) {
 		entry->wanted = NULL;
 		free(event);
 		return false;

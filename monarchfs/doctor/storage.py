@@ -187,7 +187,7 @@ def tier(spec: TierSpec, config: Config, cache_dir: str, environ: Mapping[str, s
     except MonarchError as error:
         return [replace(from_error("tier", error), numbers={"path": spec.path})]
     room = room_of(place, spec.size, config.reserve_percent)
-    scratch = sharing(place.device, scratch_directories(environ), read_mountinfo())
+    scratch = sharing(place.device, ["/", *scratch_directories(environ)], read_mountinfo())
     return [
         judge_room(place, room, has_xattrs(place.existing)),
         *judge_sharing(place, scratch, config.reserve_percent),
@@ -231,7 +231,9 @@ def judge_room(place: TierLocation, room: UsableRoom, xattrs: bool) -> Check:
             f"{what}: of {format_bytes(room.capacity_bytes)} only"
             f" {format_bytes(room.usable_bytes)} can be used: limited by {room.limited_by}"
         )
-        return warning("tier", detail, "give it less, or make room there", **numbers)
+        return warning(
+            "tier", detail, "name a size that is there (--tier PATH=SIZE), or make room", **numbers
+        )
     inodes = f", {space.free_inodes} inodes free" if space.total_inodes else ""
     return ok("tier", f"{what}: {format_bytes(room.usable_bytes)}{inodes}", **numbers)
 
@@ -239,11 +241,13 @@ def judge_room(place: TierLocation, room: UsableRoom, xattrs: bool) -> Check:
 def judge_sharing(
     place: TierLocation, scratch: Sequence[str], reserve_percent: float
 ) -> list[Check]:
-    """``scratch``: what jobs use on the same file system."""
+    """``scratch``: what jobs or the system itself use on the same file system."""
     if not scratch:
         return []
-    detail = f"{place.path} shares its file system with {', '.join(scratch)}, which jobs may fill"
-    remedy = f"choose a size that leaves them room ({reserve_percent:g}% are left in any case)"
+    detail = f"{place.path} shares its file system with {', '.join(scratch)}, which others fill"
+    remedy = (
+        f"mount the disk that was meant, or leave room ({reserve_percent:g}% are left in any case)"
+    )
     return [warning("scratch", detail, remedy, path=place.path)]
 
 

@@ -47,6 +47,9 @@ a network it matters how much is under way, and with `auto` readers soon want th
 YOUNG_SECONDS = 1.1
 """After this long, a file that had just been changed is looked at again."""
 
+BEING_READ_SECONDS = 0.5
+"""And one that was being read, for a reader or into the window."""
+
 MOST_BEGUN = 64
 """The most large files that are copied at once: some may have to wait for other nodes."""
 
@@ -304,7 +307,8 @@ class Copier:
         there is nothing to fetch). The slot's task must not ask: tasks that start together run in
         any order, and room is given in the queue's order."""
         fill = self.files.to_copy(node)
-        if fill is None:
+        if fill is None:  # what is read for a reader is stored, what is read into the window is not
+            self.jobs.retry(node.ino, priority, BEING_READ_SECONDS)
             return trio.lowlevel.checkpoint, 0
         fetch = None
         past_racy_window = fill.copy.past_racy_window

@@ -86,13 +86,13 @@ class Fills:
         return fill
 
     def to_copy(self, node: Node) -> Fill | None:
-        """The file; None where somebody else has begun to read all of it for a reader."""
+        """The file; None where all of it is being read already, for a reader or into the window."""
         fill = self._files.get(node.ino)
         if fill is None:
-            fill = self._make(node)
             if self._cache.readers.exclude(node.ino, excluded=True):
-                fill.copy.settle()
+                self._cache.readers.exclude(node.ino, excluded=False)
                 return None
+            fill = self._make(node)
         return fill
 
     def copy_alone(self, place: Reservation, priority: Priority) -> None:

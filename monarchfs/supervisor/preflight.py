@@ -470,9 +470,10 @@ def _check_writable(directory: StorageDirectory, user: User) -> None:
     with nullcontext() if by_root else acting_as(user):
         writable = may_access(existing, os.W_OK | os.X_OK)
     if not writable:
+        missing = "" if existing in (own, directory.path) else "it does not exist, and "
         raise UsageError(
-            f"{directory.what}: {existing} is not writable: name another {directory.option}, or"
-            " have it made writable"
+            f"{directory.what}: {missing}{existing} is not writable: name another"
+            f" {directory.option}, or have it made{' writable' * (not missing)}"
         )
 
 

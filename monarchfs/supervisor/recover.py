@@ -26,6 +26,7 @@ from monarchfs.fuse.mountinfo import (
     find_mount,
     read_mountinfo,
     resolve_mountpoint,
+    split_below,
 )
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
 from monarchfs.supervisor.registration import remove_registration
@@ -166,16 +167,25 @@ def find_others_mount(path: str) -> Mount | None:
     return None if mount is None or (mount.fstype, mount.root) == (MONARCHFS, "/") else mount
 
 
-def not_a_mount(path: str) -> OperationError:
+def not_a_mount(path: str, search: Search) -> OperationError:
     """The error for a path without a mount of ours, with the remedy."""
+    refuse_private(path, search)
     return OperationError(f"{path} is not a monarchfs mount: see monarchfs status for those")
+
+
+def refuse_private(path: str, search: Search) -> None:
+    """Raises OperationError for what lies in a mount of another namespace."""
+    if split_below(path, [one.mountpoint for one in find_private(search)]) is not None:
+        raise OperationError(
+            f"{path} is mounted for one command alone (monarchfs run): ask from within that command"
+        )
 
 
 def required(path: str, search: Search) -> FoundMount:
     """`find_one`; raises OperationError, with the remedy, where there is none."""
     found = find_one(path, search)
     if found is None:
-        raise not_a_mount(path)
+        raise not_a_mount(path, search)
     return found
 
 

@@ -341,6 +341,19 @@ static void use_the_window(void)
 	CHECK(left.bytes == held && left.read == left.hits + left.wasted && left.wasted > full.wasted);
 }
 
+/* What waits for room in the window is copied without it, once Python wants that. */
+static void copy_what_waits_for_room(void)
+{
+	misses_window_limit(1);
+	replace_all();
+	all_into_window();
+	for (uint64_t ino = 1; ino <= FILES; ino++)
+		fetch(ino, 2);
+	left_in_window();
+	WAIT_UNTIL(all_are_told());
+	misses_window_limit(10 * SIZE);
+}
+
 static bool window_threads_ended(void)
 {
 	pthread_mutex_lock(&source_lock);
@@ -438,6 +451,7 @@ int main(int count, char **arguments)
 	counts_so_far(&counts);
 	CHECK(counts.numbers[COUNT_AHEAD_BYTES]);
 	use_the_window();
+	copy_what_waits_for_room();
 	if (no_opens)
 		make_room_for_one();
 	else

@@ -98,6 +98,7 @@ def tried_on(
     layer: Path,
     *,
     place: str = "/brought",
+    scripts: Path = Path(__file__).parent,
     seconds: float = 290,
 ) -> dict[str, str]:
     """What a script beside this file says on such a node, by its steps. It gets ``kind``, how
@@ -112,7 +113,7 @@ def tried_on(
             "LAYER": str(layer),
             "BROUGHT": str(brought),
             "PLACE": place,
-            "SCRIPTS": str(Path(__file__).parent),
+            "SCRIPTS": str(scripts),
             "SCRIPT": script,
             "KIND": kind,
         },
