@@ -16,11 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from monarchfs.cli.output import show_result
+from monarchfs.config.files import read_trusted
 from monarchfs.slurm.job import Job, JobId, job_from, node_name, parse_job_id, parse_requests
 from monarchfs.slurm.peers import expand_nodes
-from monarchfs.slurm.records import make_directory, read_record
+from monarchfs.slurm.records import make_directory, read_record, write_text
 from monarchfs.slurm.report import find_reports, job_totals, page
-from monarchfs.slurm.site import Site, read_site
+from monarchfs.slurm.site import SITE_FILE, Site, parse_site, read_site, site_content
 from monarchfs.system.escaping import OneLine, printable
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -47,12 +48,12 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     os.umask(0o022)
     # Of what it starts nothing may depend on where slurmd was started.
     os.chdir("/")
-    site = _site(arguments)
+    site, is_valid = _site(arguments)
     environment: Mapping[str, str] | None = None
     why = "the node's log says why nothing is mounted"
     try:
         match arguments.what:
-            case _ if site is None:
+            case "begin" | "prolog" if not is_valid:
                 pass
             case "begin":
                 environment = _begin(site, job)
@@ -75,12 +76,12 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
         log.exception("unexpected error")
     if arguments.what == "prolog" and environment is None:
         try:
-            prolog.tell_without_mount(site or Site(), job, why)
+            prolog.tell_without_mount(site, job, why)
         except (MonarchError, OSError) as error:
             log.error("job %s of %s is told nothing: %s", job.id, job.user, error)
     if arguments.what == "begin":
         if environment is None:
-            environment = prolog.environment_without_mount(site or Site(), job, why)
+            environment = prolog.environment_without_mount(site, job, why)
         lines = prolog.environment_lines(environment, by_slurm=False)
         show_result(arguments, {"job": job.id, "environment": environment}, lines.splitlines())
     return 0
@@ -125,16 +126,29 @@ def _begin(site: Site, job: Job) -> Mapping[str, str]:
     return run_prolog(replace(site, deadline_seconds=left), replace(job, uid=uid))
 
 
-def _site(arguments: argparse.Namespace) -> Site | None:
-    """The site's configuration; None, with the reason in the usual log, if it is not valid."""
+def _site(arguments: argparse.Namespace) -> tuple[Site, bool]:
+    """The site's configuration, and whether it is valid. If not, the log says why, and it is the
+    one by which the last job was begun: what jobs have is still to be taken back."""
+    path, directory = arguments.config, os.path.join(Site().run_dir, "config")
+    kept = os.path.join(directory, (path or SITE_FILE).replace("/", "%"))
+    wrong = None
     try:
-        site = read_site(arguments.config)
-    except MonarchError as error:
-        _log_to(Site().log_file, arguments.what)
-        log.error("no job gets a mount: %s", error)
-        return None
+        content = site_content(path)
+        site = parse_site(content, path)
+        if content is not None and arguments.what in ("begin", "prolog"):
+            make_directory(os.path.dirname(directory), 0o711)
+            make_directory(directory, 0o700)
+            write_text(kept, os.fsdecode(content))
+    except (MonarchError, OSError) as error:
+        wrong = error
+        try:
+            site = parse_site(read_trusted(kept), path)
+        except MonarchError:
+            site = Site()
     _log_to(site.log_file, arguments.what)
-    return site
+    if wrong is not None:
+        log.error("no job gets a mount: %s", wrong)
+    return site, wrong is None
 
 
 def _log_to(path: str | None, what: str) -> None:

@@ -43,11 +43,11 @@ def run_epilog(site: Site, job: Job) -> None:
     prepare(site)
     for path in (site.environment(job.id), site.facts(job.id)):
         remove_unfinished(path)
+    unlink(site.environment(job.id))
     facts = read_record(site.facts(job.id))
     shares = shares_of(site, job.id)
     if facts is None and not shares:
         return
-    unlink(site.environment(job.id))
     datasets = []
     later = False
     for number, share in enumerate(shares):

@@ -9,6 +9,7 @@
     RUN/shares/KEY/NAME       the mount point
     RUN/jobs/JOB              whose job it is, and what was not mounted for it, for the report
     RUN/env/JOB               what the task prolog prints, or the job's shell reads; its user's
+    /run/monarchfs/slurm/config/ by path, the configuration by which the last job was begun
     CACHE/slurm/KEY/          state directory (``state``) and ``cache.json``
     CACHE/recordings/         what is recorded for jobs, by JOB.KEY, until the verdict is known
     TIER/KEY/                 the copies; the user's alone

@@ -133,10 +133,20 @@ class Site:
 def read_site(path: str | None = None) -> Site:
     """The site's configuration; without a file the defaults, by which no job may ask for anything.
     Raises UsageError for mistakes in it, and if others than root could have written it."""
+    return parse_site(site_content(path), path)
+
+
+def site_content(path: str | None) -> bytes | None:
+    """What `parse_site` takes. Raises UsageError as `read_site`."""
     content = read_trusted(path or SITE_FILE)
+    if content is None and path is not None:
+        raise UsageError(f"there is no configuration {path}: name another with --config")
+    return content
+
+
+def parse_site(content: bytes | None, path: str | None) -> Site:
+    """The site's configuration by a file's content. Raises UsageError for mistakes in it."""
     if content is None:
-        if path is not None:
-            raise UsageError(f"there is no configuration {path}: name another with --config")
         return Site()
     return replace(site_from(toml_table(path or SITE_FILE, content), path or SITE_FILE), path=path)
 

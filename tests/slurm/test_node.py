@@ -169,6 +169,8 @@ def node(work: Bench) -> Iterator[Node]:
         print(made.log())
         for point in made.mounts():
             run("umount", point, "--timeout", "5")
+        name = f"{made.path}/site.toml".replace("/", "%")
+        Path("/run/monarchfs/slurm/config", name).unlink(missing_ok=True)
 
 
 def _supervisor(point: str) -> int:
@@ -361,7 +363,18 @@ def test_a_link_out_of_the_roots_is_not_mounted(node: Node) -> None:
     ids=["key", "toml", "none", "mode"],
 )
 def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, said: str) -> None:
+    """And what was mounted before is unmounted."""
+    data = node.dataset()
+    node.read(node.begin(1, f"monarchfs={data}"))
     spoil(node)
+    assert node.begin(2, f"monarchfs={data}") == str(data)
+    assert said in node.log()
+    node.end(1, 2)
+    assert node.report(1)[0]["mounted"]
+
+
+def test_a_site_that_was_never_configured_right_fails_no_job(node: Node) -> None:
+    (node.path / "site.toml").unlink()
     # Where it logs is not known then: it is the usual place.
     usual = Path("/var/log/monarchfs/slurm.log")
     existed, size = usual.parent.exists(), usual.stat().st_size if usual.exists() else 0
@@ -372,7 +385,7 @@ def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, 
     shutil.rmtree(made) if made.is_dir() else made.unlink()
     with open(usual, encoding="utf-8") as log:
         log.seek(size)
-        assert said in log.read()
+        assert "there is no configuration" in log.read()
     if not existed:
         shutil.rmtree(usual.parent)
     assert node.mounts() == []
