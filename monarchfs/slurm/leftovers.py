@@ -25,7 +25,15 @@ from monarchfs.fuse.mountinfo import MONARCHFS, read_mountinfo
 from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
 from monarchfs.slurm.job import JobId, job_ids
-from monarchfs.slurm.records import Busy, locked, names_in, read_record, remove_tree, unlink
+from monarchfs.slurm.records import (
+    Busy,
+    locked,
+    names_in,
+    read_record,
+    remove_tree,
+    unlink,
+    write_record,
+)
 from monarchfs.slurm.shares import KEY, Share, every_share
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.directories import NAME, in_use
@@ -158,8 +166,11 @@ class Sweeper:
         """Caches of users that are gone, copies that nobody counts, and what was thrown away."""
         known = {cache.key: cache for cache in caches.all_caches(site)}
         old = time.time() - GONE_USER_SECONDS
-        for cache in known.values():
-            if cache.last_used < old and not _user_exists(cache.uid):
+        idle = [cache for cache in known.values() if cache.last_used < old]
+        plain = _of_plain_mounts(site.cache_dir, old)
+        gone = self._gone_users(site, {cache.uid for cache in idle} | set(plain.values()))
+        for cache in idle:
+            if cache.uid in gone:
                 self._discard(site, cache.key, f"user {cache.user} ({cache.uid}) is gone")
         for tier in dict.fromkeys(tier.path for tier in site.tiers):
             for name in names_in(tier):
@@ -167,7 +178,9 @@ class Sweeper:
                     path = os.path.join(tier, name)
                     with self._put("copies", path, "no index counts them") as one:
                         one.removed = self.remove and _remove_uncounted(Share(site, name), path)
-        self._of_plain_mounts(site.cache_dir, old)
+        for path, uid in plain.items():
+            if uid in gone:
+                self._discard_plain(site, path, uid)
         for path in caches.trash_in(site):
             with self._put("trash", path, "it was thrown away") as one:
                 if self.remove:
@@ -187,19 +200,22 @@ class Sweeper:
         with self._put("cache", site.cache(key), why) as one:
             one.removed = self.remove and caches.discard(site, key, why)
 
-    def _of_plain_mounts(self, cache_dir: str, old: float) -> None:
-        """State and copies of ``monarchfs mount`` in the default place, by users that are gone."""
-        states = os.path.join(cache_dir, "state")
-        for directory, pattern in ((states, DATASET_ID), (cache_dir, NAME)):
-            for name in names_in(directory):
-                path = os.path.join(directory, name)
-                st = os.lstat(path)
-                if pattern.fullmatch(name) is None or st.st_mtime > old or _user_exists(st.st_uid):
-                    continue
-                state = os.path.join(states, name[:_ID_DIGITS])
-                if not in_use(state) and not in_use(path, OWNER):
-                    with self._put("cache", path, f"user {st.st_uid} is gone") as one:
-                        one.removed = self.remove and _remove_plain(path, state)
+    def _discard_plain(self, site: Site, path: str, uid: int) -> None:
+        state = os.path.join(site.cache_dir, "state", os.path.basename(path)[:_ID_DIGITS])
+        if not in_use(state) and not in_use(path, OWNER):
+            with self._put("cache", path, f"user {uid} is gone") as one:
+                one.removed = self.remove and _remove_plain(path, state)
+
+    def _gone_users(self, site: Site, uids: Set[int]) -> set[int]:
+        """Those of the users whom no look has found for `GONE_USER_SECONDS`: one look may fail for
+        everybody, and says the same then."""
+        path, now = os.path.join(site.caches, ".gone"), time.time()
+        before = read_record(path) or {}
+        since = {uid: before.get(str(uid), now) for uid in uids if not _user_exists(uid)}
+        if self.remove:
+            with suppress(OSError):
+                write_record(path, {str(uid): first for uid, first in since.items()})
+        return {uid for uid, first in since.items() if first < now - GONE_USER_SECONDS}
 
 
 def running_jobs(node: str) -> set[JobId]:
@@ -284,6 +300,17 @@ def _remove_uncounted(share: Share, path: str) -> bool:
         remove_tree(path)
         return True
     return False
+
+
+def _of_plain_mounts(cache_dir: str, old: float) -> dict[str, int]:
+    """State and copies of ``monarchfs mount`` in the default place that are old, and whose."""
+    found = {}
+    for directory, pattern in ((os.path.join(cache_dir, "state"), DATASET_ID), (cache_dir, NAME)):
+        for name in filter(pattern.fullmatch, names_in(directory)):
+            st = os.lstat(path := os.path.join(directory, name))
+            if st.st_mtime <= old:
+                found[path] = st.st_uid
+    return found
 
 
 def _remove_plain(path: str, state: str) -> bool:

@@ -11,6 +11,7 @@
     RUN/env/JOB               what the task prolog prints, or the job's shell reads; its user's
     /run/monarchfs/slurm/config/ by path, the configuration by which the last job was begun
     CACHE/slurm/KEY/          state directory (``state``) and ``cache.json``
+    CACHE/slurm/.gone         since when ``gc`` has not found the users of idle caches
     CACHE/recordings/         what is recorded for jobs, by JOB.KEY, until the verdict is known
     TIER/KEY/                 the copies; the user's alone
 
