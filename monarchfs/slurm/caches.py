@@ -28,7 +28,7 @@ from monarchfs.slurm.records import (
 )
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site
-from monarchfs.supervisor.directories import MEASURE_SECONDS, in_use, tree_size
+from monarchfs.supervisor.directories import in_use, tree_size
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
 
@@ -36,6 +36,8 @@ _LEAST_BYTES = 16 << 20
 """A mount with less room than that would help nobody."""
 _TRASH = ".trash-"
 _BUDGET_LOCK = "budget"
+_MEASURE_SECONDS = 2.0
+"""For how long, at most, a prolog measures the caches of others."""
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class CacheShare:
     """A cache by its share's key. ``granted`` and ``used`` are bytes in those of the site's tiers
-    in which it has a directory of that name (used: None if unknown)."""
+    in which it has a directory of that name. ``used``: None if unknown; what was granted counts."""
 
     key: str
     source: str
@@ -54,10 +56,7 @@ class CacheShare:
     last_used: float
 
     def bytes_in(self, tier: str) -> int:
-        if tier not in self.granted:
-            return 0
-        path = os.path.join(tier, self.key)
-        return tree_size(path).bytes if self.used is None else self.used[tier]
+        return (self.granted if self.used is None else self.used).get(tier, 0)
 
 
 def _record_path(site: Site, key: str) -> str:
@@ -100,19 +99,22 @@ def all_caches(site: Site) -> list[CacheShare]:
     return [cache for cache in found if cache is not None]
 
 
-def open_cache(share: Share, source: str, user: User) -> list[str]:
+def open_cache(share: Share, source: str, user: User, deadline: float) -> list[str]:
     """Makes room for a share that is about to be mounted, and records that; the tiers as for mount,
     PATH=SIZE. The share's record must exist (its lock is held): mounted shares, and those about to
     be, keep what they were granted.
 
-    Raises OperationError if mounted shares have used up the budget.
+    Raises OperationError if mounted shares have used up the budget, or if others make room until
+    ``deadline`` (time.monotonic).
     """
     site = share.site
+    if site.budget:
+        measure(site, min(_MEASURE_SECONDS, (deadline - time.monotonic()) / 3))
     make_directory(share.cache, 0o711)
     for tier in site.tiers:
         make_directory(tier.path, 0o755)
     used_now = {"used": None, "last_used_unix_seconds": time.time()}
-    with locked(site.lock(_BUDGET_LOCK), time.monotonic() + 2 * MEASURE_SECONDS):
+    with locked(site.lock(_BUDGET_LOCK), deadline):
         granted = {tier.path: _grant(site, share.key, tier) for tier in site.tiers}
         record = {**record_of(source, user), **used_now, "granted": granted}
         write_record(_record_path(site, share.key), record)
@@ -140,6 +142,28 @@ def close_cache(site: Site, key: str, status: Mapping[str, Any] | None) -> None:
     if used is not None and set(used) != set(record.get("granted", ())):
         used = None
     write_record(path, {**record, "used": used, "last_used_unix_seconds": time.time()})
+
+
+def measure(site: Site, seconds: float) -> None:
+    """Measures the unmounted caches whose size is unknown, for so long at most, and records it of
+    those that it has measured whole. Without the budget's lock, which others wait for."""
+    until = time.monotonic() + seconds
+    for cache in all_caches(site):
+        share = Share(site, cache.key)
+        if cache.used is not None or share.record():
+            continue
+        sizes = {
+            tier: tree_size(os.path.join(tier, cache.key), until - time.monotonic())
+            for tier in cache.granted
+        }
+        if not all(size.whole for size in sizes.values()):
+            continue
+        with suppress(Busy, OSError), locked(share.lock, 0.0):
+            path = _record_path(site, cache.key)
+            # Unless a job has used it meanwhile.
+            if (record := read_record(path)) and read_cache(site, cache.key) == cache:
+                used = {tier: size.bytes for tier, size in sizes.items()}
+                write_record(path, {**record, "used": used})
 
 
 def throw_away(site: Site, cache: CacheShare) -> None:

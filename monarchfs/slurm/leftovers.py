@@ -55,6 +55,7 @@ GONE_USER_SECONDS = 86400.0
 """A user directory that fails for a while must not cost everybody their caches."""
 _LOOK_SECONDS = 2.0
 _SQUEUE_SECONDS = 10.0
+_MEASURE_SECONDS = 60.0
 _UMOUNT_SECONDS = 5.0
 _ID_DIGITS = 16
 
@@ -189,6 +190,8 @@ class Sweeper:
 
     def budget(self, site: Site) -> None:
         """Unmounted caches beyond the budget of their tier, the least recently used first."""
+        if site.budget:
+            caches.measure(site, _MEASURE_SECONDS)
         for tier in site.tiers:
             budget = caches.budget_bytes(site, tier.path)
             if budget is None:

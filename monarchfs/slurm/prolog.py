@@ -246,7 +246,7 @@ def _mount(
     os.makedirs(mountpoint, mode=0o755, exist_ok=True)
     share.write({**record_of(source, user), "mountpoint": mountpoint})
     try:
-        tiers = caches.open_cache(share, source, user)
+        tiers = caches.open_cache(share, source, user, deadline)
         daemon.start(
             dataset,
             mountpoint,

@@ -608,6 +608,20 @@ def test_gc_keeps_to_the_budget(node: Node) -> None:
     gone_at_once(node, old, a_cache(node, "/lustre/new", NOBODY.pw_uid, days=3, size=60 << 20))
 
 
+def test_a_prolog_measures_what_is_not_known_once_and_in_time(node: Node) -> None:
+    node.configure(f'budget = ["{node.tier}=100M"]', size="60M")
+    site, new = read_site(f"{node.path}/site.toml"), share_key("/new", USER)
+    key = a_cache(node, "/lustre/old", NOBODY.pw_uid, days=3, size=60 << 20)
+    path = f"{site.cache(key)}/cache.json"
+    unknown = {**(read_record(path) or {}), "used": None}
+    # Without time it counts as what it was granted, and makes room.
+    for seconds, used in ((60, {str(node.tier): 0}), (0, None)):
+        write_record(path, unknown)
+        caches.open_cache(Share(site, new), "/new", USER, time.monotonic() + seconds)
+        assert (read_record(path) or {}).get("used") == used
+    assert not os.path.exists(path)
+
+
 def test_the_cache_command_knows_caches_of_jobs(node: Node) -> None:
     data = node.dataset()
     node.read(node.begin(1, f"monarchfs={data}:prefetch=all"))
