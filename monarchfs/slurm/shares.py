@@ -159,14 +159,15 @@ def shares_of(site: Site, job: JobId) -> list[Share]:
 
 
 def uid_of(name: str, timeout: float) -> int:
-    """A user's number, which may also be given. Raises OperationError as `user_of_job`."""
-    if name.isdecimal():
-        return int(name)
+    """A user's number, which may also be given; a name of digits comes first, as for a mount.
+    Raises OperationError as `user_of_job`."""
 
     def call() -> int:
         try:
             return pwd.getpwnam(name).pw_uid
         except KeyError:
+            if name.isdecimal():
+                return int(name)
             raise OperationError(
                 f"this node knows no user {name}: see getent passwd {name}"
             ) from None

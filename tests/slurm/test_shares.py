@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from monarchfs.slurm.records import (
     write_record,
     write_text,
 )
-from monarchfs.slurm.shares import Share, every_share, share_key, shares_of
+from monarchfs.slurm.shares import Share, every_share, share_key, shares_of, uid_of
 from monarchfs.slurm.site import Site
 from monarchfs.types import OperationError
 from tests.support import surroundings
@@ -47,6 +48,11 @@ def test_a_key_is_of_the_source_the_user_and_the_set_of_groups() -> None:
         share_key("/data", User("alice", 1000, 1000, (1000, 20, 21))),
     ]
     assert len({KEY, *others}) == 5
+
+
+def test_a_name_of_digits_is_a_name_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pwd.getpwnam", {"7": pwd.getpwuid(0)}.__getitem__)
+    assert (uid_of("7", 30), uid_of("8", 30)) == (0, 8)
 
 
 def test_jobs_come_and_go(layout: Site) -> None:
