@@ -54,14 +54,22 @@ for attempt in range(300):
         time.sleep(0.1)
 END
 
+# What is installed is the bundle, where it was made; else programs that run the tests' own.
+bundle=$(find "$repository/dist" -name 'monarchfs-*-linux-*.tar.gz' 2>/dev/null | tail -n 1)
 install_releases() {
     for release in 0.1.0 0.2.0; do
-        mkdir -p "/opt/monarchfs-$release-linux-x86_64/bin"
-        for program in monarchfs mount.monarchfs; do
-            printf '#!/bin/sh\nexec "%s/%s" "$@"\n' "$programs" $program >"/opt/monarchfs-$release-linux-x86_64/bin/$program"
-            chmod 755 "/opt/monarchfs-$release-linux-x86_64/bin/$program"
-        done
-        tar -cz -C /opt -f "/root/work/monarchfs-$release-linux-x86_64.tar.gz" "monarchfs-$release-linux-x86_64"
+        place=/opt/monarchfs-$release-linux-x86_64
+        [ ! -e "$place" ] || continue
+        mkdir -p "$place/bin"
+        if [ -n "$bundle" ]; then
+            tar -x -f "$bundle" -C "$place" --strip-components=1
+        else
+            for program in monarchfs mount.monarchfs; do
+                printf '#!/bin/sh\nexec "%s/%s" "$@"\n' "$programs" $program >"$place/bin/$program"
+                chmod 755 "$place/bin/$program"
+            done
+        fi
+        tar -cz -C /opt -f "/root/work/${place#/opt/}.tar.gz" "${place#/opt/}"
     done
 }
 
