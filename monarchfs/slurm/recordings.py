@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import resource
-import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from monarchfs.slurm.records import (
     make_directory,
     names_in,
     read_record,
+    remove_tree,
     unlink,
     write_record,
     write_text,
@@ -192,6 +192,7 @@ def _remove_old(site: Site) -> None:
 
 
 def _remove(place: str) -> None:
-    shutil.rmtree(place, ignore_errors=True)
+    with suppress(OperationError, OSError):
+        remove_tree(place)
     for kind in (_FACTS, _OVER, _LOCK):
         unlink(place + kind)

@@ -26,7 +26,6 @@ import errno
 import json
 import os
 import re
-import shutil
 import stat
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +33,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from monarchfs.slurm.site import Site
+from monarchfs.supervisor.directories import OPEN_DIRECTORY
 from monarchfs.system.locks import try_lock
 from monarchfs.system.trusted import Untrusted, make_directories
 from monarchfs.types import OperationError
@@ -140,19 +140,80 @@ def remove_directory(path: str) -> None:
 
 
 def remove_tree(path: str) -> None:
-    """Removes a directory of a user's whose parent is root's. Follows no link, whatever the user
-    does (shutil.rmtree works by descriptors). If something is left, it raises OperationError after
-    it has removed all it can."""
-    assert shutil.rmtree.avoids_symlink_attacks
-    errors: list[BaseException] = []
-
-    def failed(_call: object, _where: str, info: Any) -> None:
-        if not isinstance(info[1], FileNotFoundError):
-            errors.append(info[1])
-
-    shutil.rmtree(path, onerror=failed)
+    """Removes a directory of a user's whose parent is root's, however deep it is. Follows no link
+    and enters no mount, whatever the user does. If something is left, it raises OperationError
+    after it has removed all it can."""
+    errors: list[OSError] = []
+    parent, name = os.path.split(path)
+    here = os.open(parent or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # No stack frame and no descriptor for each level: a user may have made thousands.
+    left, way = [[name]], list[tuple[str, os.stat_result]]()
+    try:
+        while left[-1] or way:
+            if left[-1]:
+                name = left[-1].pop()
+                with _noted(errors):
+                    below = _taken(name, here)
+                    way.append((name, os.fstat(here)))
+                    os.close(here)
+                    here = below
+                    left.append([])
+                    left[-1] += _emptied(here, errors)
+                continue
+            left.pop()
+            name, above = way.pop()
+            below, here = here, os.open("..", OPEN_DIRECTORY, dir_fd=here)
+            os.close(below)
+            if not os.path.samestat(os.fstat(here), above):
+                raise OperationError(f"cannot remove all of {path}: it was moved meanwhile")
+            with _noted(errors):
+                os.rmdir(name, dir_fd=here)
+    finally:
+        os.close(here)
     if errors:
         raise OperationError(f"cannot remove all of {path}: {errors[0]}")
+
+
+@contextmanager
+def _noted(errors: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        errors.append(error)
+
+
+def _taken(name: str, directory: int) -> int:
+    """A directory in another, opened. Root takes it from its user, who can add and move nothing in
+    it any more: ``..`` leads back."""
+    descriptor = os.open(name, OPEN_DIRECTORY, dir_fd=directory)
+    try:
+        st = os.fstat(descriptor)
+        if os.geteuid() == 0 and (st.st_uid != 0 or st.st_mode & 0o022):
+            os.fchown(descriptor, 0, 0)
+            os.fchmod(descriptor, 0o700)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _emptied(directory: int, errors: list[OSError]) -> list[str]:
+    """Removes what it can in a directory; the directories in it that are not empty."""
+    full = []
+    for name in os.listdir(directory):
+        try:
+            try:
+                os.unlink(name, dir_fd=directory)
+            except IsADirectoryError:
+                os.rmdir(name, dir_fd=directory)  # which a mount refuses
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                full.append(name)
+            elif error.errno != errno.ENOENT:
+                errors.append(error)
+    return full
 
 
 def names_in(path: str, *, hidden: bool = False) -> list[str]:

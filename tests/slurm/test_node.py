@@ -521,7 +521,8 @@ def a_cache(node: Node, source: str, uid: int, *, days: float, size: int = 0) ->
 
 
 def test_what_a_user_plants_is_not_followed(node: Node) -> None:
-    """A cache that goes takes nothing along that a user linked into it."""
+    """A cache that goes takes nothing along that a user linked into it, and goes however deep it
+    is."""
     precious = node.path / "precious"
     precious.mkdir()
     (precious / "file").write_text("keep me")
@@ -530,6 +531,13 @@ def test_what_a_user_plants_is_not_followed(node: Node) -> None:
     (node.tier / key / "0123456789abcdef" / "lock").symlink_to(precious / "file")
     (node.caches / key / "state").rmdir()
     (node.caches / key / "state").symlink_to(precious)
+    deep = os.open(node.tier / key, os.O_PATH)
+    for _ in range(1500):
+        os.mkdir("d", dir_fd=deep)
+        below = os.open("d", os.O_PATH, dir_fd=deep)
+        os.close(deep)
+        deep = below
+    os.close(deep)
     assert caches.discard(node.layout, key, "test")
     subprocess.run(node.command("sweep", 1), check=True, timeout=60)
     assert os.listdir(node.tier) == []
