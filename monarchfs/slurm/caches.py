@@ -128,18 +128,21 @@ def open_cache(share: Share, source: str, user: User, deadline: float) -> list[s
 
 
 def close_cache(site: Site, key: str, status: Mapping[str, Any] | None) -> None:
-    """Records what an unmounted share's cache holds, by its last status."""
+    """Records what an unmounted share's cache holds, by its last status: what the user's worker
+    says, so it is never more than was granted, and others lose nothing by it."""
     path = _record_path(site, key)
     record = read_record(path)
     if record is None:
         return
+    granted = record.get("granted", {})
     used: dict[str, int] | None
     try:
         tiers = (status or {})["tiers"]
-        used = {os.path.dirname(tier["path"]): int(tier["used_bytes"]) for tier in tiers}
-    except (KeyError, TypeError, ValueError):
+        said = {os.path.dirname(tier["path"]): int(tier["used_bytes"]) for tier in tiers}
+        used = {path: min(max(0, count), granted[path]) for path, count in said.items()}
+    except (KeyError, TypeError, ValueError, OverflowError):
         used = None
-    if used is not None and set(used) != set(record.get("granted", ())):
+    if used is not None and set(used) != set(granted):
         used = None
     write_record(path, {**record, "used": used, "last_used_unix_seconds": time.time()})
 

@@ -240,7 +240,10 @@ def _at(status: Status, path: tuple[str, str]) -> int:
 
 
 def _number(value: object) -> float:
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+    """A number that a user's worker may have made up, as one to reckon with."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return 0
+    return value if abs(value) < 1 << 63 else 0
 
 
 # Where reports are kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -108,7 +109,12 @@ def test_what_is_counted(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [{}, {"served": None, "tiers": [None], "worker": {"restarts": "x"}}]
+    "odd",
+    [
+        {},
+        {"served": None, "tiers": [None], "worker": {"restarts": "x"}},
+        {"served": {"local_opens": math.inf}, "source_io": {"read_bytes": 10**400}},
+    ],
 )
 def test_a_status_that_says_little(odd: dict[str, Any]) -> None:
     one = report(None, odd)
