@@ -26,6 +26,9 @@ _ASK_SECONDS = 1.0
 _STOPPED = b"T"
 """The state of a process (proc_pid_stat(5)) that only a signal ends. D, waiting in the kernel, may
 pass: a node that swaps is no reason."""
+_MOST_TOLD, _MOST_SHOWN = 20, 200
+"""Mounts that are spoken of, and characters of what users called them: any user can register
+more."""
 
 
 def check_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -33,26 +36,27 @@ def check_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
     timeout: float = arguments.timeout
     deadline = time.monotonic() + timeout * 0.8
 
-    def look() -> list[Sequence[str]]:
-        return [_trouble(found, deadline) for found in find_all(search_of(environ))]
+    def look() -> tuple[list[Sequence[str]], int]:
+        looked = [_trouble(found, deadline) for found in find_all(search_of(environ))]
+        told = sorted((one for one in looked if one[0]), key=lambda one: one[0] != "wrong")
+        more = [("word", "...")] if len(told) > _MOST_TOLD else []
+        return [*told[:_MOST_TOLD], *more], len(looked)
 
     overdue = f"the node did not say within {timeout:g} s what is mounted"
     try:
-        found = bounded_value(look, timeout=timeout, overdue=overdue)
+        told, count = bounded_value(look, timeout=timeout, overdue=overdue)
     except (MonarchError, OSError) as error:
         print(f"monarchfs: OK, but not known: {printable(error)}")
         return 0
-    wrong = [text for kind, text in found if kind == "wrong"]
-    words = [text for kind, text in found if kind == "word"]
-    state = "FAILED" if wrong else "OK"
-    text = "; ".join([*wrong, *words, counted(len(found), "mount")])
-    print(f"monarchfs: {state}: {printable(text)}")
+    wrong = any(kind == "wrong" for kind, _ in told)
+    text = "; ".join([*(text for _, text in told), counted(count, "mount")])
+    print(f"monarchfs: {'FAILED' if wrong else 'OK'}: {printable(text)}")
     return 1 if wrong else 0
 
 
 def _trouble(found: FoundMount, deadline: float) -> Sequence[str]:
     """What kind of word there is about a mount (``wrong``, ``word`` or none), and the word."""
-    where = found.mountpoint
+    where = found.mountpoint[:_MOST_SHOWN]
     left = deadline - time.monotonic()
     if left <= 0:
         return "word", f"{where} was not looked at in time"
@@ -74,7 +78,7 @@ def _trouble(found: FoundMount, deadline: float) -> Sequence[str]:
         if not ours or not before == _state(pid) == _STOPPED:
             return "word", f"the daemon of {where} did not answer in time"
         return "wrong", f"the daemon of {where} is stopped: continue it with kill -CONT {pid}"
-    state = str(status.get("state"))
+    state = str(status.get("state"))[:_MOST_SHOWN]
     return ("", "") if state == "serving" else ("word", f"{where}: {state}")
 
 

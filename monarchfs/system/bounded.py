@@ -133,7 +133,10 @@ def _child(
 def _decoded(reply: bytes, overdue: str) -> dict[str, Any]:
     if not reply:
         raise OperationError(f"{overdue} (the process that asked was killed)")
-    answer: dict[str, Any] = json.loads(reply)
+    try:
+        answer: dict[str, Any] = json.loads(reply)
+    except ValueError:
+        raise OperationError("the answer is too long") from None
     return answer
 
 

@@ -196,6 +196,17 @@ def test_who_waits_for_an_unmount_is_told_that_requests_hang(
     assert "for 7 s at most" in said
 
 
+def test_what_users_register_fails_no_check(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = FoundMount("/" + "x" * 30_000, "/source", entry("/data", "fuse.monarchfs"), None)
+    monkeypatch.setattr("monarchfs.cli.check.find_all", lambda _search: [long] * 1000)
+    assert main(["check"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("monarchfs: OK: the daemon of /xxx")
+    assert (said.count("not to be found"), said[-20:]) == (20, "; ...; 1,000 mounts\n")
+
+
 def test_help_and_version_are_commands_too(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["version"], ["help"], *(["help", one] for one in commands_of(build_parser()))):
         name, command = words[0], words[1:]

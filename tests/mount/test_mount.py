@@ -131,6 +131,7 @@ def test_a_bounded_calls_errors_arrive() -> None:
         (Mock(side_effect=OperationError("broken")), OperationError, r"^broken$"),
         (Mock(side_effect=ZeroDivisionError("x")), OperationError, "ZeroDivisionError"),
         (lambda: os._exit(9), OperationError, "killed"),
+        (lambda: ("x" * 100_000, ()), OperationError, "too long"),
     ):
         with pytest.raises(kind, match=words):
             bounded_call(call, timeout=10, overdue="late")
