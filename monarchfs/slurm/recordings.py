@@ -11,11 +11,12 @@ import json
 import logging
 import os
 import resource
+import select
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import IO, Any
 
 from monarchfs.config.model import User
 from monarchfs.slurm import daemon
@@ -43,6 +44,8 @@ _RECORDER_SECONDS = 20.0
 _REPORT_SECONDS = 120.0
 _ANALYSIS_SECONDS = 900
 _ANALYSIS_BYTES = 4 << 30
+_VERDICT_BYTES, _LINE_CHARACTERS = 4 << 20, 4096
+"""Of what a process of the user's prints no more is read, and no more comes into the report."""
 _KEEP_SECONDS = 30.0
 _OLD_SECONDS = 86_400.0
 _NICE = 19
@@ -99,21 +102,31 @@ def run_recording(site: Site, name: str) -> None:
     facts = read_record(place + _FACTS)
     if facts is None or os.path.basename(name) != name:
         raise OperationError(f"there is no recording {name[:80]}")
-    try:
-        with locked(place + _LOCK, time.monotonic()):
-            _record(site, place, facts)
-        _add(site, place, facts, _analyzed(place, facts))
-    except (MonarchError, OSError, ValueError, KeyError, TypeError) as error:
-        log.error("job %s: no verdict: %s", facts["job"], error)
-    finally:
-        _remove(place)
+    with locked(place + _FACTS, time.monotonic()):
+        try:
+            with locked(place + _LOCK, time.monotonic()):
+                _record(site, place, facts)
+            # It may have been full long ago.
+            while not _over(site, place):
+                time.sleep(_POLL_SECONDS)
+            _add(site, place, facts, _analyzed(place, facts))
+        except (MonarchError, OSError, ValueError, KeyError, TypeError) as error:
+            log.error("job %s: no verdict: %s", facts["job"], error)
+        finally:
+            _remove(place)
+
+
+def _over(site: Site, place: str) -> bool:
+    """Whether the job has left the mount, or was taken out of its set."""
+    job, _, key = os.path.basename(place).rpartition(".")
+    return os.path.exists(place + _OVER) or job not in map(str, Share(site, key).jobs())
 
 
 def _record(site: Site, place: str, facts: Mapping[str, Any]) -> None:
     size = str(site.record_bytes)
     words = ["record", str(facts["mountpoint"]), "-o", f"{place}/rec", "--max-size", size]
     process = _as_user(words, facts, subprocess.DEVNULL)
-    while process.poll() is None and not os.path.exists(place + _OVER):
+    while process.poll() is None and not _over(site, place):
         time.sleep(_POLL_SECONDS)
     process.terminate()
     try:
@@ -128,15 +141,27 @@ def _record(site: Site, place: str, facts: Mapping[str, Any]) -> None:
 def _analyzed(place: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     words = ["analyze", f"{place}/rec", "--html", f"{place}/html", "--json"]
     process = _as_user(words, facts, subprocess.PIPE, limited=True)
+    assert process.stdout is not None
+    out, until = b"", time.monotonic() + _ANALYSIS_SECONDS
+    with process.stdout as pipe:
+        while len(out) < _VERDICT_BYTES and _readable(pipe, until):
+            if not (part := os.read(pipe.fileno(), _VERDICT_BYTES)):
+                break
+            out += part
     try:
-        out, _ = process.communicate(timeout=_ANALYSIS_SECONDS)
+        process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         process.kill()
         raise OperationError(f"its analysis took more than {_ANALYSIS_SECONDS} s") from None
     if process.returncode:
         raise OperationError("its recording cannot be analyzed")
     verdict = json.loads(out)["verdict"]
-    return {"kind": str(verdict["kind"]), "lines": in_three_lines(verdict["lines"])}
+    lines = [line[:_LINE_CHARACTERS] for line in in_three_lines(verdict["lines"])]
+    return {"kind": str(verdict["kind"])[:_LINE_CHARACTERS], "lines": lines}
+
+
+def _readable(pipe: IO[bytes], until: float) -> bool:
+    return bool(select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0])
 
 
 def in_three_lines(lines: Sequence[str]) -> list[str]:
@@ -181,13 +206,13 @@ def _as_user(
 
 
 def _remove_old(site: Site) -> None:
-    """What a node that crashed has left."""
+    """What a node that crashed has left: whoever works on it holds the lock on its facts."""
     for name in names_in(site.recordings):
         path = os.path.join(site.recordings, name)
         with suppress(Busy, OSError):
             if name.endswith(_FACTS) and time.time() - os.stat(path).st_mtime > _OLD_SECONDS:
                 place = path.removesuffix(_FACTS)
-                with locked(place + _LOCK, time.monotonic()):
+                with locked(path, time.monotonic()):
                     _remove(place)
 
 

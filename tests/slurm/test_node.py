@@ -276,6 +276,25 @@ def test_where_the_site_records_a_report_gets_a_verdict_and_the_recording(node: 
     wait_for(lambda: not recordings_of(node), "nothing to be left")
 
 
+def test_a_long_job_gets_its_verdict_though_the_recording_was_full_and_is_old(node: Node) -> None:
+    node.configure('record = "8K"')
+    data = node.dataset(files=100)
+    root = node.begin(1, f"monarchfs={data}:freshness=open")
+    wait_for(lambda: recorded_bytes(node), "the recorder")
+
+    def full() -> int:
+        node.read(root)
+        return execute(["pgrep", "-f", f"record {root} "]).returncode
+
+    wait_for(full, "the recorder to end", 60)
+    (facts,) = (node.path / "cache" / "recordings").glob("1.*.json")
+    os.utime(facts, LONG_AGO)
+    node.begin(2, f"monarchfs={data}")
+    assert not (node.path / "reports").exists(), "it is not over"
+    node.end(1, 2)
+    wait_for(lambda: "verdict" in node.report(1)[0], "the verdict", 60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_recorder_that_fails_delays_no_epilog(node: Node, number: signal.Signals) -> None:
     node.configure("record = true")
