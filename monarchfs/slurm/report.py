@@ -26,6 +26,7 @@ from monarchfs.types import OperationError
 
 VERSION = 1
 _MOST_BYTES = 1 << 20
+_WANTED = "all that was wanted"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _COUNTED = {
     "local_opens": ("served", "local_opens"),
@@ -41,6 +42,11 @@ _COUNTED = {
     "copies_failed": ("prefetch", "failed"),
     "worker_restarts": ("worker", "restarts"),
 }
+_NOT_LOCAL = (
+    *(("prefetch", kind) for kind in ("refused", "failed")),
+    *(("evictions", kind) for kind in ("policy", "pressure", "manual")),
+)
+"""What was wanted and is not local, if any of these was counted."""
 
 Status = Mapping[str, Any]
 
@@ -95,7 +101,7 @@ def job_totals(reports: Sequence[Mapping[str, Any]]) -> str:
         mounts = [one for one in of_all if one["source"] == source]
         read = sum(one["source_read_bytes"] for one in mounts)
         from_peers = sum(one.get("peer_read_bytes", 0) for one in mounts)
-        # A node that has all of it tells how large it is, in whole blocks.
+        # A node that has all that it wanted tells how large that is, in whole blocks.
         whole = [one for one in mounts if one["resident_after_seconds"] is not None]
         size = max((one["peak_used_bytes"] for one in whole), default=0)
         times = f": {read / size:.2f} x what a node has ({format_bytes(size)})" if size else ""
@@ -178,7 +184,7 @@ def _dataset_lines(dataset: Mapping[str, Any]) -> list[str]:
         f" {format_bytes(dataset['spared_bytes'])} and {dataset['spared_opens']} opens",
         *_peer_lines(dataset.get("peer_read_bytes", 0)),
         "resident         "
-        + ("not all of it" if resident is None else f"all of it after {format_seconds(resident)}")
+        + (f"not {_WANTED}" if resident is None else f"{_WANTED} after {format_seconds(resident)}")
         + f", {dataset['files_resident']} files; {format_bytes(dataset['peak_used_bytes'])} used",
         f"trouble          {failed} copies failed, the daemon was restarted {restarts} times",
         *_verdict_lines(dataset.get("verdict")),
@@ -205,13 +211,13 @@ def _shared_lines(others: Sequence[JobId]) -> list[str]:
 
 
 def _resident_after(before: Status | None, after: Status) -> float | None:
-    """Seconds from when the job came until nothing was left to copy and every known file was local;
-    0 if that was so before; None if it is not so yet."""
-    prefetch, files = after.get("prefetch", {}), after.get("files", {})
-    done = prefetch.get("idle_since_uptime_seconds")
-    if not isinstance(done, (int, float)) or prefetch.get("refused") or prefetch.get("failed"):
+    """Seconds from when the job came until all that was wanted was local: all of the dataset only
+    where all of it is copied ahead. 0 if that was so before; None if it is not so."""
+    idle = _value(after, ("prefetch", "idle_since_uptime_seconds"))
+    done = _number(idle)
+    if done != idle or any(_at(after, path) for path in _NOT_LOCAL):
         return None
-    if not files.get("resident"):
+    if not _at(after, ("files", "resident")):
         return None
     return round(max(0.0, done - _number((before or {}).get("uptime_seconds"))), 3)
 
@@ -235,8 +241,12 @@ def _percent(share: float | None) -> str:
 
 
 def _at(status: Status, path: tuple[str, str]) -> int:
+    return int(_number(_value(status, path)))
+
+
+def _value(status: Status, path: tuple[str, str]) -> object:
     part = status.get(path[0])
-    return int(_number(part.get(path[1]))) if isinstance(part, Mapping) else 0
+    return part.get(path[1]) if isinstance(part, Mapping) else None
 
 
 def _number(value: object) -> float:

@@ -97,6 +97,7 @@ COUNTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]]
     "not idle": (None, status(prefetch__idle_since_uptime_seconds=None), NOT_RESIDENT),
     "a copy was refused": (None, status(prefetch__refused=1), NOT_RESIDENT),
     "a copy failed": (None, status(prefetch__failed=1), NOT_RESIDENT),
+    "a copy was evicted": (None, status(evictions={"policy": 1}), NOT_RESIDENT),
     "nothing is resident": (None, status(files__resident=0), NOT_RESIDENT),
 }
 
@@ -113,6 +114,7 @@ def test_what_is_counted(case: str) -> None:
     [
         {},
         {"served": None, "tiers": [None], "worker": {"restarts": "x"}},
+        status(served=None, prefetch__idle_since_uptime_seconds=math.inf, source_io=None),
         {"served": {"local_opens": math.inf}, "source_io": {"read_bytes": 10**400}},
     ],
 )
