@@ -15,7 +15,7 @@ from typing import Any
 
 from monarchfs.types import EvictionPolicy, FreshnessMode, TierSize
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """The bootstrap document and the messages of the channel (docs/ARCHITECTURE.md): to be raised when
 either changes, so that a supervisor does not hand its mount to a worker of another release that
 would not understand it."""

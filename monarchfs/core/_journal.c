@@ -34,7 +34,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
-#define MAGIC 0x3171726863726e6dULL /* "mnrchrq1" */
+#define MAGIC 0x3271726863726e6dULL /* "mnrchrq2" */
 #define HEADER_BYTES 4096
 #define BUFFERS 64 /* enough for several workers, as killed ones may not be gone yet */
 #define ENTRY_BYTES 512
@@ -52,8 +52,10 @@ struct header {
 
 _Static_assert(sizeof(struct header) == HEADER_BYTES, "as requests.py has it");
 
-/* How many entries after its place a request may be, at most. */
+/* In how many places a request may be, and how far they lie apart. Requests that hang together have numbers that
+ * follow each other; a later one steps over those. Odd, as `entry_count` is a power of two. */
 #define MOST_STEPS 32
+#define STEP_ENTRIES 509
 
 /* `length` is written last, and 0 where there is no request. */
 struct entry {
@@ -154,7 +156,7 @@ void journal_clear(char *buffer)
 /* Numbers rise by two, so that neighbours lie beside each other. */
 static struct entry *step(uint64_t unique, unsigned number)
 {
-	return &entries[(unique / 2 + number) % entry_count];
+	return &entries[(unique / 2 + number * STEP_ENTRIES) % entry_count];
 }
 
 static bool holds(const struct entry *entry, uint64_t unique)

@@ -24,7 +24,7 @@ import struct
 
 from monarchfs.fuse.handle_table import make_memory
 
-MAGIC = int.from_bytes(b"mnrchrq1", "little")
+MAGIC = int.from_bytes(b"mnrchrq2", "little")
 HEADER_BYTES = 4096
 BUFFER_BYTES = 12 << 10
 BUFFERS = 64

@@ -42,7 +42,7 @@ static inline void wait_a_moment(unsigned *tries, int line)
 #define WAIT_UNTIL(condition) for (unsigned tries = 0; !(condition); wait_a_moment(&tries, __LINE__))
 
 #define TABLE_MAGIC 0x3173666863726e6dULL
-#define JOURNAL_MAGIC 0x3171726863726e6dULL
+#define JOURNAL_MAGIC 0x3271726863726e6dULL
 
 struct request {
 	struct fuse_in_header in;

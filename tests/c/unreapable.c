@@ -4,7 +4,9 @@
 
 #include "check.h"
 
-#define SIZE (4096 + 64 * JOURNAL_BUFFER_BYTES + 16 * 512)
+#define ENTRIES 1024
+#define HANGING 100
+#define SIZE (4096 + 64 * JOURNAL_BUFFER_BYTES + ENTRIES * 512)
 #define OLD_OFFSET 111
 #define OFFSET 222
 
@@ -103,7 +105,7 @@ static void *take_request(void *unused)
 int main(void)
 {
 	pthread_t thread;
-	journal = make_memory(SIZE, JOURNAL_MAGIC, 64, 16);
+	journal = make_memory(SIZE, JOURNAL_MAGIC, 64, ENTRIES);
 	struct worker reading = begin(true), waiting = begin(false);
 	CHECK(journal_start(journal) == 0);
 
@@ -122,6 +124,14 @@ int main(void)
 	void *request = NULL;
 	CHECK(pthread_join(thread, &request) == 0);
 	CHECK(request && look(false) == 0);
+
+	/* Many hang, and others come and go until their numbers have had every place. */
+	for (unsigned n = 0; n < ENTRIES + HANGING; n++) {
+		write_head(&last, 100 + 2 * n);
+		CHECK(journal_keep(&last, sizeof(last)));
+		if (n >= HANGING)
+			journal_done(last.in.unique);
+	}
 	puts("done");
 	return 0;
 }
