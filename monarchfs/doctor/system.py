@@ -156,10 +156,13 @@ def _contents(path: str) -> str:
         return ""
 
 
-def judge_allow_other(fuse_conf: str, *, is_root: bool) -> Check:
+def judge_allow_other(fuse_conf: str, mounts: str, *, is_root: bool) -> Check:
     """Not a warning where it is missing: most mounts are for one user."""
-    allowed = any(line.strip() == "user_allow_other" for line in fuse_conf.splitlines())
-    if allowed or is_root:
+    allowed = is_root or any(line.strip() == "user_allow_other" for line in fuse_conf.splitlines())
+    if allowed and (hides := re.search(r" /proc proc .*\b(hidepid=\w+)", mounts)):
+        detail = f"{hides[1]} on /proc: others who wait and get a signal may get EINTR after 5 s"
+        return warning("allow_other", detail, "mount /proc without hidepid", allowed=True)
+    if allowed:
         who = "root" if is_root else "you"
         return ok("allow_other", f"{who} may let others in", allowed=True)
     remedy = f"for -o allow_other: have user_allow_other put into {FUSE_CONF}"
@@ -331,11 +334,12 @@ def _checked(result: int, doing: str) -> None:
 def probes(user: User) -> Sequence[tuple[str, float, Probe]]:
     """(name, seconds, probe) of each."""
     is_root = os.geteuid() == 0
+    allowing = (_contents(FUSE_CONF), _contents("/proc/mounts"))
     return (
         ("kernel", 2.0, lambda: [judge_kernel(platform.release())]),
         ("device", 5.0, device),
         ("fusermount3", 7.0, fusermount),
-        ("allow_other", 2.0, lambda: [judge_allow_other(_contents(FUSE_CONF), is_root=is_root)]),
+        ("allow_other", 2.0, lambda: [judge_allow_other(*allowing, is_root=is_root)]),
         ("mount", 10.0, kernel_offers),
         ("worker", _WORKER_SECONDS + 2, lambda: worker(user)),
         ("descriptors", 2.0, lambda: [judge_descriptors(getrlimit(RLIMIT_NOFILE)[1])]),

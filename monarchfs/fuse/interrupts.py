@@ -10,11 +10,17 @@ thread: that is what every fatal signal becomes (kernel/signal.c, complete_signa
 Of a read with O_DIRECT the kernel says nothing: it sends it as an asynchronous one, and waits for
 its end whatever happens (fs/fuse/file.c, fuse_direct_IO). So the process behind a request that has
 been waiting for long is looked at unasked.
+
+Some processes cannot be looked at: those of another PID namespace, and those that /proc hides
+(hidepid). For their sake a request is given up some seconds after any signal, and never without.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
+import os
 import signal
 from dataclasses import dataclass
 
@@ -31,31 +37,39 @@ POLL_SECONDS = 0.05
 LONG_SECONDS = 1.0
 """So long a request waits before its process is looked at, and from one such look to the next."""
 
+UNSEEN_SECONDS = 5.0
+"""So long after a signal a request waits whose process cannot be seen."""
+
 SIGKILL_BIT = 1 << (signal.SIGKILL - 1)
 
 
-def dying(pid: int) -> bool:
-    """Whether thread ``pid`` has a fatal signal pending, or is gone. True for 0: a process that
-    this PID namespace cannot see, whose waiting could not be ended otherwise."""
+def dying(pid: int) -> bool | None:
+    """Whether thread ``pid`` has a fatal signal pending, or is gone. None if it cannot be seen: 0
+    is one of another PID namespace, and /proc may hide those of others, or deny them."""
     if pid == 0:
-        return True
+        return None
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
             pending = [line for line in status if line.startswith(("SigPnd:", "ShdPnd:"))]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except OSError as error:
+            return True if error.errno == errno.ESRCH else None
+        return None
     return any(int(line.split()[1], 16) & SIGKILL_BIT for line in pending)
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
     """A request, since when it waits, and the thread that does. ``signalled``: that may have got a
-    signal that did not kill it."""
+    signal that did not kill it. ``unseen_until``: how long it waits if that cannot be told."""
 
     scope: trio.CancelScope
     pid: int
     since: float
     signalled: bool = False
+    unseen_until: float = math.inf
 
 
 class Interrupts:
@@ -97,15 +111,18 @@ class Interrupts:
             unique |= RESENT
         if (waiting := self._waiting.get(unique)) is None:
             return False
+        waiting.unseen_until = trio.current_time() + UNSEEN_SECONDS
         if not self._check(waiting):
             self._look_again(waiting)
         return True
 
     def _check(self, waiting: _Waiting) -> bool:
         """Give the request up if its process is dying; whether it is given up."""
-        if not waiting.scope.cancel_called and dying(waiting.pid):
-            self._metrics.interrupted_requests += 1
-            waiting.scope.cancel()
+        if not waiting.scope.cancel_called:
+            dies = dying(waiting.pid)
+            if dies or (dies is None and trio.current_time() >= waiting.unseen_until):
+                self._metrics.interrupted_requests += 1
+                waiting.scope.cancel()
         return waiting.scope.cancel_called
 
     async def watch(self) -> None:
@@ -129,7 +146,6 @@ class Interrupts:
         for unique, waiting in list(self._waiting.items()):
             if waiting.since > before:
                 return
-            # Without a signal, who cannot be seen is not taken for dead.
-            if unique in self._waiting and waiting.pid:
+            if unique in self._waiting:
                 self._check(waiting)
             await trio.lowlevel.checkpoint()

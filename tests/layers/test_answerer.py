@@ -169,6 +169,27 @@ async def test_a_request_of_a_process_that_dies_is_given_up(
         assert mirror.metrics.interrupted_requests == 1
 
 
+@pytest.mark.parametrize("hidden", [FileNotFoundError, PermissionError])
+async def test_a_process_that_proc_hides_is_given_up_only_after_a_signal(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, hidden: type[OSError]
+) -> None:
+    status = Mock(side_effect=hidden)
+    monkeypatch.setattr(interrupts, "open", status, raising=False)
+    monkeypatch.setattr(interrupts, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(interrupts, "UNSEEN_SECONDS", 0.1)
+    async with asked() as (mirror, requests):
+        gate = mirror.posix.faults.gate(*METADATA)
+        mirror.nursery.start_soon(requests.interrupts.watch)
+        assert [requests.look_up(name) for name in ("a", "top")] == [None, None]
+        await until(lambda: status.call_count > 4, "a look at them")
+        assert requests.interrupts.on_interrupt(2)
+        assert requests.answers == {}
+        assert (await requests.answered(2)) == (errno.EINTR, b"")
+        gate.open()
+        assert (await requests.answered(4))[0] == 0
+        assert interrupts.dying(1 << 30), "nobody has this number"
+
+
 async def test_no_more_are_taken_than_may_wait(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:

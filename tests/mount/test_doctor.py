@@ -124,6 +124,7 @@ HEADROOM = MemoryHeadroom(8 * GIB, 16 * GIB, "machine")
 NO_HEADROOM = MemoryHeadroom(MIB, GIB, "cgroup /job")
 UNKNOWN = MemoryHeadroom(UNLIMITED, UNLIMITED, "nothing known")
 WORKER = json.dumps({"python": "3.11", "pyfuse3": "3", "libfuse": "3"})
+HIDES = "proc /proc proc rw,hidepid=2"
 BROKEN = "Traceback\nModuleNotFoundError: no trio\n"
 NGINX = "nginx version: nginx/1.22.1\nconfigure arguments: --with-http_secure_link_module\n"
 SLOW = rates(100e6)
@@ -158,9 +159,10 @@ JUDGED: list[tuple[Check, Severity, dict[str, object] | str]] = [
     (fusermount(0o755), PROBLEM, {}),
     (fusermount(0o4755, honoured=False), PROBLEM, {}),
     (fusermount(0o755, honoured=False, is_root=True), OK, {}),
-    (system.judge_allow_other("user_allow_other\n", is_root=False), OK, {"allowed": True}),
-    (system.judge_allow_other("#user_allow_other\n", is_root=False), OK, {"allowed": False}),
-    (system.judge_allow_other("", is_root=True), OK, {"allowed": True}),
+    (system.judge_allow_other("user_allow_other\n", "", is_root=False), OK, {"allowed": True}),
+    (system.judge_allow_other("#user_allow_other\n", "", is_root=False), OK, {"allowed": False}),
+    (system.judge_allow_other("", "", is_root=True), OK, {"allowed": True}),
+    (system.judge_allow_other("", HIDES, is_root=True), WARNING, "hidepid=2"),
     (system.judge_worker(0, WORKER, "", "me"), OK, {}),
     (system.judge_worker(1, "", BROKEN, "me"), PROBLEM, "ModuleNotFoundError: no trio"),
     (system.judge_worker(-9, "", "", "me"), PROBLEM, {}),
