@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 WORKER_LOG = "worker.log"
 """The file of a daemon's standard error; the supervisor uses the same name."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""Have the stacks of all threads written to standard error."""
+"""Have the main thread's stack written to standard error; then all, unless it hangs in C."""
 
 
 async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
@@ -76,7 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
     handler.setFormatter(OneLine("%(asctime)s worker %(levelname)s %(message)s"))
     logging.basicConfig(level=bootstrap.config.log_level.upper(), handlers=[handler])
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    # Other threads' stacks change where they run: without the GIL, to read them may be fatal.
+    signal.signal(STACKS_SIGNAL, lambda *_: faulthandler.dump_traceback(all_threads=True))
+    faulthandler.register(STACKS_SIGNAL, all_threads=False, chain=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the foreground is the supervisor's
     drop_capabilities()
     if bootstrap.supervisor_uid != os.geteuid():

@@ -479,7 +479,9 @@ def test_a_bug_report_has_what_answers_and_names_no_files(
     assert names[0] == names[1]
     for name in ("config.json", "status.json"):
         assert json.loads(texts[name])["profile"] == "shards"
-    assert "worker/__main__.py" in texts["python-stacks.txt"]
+    own, _, all_stacks = texts["python-stacks.txt"].partition("Current thread 0x")
+    assert own.startswith("Stack (most recent call first)"), "of other threads only with the GIL"
+    assert all("worker/__main__.py" in stacks for stacks in (own, all_stacks))
     with Running([*MONARCHFS, "bugreport", str(mount.path), "-o", str(file)]) as interrupted:
         wait_for(file.exists, "the report to begin")
         interrupted.send_signal(signal.SIGINT)
