@@ -95,7 +95,7 @@ static PyObject *py_table_attach(PyObject *Py_UNUSED(self), PyObject *given)
 
 TELLS(table_detach)
 
-/* Of a handle whose RELEASE is Python's. */
+/* A handle whose RELEASE is Python's; table_opened follows. */
 static PyObject *py_table_add(PyObject *Py_UNUSED(self), PyObject *args)
 {
 	unsigned long long ino, unique;
@@ -103,8 +103,17 @@ static PyObject *py_table_add(PyObject *Py_UNUSED(self), PyObject *args)
 	uint64_t number;
 	if (!PyArg_ParseTuple(args, "KK", &ino, &unique))
 		return NULL;
-	int result = table_add(ino, unique, OWNED | HELD, &number, &backing_id);
+	int result = table_add(ino, unique, OWNED | ANSWERING, &number, &backing_id);
 	return result < 0 ? failed(-result) : Py_BuildValue("KI", (unsigned long long)number, backing_id);
+}
+
+static PyObject *py_table_opened(PyObject *Py_UNUSED(self), PyObject *args)
+{
+	unsigned long long number;
+	int accepted;
+	if (!PyArg_ParseTuple(args, "Kp", &number, &accepted))
+		return NULL;
+	return bool_of(table_opened(number, accepted));
 }
 
 static PyObject *py_table_end(PyObject *Py_UNUSED(self), PyObject *given)
@@ -309,6 +318,7 @@ PyMethodDef known_methods[] = {
 	METHOD(table_attach, METH_O),
 	METHOD(table_detach, METH_NOARGS),
 	METHOD(table_add, METH_VARARGS),
+	METHOD(table_opened, METH_VARARGS),
 	METHOD(table_end, METH_O),
 	METHOD(table_ino, METH_O),
 	METHOD(table_own, METH_O),

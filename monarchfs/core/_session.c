@@ -155,9 +155,6 @@ static void interrupted(struct fuse_session *se, const struct fuse_in_header *in
 	Py_XDECREF(known);
 }
 
-/* Not one of the kernel's: see fuse/protocol.py. */
-#define UNOPENED 0xffff
-
 /* Notify Python of something that gets no answer. */
 static void notify_python(uint32_t opcode, uint64_t node, const void *body, size_t length)
 {
@@ -168,13 +165,6 @@ static void notify_python(uint32_t opcode, uint64_t node, const void *body, size
 	if (!done)
 		PyErr_WriteUnraisable(on_request);
 	Py_XDECREF(done);
-}
-
-/* The kernel no longer waits for the answer to an open: an earlier worker had answered it, and the handle may
- * have been released since. */
-static void unopened(uint64_t fh)
-{
-	notify_python(UNOPENED, 0, &fh, sizeof(fh));
 }
 
 /* Write an answer; whether the kernel waited for it. */
@@ -223,9 +213,11 @@ static void send_body(const struct fuse_in_header *in, PyObject *body)
 	}
 	enum answered_by by = in->opcode == FUSE_READ ? BY_TIER : BY_MEMORY;
 	bool accepted = send_answer(in->unique, by, 0, bytes.buf, (size_t)bytes.len);
-	if (!accepted && in->opcode == FUSE_OPEN && current_past == TAKEN &&
-	    (size_t)bytes.len >= sizeof(struct fuse_open_out))
-		unopened(((const struct fuse_open_out *)bytes.buf)->fh);
+	if (in->opcode == FUSE_OPEN) {
+		struct fuse_release_in release = {.fh = ((const struct fuse_open_out *)bytes.buf)->fh};
+		if (table_opened(release.fh, accepted))
+			notify_python(FUSE_RELEASE, in->nodeid, &release, sizeof(release));
+	}
 	PyBuffer_Release(&bytes);
 }
 
@@ -234,9 +226,6 @@ static bool answer(const struct fuse_in_header *in, size_t length)
 {
 	if (in->opcode == FUSE_FORGET || in->opcode == FUSE_BATCH_FORGET)
 		return true; /* nothing depends on what the kernel remembers */
-	if (in->opcode == FUSE_RELEASE && !in->unique &&
-	    table_held(((const struct fuse_release_in *)(in + 1))->fh))
-		return true; /* not the kernel's: and that has the handle from another answer by now */
 	PyObject *body = on_request ? ask_python(on_request, in, length) : NULL;
 	const bool done = body != Py_None;
 	if (!body)

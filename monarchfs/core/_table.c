@@ -10,8 +10,8 @@
  *
  * Two threads may answer one open: the kernel may send a request again under another number (RESENT) while a
  * thread is working on it, and then refuses the answer to the old number. So the slot counts the answers that
- * are on their way, and ends with the last of them if the kernel accepted none. The kernel may have handles
- * open that an earlier worker added.
+ * are on their way, and ends with the last of them if the kernel accepted none: Python has to end what is its own,
+ * and no further answer gets that. The kernel may have handles open that an earlier worker added.
  */
 #define _GNU_SOURCE
 #include "_table.h"
@@ -134,8 +134,7 @@ static int add(uint64_t ino, uint64_t unique, uint32_t backing_id, uint64_t flag
 		unique &= ~RESENT;
 		struct slot *before = made_before(ino, unique);
 		if (before) {
-			before->flags = (before->flags | (flags & (OWNED | HELD))) +
-					(flags & ANSWERING);
+			before->flags = (before->flags | (flags & OWNED)) + (flags & ANSWERING);
 			*number = number_of((uint32_t)(before - slots));
 			return 1;
 		}
@@ -205,6 +204,7 @@ bool table_opened(uint64_t number, bool accepted)
 		slot->flags = (slot->flags | (accepted ? HELD : 0)) - ANSWERING;
 		bool over = slot->flags < ANSWERING && !(slot->flags & HELD);
 		owned = over && slot->flags & OWNED;
+		slot->unique = owned ? 0 : slot->unique;
 		ino = over && !owned ? end(slot) : 0;
 	}
 	pthread_mutex_unlock(&lock);
@@ -213,24 +213,13 @@ bool table_opened(uint64_t number, bool accepted)
 	return owned;
 }
 
-/* Free if it is not open. */
-static struct slot look_at(uint64_t number)
+uint64_t table_ino(uint64_t number)
 {
 	pthread_mutex_lock(&lock);
 	const struct slot *slot = find(number);
-	const struct slot now = slot ? *slot : (struct slot){0};
+	uint64_t ino = slot ? slot->ino : 0;
 	pthread_mutex_unlock(&lock);
-	return now;
-}
-
-bool table_held(uint64_t number)
-{
-	return look_at(number).flags & HELD;
-}
-
-uint64_t table_ino(uint64_t number)
-{
-	return look_at(number).ino;
+	return ino;
 }
 
 bool table_own(uint64_t number)

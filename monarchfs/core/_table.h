@@ -35,7 +35,7 @@ void table_detach(void);
 
 /* Add a handle: its number, and the backing id with which the open is to be answered. If `unique` is RESENT and a
  * handle was added for it before, that one is given and 1 returned. Else 0, or -ENFILE if too many are open. `flags`:
- * OWNED | HELD for Python, ANSWERING for a thread, which then calls table_opened. */
+ * ANSWERING, until the caller calls table_opened; OWNED, too, for Python. */
 int table_add(uint64_t ino, uint64_t unique, uint64_t flags, uint64_t *number, uint32_t *backing_id);
 
 /* End a handle. Returns its inode number, 0 if it was not open. With `unowned`, a handle that is OWNED does not
@@ -43,9 +43,8 @@ int table_add(uint64_t ino, uint64_t unique, uint64_t flags, uint64_t *number, u
 uint64_t table_end(uint64_t number, bool unowned, bool *owned);
 
 /* The kernel accepted an answer with it, or not. If it accepted none, and none is on its way, the handle ends.
- * True if Python has to end it, unless the kernel has it open by then. */
+ * True if Python has to end it. */
 bool table_opened(uint64_t number, bool accepted);
-bool table_held(uint64_t number);
 
 /* The inode number of an open handle, or 0. */
 uint64_t table_ino(uint64_t number);

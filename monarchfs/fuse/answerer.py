@@ -21,7 +21,7 @@ from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse import packing, protocol
 from monarchfs.fuse.estale_retries import EstaleRetries
-from monarchfs.fuse.handle_table import RESENT, HandleTable
+from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.handleless_reads import HandlelessReads
 from monarchfs.fuse.handles import Handles, opened_by
 from monarchfs.fuse.interrupts import Interrupts
@@ -200,9 +200,7 @@ class Answerer:
                         self._durations.read_local.observe(now_ns() - started)
                 return data
             case protocol.RELEASE:
-                number = packing.HANDLE.unpack_from(body)[0]
-                if (released := self.handles.pop(number)) is not None:
-                    released.release()
+                self._release(packing.HANDLE.unpack_from(body)[0])
                 return b""
             case protocol.OPENDIR:
                 # An error of the source belongs here, and what may be kept changes: so this is not
@@ -239,9 +237,6 @@ class Answerer:
                 return b""  # a directory's handle stands for nothing, and nothing is ever dirty
             case protocol.AHEAD:
                 self._files.read_ahead(node, *packing.CHUNKS.unpack_from(body))
-                return b""
-            case protocol.UNOPENED:
-                self._unopened(packing.HANDLE.unpack_from(body)[0])
                 return b""
         return None
 
@@ -294,9 +289,8 @@ class Answerer:
             flags = packing.FOPEN_KEEP_CACHE if handle.keep_cache else 0
         return packing.OPEN_OUT.pack(number, flags, backing_id), backing_id
 
-    def _unopened(self, number: int) -> None:
-        """The kernel did not wait for the answer to an open: an earlier worker had answered it."""
-        if (handle := self.handles.unopened(number)) is not None:
+    def _release(self, number: int) -> None:
+        if (handle := self.handles.pop(number)) is not None:
             handle.release()
 
     def _reading(self, fh: int, node: int) -> AbstractContextManager[FileHandle]:
@@ -337,9 +331,10 @@ class Answerer:
                 hooks.pause(False)
         self._count_error(code)
         accepted = hooks.reply(request.number, by, code, data)
-        lost = not (code or accepted) and request.unique & RESENT
-        if lost and request.opcode == protocol.OPEN:
-            self._unopened(packing.HANDLE.unpack_from(data)[0])
+        if request.opcode == protocol.OPEN and not code:
+            number = packing.HANDLE.unpack_from(data)[0]
+            if self.handles.table.opened(number, accepted=accepted):
+                self._release(number)
 
     def _count_error(self, code: int) -> None:
         if code and code not in NO_TROUBLE:

@@ -159,10 +159,16 @@ class HandleTable:
 
     def add(self, ino: int, unique: int) -> tuple[int, int]:
         """The number of a new handle, never given out before, and the backing id that the open is
-        to be answered with, 0: none. The request ``unique`` may have been carried out by an earlier
-        worker: then they are what it had. Raises OSError ENFILE where too many files are open."""
+        to be answered with, 0: none. ``opened`` follows. The request ``unique`` may have been
+        carried out by an earlier worker: then they are what it had. Raises OSError ENFILE where too
+        many files are open."""
         number, backing_id = self._hooks.table_add(ino, unique)
         return number, backing_id
+
+    def opened(self, number: int, *, accepted: bool) -> bool:
+        """Whether the kernel accepted the answer with it. True if it has no other answer with it
+        either: then it has to end."""
+        return bool(self._hooks.table_opened(number, accepted))
 
     def end_handle(self, number: int) -> int | None:
         """The inode number of the handle, which is open no more; None if it was not."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 
 from monarchfs.fs.files import FileHandle
-from monarchfs.fuse.handle_table import RESENT, HandleTable
+from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.insight.recording import AnsweredBy
 
@@ -29,7 +29,6 @@ class Handles:
         self.table = table
         self._passthrough = passthrough
         self._open: dict[int, FileHandle] = {}
-        self._unsure = 0
 
     def __len__(self) -> int:
         return len(self._open)
@@ -37,23 +36,11 @@ class Handles:
     def add(self, handle: FileHandle, unique: int) -> tuple[int, int]:
         """The number and the backing id for the answer to the OPEN request ``unique``. Raises
         OSError ENFILE."""
-        known = self._lasting(handle.ino, unique) if unique & RESENT else None
         number, backing_id = self.table.add(handle.ino, unique)
-        self._unsure = number if known is False else 0
         if (before := self._open.get(number)) is not None:
-            before.release()  # taken over from a worker that died before it answered
+            before.release()  # of another answer to the same open
         self._open[number] = handle
         return number, backing_id
-
-    def _lasting(self, ino: int, unique: int) -> bool:
-        """Whether an earlier worker has carried out this open, and it is not released yet."""
-        unique &= ~RESENT
-        return any(slot.unique == unique and slot.ino == ino for slot in self.table)
-
-    def unopened(self, number: int) -> FileHandle | None:
-        """The kernel did not wait for the answer with this number. Returns what the last ``add``
-        opened for it; None for an open that an earlier worker has answered and that lasts."""
-        return self.pop(number) if number == self._unsure else None
 
     def take_over(self, number: int, handle: FileHandle) -> None:
         """``number`` was given out by an earlier worker, or without Python. Raises OSError EBADF if

@@ -17,9 +17,8 @@ FUSE_NOTIFY_RESEND = 7
 LOOKUP, GETATTR, READLINK, OPEN, READ, STATFS, RELEASE = 1, 3, 5, 14, 15, 17, 18
 GETXATTR, LISTXATTR, OPENDIR, RELEASEDIR, FSYNCDIR, ACCESS, READDIRPLUS = 22, 23, 27, 29, 30, 34, 44
 """Of enum fuse_opcode: what ``Answerer`` answers; ENOSYS to all others, FLUSH included."""
-AHEAD, UNOPENED = 0xFFFE, 0xFFFF
-"""None of the kernel's, from the C part: a note that a file has been read so far (_relay.h); the
-kernel did not wait for the answer to an open."""
+AHEAD = 0xFFFE
+"""None of the kernel's, from the C part: a note that a file has been read so far (_relay.h)."""
 
 MAX_WRITE = 4096
 """Nothing is ever written; the kernel wants every buffer for requests to be larger than this

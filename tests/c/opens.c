@@ -157,7 +157,8 @@ int main(int count, char **arguments)
 		usleep(100);
 	CHECK(inode_back(INO, 7));
 	begin(16, false);
-	CHECK(table_add(INO, 16 | RESENT, OWNED | HELD, &number, &backing_id) == 1 && backing_id == 7);
+	CHECK(table_add(INO, 16 | RESENT, OWNED | ANSWERING, &number, &backing_id) == 1 && backing_id == 7);
+	CHECK(!table_opened(number, true));
 	let_it_go();
 	CHECK(table_ino(number) == INO && next_of_python() == -EAGAIN);
 	/* While it is open with a backing file, so is every other open; then with none. */
@@ -180,14 +181,14 @@ int main(int count, char **arguments)
 	ask_open(24);
 	wait_for_answers(3);
 	CHECK(passed_to == 8);
-	/* The kernel takes no answer, and Python has the handle by then: it is told of its end. */
+	/* The kernel takes no answer, and Python has the handle by then: it has to end it, and nobody else gets it. */
 	table_end(handle, false, NULL);
 	begin(26, true);
-	CHECK(table_length() == 1);
-	size_t index = 0;
-	struct slot slot;
-	CHECK(table_own(table_next(&index, &slot)));
+	CHECK(table_add(INO, 26 | RESENT, OWNED | ANSWERING, &number, &backing_id) == 1);
+	CHECK(!table_opened(number, false));
 	let_it_go();
+	CHECK(next_of_python() > 0 && table_ino(number) == INO);
+	CHECK(table_add(INO, 26 | RESENT, OWNED | ANSWERING, &number, &backing_id) == 0);
 	puts("done");
 	fflush(stdout);
 	_exit(0); /* the threads wait for the kernel */

@@ -17,12 +17,13 @@ from unittest.mock import Mock
 
 import pytest
 import trio
+import trio.testing
 
 from monarchfs.fuse import session  # isort: skip  # before pyfuse3
 from monarchfs.config import Config, TierSpec, User
 from monarchfs.fuse import answerer, interrupts, packing, passthrough, protocol
 from monarchfs.fuse.answerer import Answerer, FuseRequest
-from monarchfs.fuse.handle_table import HandleTable, make_table
+from monarchfs.fuse.handle_table import RESENT, HandleTable, make_table
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
@@ -52,11 +53,12 @@ UNUSED_OPCODE = 4000
 
 class Requests:
     """Changing: the number of the last one; errno and body of each answer that a task gave;
-    ``pauses``, what was said about taking new ones."""
+    ``refused``, by the kernel; ``pauses``, what was said about taking new ones."""
 
     def __init__(self, mirror: Mirror, patch: pytest.MonkeyPatch) -> None:
         self.number = 0
         self.answers: dict[int, tuple[int, bytes]] = {}
+        self.refused: set[int] = set()
         self.pauses: list[bool] = []
         patch.setattr(session.hooks, "current", lambda: (self.number, self.number, os.getpid()))
         patch.setattr(session.hooks, "reply", self._reply)
@@ -72,7 +74,7 @@ class Requests:
 
     def _reply(self, number: int, _by: int, code: int, body: bytes) -> bool:
         self.answers[number] = code, bytes(body)
-        return True
+        return number not in self.refused
 
     def ask(self, opcode: int, node: int, body: bytes = b"") -> Any:
         self.number += 2
@@ -205,6 +207,34 @@ async def test_no_more_are_taken_than_may_wait(
             await requests.answered(number)
         assert requests.pauses == [True, False]
         assert requests.interrupts.waiting == 0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+async def test_an_open_that_is_sent_again_meanwhile_is_one_handle(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """Whichever has its answer first. The kernel takes that to the new number alone."""
+    async with asked() as (mirror, requests):
+        node, numbers, files = await mirror.ino("a"), (2, 2 | RESENT), requests.answerer._files
+        gates, open_it = [trio.Event(), trio.Event()], files.open
+        unused = iter(gates)
+
+        async def open_late(*arguments: Any, **options: Any) -> Any:
+            await next(unused).wait()
+            return await open_it(*arguments, **options)
+
+        monkeypatch.setattr(files, "open", open_late)
+        monkeypatch.setattr(files, "known_open", lambda _: None)
+        requests.refused = {2}
+        for requests.number in (0, RESENT):
+            assert requests.ask(protocol.OPEN, node, packing.OPEN_IN.pack(os.O_RDONLY)) is None
+            await trio.testing.wait_all_tasks_blocked()
+        for which in (first, 1 - first):
+            gates[which].set()
+            await requests.answered(numbers[which])
+        (accepted,) = requests.table
+        assert requests.answers[2 | RESENT][1].startswith(packing.HANDLE.pack(accepted.number))
+        assert len(requests.answerer.handles) == 1
 
 
 # Passthrough.
