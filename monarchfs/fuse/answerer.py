@@ -326,8 +326,8 @@ class Answerer:
             log.exception("a request (opcode %d) failed", request.opcode)
             code = errno.EIO
         finally:
-            self._interrupts.end(request.unique)
-            if self._interrupts.waiting == MOST_WAITING - 1:
+            waited = self._interrupts.end(request.unique)
+            if waited and self._interrupts.waiting == MOST_WAITING - 1:
                 hooks.pause(False)
         self._count_error(code)
         accepted = hooks.reply(request.number, by, code, data)

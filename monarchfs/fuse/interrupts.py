@@ -96,8 +96,9 @@ class Interrupts:
             self._look_again(waiting)
         return waiting.scope
 
-    def end(self, unique: int) -> None:
-        self._waiting.pop(unique, None)
+    def end(self, unique: int) -> bool:
+        """Whether it waited: one that the kernel sent again has ended with the other."""
+        return self._waiting.pop(unique, None) is not None
 
     def _look_again(self, waiting: _Waiting) -> None:
         waiting.signalled = self._any_signalled = True

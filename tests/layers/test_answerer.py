@@ -28,6 +28,7 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.session import hooks
+from monarchfs.insight.recording import AnsweredBy
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.messages import Back, Unback, parse
@@ -195,17 +196,26 @@ async def test_a_process_that_proc_hides_is_given_up_only_after_a_signal(
 async def test_no_more_are_taken_than_may_wait(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One is sent again meanwhile, and waits as one."""
     monkeypatch.setattr(answerer, "MOST_WAITING", 3)
-    async with asked() as (mirror, requests):
-        gate = mirror.posix.faults.gate(*METADATA)
-        for name in ("a", "d", "x"):
+    gates = [trio.Event() for _ in range(4)]
+    unused = iter(gates)
+
+    async def look_up(_: FuseRequest) -> tuple[AnsweredBy, bytes]:
+        await next(unused).wait()
+        return AnsweredBy.SOURCE, b""
+
+    async with asked() as (_, requests):
+        monkeypatch.setattr(requests.answerer, "_asking", {protocol.LOOKUP: look_up})
+        for requests.number in (RESENT, RESENT, 4, 6):
             assert requests.pauses == []
-            assert requests.look_up(name) is None
+            assert requests.look_up("a") is None
+            await trio.testing.wait_all_tasks_blocked()
         assert requests.pauses == [True]
-        gate.open()
-        for number in (2, 4, 6):
-            await requests.answered(number)
-        assert requests.pauses == [True, False]
+        for gate in gates:
+            gate.set()
+            await trio.testing.wait_all_tasks_blocked()
+            assert requests.pauses == [True, False]
         assert requests.interrupts.waiting == 0
 
 
