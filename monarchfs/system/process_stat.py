@@ -15,6 +15,9 @@ def stat_fields(directory: str) -> list[bytes]:
 
 def start_ticks(pid: int) -> int | None:
     """When a process began, in clock ticks since boot (proc_pid_stat(5), field 22); None if it is
-    dead."""
-    fields = stat_fields(f"/proc/{pid}")
+    dead, or hidden (hidepid, proc(5))."""
+    try:
+        fields = stat_fields(f"/proc/{pid}")
+    except PermissionError:
+        return None
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[19])

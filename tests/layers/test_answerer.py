@@ -32,6 +32,7 @@ from monarchfs.insight.recording import AnsweredBy
 from monarchfs.supervisor import backing
 from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.messages import Back, Unback, parse
+from monarchfs.system import process_stat
 from monarchfs.types import ROOT_INO, EvictionPolicy, FreshnessMode, ReplicaState, TierSize
 from tests.layers.whole import NoReaders
 from tests.support.lookups import METADATA
@@ -177,7 +178,8 @@ async def test_a_process_that_proc_hides_is_given_up_only_after_a_signal(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, hidden: type[OSError]
 ) -> None:
     status = Mock(side_effect=hidden)
-    monkeypatch.setattr(interrupts, "open", status, raising=False)
+    for module in (interrupts, process_stat):
+        monkeypatch.setattr(module, "open", status, raising=False)
     monkeypatch.setattr(interrupts, "LONG_SECONDS", 0.0)
     monkeypatch.setattr(interrupts, "UNSEEN_SECONDS", 0.1)
     async with asked() as (mirror, requests):
@@ -190,7 +192,8 @@ async def test_a_process_that_proc_hides_is_given_up_only_after_a_signal(
         assert (await requests.answered(2)) == (errno.EINTR, b"")
         gate.open()
         assert (await requests.answered(4))[0] == 0
-        assert interrupts.dying(1 << 30), "nobody has this number"
+    assert interrupts.dying(1 << 30), "nobody has this number"
+    assert process_stat.start_ticks(1) is None
 
 
 async def test_no_more_are_taken_than_may_wait(
