@@ -7,7 +7,6 @@ hangs cannot hang it.
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -117,31 +116,30 @@ def configuration(options: WebServerOptions, *, as_root: bool = False) -> str:
     )
 
 
+def files(options: WebServerOptions, *, as_root: bool = False) -> dict[str, str]:
+    """The texts of the files that it reads, by name: the caller writes them, with the rights of its
+    user, who may have put anything there."""
+    found = {"nginx.conf": configuration(options, as_root=as_root)}
+    if options.certificate:
+        found[options.certificate_path.name] = options.certificate
+    return found
+
+
 def start(
     options: WebServerOptions,
     program: str,
     identity: Mapping[str, Any],
     before_exec: Callable[[], None] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start it as one process; SIGTERM ends it. ``identity``: ``user`` and similar arguments of
-    ``subprocess.Popen``, if the mount is another user's. ``before_exec`` runs in the child: only a
-    process with one thread may give one.
+    """Start it as one process, with its ``files`` in its directory; SIGTERM ends it. ``identity``:
+    ``user`` and similar arguments of ``subprocess.Popen``, if the mount is another user's.
+    ``before_exec`` runs in the child: only a process with one thread may give one.
 
     Raises OSError.
     """
-    path = options.directory / "nginx.conf"
-    user = identity.get("user", os.geteuid())
-    files = {path: configuration(options, as_root=user == 0)}
-    if options.certificate:
-        files[options.certificate_path] = options.certificate
-    for name, text in files.items():
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        with open(fd, "w") as file:
-            os.fchown(fd, user, identity.get("group", os.getegid()))
-            file.write(text)
     return subprocess.Popen(
         [program, "-p", str(options.directory), "-e", str(options.directory / "nginx.log"),
-         "-c", str(path)],
+         "-c", str(options.directory / "nginx.conf")],
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, cwd="/", preexec_fn=before_exec, **identity,
     )  # fmt: skip

@@ -7,20 +7,17 @@ import logging
 import os
 import signal
 import socket
-import stat
 import subprocess
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from monarchfs.config import Config
+from monarchfs.config import Config, User
 from monarchfs.peers import credentials, web_server
 from monarchfs.peers.certificates import key_and_certificate, public_key_pin
 from monarchfs.peers.nodes import PeerNode, Peers, parse_nodes
 from monarchfs.peers.web_server import WebServerOptions, configuration, find_nginx
-from monarchfs.supervisor.identity import acting_as, popen_as
+from monarchfs.supervisor.identity import acting_as, open_file_as, popen_as
 from monarchfs.system.bounded import answer_within
 from monarchfs.system.parent_death import die_with_parent
 from monarchfs.types import OperationError, UsageError
@@ -83,8 +80,6 @@ def open_peer_server(
     try:
         with acting_as(user):
             path.mkdir(0o700, exist_ok=True)
-            if not stat.S_ISDIR(path.lstat().st_mode):
-                raise OperationError(f"{path} is no directory: remove it")
             options = WebServerOptions(
                 path,
                 address,
@@ -96,14 +91,15 @@ def open_peer_server(
             )
             configuration(options)
             (path / "worker.sock").unlink(missing_ok=True)
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             listener.bind(str(options.worker_socket))
             listener.listen(_BACKLOG)
+            directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (OSError, ValueError) as error:
         raise OperationError(f"cannot serve peers: {path}: {error}") from None
     program = find_nginx()
     assert program is not None  # find_peers has looked
-    server = PeerServer(program, options, popen_as(user), listener, peers)
+    server = PeerServer(program, options, user, directory, listener, peers)
     undo.callback(server.close)
     return server
 
@@ -126,26 +122,28 @@ def address_of(node: PeerNode, seconds: float = RESOLVE_SECONDS) -> str:
 class PeerServer:
     """One nginx.
 
-    Constant: its program and options, whose process it is, and the socket of the workers. Changing:
-    ``peers``, whom it serves; the process, when it was started, when the next one may be, and the
-    pause before that one.
+    Constant: its program and options, whose process it is, its open directory, and the socket of
+    the workers. Changing: ``peers``, whom it serves; the process, when it was started, when the
+    next one may be, and the pause before that one.
     """
 
     def __init__(
         self,
         program: str,
         options: WebServerOptions,
-        identity: Mapping[str, Any],
+        user: User,
+        directory: int,
         listener: socket.socket,
         peers: Peers,
     ) -> None:
-        """``identity``: arguments of ``subprocess.Popen``; ``listener``: where workers answer the
-        server, closed in the end."""
+        """``directory``: the descriptor of that of the options; ``listener``: where workers answer
+        the server. Both are closed in the end."""
         self.listener = listener
         self.peers = peers
         self._program = program
         self._options = options
-        self._identity = identity
+        self._user = user
+        self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
         self._next = 0.0
@@ -168,16 +166,25 @@ class PeerServer:
         if now < self._next:
             return
         try:
+            self._write_files()
             self._process = web_server.start(
                 self._options,
                 self._program,
-                self._identity,
+                popen_as(self._user),
                 partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
             self._started = now
         except OSError as error:
             log.warning("cannot start nginx: %s", error)
             self._put_off(now)
+
+    def _write_files(self) -> None:
+        """Anew each time: they are the user's, who may have changed them."""
+        for name, text in web_server.files(self._options, as_root=self._user.uid == 0).items():
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            descriptor = open_file_as(self._user, name, flags, directory=self._directory)
+            with open(descriptor, "w") as file:
+                file.write(text)
 
     def _put_off(self, now: float) -> None:
         self._next = now + self._pause
@@ -193,6 +200,7 @@ class PeerServer:
     def close(self) -> None:
         """End it; what it serves is cut off."""
         self.listener.close()
+        os.close(self._directory)
         process, self._process = self._process, None
         self._next = float("inf")
         if process is None:

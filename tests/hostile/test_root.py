@@ -29,8 +29,9 @@ from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mount import mount
 from monarchfs.fuse.mountinfo import find_mount, mount_of
 from monarchfs.fuse.unmount import Unmounted, unmount_bounded, unmount_call
+from monarchfs.peers.nodes import PeerNode, Peers
 from monarchfs.slurm.leftovers import Sweeper
-from monarchfs.supervisor import logs
+from monarchfs.supervisor import logs, peering
 from monarchfs.supervisor.directories import open_state_dir, open_tiers, tree_size
 from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.recover import find_all
@@ -93,7 +94,9 @@ class Ground:
         for name in self.NAMES:
             (self.roots / name).mkdir()
         (self.roots / "tier" / ("0" * 16)).mkdir()
-        (self.roots / "log").write_text("keep me")
+        (self.roots / "state" / "peers").mkdir()
+        for name in ("log", "state/peers/nginx.conf"):
+            (self.roots / name).write_text("keep me")
         self.bait = Bait(self.users, self.roots, USER.uid)
         self._before = self._look()
 
@@ -124,19 +127,26 @@ def ground(users: Path, roots: Path) -> Ground:
     return Ground(users, roots)
 
 
+PEERS = Peers((PeerNode("a", "a", 9),), 0, "secret")
+
+
 def open_storage(config: Config, *, keep: bool) -> bool:
     """What a mount does with its directories, kept or taken back; whether that worked."""
     with ExitStack() as undo, ExitStack() as closing:
         try:
             state, lock = open_state_dir(config, undo)
             _, directories = open_tiers(config, state, undo)
+            server = peering.open_peer_server(config, PEERS, "127.0.0.1", undo)
         except MonarchError:
             return False
         tiers = [directory.descriptor for directory in directories.opened]
         for descriptor in (state, *tiers):
             assert os.fstat(descriptor).st_uid == USER.uid
+        assert server is not None
+        server.tick(1.0)
         if keep:
             undo.pop_all()
+            closing.callback(server.close)
             for descriptor in (state, lock, *tiers, *directories.locks):
                 closing.callback(os.close, descriptor)
     return True
@@ -144,7 +154,10 @@ def open_storage(config: Config, *, keep: bool) -> bool:
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "there"])
 @pytest.mark.parametrize("keep", [False, True], ids=["taken back", "kept"])
-def test_no_call_is_led_astray(ground: Ground, there: bool, keep: bool) -> None:
+def test_no_call_is_led_astray(
+    ground: Ground, there: bool, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peering, "find_nginx", lambda: "/bin/true")
     config = ground.config()
     if not there:
         clear(ground.roots)

@@ -62,6 +62,8 @@ class Peer:
         )
 
     def start(self) -> None:
+        for name, text in web_server.files(self._options).items():
+            (self._options.directory / name).write_text(text)
         self.process = web_server.start(self._options, str(web_server.find_nginx()), {})
 
         def answers() -> bool:
