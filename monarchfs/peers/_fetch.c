@@ -1,9 +1,9 @@
 /* See _fetch.h.
  *
  * A read may take the mean time of all peers and four deviations (as in RFC 6298), 0.1 to 0.8 s, and at least 0.4
- * s if no reader waits. A slow peer would raise a deadline of its own. A server that has lost its worker (502) has
- * failed. On busy processors nodes that are well are late now and then: when lateness kept all readers from them
- * for a second, eight nodes read 1.35 x the data in one epoch, so it does for a tenth of a second.
+ * s if no reader waits. A slow peer would raise a deadline of its own. On busy processors nodes that are well are
+ * late now and then: when lateness kept all readers from them for a second, eight nodes read 1.35 x the data in one
+ * epoch, so it does for a tenth of a second.
  */
 #include "_fetch.h"
 
@@ -31,8 +31,8 @@
 #define MOST_PAUSE_NS 60000000000LL
 #define PIECE_BYTES (1UL << 20) /* of a range, in one request */
 #define PIECE_DEADLINE_NS 900000000LL /* a reader may wait for it */
-#define BAD_GATEWAY 502
-#define GATEWAY_TIMEOUT 504
+#define FORBIDDEN 403
+#define SERVER_ERROR 500 /* and above */
 #define URL_BYTES (PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024)
 
 struct peer {
@@ -326,6 +326,12 @@ static CURLcode get_range(CURL *request, const char *url, uint64_t offset, size_
 	return code;
 }
 
+/* Of the peer: it says nothing about what was asked. It has another key, or its nginx is left without a worker. */
+static bool is_failure(long status)
+{
+	return status == FORBIDDEN || status >= SERVER_ERROR;
+}
+
 /* The peer, if it may be asked; the URL, and the address to ask from. */
 static struct peer *locate(unsigned number, const char *path, char *url, size_t room, char *from, int64_t deadline_ns,
 			   bool probe)
@@ -354,7 +360,7 @@ static enum fetch_result ask(const char *url, const char *from, const struct pla
 	CURLcode code = get_range(request, url, place->offset, place->size, deadline_ns, &status);
 	if (code != CURLE_OK && code != CURLE_WRITE_ERROR)
 		return FETCH_FAILED;
-	if (status == 403 || status >= 500) /* says nothing about this file */
+	if (is_failure(status))
 		return FETCH_FAILED;
 	if (status != 206 || answer.got != place->size)
 		return FETCH_WRONG;
@@ -510,8 +516,8 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	curl.easy_setopt(request, CURLOPT_HTTPGET, 1L);
 	curl.easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
 	if (code == CURLE_OK) {
-		if (status == BAD_GATEWAY || status == GATEWAY_TIMEOUT)
-			note_failure(peer, false); /* its nginx is left, without a worker */
+		if (is_failure(status))
+			note_failure(peer, false);
 		else
 			note_answer(peer);
 		*answer = text.bytes;

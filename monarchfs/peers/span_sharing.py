@@ -231,7 +231,7 @@ def _of_span(digests: Data, span: int) -> bytes:
 @dataclass(eq=False, slots=True)
 class _Owner:
     """``asking``: it is being asked, in turn; ``asked``, when it was last; ``quiet_since``, since
-    when it has had nothing new."""
+    when it has had nothing new, or has not answered."""
 
     asking: bool = False
     asked: float | None = None
@@ -283,8 +283,10 @@ class SpanNodes:
     def _look(self) -> None:
         """See which nodes are avoided."""
         lost = frozenset(filter(self._is_lost, range(len(self._following.nodes))))
-        self._views += lost != self._lost
-        self._lost = lost
+        if lost != self._lost:
+            self._views += 1
+            self._lost = lost
+            self._jobs.wakes.unpark_all()  # another request may have failed than one about spans
 
     def waits_for(self, owner: int) -> bool:
         now, known = trio.current_time(), self._owners[owner]
@@ -374,13 +376,14 @@ class SpanNodes:
         except (OSError, PeerError) as exc:
             log.debug("peer %d does not answer about spans: %s", owner, exc)
             self._look()
+            news = [False]
         else:
             news = [
                 spans.note(owner, span, held.path, held.digests, coming=held.coming)
                 for (spans, span), held in zip(wanted, answers, strict=True)
             ]
-            if any(news):
-                known.quiet_since = None
-            elif known.quiet_since is None:
-                known.quiet_since = now
+        if any(news):
+            known.quiet_since = None
+        elif known.quiet_since is None:
+            known.quiet_since = now
         self._jobs.wakes.unpark_all()

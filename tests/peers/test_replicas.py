@@ -161,6 +161,9 @@ def test_who_has_no_token_gets_nothing(peer: Peer, given: str) -> None:
     _replicas.token(given, "127.0.0.1")
     assert _replicas.fetch(name, 100) == FAILED
     assert _replicas.fetch(name, 100) == AVOIDED
+    _replicas.peer(0, f"http://127.0.0.1:{peer.port}")
+    assert _replicas.ask(0, "/", None, 5, 999)[0] == 403
+    assert _replicas.fetch(name, 100) == AVOIDED
 
 
 def test_a_peer_that_is_gone_and_comes_back(peer: Peer) -> None:

@@ -16,11 +16,18 @@ from hypothesis import strategies as st
 
 from monarchfs.core._units import GONE, WRONG
 from monarchfs.core.units import Unit
+from monarchfs.peers import span_sharing
+from monarchfs.peers.node_share import NodeShare
+from monarchfs.peers.nodes import parse_nodes
+from monarchfs.peers.ownership import Ownership
+from monarchfs.peers.span_sharing import STALLED_SECONDS, SpanNodes
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
 from monarchfs.prefetch.passing import AHEAD_UNITS, MOST_UNITS, PassingReads
 from monarchfs.prefetch.passing import UNIT_BYTES as PASSED_BYTES
 from monarchfs.prefetch.spans import BLOCK_BYTES, SPAN_BYTES, UNIT_BYTES, FileSpans
 from monarchfs.types import SourceVersion
+from tests.support.asynchronous import clock as clock
+from tests.support.asynchronous import nursery as nursery
 
 NAME = bytes(16)
 CHUNK = 4 << 20
@@ -134,6 +141,27 @@ def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
         spans.note(1, 0, "", NONE if how == "refused" else bytes(7), coming=False)
     assert spans.next_run(chunks, 100, owned_only=False) == (0, 16)
     assert spans.next_run(chunks, 100, owned_only=True) is None
+
+
+async def test_who_only_refuses_to_answer_is_not_waited_for_long(
+    clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
+) -> None:
+    """And who fails about something else, not at all."""
+    monkeypatch.setattr(span_sharing, "ask", lambda *_: b"no answer about spans")
+    monkeypatch.setattr(span_sharing, "avoided", lambda _: False)
+    share = NodeShare(Ownership(parse_nodes("ab", 1)))
+    others: Any = SimpleNamespace(starts=lambda _: False, nodes="ab")
+    jobs: Any = SimpleNamespace(wakes=trio.lowlevel.ParkingLot())
+    nodes = SpanNodes(jobs, jobs, share, others)
+    for seconds in range(int(STALLED_SECONDS) + 1):
+        await nodes.ask(1, [])
+        assert nodes.waits_for(1) == (seconds < STALLED_SECONDS)
+        clock.jump(1)
+    nursery.start_soon(jobs.wakes.park)
+    await trio.testing.wait_all_tasks_blocked()
+    monkeypatch.setattr(span_sharing, "avoided", lambda _: True)
+    nodes._look()
+    assert not jobs.wakes
 
 
 @pytest.mark.parametrize("result", [GONE, WRONG])
