@@ -38,7 +38,7 @@
 struct peer {
 	char url[PEER_URL_BYTES];
 	pthread_mutex_t lock; /* guards what follows */
-	int64_t pause_ns, avoided_until_ns;
+	int64_t pause_ns, avoided_until_ns, failed_ns;
 	bool late; /* what it failed with */
 	bool answers; /* its worker did, since then */
 	struct peer_counts counts;
@@ -121,7 +121,7 @@ int fetch_peer(unsigned number, const char *url)
 	if (peer) {
 		pthread_mutex_lock(&peer->lock);
 		strcpy(peer->url, url);
-		peer->pause_ns = peer->avoided_until_ns = 0;
+		peer->pause_ns = peer->avoided_until_ns = peer->failed_ns = 0;
 		peer->late = false;
 		pthread_mutex_unlock(&peer->lock);
 	} else {
@@ -180,15 +180,20 @@ static void note_time(int64_t ns)
 
 /* -- the state of a peer, under its lock */
 
-static void avoid(struct peer *peer, bool late)
+/* Because of a request that began then. Those that were under way when it was first avoided say nothing new. */
+static void avoid(struct peer *peer, bool late, int64_t began_ns)
 {
+	int64_t now_ns = (int64_t)monotonic_ns();
 	int64_t pause_ns = 2 * peer->pause_ns, least_ns = late ? LATE_PAUSE_NS : FIRST_PAUSE_NS;
+	if (began_ns < peer->failed_ns)
+		return;
+	peer->failed_ns = now_ns;
 	if (pause_ns < least_ns)
 		pause_ns = least_ns;
 	peer->late = late;
 	peer->answers = false;
 	peer->pause_ns = pause_ns < MOST_PAUSE_NS ? pause_ns : MOST_PAUSE_NS;
-	peer->avoided_until_ns = (int64_t)monotonic_ns() + peer->pause_ns;
+	peer->avoided_until_ns = now_ns + peer->pause_ns;
 	(void)eventfd_write(failures_fd, 1);
 }
 
@@ -198,10 +203,10 @@ static void welcome(struct peer *peer)
 	peer->pause_ns = peer->avoided_until_ns = 0;
 }
 
-static void note_failure(struct peer *peer, bool late)
+static void note_failure(struct peer *peer, bool late, int64_t began_ns)
 {
 	pthread_mutex_lock(&peer->lock);
-	avoid(peer, late);
+	avoid(peer, late, began_ns);
 	peer->counts.failed++;
 	pthread_mutex_unlock(&peer->lock);
 }
@@ -212,7 +217,7 @@ static void note_result(struct peer *peer, enum fetch_result result, size_t size
 {
 	pthread_mutex_lock(&peer->lock);
 	if (late)
-		avoid(peer, true);
+		avoid(peer, true, (int64_t)monotonic_ns() - ns);
 	else
 		welcome(peer);
 	peer->counts.nanoseconds += (uint64_t)ns;
@@ -387,7 +392,7 @@ enum fetch_result fetch_replica(const unsigned char *name, size_t size, bool pat
 	enum fetch_result result = ask(url, from, &place, deadline_ns, to);
 	int64_t took_ns = (int64_t)monotonic_ns() - began_ns;
 	if (result == FETCH_FAILED)
-		note_failure(peer, took_ns >= deadline_ns * 9 / 10);
+		note_failure(peer, took_ns >= deadline_ns * 9 / 10, began_ns);
 	else
 		note_result(peer, result, size, took_ns, took_ns > reader_ns);
 	if (result == FETCH_WRONG)
@@ -418,6 +423,7 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 	long status;
 	if (!request)
 		return FETCH_AVOIDED;
+	int64_t began_ns = (int64_t)monotonic_ns();
 	CURLcode code;
 	size_t asked = 0;
 	struct passed passed = {.take = take, .to = to};
@@ -439,7 +445,7 @@ enum fetch_result fetch_range(unsigned number, const char *path, uint64_t offset
 	else if (code == CURLE_HTTP_RETURNED_ERROR && (status == 404 || status == 416))
 		result = FETCH_UNKNOWN;
 	if (result == FETCH_FAILED)
-		note_failure(peer, false);
+		note_failure(peer, false, began_ns);
 	else
 		note_result(peer, result, size, 0, false);
 	return result;
@@ -510,6 +516,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 		curl.easy_setopt(request, CURLOPT_POSTFIELDSIZE, (long)size);
 		curl.easy_setopt(request, CURLOPT_POSTFIELDS, body);
 	}
+	int64_t began_ns = (int64_t)monotonic_ns();
 	CURLcode code = curl.easy_perform(request);
 	long status = 0;
 	curl.easy_getinfo(request, CURLINFO_RESPONSE_CODE, &status);
@@ -517,7 +524,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 	curl.easy_setopt(request, CURLOPT_WRITEFUNCTION, take_answer);
 	if (code == CURLE_OK) {
 		if (is_failure(status))
-			note_failure(peer, false);
+			note_failure(peer, false, began_ns);
 		else
 			note_answer(peer);
 		*answer = text.bytes;
@@ -525,7 +532,7 @@ int fetch_answer(unsigned number, const char *path, const char *body, size_t siz
 		return (int)status;
 	}
 	free(text.bytes);
-	note_failure(peer, false);
+	note_failure(peer, false, began_ns);
 	return error_of(request, code);
 }
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -176,6 +176,19 @@ def test_a_peer_that_is_gone_and_comes_back(peer: Peer) -> None:
     assert _replicas.fetch(name, 100) == AVOIDED
     wait_for(lambda: _replicas.fetch(name, 100, True) == peer.data[:100], "the peer")
     assert _replicas.fetch(name, 100) == peer.data[:100]
+
+
+def test_requests_that_one_stall_fails_count_once(peer: Peer) -> None:
+    peer.process.send_signal(signal.SIGSTOP)
+
+    def ask(_: int) -> None:
+        with suppress(OSError):
+            _replicas.ask(0, "/", None, 0.5, 100)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert _replicas.counts(0)[-1]
+    assert _replicas.pause(0) <= 1
 
 
 def test_a_server_without_its_worker_is_avoided(peer: Peer) -> None:
