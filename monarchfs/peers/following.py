@@ -171,7 +171,14 @@ class Following:
         """Ask once. Returns whether to ask again at once, and how many rows came."""
         path = f"/ask/catalogue?{follower.query()}"
         data = await run_sync(
-            ask, number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES, limiter=self._threads
+            ask,
+            number,
+            path,
+            None,
+            ANSWER_SECONDS,
+            MAX_ANSWER_BYTES,
+            abandon_on_cancel=True,
+            limiter=self._threads,
         )
         page = decode_page(data)
         self.heard[number] = trio.current_time()

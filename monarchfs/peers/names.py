@@ -122,7 +122,7 @@ class NameOwners:
             return decode(ask(owner, path, body, seconds, MOST_ANSWER_BYTES, _lane_of(question)))
 
         try:
-            return await run_sync(ask_and_decode, limiter=self._threads)
+            return await run_sync(ask_and_decode, abandon_on_cancel=True, limiter=self._threads)
         except (OSError, PeerError) as exc:
             log.debug("peer %d says nothing about names: %s", owner, exc)
             return None

@@ -96,6 +96,7 @@ class Owners:
                 encode_wanted([row for _, row in wanted]),
                 MOST_SECONDS + MARGIN_SECONDS,
                 MAX_ANSWER_BYTES,
+                abandon_on_cancel=True,
                 limiter=self._threads,
             )
             rows = decode_page(data).rows

@@ -370,6 +370,7 @@ class SpanNodes:
                 ANSWER_SECONDS,
                 MAX_ANSWER_BYTES,
                 lane,
+                abandon_on_cancel=True,
                 limiter=self._threads,
             )
             answers = decode_held(data, len(wanted))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +19,17 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarchfs.peers import _replicas
+from monarchfs.peers.catalogue import Follower
 from monarchfs.peers.copy_service import CopyService
 from monarchfs.peers.following import Following
 from monarchfs.peers.messages import Row, WantedReplica
+from monarchfs.peers.names import NameOwners
 from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import PeerNode, Peers, parse_node, parse_nodes
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import BUCKETS, Ownership
+from monarchfs.peers.span_sharing import SpanNodes
 from monarchfs.types import ROOT_INO, DirRef, Lane, Node, SourceStat, UsageError
 
 node_names = st.lists(
@@ -137,6 +143,29 @@ async def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
     share.begin_copies(taken)
     for name, one in nodes.items():
         assert owners.elsewhere(one) != (name in taken or ownership.number(name) == 0)
+
+
+async def test_the_end_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a peer that hangs."""
+    given_up, end = list[bool](), threading.Event()
+    monkeypatch.setattr(_replicas, "ask", lambda *_: given_up.append(not end.wait(30)))
+    following = Following(Peers(tuple(parse_nodes(["a", "b"], 1)), 0, "secret"))
+    following.answered[1].set()
+    share, unused = NodeShare(Ownership(following.nodes)), SimpleNamespace()
+    names = NameOwners(share.ownership, following)
+    asked: list[Callable[[], Awaitable[object]]] = [
+        partial(following._ask, 1, Follower()),
+        partial(Owners(share, following, unused)._ask, 1, [], [], []),  # type: ignore[arg-type]
+        partial(names.list, 1, DirRef(b"", 1), 0, Lane.DEMAND),
+        partial(SpanNodes(unused, unused, share, following).ask, 1, []),  # type: ignore[arg-type]
+    ]
+    async with trio.open_nursery() as nursery:
+        for one in asked:
+            nursery.start_soon(one)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert not given_up
+    end.set()
 
 
 class Tree:
