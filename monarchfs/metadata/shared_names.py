@@ -26,7 +26,7 @@ from typing import Protocol
 
 import trio
 
-from monarchfs.metadata.known import Entry, KnownMetadata
+from monarchfs.metadata.known import Entry, KnownMetadata, Missing
 from monarchfs.metadata.recorder import Recorder
 from monarchfs.metrics import Metrics
 from monarchfs.types import (
@@ -193,6 +193,17 @@ class SharedNames:
         node = self._node(parent, name)
         return node is None or not node.outdated
 
+    def _knows_newer(self, parent: int, name: bytes, source_ino: int, true_ns: int) -> bool:
+        """Whether this node has found since then what a name stands for, or that it is another file
+        than ``source_ino``, or none."""
+        dirent, node = self._index.nodes.dirent(parent, name), self._node(parent, name)
+        if dirent is None:
+            return isinstance(self._known.lookup(parent, name), Missing)
+        if node is None:
+            return False
+        other = node.stat.ino != source_ino
+        return node.fetched_ns >= true_ns or (other and dirent.checked_ns >= true_ns)
+
     def _is_worth(self) -> bool:
         """Whether a reader may wait for peers."""
         if not self.source_seconds or self._peer_seconds <= FACTOR * self.source_seconds:
@@ -219,17 +230,19 @@ class SharedNames:
             # This node may have been refreshed, or found another version, meanwhile.
             if answer is None or answer.age_ns > self.most_age_ns(asked_ns):
                 return
+            # With ``immutable`` nothing has changed since the peer asked, before this mount or not.
+            true_ns = max(asked_ns - answer.age_ns, self._known.freshness.mount_ns)
             rows = [
                 row
                 for row in answer.found
-                if row[0] in names and self._may_be_asked(parent, row[0], found)
+                if row[0] in names
+                and self._may_be_asked(parent, row[0], found)
+                and not self._knows_newer(parent, row[0], row[1].ino, true_ns)
             ]
             if not rows:
                 return
             seconds = (time.perf_counter() - began) / len(names)
             self._peer_seconds = _mean(self._peer_seconds, seconds)
-            # With ``immutable`` nothing has changed since the peer asked, before this mount or not.
-            true_ns = max(asked_ns - answer.age_ns, self._known.freshness.mount_ns)
             try:
                 nodes = self._recorder.found_each(parent, rows, true_ns)
             except IndexWriteError as exc:

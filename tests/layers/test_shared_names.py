@@ -259,6 +259,35 @@ async def test_a_version_that_the_source_has_no_more_is_not_believed_again(many:
         assert await b.ino("d") == d
 
 
+@pytest.mark.parametrize("mode", [IMMUTABLE, TTL])
+@pytest.mark.parametrize("now", [b"another version", b""], ids=["changed", "gone"])
+async def test_an_older_answer_takes_back_nothing_that_was_found_since(
+    many: Area, hours: Hours, monkeypatch: pytest.MonkeyPatch, mode: FreshnessMode, now: bytes
+) -> None:
+    async with pair(many, mode) as (a, b, owner):
+        await told(a, b"0007")
+        parent, ask = await b.ino("d"), owner.ask
+        hours.pass_by(1)
+
+        async def answer_late(*question: Any) -> PeerNames | None:
+            """Meanwhile a reader asks the source, which has something else."""
+            monkeypatch.setattr(owner, "ask", ask)
+            answer = await ask(*question)
+            (many.source / "d/0007").unlink()
+            if now:
+                many.write("d/0007", now)
+            hours.pass_by(1)
+            await b.tree.names.ask(parent, b"0007")
+            return answer
+
+        monkeypatch.setattr(owner, "ask", answer_late)
+        await b.tree.names.find_each(parent, [b"0007"], Lane.BACKGROUND)
+        known = b.tree.known.lookup(parent, b"0007")
+        assert known is None or (known.node.stat.size if isinstance(known, Entry) else 0) == len(
+            now
+        )
+
+
 async def test_a_refresh_asks_the_source_whatever_peers_say(many: Area, hours: Hours) -> None:
     async with pair(many) as (a, b, _):
         await go_through(a)
