@@ -7,6 +7,7 @@ checks, do without.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -95,20 +96,21 @@ def ask_all(peers: Peers, own_address: str, *, authorised: bool) -> dict[PeerNod
 
     path = "/ask/catalogue?after=" if authorised else "/"
 
-    def ask(number: int) -> str:
+    def ask(number: int, node: PeerNode) -> str:
+        found = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM)
+        address = str(found[0][4][0])
+        token = credentials.token(own_address, address, peers.secret, time.time())
+        _replicas.token(number, token if authorised else "")
+        _replicas.peer(number, node.url(address, tls=bool(peers.pin)))
         status, _answer = _replicas.ask(number, path, None, _ANSWER_SECONDS, _ANSWER_BYTES)
         # Who has no token is refused: so there is somebody.
         return "" if status == 200 or (status == 403 and not authorised) else f"status {status}"
 
-    token = credentials.token(own_address, peers.secret, time.time()) if authorised else ""
-    _replicas.token(token, own_address)
+    _replicas.address(own_address)
     _replicas.pin(peers.pin)
     pool = ThreadPoolExecutor(_THREADS)
-    asked = {}
-    for number, node in enumerate(peers.nodes):
-        if number != peers.own:
-            _replicas.peer(number, node.url(node.address, tls=bool(peers.pin)))
-            asked[pool.submit(ask, number)] = node
+    others = [one for one in enumerate(peers.nodes) if one[0] != peers.own]
+    asked = {pool.submit(ask, *one): one[1] for one in others}
     done, _late = wait(asked, _ALL_SECONDS)
     pool.shutdown(wait=False, cancel_futures=True)
     return {node: _said(one) if one in done else "no answer" for one, node in asked.items()}

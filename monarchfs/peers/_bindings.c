@@ -79,12 +79,18 @@ static PyObject *available(PyObject *Py_UNUSED(self), PyObject *arg)
 }
 
 ASKS_OF_TWO(fetch_peer, none_unless, "Is", unsigned, const char *)
-ASKS_OF_TWO(fetch_token, none_unless, "ss", const char *, const char *)
+ASKS_OF_TWO(fetch_token, none_unless, "Is", unsigned, const char *)
 
 static PyObject *pin(PyObject *Py_UNUSED(self), PyObject *digest)
 {
 	const char *text = PyUnicode_AsUTF8(digest);
 	return text ? none_unless(fetch_pin(text)) : NULL;
+}
+
+static PyObject *address(PyObject *Py_UNUSED(self), PyObject *given)
+{
+	const char *text = PyUnicode_AsUTF8(given);
+	return text ? none_unless(fetch_address(text)) : NULL;
 }
 
 static PyObject *owners(PyObject *Py_UNUSED(self), PyObject *args)
@@ -206,7 +212,8 @@ static PyMethodDef methods[] = {
 	{"available", available, METH_O, "available(name): whether a peer has it that is not avoided."},
 	{"peer", py_fetch_peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
 	{"pin", pin, METH_O, "pin(digest): the public key that peers must have; \"\" without TLS. Raises OSError."},
-	{"token", py_fetch_token, METH_VARARGS, "token(text, address): what each request has behind its path, and where it comes from. Raises OSError."},
+	{"token", py_fetch_token, METH_VARARGS, "token(number, text): what each request to a peer has behind its path. Raises OSError."},
+	{"address", address, METH_O, "address(text): where all requests come from. Raises OSError."},
 	{"owners", owners, METH_VARARGS,
 	 "owners(numbers, own): the owner of each bucket of names, 16 bits each, then who stands in for each, and this\n"
 	 "node's number. Raises OSError."},

@@ -36,7 +36,7 @@
 #define URL_BYTES (PEER_URL_BYTES + PEER_TOKEN_BYTES + 1024)
 
 struct peer {
-	char url[PEER_URL_BYTES];
+	char url[PEER_URL_BYTES], token[PEER_TOKEN_BYTES];
 	pthread_mutex_t lock; /* guards what follows */
 	int64_t pause_ns, avoided_until_ns, failed_ns;
 	bool late; /* what it failed with */
@@ -44,11 +44,10 @@ struct peer {
 	struct peer_counts counts;
 };
 
-static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER; /* guards the list and the token */
+static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER; /* guards the list, what is in it before `lock`, and the texts below */
 static struct peer *peers[MOST_PEERS];
 static pthread_mutex_t times_lock = PTHREAD_MUTEX_INITIALIZER;
 static int64_t smoothed_ns, deviation_ns; /* how long a file of any peer takes, as in RFC 6298 */
-static char token[PEER_TOKEN_BYTES];
 static char pin[PEER_PIN_BYTES]; /* CURLOPT_PINNEDPUBLICKEY; empty without TLS */
 static char interface[PEER_ADDRESS_BYTES + 8]; /* CURLOPT_INTERFACE */
 static pthread_key_t handle_key;
@@ -107,36 +106,51 @@ int fetch_begin(const char **why)
 	return -pthread_key_create(&handle_key, end_handle);
 }
 
-int fetch_peer(unsigned number, const char *url)
+/* Made at its first use; NULL without memory. Under `lock`, for writing. */
+static struct peer *peer_of(unsigned number)
 {
-	if (number >= MOST_PEERS || strlen(url) >= PEER_URL_BYTES)
-		return -EINVAL;
-	int result = 0;
-	pthread_rwlock_wrlock(&lock);
 	struct peer *peer = peers[number];
 	if (!peer && (peer = calloc(1, sizeof(*peer)))) {
 		pthread_mutex_init(&peer->lock, NULL);
 		peers[number] = peer;
 	}
+	return peer;
+}
+
+int fetch_peer(unsigned number, const char *url)
+{
+	if (number >= MOST_PEERS || strlen(url) >= PEER_URL_BYTES)
+		return -EINVAL;
+	pthread_rwlock_wrlock(&lock);
+	struct peer *peer = peer_of(number);
 	if (peer) {
 		pthread_mutex_lock(&peer->lock);
 		strcpy(peer->url, url);
 		peer->pause_ns = peer->avoided_until_ns = peer->failed_ns = 0;
 		peer->late = false;
 		pthread_mutex_unlock(&peer->lock);
-	} else {
-		result = -ENOMEM;
 	}
 	pthread_rwlock_unlock(&lock);
-	return result;
+	return peer ? 0 : -ENOMEM;
 }
 
-int fetch_token(const char *text, const char *address)
+int fetch_token(unsigned number, const char *text)
 {
-	if (strlen(text) >= PEER_TOKEN_BYTES || strlen(address) >= PEER_ADDRESS_BYTES)
+	if (number >= MOST_PEERS || strlen(text) >= PEER_TOKEN_BYTES)
 		return -EINVAL;
 	pthread_rwlock_wrlock(&lock);
-	strcpy(token, text);
+	struct peer *peer = peer_of(number);
+	if (peer)
+		strcpy(peer->token, text);
+	pthread_rwlock_unlock(&lock);
+	return peer ? 0 : -ENOMEM;
+}
+
+int fetch_address(const char *address)
+{
+	if (strlen(address) >= PEER_ADDRESS_BYTES)
+		return -EINVAL;
+	pthread_rwlock_wrlock(&lock);
 	snprintf(interface, sizeof(interface), "host!%s", address);
 	pthread_rwlock_unlock(&lock);
 	return 0;
@@ -348,7 +362,8 @@ static struct peer *locate(unsigned number, const char *path, char *url, size_t 
 	strcpy(from, interface);
 	/* The token begins with a question mark, and may follow a query. */
 	const char *before = strchr(path, '?') ? "&" : "?";
-	if (peer && (size_t)snprintf(url, room, "%s%s%s%s", peer->url, path, before, token[0] ? token + 1 : "") >= room)
+	if (peer && (size_t)snprintf(url, room, "%s%s%s%s", peer->url, path, before, peer->token[0] ? peer->token + 1 : "") >=
+			    room)
 		peer = NULL;
 	pthread_rwlock_unlock(&lock);
 	return peer;

@@ -33,9 +33,11 @@ int fetch_begin(const char **why);
  * -errno. */
 int fetch_peer(unsigned peer, const char *url);
 
-/* Set the token that each request has behind its path (`?...`), and the address for which it is valid. 0 or
- * -errno. */
-int fetch_token(const char *token, const char *address);
+/* Set the token that each request to the peer has behind its path (`?...`). 0 or -errno. */
+int fetch_token(unsigned peer, const char *token);
+
+/* Set the address that all requests come from. 0 or -errno. */
+int fetch_address(const char *address);
 
 /* Set the digest of the public key that peers must have, as in CURLOPT_PINNEDPUBLICKEY: before the first request
  * over https. 0 or -errno. */

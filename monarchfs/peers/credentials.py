@@ -1,8 +1,8 @@
 """Access to a peer: a request needs a token that is signed with the secret of the mount.
 
 The secret is an HMAC of (user, groups, source) with a key of the site, which only root can read on
-each node. A token is valid for one address and a limited time. nginx checks it
-(ngx_http_secure_link_module).
+each node. A token is valid from one address to one other, for a limited time: who gets it as the
+peer that it was meant for can use it nowhere else. nginx checks it (ngx_http_secure_link_module).
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def mount_secret(site_key: bytes, uid: int, groups: Iterable[int], source: bytes
     return hmac.new(site_key, message, hashlib.sha256).hexdigest()
 
 
-def token(address: str, secret: str, now: float) -> str:
-    """The query of a request that comes from ``address``: ``?e=...&s=...``."""
+def token(sender: str, receiver: str, secret: str, now: float) -> str:
+    """The query of a request from one address to another: ``?e=...&s=...``."""
     expires = str(int(now) + TOKEN_SECONDS)
     # FIPS mode refuses MD5 otherwise; nginx knows no other digest here.
-    signed = signed_text(expires, address, secret).encode()
+    signed = signed_text(expires, sender, receiver, secret).encode()
     digest = hashlib.md5(signed, usedforsecurity=False).digest()
     return f"?e={expires}&s={urlsafe_b64encode(digest).rstrip(b'=').decode()}"
 
 
-def signed_text(expires: str, address: str, secret: str) -> str:
+def signed_text(expires: str, sender: str, receiver: str, secret: str) -> str:
     """The text whose MD5 is in the token: nginx builds the same from its variables.
 
     The secret is at both ends, so that nothing can be appended to a known text.
     """
-    return f"{secret} {expires} {address} {secret}"
+    return f"{secret} {expires} {sender} {receiver} {secret}"

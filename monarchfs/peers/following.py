@@ -94,18 +94,21 @@ class Following:
 
     async def run(self) -> None:
         """Follow all peers until cancelled."""
+        own = await self._address(self.own)
+        _replicas.address(own)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._renew_token)
             nursery.start_soon(self._see_failures)
             for number in range(len(self.nodes)):
                 if number != self.own:
-                    nursery.start_soon(self._follow, number)
+                    nursery.start_soon(self._follow, number, own, nursery)
 
-    async def _renew_token(self) -> None:
-        address = await self._address(self.own)
+    def _sign(self, number: int, own: str, address: str) -> None:
+        _replicas.token(number, token(own, address, self._secret, time.time()))
+
+    async def _renew_token(self, number: int, own: str, address: str) -> None:
         while True:
-            _replicas.token(token(address, self._secret, time.time()), address)
             await trio.sleep(TOKEN_SECONDS / 4)
+            self._sign(number, own, address)
 
     async def _see_failures(self) -> None:
         """Of requests of others: whoever is avoided is asked as soon as it may be."""
@@ -140,8 +143,10 @@ class Following:
             await trio.sleep(pause)
             pause = min(pause * 2, MAX_PAUSE_SECONDS)
 
-    async def _follow(self, number: int) -> None:
+    async def _follow(self, number: int, own: str, nursery: trio.Nursery) -> None:
         address = await self._address(number)
+        self._sign(number, own, address)
+        nursery.start_soon(self._renew_token, number, own, address)
         _replicas.peer(number, self.nodes[number].url(address, tls=self._tls))
         follower = Follower()
         pause = FIRST_PAUSE_SECONDS

@@ -109,7 +109,7 @@ def configuration(options: WebServerOptions, *, as_root: bool = False) -> str:
         socket=options.worker_socket,
         listen=f"{host}:{options.port}{' ssl' if options.certificate else ''}",
         tls=_TLS.format(path=options.certificate_path) if options.certificate else "",
-        signed=signed_text("$secure_link_expires", "$remote_addr", options.secret),
+        signed=signed_text("$secure_link_expires", "$remote_addr", "$server_addr", options.secret),
         tiers="".join(
             _TIER.format(number=number, directory=tier) for number, tier in enumerate(options.tiers)
         ),

@@ -39,8 +39,11 @@ SEGMENT = 5
 NAME = f"tier/segments/{SEGMENT:016x}"
 
 
-def token(address: str = "127.0.0.1", secret: str = SECRET, age: float = 0) -> str:
-    return credentials.token(address, secret, time.time() - age)
+HERE = "127.0.0.1"
+
+
+def token(sender: str = HERE, receiver: str = HERE, secret: str = SECRET, age: float = 0) -> str:
+    return credentials.token(sender, receiver, secret, time.time() - age)
 
 
 class Peer:
@@ -91,7 +94,8 @@ def a_peer(path: Path, certificate: str = "") -> Iterator[Peer]:
     try:
         peer.start()
         _replicas.peer(0, "" if certificate else f"http://127.0.0.1:{peer.port}")
-        _replicas.token(token(), "127.0.0.1")
+        _replicas.token(0, token())
+        _replicas.address(HERE)
         yield peer
     finally:
         peer.stop()
@@ -151,14 +155,15 @@ def test_what_is_not_the_replica_is_not_asked_for_again(
         "",
         "?e=99999999999&s=AAAAAAAAAAAAAAAAAAAAAA",
         token("127.0.0.2"),
+        token(receiver="127.0.0.2"),
         token(age=2 * credentials.TOKEN_SECONDS),
         token(secret="0" * 64),
     ],
-    ids=["none", "forged", "another address", "expired", "another job"],
+    ids=["none", "forged", "another address", "another peer", "expired", "another job"],
 )
 def test_who_has_no_token_gets_nothing(peer: Peer, given: str) -> None:
     name = peer.replica(0, 100)
-    _replicas.token(given, "127.0.0.1")
+    _replicas.token(0, given)
     assert _replicas.fetch(name, 100) == FAILED
     assert _replicas.fetch(name, 100) == AVOIDED
     _replicas.peer(0, f"http://127.0.0.1:{peer.port}")
@@ -268,7 +273,7 @@ def test_units_from_a_peer(peer: Peer, tmp_path: Path, what: str, result: int, c
     if what != "gone":
         file.write_bytes(held[: 600_000 if what == "cut off" else PART_BYTES])
     if what == "refused":
-        _replicas.token("?none", "127.0.0.1")
+        _replicas.token(0, "?none")
     before = _replicas.counts(0)[1]
     assert unit.read_elsewhere(_replicas.range, 0, "/tier/0/parts/00", expected) == result
     assert unit.elsewhere_bytes == comes
@@ -323,7 +328,8 @@ import sys, threading
 from monarchfs.peers import _replicas
 pin, url, token, checksum, segment = sys.argv[1:]
 _replicas.pin(pin)
-_replicas.token(token, "127.0.0.1")
+_replicas.address("127.0.0.1")
+_replicas.token(0, token)
 _replicas.peer(0, url)
 _replicas.put(0, [(bytes(16), int(checksum), 5000, 0, int(segment), 0)])
 threading.stack_size(64 << 10)
@@ -380,7 +386,7 @@ def test_tokens_are_made_where_md5_is_not_for_security(monkeypatch: pytest.Monke
         return really(data, usedforsecurity=False)
 
     monkeypatch.setattr(hashlib, "md5", md5)
-    assert credentials.token("127.0.0.1", "secret", 0).startswith("?e=900&s=")
+    assert credentials.token(HERE, HERE, "secret", 0).startswith("?e=900&s=")
 
 
 def test_a_name_service_that_hangs_does_not_hang_a_mount(monkeypatch: pytest.MonkeyPatch) -> None:
