@@ -15,6 +15,7 @@ struct row {
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
 static struct row *rows;
 static size_t room, used; /* `room` is a power of two, or 0 */
+static uint32_t of_peer[1 << 16];
 
 /* All under `lock`. */
 
@@ -54,6 +55,7 @@ static bool grow(void)
 static void remove_row(size_t gap)
 {
 	used--;
+	of_peer[rows[gap].place.peer]--;
 	for (size_t at = gap;;) {
 		rows[gap].place.segment = 0;
 		size_t from;
@@ -74,9 +76,15 @@ bool places_put(const unsigned char *name, const struct place *place)
 	pthread_rwlock_wrlock(&lock);
 	if (put && (used + 1) * 4 > room * 3)
 		put = grow();
-	if (put) {
-		struct row *row = find(name);
-		used += !row->place.segment;
+	struct row *row = put ? find(name) : NULL;
+	if (put && row->place.segment && row->place.peer == place->peer) {
+		row->place = *place;
+	} else if (put && (put = of_peer[place->peer] < MOST_OF_PEER)) {
+		if (row->place.segment)
+			of_peer[row->place.peer]--;
+		else
+			used++;
+		of_peer[place->peer]++;
 		memcpy(row->name, name, REPLICA_NAME_BYTES);
 		row->place = *place;
 	}
@@ -118,10 +126,8 @@ bool places_get(const unsigned char *name, struct place *place)
 
 void places_count(uint64_t *of_peers, size_t count)
 {
-	memset(of_peers, 0, count * sizeof(*of_peers));
 	pthread_rwlock_rdlock(&lock);
-	for (size_t n = 0; n < room; n++)
-		if (rows[n].place.segment && rows[n].place.peer < count)
-			of_peers[rows[n].place.peer]++;
+	for (size_t n = 0; n < count; n++)
+		of_peers[n] = n < sizeof(of_peer) / sizeof(*of_peer) ? of_peer[n] : 0;
 	pthread_rwlock_unlock(&lock);
 }

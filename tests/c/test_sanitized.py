@@ -171,7 +171,8 @@ def test_units_while_their_files_change(run: Run, tier: Path, sanitized: str) ->
 @BOTH
 def test_files_that_are_wanted_of_peers(run: Run, sanitized: str) -> None:
     """Threads that want files of one peer ask together, and each hears of its own."""
-    run("wants", REQUESTS // 20, parts=("peers/_want", "peers/_places"), flags=(sanitized,))
+    flags = (sanitized, "-DMOST_OF_PEER=5000")
+    run("wants", REQUESTS // 20, parts=("peers/_want", "peers/_places"), flags=flags)
 
 
 @BOTH

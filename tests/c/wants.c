@@ -192,6 +192,26 @@ static void *forget(void *ended)
 	return NULL;
 }
 
+static void bound(void)
+{
+	unsigned char name[REPLICA_NAME_BYTES];
+	struct place place = {.segment = 1, .peer = 1};
+	for (unsigned n = 0; n <= MOST_OF_PEER; n++) {
+		name_of(n, name);
+		CHECK(places_put(name, &place) == (n < MOST_OF_PEER));
+	}
+	place.peer = 2;
+	CHECK(places_put(name, &place));
+	name_of(0, name);
+	place.peer = 1;
+	CHECK(places_put(name, &place)); /* known already */
+	place.peer = 2;
+	CHECK(places_put(name, &place));
+	place.peer = 1;
+	name_of(MOST_OF_PEER, name);
+	CHECK(places_put(name, &place));
+}
+
 int main(int count, char **arguments)
 {
 	static uint16_t owners[2 * OWNER_BUCKETS];
@@ -216,6 +236,8 @@ int main(int count, char **arguments)
 	stand_in();
 	places_count(known, PEERS);
 	CHECK(!known[OWN] && known[1]);
+	places_remove_all(1);
+	bound();
 	for (unsigned peer = 0; peer < PEERS; peer++)
 		places_remove_all(peer);
 	places_count(known, PEERS);
