@@ -21,7 +21,8 @@ from monarchfs.types import ReplicaState
 MAX_CHANGES = 1 << 16
 """The most changes that are noted. A peer that missed more lists all again."""
 
-_BATCH = 256
+_BATCH = 32
+"""Names that are read at once: more than a bucket's are read in vain."""
 
 
 class Catalogue:
@@ -85,11 +86,13 @@ class Catalogue:
         return list(islice(filter(self._ownership.owns, ordered), limit))
 
     def _names_in(self, tier: int, after: bytes) -> Iterator[bytes]:
-        while found := self._replicas.names(tier, b"", after, _BATCH):
+        """The same from a tier, among others: of what other nodes own, a small part."""
+        while (begin := self._ownership.own_from(after)) is not None:
+            found = self._replicas.names(tier, b"", max(begin, after), _BATCH)
             yield from (name for name, _ino in found)
-            after = found[-1][0]
             if len(found) < _BATCH:
                 return
+            after = found[-1][0]
 
     def _rows(self, names: Iterable[bytes]) -> list[Row]:
         return [self.row(name) for name in names]

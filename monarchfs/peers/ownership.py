@@ -8,6 +8,7 @@ are given to nodes by weighted rendezvous hashing (``_owners.c``).
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from xxhash import xxh3_64_intdigest
@@ -31,6 +32,7 @@ class Ownership:
         seeds = struct.pack(f"<{len(nodes)}Q", *(xxh3_64_intdigest(n.name.encode()) for n in nodes))
         weights = struct.pack(f"<{len(nodes)}d", *(node.weight for node in nodes))
         self._owners = memoryview(owners(seeds, weights, BUCKETS)).cast("H")
+        self._own = [n for n, number in enumerate(self._owners[:BUCKETS]) if number == own]
 
     def number(self, name: bytes, span: int = 0) -> int:
         """Who owns a span of a file."""
@@ -43,6 +45,12 @@ class Ownership:
     def owns(self, name: bytes, span: int = 0) -> bool:
         """Whether this node is the owner."""
         return self._owners[bucket(name, span)] == self.own
+
+    def own_from(self, name: bytes) -> bytes | None:
+        """What the first names begin with that this node owns, from the bucket of ``name`` on (b"":
+        the first one); None: it owns no more."""
+        at = bisect_left(self._own, int.from_bytes(name[:2].ljust(2, b"\0"), "big"))
+        return self._own[at].to_bytes(2, "big") if at < len(self._own) else None
 
     def serves(self, name: bytes, span: int = 0) -> bool:
         """Whether this node is the owner, or stands in."""

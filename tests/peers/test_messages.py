@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +18,8 @@ from hypothesis import strategies as st
 from monarchfs.peers import catalogue, messages
 from monarchfs.peers.catalogue import Catalogue, Follower
 from monarchfs.peers.messages import Page, PageState, Row, decode_page, encode_page
+from monarchfs.peers.nodes import parse_nodes
+from monarchfs.peers.ownership import Ownership
 from monarchfs.types import FileType, PeerListing, PeerNames, SourceStat
 
 HELD = 3
@@ -174,6 +179,24 @@ class Held(Catalogue):
 
     def _names_after(self, after: bytes, limit: int) -> list[bytes]:
         return sorted(name for name in self._held if name > after)[:limit]
+
+
+def test_of_what_others_own_little_is_read_for_a_page() -> None:
+    rng, read = random.Random(4), 0
+    held = sorted(bytes((rng.randrange(2), *rng.randbytes(15))) for _ in range(20_000))
+
+    def names(_tier: int, _prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, int]]:
+        nonlocal read
+        at = bisect_right(held, after)
+        read += len(held[at : at + limit])
+        return [(name, 1) for name in held[at : at + limit]]
+
+    ownership = Ownership(parse_nodes([f"n{n}" for n in range(64)], 1), 5)
+    replicas: Any = SimpleNamespace(names=names)
+    own = [name for name in held if ownership.owns(name)]
+    assert Catalogue(replicas, [1], ownership, 1)._names_after(b"", 1024) == own
+    assert Catalogue(replicas, [1], ownership, 1)._names_after(own[9], 9) == own[10:19]
+    assert read < 4 * len(own)
 
 
 STEPS = st.tuples(st.sampled_from(["come", "go", "restart", "ask"]), st.lists(names, max_size=8))
