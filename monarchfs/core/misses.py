@@ -128,7 +128,9 @@ class Misses:
         if number is None:
             return False
         version = stat.ino, stat.size, stat.mtime_ns, stat.ctime_ns
-        replica = (stat.version.replica_name,) if self._shares else ()
+        # Of a larger one other nodes have spans, which are not asked for by this name.
+        shared = self._shares and stat.size <= MOST_BYTES
+        replica = (stat.version.replica_name,) if shared else ()
         fresh_until = self._fresh_until(node)
         return bool(
             self._hooks.misses_put(node.ino, number, node.name, *version, fresh_until, *replica)

@@ -19,6 +19,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monarchfs.core.misses import MOST_BYTES, Misses
 from monarchfs.peers import _replicas
 from monarchfs.peers.catalogue import Follower
 from monarchfs.peers.copy_service import CopyService
@@ -143,6 +144,25 @@ async def test_what_this_node_copies_for_others_comes_from_the_source() -> None:
     share.begin_copies(taken)
     for name, one in nodes.items():
         assert owners.elsewhere(one) != (name in taken or ownership.number(name) == 0)
+
+
+def test_other_nodes_are_asked_for_small_files_alone() -> None:
+    """Where an order has large ones read into the window, too."""
+    put: list[tuple[object, ...]] = []
+    hooks: Any = SimpleNamespace(
+        misses_has=lambda _: False,
+        misses_put=lambda *row: put.append(row),
+        misses_window=lambda *_: [],
+    )
+    unused: Any = None
+    misses = Misses(hooks, unused, unused, lambda _: True, lambda _: 0, shares=True)
+    misses._directories[7] = 0
+    small = node(1, 7, b"x")
+    sizes = [MOST_BYTES, MOST_BYTES + 1]
+    files = [small._replace(stat=small.stat._replace(size=size)) for size in sizes]
+    misses.window(files, 1, 1 << 30)
+    assert [row[4] for row in put] == sizes
+    assert [row[8:] for row in put] == [(files[0].stat.version.replica_name,), ()]
 
 
 async def test_the_end_waits_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
