@@ -42,7 +42,9 @@ WRITTEN = {stat_module.S_IFREG, stat_module.S_IFDIR, stat_module.S_IFLNK}
 LASTING = {errno.ENODATA, errno.EOPNOTSUPP}
 """Errors that say something about the attribute, and not about the source's state."""
 
-LISTED = (b"security.", b"system.posix_acl_")
+ACLS = b"system.posix_acl_"
+
+LISTED = (b"security.", ACLS)
 """Prefixes of the attributes that ``ls -l`` asks for of every file, although few files have them. A
 file system that has them lists them in listxattr(2): one call for all."""
 
@@ -76,11 +78,16 @@ class Xattrs:
         residency: Residency,
         source: Source,
         nursery: trio.Nursery,
+        *,
+        kernel_checks: bool = False,
     ) -> None:
+        """``kernel_checks``: the kernel checks ACLs, and takes ENODATA alone for "there is none"
+        (fs/fuse/acl.c)."""
         self._tree = tree
         self._index = tree.index
         self._residency = residency
         self._source = source
+        self._kernel_checks = kernel_checks
         self._access: OrderedDict[tuple[int, int, int], bool] = OrderedDict()
         self._absent: dict[_Kind, int] = {}
         self._unlisted: set[int] = set()
@@ -99,11 +106,17 @@ class Xattrs:
         if name.startswith(LISTED) and node is not None:
             code = self._known_absent(node, name)
             if code is not None:
-                raise OSError(code, os.strerror(code))
+                raise self._error(name, code)
         value = self._index.xattrs.xattr(ino, _key(node, name))
         if isinstance(value, int):
-            raise OSError(value, os.strerror(value))
+            raise self._error(name, value)
         return value
+
+    def _error(self, name: bytes, code: int) -> OSError:
+        """For who asked, of an attribute that is not there."""
+        if self._kernel_checks and name.startswith(ACLS):
+            code = errno.ENODATA
+        return OSError(code, os.strerror(code))
 
     def _known_absent(self, node: Node, name: bytes) -> int | None:
         """The errno if the attribute is one of ``LISTED``, and known not to be there."""
@@ -122,7 +135,8 @@ class Xattrs:
     def absent(self, name: bytes) -> int | None:
         """What is answered where a file that ``on_plain`` was got is asked for ``name``; None where
         that is not known yet."""
-        return self._errno(_Kind(0, FileType.REGULAR, name))
+        code = self._errno(_Kind(0, FileType.REGULAR, name))
+        return code and self._error(name, code).errno
 
     def plain(self, ino: int) -> bool:
         """Whether it is one of those that ``on_plain`` gets."""
@@ -181,6 +195,7 @@ class Xattrs:
         except OSError as exc:
             if exc.errno in LASTING:
                 self._answered(ino, name, exc.errno)
+                raise self._error(name, exc.errno) from exc
             raise
         self._answered(ino, name, value)
         return value

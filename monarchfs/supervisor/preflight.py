@@ -131,6 +131,10 @@ def checked(spec: MountSpec, deadline: float, undo: ExitStack) -> tuple[Config, 
         raise UsageError(
             f"{what.path}: {fstype} gives files other inode numbers on each node: leave out --peers"
         )
+    if config.allow_other and fstype == "nfs4":
+        raise UsageError(
+            f"{what.path}: the kernel cannot check ACLs of NFSv4 for others: leave out allow_other"
+        )
     _check_lists(config)
     if config.prefetch_list is not None:
         complaint = _complaint_of_list(config.prefetch_list, what, config.mountpoint, user)

@@ -192,7 +192,9 @@ class Composition:
         if config.prefetch is PrefetchMode.AUTO and config.tiers:
             self.ahead = Ahead(tree, cache, jobs)
             files.on_open.add(self.ahead.note_open)
-        self.xattrs = Xattrs(tree, files.residency, source, nursery)
+        self.xattrs = Xattrs(
+            tree, files.residency, source, nursery, kernel_checks=config.allow_other
+        )
         self.xattrs.on_plain.add(fuse_session.hooks.absent_add)
 
         # What is copied without being opened.
