@@ -15,6 +15,7 @@ import errno
 import math
 import os
 import stat as stat_module
+import time
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -23,6 +24,7 @@ import trio
 
 from monarchfs.fs.residency import Residency
 from monarchfs.metadata.batches import BATCH_SECONDS
+from monarchfs.metadata.freshness import past_racy_window
 from monarchfs.metadata.statahead import Statahead
 from monarchfs.metadata.tree import Tree
 from monarchfs.source.source import Source
@@ -64,7 +66,8 @@ class _Kind(NamedTuple):
 
 
 class Xattrs:
-    """An inode is one version of a file, so what was asked once stays true.
+    """An inode is one version of a file, so what was asked once stays true, unless that was in the
+    tick of its last change: a later one may not show in its ctime.
 
     The attributes of a directory and the rights on it may change under the same number: they are
     remembered with its ctime. Changing: ``_absent``, the errno of attributes that a file does not
@@ -188,19 +191,20 @@ class Xattrs:
         if listed and (known := self.known(ino, name)) is not None:
             return known
         place = self._tree.known.place(ino)
+        asked_ns = time.time_ns()
         try:
             with self._estale_if_replaced(ino):
                 source = self._source
                 value = await source.call(Lane.DEMAND, source.posix.getxattr, *place, name)
         except OSError as exc:
             if exc.errno in LASTING:
-                self._answered(ino, name, exc.errno)
+                self._answered(ino, name, exc.errno, asked_ns)
                 raise self._error(name, exc.errno) from exc
             raise
-        self._answered(ino, name, value)
+        self._answered(ino, name, value, asked_ns)
         return value
 
-    def _answered(self, ino: int, name: bytes, answer: bytes | int) -> None:
+    def _answered(self, ino: int, name: bytes, answer: bytes | int, asked_ns: int) -> None:
         """The source was asked for an attribute."""
         node = self._index.nodes.node(ino)
         if node is not None and name.startswith(LISTED):
@@ -211,7 +215,8 @@ class Xattrs:
             elif answer == errno.EOPNOTSUPP or (names is not None and name not in names):
                 self._absent[_kind(node, name)] = answer
                 return
-        self._index.xattrs.put_xattr(ino, _key(node, name), answer)
+        if _settled(node, asked_ns):
+            self._index.xattrs.put_xattr(ino, _key(node, name), answer)
 
     async def list(self, ino: int) -> Names:
         """The source's names. Ours are not among them: ``cp -a`` and ``rsync -X`` copy what is
@@ -220,12 +225,14 @@ class Xattrs:
         key = _key(node, LIST)
         value = self._index.xattrs.xattr(ino, key)
         if value is None:
+            asked_ns = time.time_ns()
             with self._estale_if_replaced(ino):
                 names = await self._source.listxattr(*self._tree.known.place(ino), Lane.DEMAND)
             value = b"\0".join(names)
-            self._index.xattrs.put_xattr(ino, key, value)
-            if node is not None and self._note_list(node, names):
-                self.on_plain([ino])
+            if node is not None and _settled(node, asked_ns):
+                self._index.xattrs.put_xattr(ino, key, value)
+                if self._note_list(node, names):
+                    self.on_plain([ino])
         assert isinstance(value, bytes)
         return value.split(b"\0") if value else []
 
@@ -281,6 +288,7 @@ class Xattrs:
         these names, and the number of the lists."""
         index = self._index
         directory = self._tree.known.directory(parent)
+        asked_ns = time.time_ns()
         with self._tree.recorder.estale_if_replaced(parent):
             answers = await self._source.listxattr_each(directory, names, lane, seconds)
         rows: list[tuple[int, bytes, bytes]] = []
@@ -293,6 +301,8 @@ class Xattrs:
             if isinstance(answer, OSError):
                 if answer.errno in LASTING:
                     self._unlisted.add(node.stat.device)
+                continue
+            if not _settled(node, asked_ns):
                 continue
             rows.append((node.ino, _key(node, LIST), b"\0".join(answer)))
             if self._note_list(node, answer):
@@ -320,16 +330,22 @@ class Xattrs:
         """Raises OSError with the source's errno."""
         if (known := self.known_access(ino, mask)) is not None:
             return known
+        asked_ns = time.time_ns()
         with self._estale_if_replaced(ino):
             place = self._tree.known.place(ino)
             source = self._source
             allowed = await source.call(Lane.DEMAND, source.posix.access, *place, mask)
         node = self._index.nodes.node(ino)
-        if node is not None:
+        if node is not None and _settled(node, asked_ns):
             self._access[(ino, mask, node.stat.ctime_ns)] = allowed
             if len(self._access) > ACCESS_KEPT:
                 self._access.popitem(last=False)
         return allowed
+
+
+def _settled(node: Node | None, asked_ns: int) -> bool:
+    """Whether what was asked then can be remembered."""
+    return node is not None and past_racy_window(node.stat.ctime_ns, asked_ns)
 
 
 def _key(node: Node | None, name: bytes) -> bytes:

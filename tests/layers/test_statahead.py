@@ -21,7 +21,7 @@ from monarchfs.metadata import cached_listings, directories, sibling_names, stat
 from monarchfs.metadata.refresh import Refresh
 from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.source.posix import Found
-from monarchfs.types import ROOT_INO, DirRef, FreshnessMode
+from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, fails, names
 from tests.support.mirror import Area, Mirror, until
 
@@ -494,6 +494,26 @@ async def test_attributes_are_asked_for_once(files: Area) -> None:
         assert again.xattrs.known(ino, b"user.x") == b"value"
         with fails(errno.ENODATA):
             again.xattrs.known(ino, b"user.none")
+
+
+async def test_what_was_asked_in_the_tick_of_a_change_is_asked_again(
+    files: Area, hours: Hours
+) -> None:
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        for later in (0.0, 0.5):
+            hours.pass_by(later)
+            with hours.held():
+                if not later:
+                    files.write("new", b"1")
+                ino = await mirror.ino("new")
+                assert await attribute(mirror, ino, b"user.x") == errno.ENODATA
+                assert await mirror.xattrs.list(ino) == []
+                await mirror.xattrs.list_each(ROOT_INO, [b"new"], Lane.DEMAND)
+                assert await mirror.xattrs.access(ino, os.R_OK)
+            known = [mirror.xattrs.known_access(ino, os.R_OK), mirror.xattrs.plain(ino)]
+            assert known == [True if later else None, bool(later)]
+            if not later:
+                assert mirror.xattrs.known(ino, b"user.x") is None
 
 
 async def test_an_error_is_not_remembered_as_an_answer(files: Area) -> None:
