@@ -17,8 +17,8 @@ import os
 import stat as stat_module
 import time
 from collections import OrderedDict
-from contextlib import AbstractContextManager
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
 
 import trio
 
@@ -29,7 +29,15 @@ from monarchfs.metadata.statahead import Statahead
 from monarchfs.metadata.tree import Tree
 from monarchfs.source.source import Source
 from monarchfs.system.listeners import Listeners
-from monarchfs.types import Dirent, FileType, Lane, Node
+from monarchfs.types import (
+    DirectoryChanged,
+    Dirent,
+    FileType,
+    Lane,
+    Node,
+    SourceChanged,
+    SourceVersion,
+)
 
 PREFIX = b"user.monarchfs."
 STATE, TIER, REASON = PREFIX + b"state", PREFIX + b"tier", PREFIX + b"reason"
@@ -55,6 +63,8 @@ LABEL = b"security.selinux"
 ``ls -l`` asks for it of each file, unless it hears once that the file system has no labels."""
 
 Names = list[bytes]
+
+T = TypeVar("T")
 
 
 class _Kind(NamedTuple):
@@ -184,39 +194,45 @@ class Xattrs:
             raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
         return value.encode("utf-8", "surrogateescape")
 
-    async def get(self, ino: int, name: bytes) -> bytes:
+    async def get(self, ino: int, name: bytes, *, again: bool = False) -> bytes:
+        """Raises OSError with the source's errno; ESTALE for an ACL that the kernel would check for
+        another version than the source has. ``again``: the kernel looked the name up after that."""
         if (known := self.known(ino, name)) is not None:
             return known
         listed = name.startswith(LISTED) and await self._listed(ino)
         if listed and (known := self.known(ino, name)) is not None:
             return known
-        place = self._tree.known.place(ino)
-        asked_ns = time.time_ns()
-        try:
-            with self._estale_if_replaced(ino):
-                source = self._source
-                value = await source.call(Lane.DEMAND, source.posix.getxattr, *place, name)
-        except OSError as exc:
-            if exc.errno in LASTING:
-                self._answered(ino, name, exc.errno, asked_ns)
-                raise self._error(name, exc.errno) from exc
-            raise
-        self._answered(ino, name, value, asked_ns)
-        return value
 
-    def _answered(self, ino: int, name: bytes, answer: bytes | int, asked_ns: int) -> None:
-        """The source was asked for an attribute."""
+        async def ask(version: SourceVersion | None) -> bytes | int:
+            source, place = self._source, self._tree.known.place(ino)
+            try:
+                return await source.call(Lane.DEMAND, source.posix.getxattr, *place, name, version)
+            except OSError as exc:
+                if exc.errno not in LASTING:
+                    raise
+                return exc.errno
+
+        strict = self._kernel_checks and name.startswith(ACLS) and not again
         node = self._index.nodes.node(ino)
-        if node is not None and name.startswith(LISTED):
+        answer, lasts = await self._of_version(ino, ask, strict=strict)
+        if node is not None:
+            self._answered(node, name, answer, lasts=lasts)
+        if isinstance(answer, int):
+            raise self._error(name, answer)
+        return answer
+
+    def _answered(self, node: Node, name: bytes, answer: bytes | int, *, lasts: bool) -> None:
+        """The source was asked for an attribute."""
+        if name.startswith(LISTED):
             names = self._known_list(node)
             if isinstance(answer, bytes):
-                if names is not None and name not in names:
+                if lasts and names is not None and name not in names:
                     self._unlisted.add(node.stat.device)
             elif answer == errno.EOPNOTSUPP or (names is not None and name not in names):
                 self._absent[_kind(node, name)] = answer
                 return
-        if _settled(node, asked_ns):
-            self._index.xattrs.put_xattr(ino, _key(node, name), answer)
+        if lasts:
+            self._index.xattrs.put_xattr(node.ino, _key(node, name), answer)
 
     async def list(self, ino: int) -> Names:
         """The source's names. Ours are not among them: ``cp -a`` and ``rsync -X`` copy what is
@@ -225,21 +241,38 @@ class Xattrs:
         key = _key(node, LIST)
         value = self._index.xattrs.xattr(ino, key)
         if value is None:
-            asked_ns = time.time_ns()
-            with self._estale_if_replaced(ino):
-                names = await self._source.listxattr(*self._tree.known.place(ino), Lane.DEMAND)
+
+            async def ask(version: SourceVersion | None) -> Names:
+                place = self._tree.known.place(ino)
+                return await self._source.listxattr(*place, version, Lane.DEMAND)
+
+            names, lasts = await self._of_version(ino, ask)
             value = b"\0".join(names)
-            if node is not None and _settled(node, asked_ns):
+            if node is not None and lasts:
                 self._index.xattrs.put_xattr(ino, key, value)
                 if self._note_list(node, names):
                     self.on_plain([ino])
         assert isinstance(value, bytes)
         return value.split(b"\0") if value else []
 
-    def _estale_if_replaced(self, ino: int) -> AbstractContextManager[None]:
-        node = self._index.nodes.node(ino)
-        parent = ino if node is None or node.stat.is_directory else node.parent
-        return self._tree.recorder.estale_if_replaced(parent)
+    async def _of_version(
+        self, ino: int, ask: Callable[[SourceVersion | None], Awaitable[T]], *, strict: bool = False
+    ) -> tuple[T, bool]:
+        """What ``ask`` answers for the version that ``ino`` stands for, and whether that can be
+        remembered. Of another version, what the source says now; ``strict``: OSError ESTALE."""
+        asked_ns, node = time.time_ns(), self._index.nodes.node(ino)
+        is_file = node is not None and not node.stat.is_directory
+        with self._tree.recorder.estale_if_replaced(node.parent if node and is_file else ino):
+            try:
+                answer = await ask(node.stat.version if node and is_file else None)
+            except DirectoryChanged:
+                raise
+            except SourceChanged as exc:
+                if strict:
+                    self._tree.recorder.outdate(ino)
+                    raise OSError(errno.ESTALE, "the source has another version") from exc
+                return await ask(None), False
+        return answer, node is not None and past_racy_window(node.stat.ctime_ns, asked_ns)
 
     # -- the lists of many files
 
@@ -289,20 +322,26 @@ class Xattrs:
         index = self._index
         directory = self._tree.known.directory(parent)
         asked_ns = time.time_ns()
+        nodes: list[Node | None] = []
+        for name in names:
+            dirent = index.nodes.dirent(parent, name)
+            nodes.append(None if dirent is None else index.nodes.node(dirent.ino))
+        entries = [
+            (name, None if node is None else node.stat.version)
+            for name, node in zip(names, nodes, strict=True)
+        ]
         with self._tree.recorder.estale_if_replaced(parent):
-            answers = await self._source.listxattr_each(directory, names, lane, seconds)
+            answers = await self._source.listxattr_each(directory, entries, lane, seconds)
         rows: list[tuple[int, bytes, bytes]] = []
         plain: list[int] = []
-        for name, answer in zip(names, answers, strict=False):
-            dirent = index.nodes.dirent(parent, name)
-            node = None if dirent is None else index.nodes.node(dirent.ino)
+        for node, answer in zip(nodes, answers, strict=False):
             if node is None:
                 continue
             if isinstance(answer, OSError):
                 if answer.errno in LASTING:
                     self._unlisted.add(node.stat.device)
                 continue
-            if not _settled(node, asked_ns):
+            if not past_racy_window(node.stat.ctime_ns, asked_ns):
                 continue
             rows.append((node.ino, _key(node, LIST), b"\0".join(answer)))
             if self._note_list(node, answer):
@@ -330,22 +369,18 @@ class Xattrs:
         """Raises OSError with the source's errno."""
         if (known := self.known_access(ino, mask)) is not None:
             return known
-        asked_ns = time.time_ns()
-        with self._estale_if_replaced(ino):
-            place = self._tree.known.place(ino)
-            source = self._source
-            allowed = await source.call(Lane.DEMAND, source.posix.access, *place, mask)
+
+        async def ask(version: SourceVersion | None) -> bool:
+            source, place = self._source, self._tree.known.place(ino)
+            return await source.call(Lane.DEMAND, source.posix.access, *place, mask, version)
+
         node = self._index.nodes.node(ino)
-        if node is not None and _settled(node, asked_ns):
+        allowed, lasts = await self._of_version(ino, ask)
+        if node is not None and lasts:
             self._access[(ino, mask, node.stat.ctime_ns)] = allowed
             if len(self._access) > ACCESS_KEPT:
                 self._access.popitem(last=False)
         return allowed
-
-
-def _settled(node: Node | None, asked_ns: int) -> bool:
-    """Whether what was asked then can be remembered."""
-    return node is not None and past_racy_window(node.stat.ctime_ns, asked_ns)
 
 
 def _key(node: Node | None, name: bytes) -> bytes:

@@ -402,7 +402,10 @@ class Answerer:
 
     async def _getxattr(self, request: FuseRequest) -> Answer:
         started = now_ns()
-        value = await self._xattrs.get(request.node, request.body[packing.GETXATTR_IN.size : -1])
+        name = request.body[packing.GETXATTR_IN.size : -1]
+        again = self._refused.again(request.node, request.thread)
+        with self._refused.noting(request.node, request.thread):
+            value = await self._xattrs.get(request.node, name, again=again)
         self._durations.getxattr.observe(now_ns() - started)
         return AnsweredBy.SOURCE, _sized(request.body, value)
 

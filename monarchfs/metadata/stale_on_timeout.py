@@ -140,7 +140,9 @@ class StaleOnTimeout:
 
         async def fetch() -> frozenset[int]:
             source, place = self._source, self._known.place(ino)
-            layout = parse(await source.call(Lane.DEMAND, source.posix.getxattr, *place, ATTRIBUTE))
+            layout = parse(
+                await source.call(Lane.DEMAND, source.posix.getxattr, *place, ATTRIBUTE, None)
+            )
             return frozenset() if layout is None else layout.targets
 
         key = "layout", ino

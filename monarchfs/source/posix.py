@@ -14,7 +14,7 @@ import os
 import stat as stat_module
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +24,15 @@ from monarchfs.source.direct import DirectDescriptor, DirectReads
 from monarchfs.source.dirs import DirHandle, DirHandles, check_name
 from monarchfs.source.layout import ATTRIBUTE, Layout, parse
 from monarchfs.system.file_system_type import IN_MEMORY, LUSTRE, file_system_type
-from monarchfs.types import Archived, DirRef, FileType, SourceChanged, SourceStat, SourceVersion
+from monarchfs.types import (
+    Archived,
+    DirectoryChanged,
+    DirRef,
+    FileType,
+    SourceChanged,
+    SourceStat,
+    SourceVersion,
+)
 
 # Not O_NOATIME: sites purge their scratch file systems by access time.
 # O_NONBLOCK: should the file have become a FIFO meanwhile, opening it must not wait for a writer.
@@ -64,6 +72,7 @@ class SourceEntry(NamedTuple):
 
 
 T = TypeVar("T")
+U = TypeVar("U")
 Found = tuple[SourceStat, bytes]
 FoundEach = list[Found | OSError]
 AttributeNames = list[bytes]
@@ -293,39 +302,78 @@ class PosixSource:
         finally:
             self.close(fd)
 
-    def getxattr(self, directory: DirRef, name: bytes, attribute: bytes) -> bytes:
-        """Of an entry (not followed), or of the directory itself where ``name`` is empty."""
-        with self._dirs.acquire(directory) as fd:
-            return os.getxattr(_proc_path(fd, name), attribute, follow_symlinks=not name)
+    def getxattr(
+        self,
+        directory: DirRef,
+        name: bytes,
+        attribute: bytes,
+        version: SourceVersion | None = None,
+    ) -> bytes:
+        """Of an entry (not followed), or of the directory itself where ``name`` is empty. Raises
+        SourceChanged if the entry had another ``version`` by then, whatever the answer was."""
+        with self._asked(directory, name, version) as path:
+            return os.getxattr(path, attribute, follow_symlinks=not name)
 
-    def listxattr(self, directory: DirRef, name: bytes) -> AttributeNames:
+    def listxattr(
+        self, directory: DirRef, name: bytes, version: SourceVersion | None = None
+    ) -> AttributeNames:
         """As ``getxattr``. An access ACL is among them also where the file system does not list it
         (SMB): who may read what goes by it."""
-        with self._dirs.acquire(directory) as fd:
-            path, follow = _proc_path(fd, name), not name
-            names = [os.fsencode(one) for one in os.listxattr(path, follow_symlinks=follow)]
-            if ACCESS_ACL not in names and _has_acl(path, follow):
+        with self._asked(directory, name, version) as path:
+            names = [os.fsencode(one) for one in os.listxattr(path, follow_symlinks=not name)]
+            if ACCESS_ACL not in names and _has_acl(path, not name):
                 names.append(ACCESS_ACL)
         return names
 
     def listxattr_each(
-        self, directory: DirRef, names: Sequence[bytes], seconds: float = math.inf
+        self,
+        directory: DirRef,
+        entries: Sequence[tuple[bytes, SourceVersion | None]],
+        seconds: float = math.inf,
     ) -> AttributeNamesEach:
-        """``listxattr`` of each name, as ``found_each``."""
-        return _each(partial(self.listxattr, directory), names, seconds)
+        """``listxattr`` of each name and version, as ``found_each``; OSError ESTALE for another
+        version."""
 
-    def access(self, directory: DirRef, name: bytes, mask: int) -> bool:
+        def ask(entry: tuple[bytes, SourceVersion | None]) -> AttributeNames:
+            try:
+                return self.listxattr(directory, *entry)
+            except DirectoryChanged:
+                raise
+            except SourceChanged as error:
+                raise OSError(errno.ESTALE, str(error)) from None
+
+        return _each(ask, entries, seconds)
+
+    def access(
+        self, directory: DirRef, name: bytes, mask: int, version: SourceVersion | None = None
+    ) -> bool:
         """Whether the source lets this process (its real ids, which are its effective ones) do what
-        ``mask`` asks. The source decides, with its ACLs. Raises what lstat(2) raises.
+        ``mask`` asks. The source decides, with its ACLs. Raises what lstat(2) raises, and as
+        ``getxattr``.
         """
-        with self._dirs.acquire(directory) as fd:
+        with self._asked(directory, name, version) as path:
             # access(2), not faccessat2(2), which came with Linux 5.8 and is forbidden in some
             # containers. So it follows a link. It says "no" to every errno: lstat(2) lets a missing
             # file or a failing source show.
-            path = _proc_path(fd, name)
             if name and stat_module.S_ISLNK(os.lstat(path).st_mode):
                 return True
             return os.access(path, mask)
+
+    @contextmanager
+    def _asked(
+        self, directory: DirRef, name: bytes, version: SourceVersion | None
+    ) -> Iterator[bytes]:
+        """A path for a call by name; the version is compared after it."""
+        with self._dirs.acquire(directory) as fd:
+            try:
+                yield _proc_path(fd, name)
+            finally:
+                if version is not None and self._version(fd, name) != version:
+                    raise SourceChanged("it changed before it was asked about")
+
+    def _version(self, dir_fd: int, name: bytes) -> SourceVersion:
+        st = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        return SourceStat.of(st, self.device).version
 
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._root_fd)
@@ -407,7 +455,7 @@ def _has_acl(path: bytes, follow: bool) -> bool:
     return True
 
 
-def _each(ask: Callable[[bytes], T], names: Sequence[bytes], seconds: float) -> list[T | OSError]:
+def _each(ask: Callable[[U], T], names: Sequence[U], seconds: float) -> list[T | OSError]:
     """What ``ask`` answers or raises for each name, until ``seconds`` have passed."""
     end = time.monotonic() + seconds
     results: list[T | OSError] = []

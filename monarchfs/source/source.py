@@ -308,19 +308,21 @@ class Source:
             self.counters.of(lane, "open").operations += opens
         self._count_bytes(lane, unit.read_bytes)
 
-    async def listxattr(self, directory: DirRef, name: bytes, lane: Lane) -> AttributeNames:
+    async def listxattr(
+        self, directory: DirRef, name: bytes, version: SourceVersion | None, lane: Lane
+    ) -> AttributeNames:
         self._count_others(lane, "listxattr", 2)
-        return await self.call(lane, self.posix.listxattr, directory, name)
+        return await self.call(lane, self.posix.listxattr, directory, name, version)
 
     async def listxattr_each(
         self,
         directory: DirRef,
-        names: Sequence[bytes],
+        entries: Sequence[tuple[bytes, SourceVersion | None]],
         lane: Lane,
         seconds: float = math.inf,
     ) -> AttributeNamesEach:
         """As ``found_each``, but two operations a name: the list, and whether there is an ACL."""
-        found = await self.call(lane, self.posix.listxattr_each, directory, names, seconds)
+        found = await self.call(lane, self.posix.listxattr_each, directory, entries, seconds)
         self._count_others(lane, "listxattr_each", 2 * len(found))
         return found
 

@@ -22,7 +22,7 @@ from monarchfs.metadata.refresh import Refresh
 from monarchfs.metadata.tree import Entry, Missing
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane
-from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, fails, names
+from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, fails, names, stale
 from tests.support.mirror import Area, Mirror, until
 
 FILES = 300
@@ -418,6 +418,7 @@ async def test_attributes_that_files_have_are_seen(many: Area) -> None:
         os.setxattr(directory / "0140", b"security.x", b"label")
     except OSError as exc:
         pytest.skip(f"no such attributes here: {exc}")
+    await many.settled()
     async with listed(many) as d:
         plain: list[int] = []
         d.mirror.xattrs.on_plain.add(plain.extend)
@@ -481,6 +482,7 @@ def set_xattr(path: Path, name: str, value: bytes) -> None:
 
 async def test_attributes_are_asked_for_once(files: Area) -> None:
     set_xattr(files.source / "a", "user.x", b"value")
+    await files.settled()
     async with files.mount() as mirror:
         ino = await mirror.ino("a")
         for _ in range(3):
@@ -516,6 +518,23 @@ async def test_what_was_asked_in_the_tick_of_a_change_is_asked_again(
                 assert mirror.xattrs.known(ino, b"user.x") is None
 
 
+async def test_attributes_of_a_file_with_the_same_name_are_not_remembered(files: Area) -> None:
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        ino, xattrs = await mirror.ino("a"), mirror.xattrs
+        os.replace(files.source / "d/b", files.source / "a")
+        await xattrs.list_each(ROOT_INO, [b"a"], Lane.DEMAND)
+        assert await attribute(mirror, ino, b"user.x") == errno.ENODATA
+        assert (await xattrs.list(ino), await xattrs.access(ino, os.R_OK)) == ([], True)
+        known = xattrs.known(ino, b"user.x"), xattrs.known_access(ino, os.R_OK), xattrs.plain(ino)
+        assert known == (None, None, False)
+        xattrs._kernel_checks = True
+        with stale():
+            await xattrs.get(ino, ACL)
+        with fails(errno.ENODATA):
+            await xattrs.get(ino, ACL, again=True)
+        assert await mirror.ino("a") != ino
+
+
 async def test_an_error_is_not_remembered_as_an_answer(files: Area) -> None:
     async with files.mount() as mirror:
         ino = await mirror.ino("a")
@@ -539,6 +558,7 @@ async def test_a_directorys_attributes_go_with_its_change(files: Area) -> None:
 
 async def test_rights_are_asked_for_once_a_version(files: Area) -> None:
     (files.source / "a").chmod(0o644)
+    await files.settled()
     async with files.mount(mode=OPEN) as mirror:
         ino = await mirror.ino("a")
         assert mirror.xattrs.known_access(ino, os.F_OK) is True
