@@ -104,8 +104,10 @@ class Attributes:
         """Of a symbolic link."""
         if (known := self._known.target(ino)) is not None:
             return known
-        source, place = self._source, self._known.place(ino)
-        return await source.call(Lane.DEMAND, source.posix.readlink, *place)
+        source, (directory, name) = self._source, self._known.place(ino)
+        node = self._index.nodes.node(ino)
+        with self._recorder.estale_if_replaced(ino if node is None else node.parent):
+            return await source.call(Lane.DEMAND, source.posix.readlink, directory, name)
 
     async def statfs(self) -> os.statvfs_result:
         if self._statfs is not None and trio.current_time() - self._statfs[0] < STATFS_SECONDS:

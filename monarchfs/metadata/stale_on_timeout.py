@@ -16,7 +16,7 @@ from monarchfs.metrics import Metrics
 from monarchfs.source.layout import ATTRIBUTE, parse
 from monarchfs.source.single_flight import SingleFlight
 from monarchfs.source.source import Source
-from monarchfs.types import FreshnessMode, IndexWriteError, Lane
+from monarchfs.types import FreshnessMode, IndexWriteError, Lane, SourceChanged
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class StaleOnTimeout:
             return frozenset() if layout is None else layout.targets
 
         key = "layout", ino
-        with trio.move_on_after(LAYOUT_SECONDS), suppress(OSError):
+        with trio.move_on_after(LAYOUT_SECONDS), suppress(OSError, SourceChanged):
             targets = await self.run_once(key, fetch)
             if len(self._layouts) >= LAYOUTS_KEPT:
                 del self._layouts[next(iter(self._layouts))]

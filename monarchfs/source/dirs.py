@@ -12,7 +12,9 @@ import errno
 import os
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 from monarchfs.types import DirectoryChanged, DirRef
 
@@ -37,14 +39,15 @@ def check_name(name: bytes) -> None:
 class DirHandle:
     """An open directory; ``with handle as fd`` uses it and releases it.
 
-    ``fd``, ``ref`` and ``owner`` are constant. ``users`` and ``dropped`` change, under
-    the owner's lock: a dropped handle is in no table any more and is closed when its last user
-    leaves.
+    ``fd``, ``ref``, ``owner`` and ``linked`` (it had a link count when it was opened: some file
+    systems give none) are constant. ``users`` and ``dropped`` change, under the owner's lock: a
+    dropped handle is in no table any more and is closed when its last user leaves.
     """
 
     owner: DirHandles
     ref: DirRef
     fd: int
+    linked: bool = False
     users: int = 1
     dropped: bool = False
 
@@ -52,9 +55,19 @@ class DirHandle:
         return self.fd
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        # A server that lost the directory says ESTALE to this descriptor for ever.
-        stale = isinstance(error, OSError) and error.errno == errno.ESTALE
-        self.owner.release(self, drop=stale)
+        gone = isinstance(error, OSError) and self.is_gone(error.errno)
+        self.owner.release(self, drop=gone)
+        if gone and self.ref.path:
+            # Not the error: with that the kernel would walk the same way again.
+            raise _changed(self.ref) from cast(OSError, error)
+
+    def is_gone(self, code: int | None) -> bool:
+        """Whether the directory is not there any more, after an error in it. A server that lost it
+        says ESTALE to this descriptor for ever; other file systems find no name in it. Blocks."""
+        if code == errno.ENOENT and self.linked:
+            with suppress(OSError):
+                return os.fstat(self.fd).st_nlink == 0
+        return code == errno.ESTALE
 
 
 class DirHandles:
@@ -176,7 +189,8 @@ class DirHandles:
             os.close(fd)
             raise
         device = 0 if st.st_dev == self._device else st.st_dev
-        handle = DirHandle(self, DirRef(_join(parent.ref.path, name), st.st_ino, device), fd)
+        ref = DirRef(_join(parent.ref.path, name), st.st_ino, device)
+        handle = DirHandle(self, ref, fd, st.st_nlink > 0)
         with self._lock:
             replaced = self._handles.get(handle.ref)
             if replaced is not None:

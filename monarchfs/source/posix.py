@@ -188,8 +188,10 @@ class PosixSource:
         threads that read small files (``_opened.h``).
         """
         until = time.monotonic() + seconds
-        with self._dirs.acquire(directory) as fd:
+        with (handle := self._dirs.acquire(directory)) as fd:
             answers = stat_each(fd, self.device, names, until, opens_bytes)
+            if errno.ENOENT in answers and handle.is_gone(errno.ENOENT):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         results: FoundEach = []
         for name, answer in zip(names, answers, strict=False):
             if isinstance(answer, tuple) and len(name) <= MOST_NAME_BYTES:

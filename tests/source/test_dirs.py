@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from monarchfs.source import PosixSource
-from monarchfs.types import DirRef, SourceChanged
+from monarchfs.types import DirectoryChanged, DirRef, SourceChanged
 from tests.source.tools import everything, open_descriptors, ref
 from tests.support.flipping import Bait, at_each_call
 from tests.support.open_directories import close_directories
@@ -189,10 +189,20 @@ def test_a_stale_directory_is_opened_again(
     stale = Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stale)
-        with pytest.raises(OSError, match="Stale"):
+        with pytest.raises(DirectoryChanged):
             posix.stat(directory, b"f")
     assert open_descriptors() == before - 1
     assert posix.stat(directory, b"f").is_regular
+
+
+def test_a_removed_directory_is_not_one_without_names(root: Path, posix: PosixSource) -> None:
+    for call in (posix.open, posix.listxattr, lambda ref, name: posix.found_each(ref, [name])):
+        (root / "d").mkdir()
+        directory = ref(root, b"d")
+        posix.stat(directory, b"")
+        (root / "d").rmdir()
+        with pytest.raises(DirectoryChanged):
+            call(directory, b"f")
 
 
 @requires_root
