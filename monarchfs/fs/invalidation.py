@@ -88,7 +88,9 @@ class Invalidation:
         """A directory above ``ino`` lies elsewhere. A name that is forgotten takes all below it
         along (fs/dcache.c, d_invalidate), so the path's first is enough. No checkpoint."""
         node: Node | None = self._index.nodes.node(ino)
-        while node is not None and node.parent != ROOT_INO:
+        climbed: set[int] = set()
+        while node is not None and node.parent != ROOT_INO and node.ino not in climbed:
+            climbed.add(node.ino)  # as in ``NodeTables.dirref``
             node = self._index.nodes.node(node.parent)
         if node is not None:
             self._forget_name(node.ino)

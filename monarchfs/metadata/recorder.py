@@ -145,7 +145,9 @@ class Recorder:
         moved_ns = time.time_ns()
         self._known.directory_moved(moved_ns)
         self.on_moved(moved_ns)
-        while ino != ROOT_INO:
+        climbed: set[int] = set()
+        while ino != ROOT_INO and ino not in climbed:  # as in ``NodeTables.dirref``
+            climbed.add(ino)
             self._index.nodes.mark_outdated(ino)
             node = self._index.nodes.node(ino)
             if node is None:

@@ -207,6 +207,19 @@ async def test_below_a_directory_that_was_swapped_immutable_asks_anew(files: Are
         assert (await mirror.node("d/e/f")).stat.size == 14
 
 
+async def test_a_directory_below_what_was_below_it(files: Area) -> None:
+    """Each is known in the other, until the way is asked for again."""
+    (files.source / "d/e").mkdir()
+    async with files.mount(mode=TTL) as mirror:
+        d, e = await mirror.ino("d"), await mirror.ino("d/e")
+        (files.source / "d/e").rename(files.source / "e")
+        (files.source / "d").rename(files.source / "e/d")
+        assert (await entry(mirror, e, b"d")).node.ino == d
+        mirror.files.invalidation.forget_path(d)
+        mirror.tree.recorder.invalidate_directory(d)
+        assert await mirror.ino("e/d") == d
+
+
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe", "nothing"])
 async def test_where_a_file_was_is_something_else(files: Area, kind: str) -> None:
     """Not EISDIR or ELOOP for a file: the kernel asks for the name again, and finds what it is."""
