@@ -202,6 +202,7 @@ class Directories:
             stat = await self._source.call(lane, self._source.posix.stat, directory, b"")
             async with aclosing(self._source.list(directory, lane, batch_names)) as batches:
                 async for batch in batches:
+                    self._asking.heard("list", ino)
                     if (count := count + len(batch)) > most_names:
                         return None
                     if ahead is not None:
@@ -257,6 +258,7 @@ class Directories:
                 if differences is not None:
                     differences.note_gone(dirent.name)
             await trio.lowlevel.checkpoint()
+            self._asking.heard("list", ino)
             if differences is not None:
                 await differences.pause()
         self._recorder.listed(ino)

@@ -33,8 +33,9 @@ LAYOUTS_KEPT = 30_000
 
 class StaleOnTimeout:
     """Constant: its parts. ``deadline``: seconds that a revalidation waits for the source where
-    something is known that can be served instead. Changing: ``_layouts``, the storage targets of
-    inodes, while something hangs."""
+    something is known that can be served instead. Changing: ``_waiting``, the question and the
+    seconds of each who waits; ``_layouts``, the storage targets of inodes, while something
+    hangs."""
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class StaleOnTimeout:
         self._deadline = deadline
         self._flights: SingleFlight = SingleFlight(nursery)
         self._under_way: set[Key] = set()
+        self._waiting: dict[trio.CancelScope, tuple[Key, float]] = {}
         self._unanswered = Unanswered()
         self._layouts: dict[int, frozenset[int]] = {}
 
@@ -63,6 +65,13 @@ class StaleOnTimeout:
         """Of a question: a reader does not wait for one that was asked for nobody, and may wait
         for peers and for a thread; the other way round it is one."""
         return key if lane is Lane.DEMAND or key in self._under_way else (*key, lane)
+
+    def heard(self, *key: object) -> None:
+        """A part of the answer came, for any lane: the seconds count from now on."""
+        self._unanswered.answered(key)
+        for scope, (asked, seconds) in self._waiting.items():
+            if asked[: len(key)] == key:
+                scope.deadline = trio.current_time() + seconds
 
     async def run_once(self, key: Key, fetch: Callable[[], Awaitable[T]]) -> T:
         """The answer of one call of ``fetch`` for all callers with the same ``key``. Raises what it
@@ -109,13 +118,16 @@ class StaleOnTimeout:
             # It is asked all the same, because the answer serves later callers.
             seconds = min(seconds, NOT_RESPONDING_SECONDS)
         if seconds > 0:
-            with trio.move_on_after(seconds):
+            with trio.move_on_after(seconds) as scope:
+                self._waiting[scope] = key, seconds
                 try:
                     result = await self.run_once(key, fetch)
                     self._unanswered.alive(targets)
                     return result
                 except IndexWriteError as exc:
                     log.warning("what was found cannot be recorded: %s", exc)
+                finally:
+                    del self._waiting[scope]
             if targets is None and responding and key in self._under_way:
                 targets = await self._targets(fallback)
             if key in self._under_way:

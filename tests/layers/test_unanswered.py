@@ -14,8 +14,10 @@ from trio.testing import MockClock
 
 from monarchfs.metadata import attributes as attributes_module
 from monarchfs.metadata import unanswered
+from monarchfs.metadata.directories import LISTING_BATCH
 from monarchfs.metadata.unanswered import GRACE_SECONDS, PROBE_SECONDS, Unanswered
-from monarchfs.types import ROOT_INO, Lane
+from monarchfs.source.posix import Batches
+from monarchfs.types import ROOT_INO, DirRef, Lane
 from tests.support.faults import disk_is_full
 from tests.support.lookups import METADATA, OPEN, TTL, Hours, asked, entry, fails, names
 from tests.support.mirror import Area, Mirror, until
@@ -75,6 +77,23 @@ async def test_what_is_known_is_served_when_the_deadline_is_over(
         assert await ask(mirror, ino, what) == ino
         assert asked(mirror) == 0
         assert mirror.metrics.stale_answers == 1
+
+
+async def test_a_long_listing_is_no_silence(files: Area, clock: MockClock, hours: Hours) -> None:
+    for number in range(LISTING_BATCH):
+        files.write(f"d/{number}", b"")
+    async with known_a_ttl_ago(files, hours) as (mirror, ino):
+        files.write("d/new", b"")
+        listed, token = mirror.posix.list, trio.lowlevel.current_trio_token()
+
+        def slowly(directory: DirRef, batch: int) -> Batches:
+            for entries in listed(directory, batch):
+                token.run_sync_soon(clock.jump, 3)
+                yield entries
+
+        mirror.posix.list = slowly  # type: ignore[method-assign]
+        assert b"new" in await names(mirror, ino)
+        assert mirror.metrics.stale_answers == 0
 
 
 async def test_how_long_others_are_waited_for_meanwhile(
