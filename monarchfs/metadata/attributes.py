@@ -15,7 +15,7 @@ from monarchfs.metadata.names import Names
 from monarchfs.metadata.recorder import Recorder
 from monarchfs.metadata.stale_on_timeout import StaleOnTimeout
 from monarchfs.source.source import Source
-from monarchfs.types import ROOT_INO, Lane, Node, SourceStat
+from monarchfs.types import ROOT_INO, Lane, Node, SourceChanged, SourceStat
 
 STATFS_SECONDS = 30.0
 """An answer of statfs(2) is good for this time."""
@@ -57,6 +57,8 @@ class Attributes:
 
     async def get(self, ino: int) -> Entry:
         if (known := self._known.attributes(ino)) is not None:
+            if known.node.outdated and known.node.stat.is_directory:
+                return await self._of_open_directory(known)
             return known
         node = self._index.nodes.node(ino)
         if node is None:
@@ -71,6 +73,20 @@ class Attributes:
             return Entry(node._replace(stat=await current()), 0.0, 0.0)
 
         return await self._asking.ask(("open", node.ino), ask, Entry(node, 0.0, 0.0))
+
+    async def _of_open_directory(self, known: Entry) -> Entry:
+        """Of one whose way is asked for again by names, which who is in it does not use."""
+        if (directory := self._index.nodes.dirref(known.node.ino)) is None:
+            return known
+
+        async def current() -> SourceStat:
+            source = self._source
+            return await source.call(Lane.DEMAND, source.posix.stat, directory, b"")
+
+        try:
+            return await self.of_open(known.node, current)
+        except SourceChanged:
+            return known
 
     async def of_successor(self, node: Node) -> Entry:
         """Under the number of an outdated file, the attributes of the file that has its name now.

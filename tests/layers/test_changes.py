@@ -207,6 +207,16 @@ async def test_below_a_directory_that_was_swapped_immutable_asks_anew(files: Are
         assert (await mirror.node("d/e/f")).stat.size == 14
 
 
+async def test_who_is_in_a_directory_sees_it_change(files: Area) -> None:
+    """Also while the way to it is to be asked for again, which nobody does from inside."""
+    async with files.mount(mode=TTL, ttl=60) as mirror:
+        d = await mirror.ino("d")
+        mirror.tree.recorder.invalidate_directory(d)
+        files.write("d/new", b"")
+        shown = (await mirror.files.attributes(d)).node.stat
+        assert shown.mtime_ns == (files.source / "d").stat().st_mtime_ns
+
+
 async def test_a_directory_below_what_was_below_it(files: Area) -> None:
     """Each is known in the other, until the way is asked for again."""
     (files.source / "d/e").mkdir()
