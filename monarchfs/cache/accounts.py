@@ -385,6 +385,9 @@ class Mover:
             log.warning("inode %d is not moved: %s", ino, exc)
         except IndexWriteError as exc:
             log.warning("inode %d is not moved: %s", ino, exc)
+        except _NotOpened as exc:
+            source = self._accounts.tiers[record.tier]
+            self._accounts.all_tiers.failed(source, "moving a replica away", exc, reading=True)
         except OSError as exc:
             self._accounts.all_tiers.failed(to, "moving a replica there", exc)
         finally:
@@ -458,9 +461,22 @@ class Mover:
         return False
 
 
+class _NotOpened(OSError):
+    """An error of the tier that has the replica."""
+
+
+def _open(source: Tier, record: Replica) -> int:
+    try:
+        return source.open_complete(record)
+    except ReplicaLost:
+        raise
+    except OSError as error:
+        raise _NotOpened(error.errno, error.strerror) from error
+
+
 def _read(source: Tier, record: Replica) -> bytes:
     """All of a replica that shares its file. For a thread. Raises as ``_copy``."""
-    fd = source.open_complete(record)
+    fd = _open(source, record)
     try:
         data = read_full(fd, record.offset, record.size)
     except OSError as error:
@@ -475,7 +491,7 @@ def _read(source: Tier, record: Replica) -> bytes:
 def _copy(source: Tier, to: Tier, record: Replica) -> int:
     """Copy a replica under its name; its allocated bytes there. For a thread. Leaves what it wrote
     behind where it fails. Raises ReplicaLost where the bytes are not those of its checksum."""
-    fd = source.open_complete(record)
+    fd = _open(source, record)
     try:
         to.files.discard(record.name)
         part = to.files.create_part(record.name, record.size)

@@ -237,6 +237,22 @@ async def test_a_corrupt_replica_does_not_move(files: Area, shares: bool) -> Non
 
 
 @pytest.mark.parametrize("shares", [True, False])
+async def test_a_move_that_cannot_read_blames_the_tier_that_it_reads(
+    files: Area, shares: bool
+) -> None:
+    async with files.mounted([ROOM // 4, ALL_ROOM], shares=shares) as mirror:
+        await read_all(mirror, "0123")
+        mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")
+        await mirror.idle()
+        handle = await mirror.open("1")
+        mirror.tiers[1].faults.fail("open_replica", errno.EIO)
+        await until(lambda: mirror.metrics.tier_errors == 1, "the move to fail")
+        handle.release()
+        out = mirror.cache.accounts.all_tiers.out_of_service
+        assert [out(tier.id) is None for tier in mirror.tiers] == [True, False]
+
+
+@pytest.mark.parametrize("shares", [True, False])
 async def test_a_move_waits_until_the_replica_is_closed(files: Area, shares: bool) -> None:
     """A file that is opened moves up once there is room."""
     async with files.mounted([ROOM // 4, 8 * MIB], shares=shares) as mirror:
