@@ -52,7 +52,7 @@ class Supervisor:
     more than about two seconds.
 
     Constant: config, the mount, the control socket. Changing: the workers (``failover``), their
-    reports, clients, the unmount under way.
+    reports, clients, the unmount under way, whether that is because the mount ``_failed``.
     """
 
     def __init__(self, mounted: Mounted, failover: Failover, control_socket: ControlSocket) -> None:
@@ -63,6 +63,7 @@ class Supervisor:
         self._unmount: Unmount | None = None
         self._started = time.monotonic()
         self._exit_code: int | None = None
+        self._failed = False
         self._manager = ServiceManager(os.environ if self.config.foreground else {})
         self.failover = failover
         self._selector = failover.selector
@@ -83,7 +84,7 @@ class Supervisor:
             signal.signal(number, lambda _number, _frame: None)
 
     def run(self) -> int:
-        """Serves until the mount is gone; the exit code: 0, or 1 if no worker could serve it."""
+        """Serves until the mount is gone; the exit code: 0, or 1 if it could not be served."""
         register = partial(self._selector.register, events=selectors.EVENT_READ)
         register(self._wake_reading, data=self._on_signal)
         if (output := self.mounted.output) is not None:
@@ -129,8 +130,7 @@ class Supervisor:
             self._standbys.tell(self.failover.restarts, pids, peers)
             self.mounted.backing.tick()
         elif self._unmount is None:
-            log.info("%s was unmounted", self.config.mountpoint)
-            self._exit_code = 0
+            self._end_dead()
         if self._unmount is not None and self._unmount.next_step <= now:
             self._step_unmount()
 
@@ -139,8 +139,21 @@ class Supervisor:
         self.failover.tick()
         if self.failover.phase is Phase.ENDED and not had_ended:
             # Its users must get errors, not hang.
+            self._failed = True
             log.error("%s: unmounting", self.failover.trouble)
             self._begin_unmount(_DEAD_WORKER_SECONDS)
+
+    def _end_dead(self) -> None:
+        """The connection ended: with its last mount, or somebody aborted it, as umount -f does with
+        one in use. Then its mounts are left, and give only errors."""
+        unmount = Unmount(self.mounted.connection, time.monotonic())
+        if unmount.outcome is Unmounted.NOT_MOUNTED:
+            log.info("%s was unmounted", self.config.mountpoint)
+            self._exit_code = 0
+            return
+        self._failed = True
+        log.error("somebody aborted the connection of %s: unmounting", self.config.mountpoint)
+        self._begin_unmount(0.0)
 
     # Requests
 
@@ -283,8 +296,7 @@ class Supervisor:
             outcome = Unmounted.FAILED
         if outcome is not None:
             log.info("%s: %s", self.config.mountpoint, outcome.value)
-            ended = self.failover.phase is Phase.ENDED
-            self._exit_code = int(outcome is Unmounted.FAILED or ended)
+            self._exit_code = int(outcome is Unmounted.FAILED or self._failed)
 
     def _finish(self, code: int) -> None:
         """The order matters to a caller who mounts again at once: the lock is free, and the socket

@@ -160,6 +160,16 @@ def test_unmounted_by_somebody_else(work: Area) -> None:
     assert_unmounted(work)
 
 
+def test_an_aborted_mount_is_unmounted(root_work: Area) -> None:
+    """Left there, it would give everybody errors."""
+    root_work.mount()
+    with somebody_inside(root_work):
+        subprocess.run(["umount", "-f", root_work.path / "mnt"], check=False)
+        wait_for(lambda: not fuse_mounts(str(root_work.path)), "it to be unmounted")
+    assert_unmounted(root_work)
+    assert "somebody aborted the connection of" in log_of(root_work)
+
+
 def test_a_worker_that_crashed_makes_the_index_suspect(work: Area) -> None:
     """One that was killed says nothing about it."""
     suspect = work.path / "state" / "suspect"
