@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from monarchfs.config.places import DefaultPlaces, default_places, resolve_user
 from monarchfs.config.settings import Layer, Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import storage_of
-from monarchfs.supervisor.daemon import run_in_background
+from monarchfs.supervisor.daemon import ending_signals, run_in_background
 from monarchfs.supervisor.preflight import MountSpec, check_mount
 from monarchfs.supervisor.start import mount_and_supervise
 from monarchfs.types import UsageError
@@ -67,6 +68,8 @@ def mount_with(
     if settings.foreground:
         os.chdir("/")
         return run(report=lambda: None)
+    for number in ending_signals():
+        signal.signal(number, signal.default_int_handler)  # each ends the daemon, as Ctrl-C does
     timeout = settings.start_timeout_seconds + _PARENT_GRACE_SECONDS
     run_in_background(
         lambda report: run(report=report),

@@ -17,7 +17,8 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 log = logging.getLogger(__name__)
 
 Report = Callable[[], None]
-"""Called once by the supervisor when the mount answers."""
+"""Called once by the supervisor when the mount answers. Raises OperationError if who waits for that
+is gone."""
 
 _GONE_SECONDS = 5.0
 
@@ -90,7 +91,10 @@ def _report(pipe: int) -> None:
     """Lets go of the terminal, then tells the parent: a caller who waits for the end of our output
     must not wait longer."""
     drop_streams()
-    _tell(pipe, {"ok": True})
+    try:
+        os.write(pipe, json.dumps({"ok": True}).encode())
+    except BrokenPipeError:
+        raise OperationError("the process that asked for the mount is gone") from None
     os.close(pipe)
 
 

@@ -124,7 +124,7 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
                 return lease
             timeout = deadline - time.monotonic() + MOST_END_SECONDS + _DAEMON_GRACE_SECONDS
             overdue = f"the mount of {spec.source} did not come about within {timeout:.0f} s"
-            run = partial(_run_daemon, spec, stem, deadline, os.getpid(), search)
+            run = partial(_run_daemon, spec, stem, deadline, search)
             try:
                 run_in_background(run, timeout=timeout, overdue=overdue)
                 attempts += 1
@@ -138,12 +138,10 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
     raise OperationError(f"the mount of {spec.source} ends as soon as it is made: see its log")
 
 
-def _run_daemon(
-    spec: MountSpec, stem: str, deadline: float, starter: int, search: Search, report: Report
-) -> int:
-    """The daemon's life; returns 0 when it has let go of the mount, at once if its parent
-    ``starter`` has ended meanwhile. Raises UsageError or OperationError if the mount does not come
-    about by ``deadline``; nothing is left then."""
+def _run_daemon(spec: MountSpec, stem: str, deadline: float, search: Search, report: Report) -> int:
+    """The daemon's life; returns 0 when it has let go of the mount. Raises UsageError or
+    OperationError if the mount does not come about by ``deadline``, or who waits for it is gone;
+    nothing is left then."""
     drop_streams()
     with ExitStack() as undo:
         # An earlier daemon of the same job may still be letting go.
@@ -152,9 +150,8 @@ def _run_daemon(
         daemon = NamespaceDaemon(spec, stem, search)
         undo.callback(daemon.let_go)
         daemon.mount_or_join(deadline)
-        if os.getppid() == starter:
-            report()
-            daemon.run()
+        report()
+        daemon.run()
     return 0
 
 

@@ -11,10 +11,11 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from monarchfs.control import client
@@ -229,9 +230,11 @@ def test_a_stopped_supervisor_does_not_stop_umount(work: Area) -> None:
     assert_unmounted(work)
 
 
-def start_mount(work: Area, *before: str, mode: str = "serve") -> subprocess.Popen[str]:
+def start_mount(
+    work: Area, *before: str, mode: str = "serve", options: Sequence[str] = ("-f",)
+) -> subprocess.Popen[str]:
     """In the foreground."""
-    command = [*before, *work.command("mount", "src", "mnt", *work.storage, "-f", mode=mode)]
+    command = [*before, *work.command("mount", "src", "mnt", *work.storage, *options, mode=mode)]
     return subprocess.Popen(
         command, cwd=work.path, env=work.environment, stderr=subprocess.PIPE, text=True
     )
@@ -256,18 +259,33 @@ def test_in_the_foreground(work: Area) -> None:
         assert_unmounted(work)
 
 
-def test_a_signal_during_the_start_takes_everything_back(root_work: Area) -> None:
+@pytest.mark.parametrize(("options", "code"), [(["-f"], 1), ([], -signal.SIGINT)])
+def test_a_signal_during_the_start_takes_everything_back(
+    root_work: Area, options: list[str], code: int
+) -> None:
     before = root_work.files()
-    process = start_mount(root_work, mode="silent")
+    process = start_mount(root_work, mode="silent", options=options)
     wait_for(lambda: (root_work.path / "state" / "index").exists(), "the worker")
     process.terminate()
     _, complaint = process.communicate(timeout=15)
-    assert process.returncode == 1
-    assert "interrupted by SIGTERM" in complaint
+    assert process.returncode == code
+    assert "interrupted" in complaint
+    assert complaint.endswith(": nothing was mounted\n")
     root_work.assert_nothing_runs()
     # The index is the worker's, so its directory stays.
     left = {os.path.relpath(path, root_work.path) for path in root_work.files() - before}
-    assert left == {"state", "state/index", "state/lock"}
+    assert left - {"state/worker.log"} == {"state", "state/index", "state/lock"}
+
+
+def test_a_mount_is_taken_back_if_who_waits_for_it_is_killed(root_work: Area) -> None:
+    with start_mount(root_work, options=[]) as process:
+        (daemon,) = wait_for(psutil.Process(process.pid).children, "the daemon")
+        daemon.suspend()
+        process.kill()
+        process.wait()
+        daemon.resume()
+    wait_for(lambda: is_gone(daemon.pid), "the daemon to end")
+    assert_unmounted(root_work)
 
 
 def test_another_users_mount_is_not_asked_nor_called_dead(work: Area) -> None:
