@@ -26,7 +26,7 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,11 +42,9 @@ from monarchfs.supervisor.preflight import MountSpec
 from monarchfs.supervisor.recover import FoundMount, find_one, remove_by_force
 from monarchfs.supervisor.registration import open_runtime_dir
 from monarchfs.supervisor.start import mount_and_supervise, take_over
-from monarchfs.supervisor.supervise import ORPHANED
 from monarchfs.supervisor.takeover import OtherRelease, StandbyConnection, own
 from monarchfs.system.inherited import drop_streams
 from monarchfs.system.locks import named_lock
-from monarchfs.system.parent_death import die_with_parent
 from monarchfs.types import MonarchError, OperationError
 
 log = logging.getLogger(__name__)
@@ -57,6 +55,12 @@ locks that looks for the daemon, or starts it."""
 
 MOST_END_SECONDS = 8.0
 """How long the end of a private mount takes at most, after the last lease is gone."""
+
+_SIGNALS = (
+    *(signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1),
+    *(signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU),
+)
+"""Batch systems send these to all processes of a job, whose command may catch them and go on."""
 
 _JOB = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "LSB_JOBID")
 _BACKLOG = 128
@@ -143,6 +147,8 @@ def _run_daemon(spec: MountSpec, stem: str, deadline: float, search: Search, rep
     OperationError if the mount does not come about by ``deadline``, or who waits for it is gone;
     nothing is left then."""
     drop_streams()
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the leases tell when to end
     with ExitStack() as undo:
         # An earlier daemon of the same job may still be letting go.
         overdue = f"an earlier mount of {spec.source} does not end"
@@ -159,10 +165,10 @@ class NamespaceDaemon:
     """Holds the mount for its job. It owns the mount if the supervisor is its child, and is a
     standby otherwise; then it owns the mount when the owner dies.
 
-    Constant: what is mounted, how to join it. Changing: the namespaces; the supervisor's process
-    and the locks, of the owner; the lease at the owner, of a standby; the connection to the
-    supervisor (``_standby``), which the owner has, too; who holds the mount here; when it took
-    over.
+    Constant: what is mounted, how to join it. Changing: the namespaces; the supervisor's process,
+    the channel that tells it to end, and the locks, of the owner; the lease at the owner, of a
+    standby; the connection to the supervisor (``_standby``), which the owner has, too; who holds
+    the mount here; when it took over.
     """
 
     def __init__(self, spec: MountSpec, stem: str, search: Search) -> None:
@@ -171,6 +177,7 @@ class NamespaceDaemon:
         self._mount_stem = mount_stem(spec)
         self._search = search
         self._supervisor: int | None = None
+        self._channel: socket.socket | None = None
         self._standby: StandbyConnection | None = None
         self._lease: MountLease | None = None
         self._ownership: int | None = None
@@ -184,7 +191,7 @@ class NamespaceDaemon:
         lease = self._joined(deadline)
         if lease is None:
             with_users = leave_for_own()
-            self._supervisor = _start_supervisor(self._spec, deadline)
+            self._start_supervisor(deadline)
             self._leases.welcome["settings"] = settings_digest(self._spec.settings)
             self._connect()
             self._own()
@@ -326,35 +333,60 @@ class NamespaceDaemon:
         if len(times) == _MOST_TAKEOVERS and now - times[0] < _TAKEOVER_SECONDS:
             raise OperationError("its supervisors die one after the other")
         times.append(now)
-        if self._supervisor is not None and not self._told_to_end(_END_SECONDS, signal.SIGKILL):
-            raise OperationError("its supervisor cannot die")
+        if self._supervisor is not None:
+            os.kill(self._supervisor, signal.SIGKILL)
+            if not self._ends(_END_SECONDS):
+                raise OperationError("its supervisor cannot die")
         workers = standby.workers
         runtime_dir = self._spec.places.runtime_dir
         config = replace(standby.handover.config, runtime_dir=runtime_dir)
         handover = replace(standby.handover, config=config)
-        parent = os.getpid()
-
-        def run(report: Report) -> int:
-            # Another standby goes on if this one is killed now.
-            die_with_parent(parent, signal.SIGKILL)
-            told = partial(_report, parent, report)
-            return take_over(handover, workers, restarts=standby.restarts, report=told)
-
-        self._supervisor = run_in_background(
-            run,
+        assert self._ownership is not None
+        # With the ownership: if this process is killed now, nobody goes on before that one ends.
+        keep = [*handover.all_descriptors, *(one.descriptor for one in workers), self._ownership]
+        self._run_supervisor(
+            partial(take_over, handover, workers, restarts=standby.restarts),
             timeout=_TAKE_OVER_SECONDS,
             overdue="the next supervisor does not come about",
-            keep=[*handover.all_descriptors, *(worker.descriptor for worker in workers)],
+            keep=keep,
         )
         self._connect()
         if not self._leases.listens_at(self._mount_stem):
             self._own()
 
-    def _told_to_end(self, seconds: float, number: signal.Signals = signal.SIGTERM) -> bool:
+    def _start_supervisor(self, deadline: float) -> None:
+        """The mount answers then."""
+        settings = replace(self._spec.settings, state_dir=_state_dir(self._spec))
+        left = max(0.1, deadline - time.monotonic())
+        self._run_supervisor(
+            partial(mount_and_supervise, replace(self._spec, settings=settings)),
+            timeout=left + _SUPERVISOR_GRACE_SECONDS,
+            overdue=f"the mount did not come about within {left:.0f} s",
+        )
+
+    def _run_supervisor(
+        self, run: Callable[..., int], *, timeout: float, overdue: str, keep: Collection[int] = ()
+    ) -> None:
+        """As `run_in_background`. It sees the end of its socket if this process dies. (The kernel's
+        signal at a parent's death is lost with each change of identity.)"""
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._supervisor = run_in_background(
+                lambda report: run(report=report, owner=theirs),
+                timeout=timeout,
+                overdue=overdue,
+                keep=[*keep, theirs.fileno()],
+            )
+
+    def _told_to_end(self, seconds: float) -> bool:
         """Tells the supervisor to unmount (a second time: by force); whether it went in time."""
+        assert self._channel is not None
+        with suppress(OSError):  # it has ended
+            self._channel.send(b"\n")
+        return self._ends(seconds)
+
+    def _ends(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        if not self._has_ended() and self._supervisor is not None:
-            os.kill(self._supervisor, number)
         while not self._has_ended():
             if time.monotonic() > deadline:
                 return False
@@ -370,35 +402,10 @@ class NamespaceDaemon:
         return find_one(self._spec.source, lambda _: [self._spec.places.runtime_dir])
 
 
-def _start_supervisor(spec: MountSpec, deadline: float) -> int:
-    """The process number of the mount's supervisor, once the mount answers."""
-    parent = os.getpid()
-
-    def run(report: Report) -> int:
-        # Without its daemon nobody would ever end it.
-        die_with_parent(parent, signal.SIGTERM)
-        settings = replace(spec.settings, state_dir=_state_dir(spec))
-        named = replace(spec, settings=settings)
-        return mount_and_supervise(named, report=partial(_report, parent, report))
-
-    left = max(0.1, deadline - time.monotonic())
-    return run_in_background(
-        run,
-        timeout=left + _SUPERVISOR_GRACE_SECONDS,
-        overdue=f"the mount did not come about within {left:.0f} s",
-    )
-
-
 def _state_dir(spec: MountSpec) -> str:
     """Where the mount's index is."""
     settings = spec.settings
     return settings.state_dir or default_state_dir(spec.places, spec.source, spec.user.uid)
-
-
-def _report(parent: int, report: Report) -> None:
-    """Called by a supervisor that serves: from here on it knows what to do without its daemon."""
-    die_with_parent(parent, ORPHANED)
-    report()
 
 
 def sweep(runtime_dir: str) -> None:

@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import FrameType
 
@@ -53,10 +53,15 @@ log = logging.getLogger(__name__)
 
 
 def mount_and_supervise(
-    spec: MountSpec, *, report: Report, worker_command: Sequence[str] | None = None
+    spec: MountSpec,
+    *,
+    report: Report,
+    worker_command: Sequence[str] | None = None,
+    owner: socket.socket | None = None,
 ) -> int:
     """Mounts what ``spec`` says, calls ``report`` when the mount answers and supervises it until it
-    is gone; the process's exit code. Closes ``spec.source_fd``.
+    is gone; the process's exit code. Closes ``spec.source_fd``. ``owner``: who ends it, and no
+    signal does (`Supervisor.obey`).
 
     Raises UsageError or OperationError, with everything taken back, if that takes longer than
     ``start_timeout_seconds`` or fails.
@@ -64,9 +69,9 @@ def mount_and_supervise(
     deadline = time.monotonic() + spec.settings.start_timeout_seconds
     log_to_stderr(spec.settings.log_level)
     command = worker_command or module_command("monarchfs.worker")
-    with ExitStack() as undo, _interruptible():
+    with ExitStack() as undo, _interruptible() if owner is None else nullcontext():
         supervisor = _start(spec, command, deadline, undo)
-        supervisor.catch_signals()
+        supervisor.obey(owner)
         report()
         # From here on the supervisor itself puts things back, and what it keeps (the state
         # directory, the tiers) stays for the next mount.
@@ -81,14 +86,15 @@ def take_over(
     *,
     restarts: int,
     report: Report,
+    owner: socket.socket,
 ) -> int:
     """Goes on with a mount whose supervisor died, and whose workers, ``orphans``, served after
     ``restarts`` others; otherwise as `mount_and_supervise`: ``report`` is called as soon as another
     worker is starting. The descriptors are this process's from now on."""
     log_to_stderr(handover.config.log_level)
-    with ExitStack() as undo, _interruptible():
+    with ExitStack() as undo:
         supervisor = _resume(handover, orphans, restarts + 1, undo)
-        supervisor.catch_signals()
+        supervisor.obey(owner)
         report()
         undo.pop_all()
     log.warning("took over %s on %s", supervisor.config.source, supervisor.config.mountpoint)

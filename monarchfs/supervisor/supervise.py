@@ -40,9 +40,6 @@ _DEFAULT_UMOUNT_SECONDS = 30.0
 _DEFAULT_RESTART_SECONDS = 30.0
 _NO_WORKER = "the mount's worker does not answer: see monarchfs status"
 
-ORPHANED = signal.SIGUSR1
-"""What tells a supervisor that the process died that was to end it."""
-
 COMMANDS = ("status", "config", "umount", "restart", "change_peers", takeover.COMMAND)
 """What is answered here; the worker knows the others."""
 
@@ -75,11 +72,15 @@ class Supervisor:
         self._reports.due.add(self._reply_status)
         self._standbys = Standbys(mounted.handover)
 
-    def catch_signals(self) -> None:
-        """From here on signals unmount; those that come before `run` are kept for it."""
+    def obey(self, owner: socket.socket | None) -> None:
+        """From here on bytes from ``owner`` unmount, and its end; if there is none, signals. What
+        comes before `run` is kept for it."""
+        if owner is not None:
+            self._selector.register(owner, selectors.EVENT_READ, partial(self._on_owner, owner))
+            return
         self._wake_writing.setblocking(False)
         signal.set_wakeup_fd(self._wake_writing.fileno(), warn_on_full_buffer=False)
-        for number in (*ending_signals(), ORPHANED):
+        for number in ending_signals():
             # The number arrives through the descriptor; the handler only has to exist.
             signal.signal(number, lambda _number, _frame: None)
 
@@ -100,16 +101,24 @@ class Supervisor:
     # Events
 
     def _on_signal(self) -> None:
-        numbers = self._wake_reading.recv(64)
-        name = signal.Signals(numbers[-1]).name
-        if ORPHANED in numbers and self._standbys.wanted():
+        self._told_to_end(signal.Signals(self._wake_reading.recv(64)[-1]).name)
+
+    def _on_owner(self, owner: socket.socket) -> None:
+        if owner.recv(1):
+            self._told_to_end("the owner")
+            return
+        self._selector.unregister(owner)
+        if self._standbys.wanted():
             # Nothing is put back: one of them goes on, as if this process had been killed, too.
             os.kill(os.getpid(), signal.SIGKILL)
+        self._told_to_end("the owner's death")
+
+    def _told_to_end(self, by: str) -> None:
         if self._unmount is None:
-            log.info("%s: unmounting %s", name, self.config.mountpoint)
+            log.info("%s: unmounting %s", by, self.config.mountpoint)
             self._begin_unmount(_STOP_SECONDS)
         else:
-            log.info("%s again: unmounting by force", name)
+            log.info("%s again: unmounting by force", by)
             self._unmount.deadline = time.monotonic()
 
     def _tick(self) -> None:

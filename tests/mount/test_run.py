@@ -381,16 +381,22 @@ def test_a_killed_run_takes_all_with_it(place: Place) -> None:
     place.wait_nothing_left()
 
 
-def test_a_killed_keeper_takes_the_mount_with_it(users: Place) -> None:
-    running = users.start("sh", "-c", "echo ready; read line; exit 5", stdin=subprocess.PIPE)
+def test_a_killed_keeper_takes_the_mount_with_it(place: Place) -> None:
+    """Also if the supervisor has acted as another user, which opens the log of the next worker."""
+    options = [] if place.user else ["--user", "nobody"]
+    words = ("sh", "-c", "echo ready; read line; exit 5")
+    running = place.start(*words, stdin=subprocess.PIPE, options=options)
     assert next(lines_of(running)) == "ready\n"
-    worker = users.told()["worker"]["pid"]
-    os.kill(parent_of(parent_of(worker)), signal.SIGKILL)  # the daemon
+    first = place.told()["worker"]["pid"]
+    keeper = parent_of(parent_of(first))
+    os.kill(first, signal.SIGKILL)
+    worker = wait_for(lambda: (pid := place.told()["worker"]["pid"]) != first and pid, "the next")
+    os.kill(keeper, signal.SIGKILL)
     wait_for(lambda: not Path(f"/proc/{worker}").exists(), "the worker to end")
     running.communicate("\n", timeout=WAIT_SECONDS)
     assert running.returncode == 5
     # What a killed daemon leaves is in nobody's way, and goes with the next one.
-    assert_view(users)
+    assert_view(place, options=options)
 
 
 def test_what_a_killed_job_leaves_goes_with_the_next_run(place: Place) -> None:
@@ -656,11 +662,19 @@ def test_a_job_that_is_killed_while_it_joins(place: Place) -> None:
 
 
 def test_unmounting_ends_it_for_all(work: Bench) -> None:
+    """A signal does not: batch systems send it to each process of a job, whose command may go
+    on."""
     with left_clean(make_place(work, user=True)) as place:
         jobs = Jobs(place)
         first, second = jobs.waiting(1), jobs.waiting(2)
-        supervisor = parent_of(jobs.status()["worker"]["pid"])
-        os.kill(supervisor, signal.SIGTERM)
+        worker = jobs.status()["worker"]["pid"]
+        supervisor = parent_of(worker)
+        for pid in (parent_of(supervisor), supervisor, worker):
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGTERM):
+                os.kill(pid, number)
+        assert jobs.status()["worker"]["pid"] == worker
+        umount = place.run(*MONARCHFS, "umount", str(place.source), env={"SLURM_JOB_ID": "1"})
+        assert (umount.returncode, umount.stdout) == (0, "")
         wait_for(lambda: not Path(f"/proc/{supervisor}").exists(), "the supervisor to end")
         for process in (first, second):
             assert process.communicate("\n", timeout=WAIT_SECONDS) == ("", "")
