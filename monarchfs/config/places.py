@@ -80,7 +80,9 @@ def runtime_dir_of(uid: int, environ: Mapping[str, str]) -> str:
         return ROOT_RUNTIME_DIR
     runtime = _absolute(environ.get("XDG_RUNTIME_DIR"))
     if runtime and os.path.isdir(runtime) and os.stat(runtime).st_uid in (0, uid):
-        return os.path.join(runtime, "monarchfs")
+        place = os.path.join(runtime, "monarchfs")
+        if _may_create_in(place):
+            return place
     return os.path.join(own_directory(_TEMPORARY, uid), "run")
 
 

@@ -172,10 +172,13 @@ def test_a_taken_name_is_passed_over(usual: Path, make: Callable[[Path], None]) 
         assert f"{first}/run" not in runtime_dirs_to_search(uid, {}, {USER.pw_uid})
 
 
-def test_another_users_session_directory_is_not_used(usual: Path, tmp_path: Path) -> None:
+def test_another_users_session_directory_is_not_used(usual: Path, session: Path) -> None:
     """As `su` leaves it in the environment."""
-    os.chown(tmp_path, SQUATTER.pw_uid, -1)
-    assert runtime_dir_of(USER.pw_uid, {"XDG_RUNTIME_DIR": str(tmp_path)}) == f"{usual}/run"
-    os.chown(tmp_path, USER.pw_uid, -1)
-    used = runtime_dir_of(USER.pw_uid, {"XDG_RUNTIME_DIR": str(tmp_path)})
-    assert used == f"{tmp_path}/monarchfs"
+    own = f"{session}/monarchfs"
+    for owner, used in ((SQUATTER.pw_uid, f"{usual}/run"), (0, f"{usual}/run"), (USER.pw_uid, own)):
+        os.chown(session, owner, -1)
+        os.setresuid(USER.pw_uid, USER.pw_uid, 0)
+        try:
+            assert runtime_dir_of(USER.pw_uid, {"XDG_RUNTIME_DIR": str(session)}) == used
+        finally:
+            os.setresuid(0, 0, 0)
