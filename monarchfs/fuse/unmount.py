@@ -10,6 +10,7 @@ import errno
 import os
 import subprocess
 import time
+from contextlib import suppress
 from enum import Enum
 
 from monarchfs.fuse.connection import FuseConnection
@@ -55,18 +56,16 @@ class Unmount:
         self._pause = _FIRST_PAUSE
         self._detached_at: float | None = None
         self._connection = connection
-        table = read_mountinfo()
-        self._meant = {
-            mount.mount_id
-            for mount in table
-            if mount.minor == connection.number and _is_fuse(mount)
-        }
-        if not self._left(table):
-            self.outcome = Unmounted.NOT_MOUNTED
+        self._meant: set[int] | None = None
+        with suppress(OSError):  # the first step looks, then
+            self._look()
 
     def step(self) -> Unmounted | None:
         """Goes one step further (at ``next_step`` or later, time.monotonic); the outcome once there
-        is one. Blocks for about 2 seconds at most, and only where the kernel does."""
+        is one. Blocks for about 2 seconds at most, and only where the kernel does. Raises OSError
+        where the mounts cannot be read now; the step is to be repeated then."""
+        if self._meant is None:
+            self._look()
         if self.outcome is None:
             self.outcome = self._detached() if self._detached_at else self._attached()
             self._pause = min(self._pause * 1.5, _LONGEST_PAUSE)
@@ -74,6 +73,12 @@ class Unmount:
             if self._detached_at:
                 self.next_step = time.monotonic() + _FIRST_PAUSE
         return self.outcome
+
+    def _look(self) -> None:
+        table, number = read_mountinfo(), self._connection.number
+        self._meant = {one.mount_id for one in table if one.minor == number and _is_fuse(one)}
+        if not self._left(table):
+            self.outcome = Unmounted.NOT_MOUNTED
 
     @property
     def _lazy_from(self) -> float:
@@ -106,7 +111,7 @@ class Unmount:
 
     def _left(self, table: list[Mount]) -> list[Mount]:
         """What is still mounted, the newest first. The kernel gives out numbers of mounts again."""
-        if not self._connection.is_meant():
+        if self._meant is None or not self._connection.is_meant():
             return []
         ours = (mount for mount in reversed(table) if mount.minor == self._connection.number)
         return [mount for mount in ours if mount.mount_id in self._meant and _is_fuse(mount)]

@@ -64,9 +64,7 @@ class Clients:
     def _on_connection(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError as error:
-            if not isinstance(error, (BlockingIOError, ConnectionAbortedError)):
-                log.warning("cannot take a connection: %s", error.strerror)
+        except (BlockingIOError, ConnectionAbortedError):
             return
         if not peers.may_ask(connection, self._uid):
             reply(connection, messages.encode_error("this mount belongs to another user"))

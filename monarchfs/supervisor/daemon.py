@@ -42,7 +42,12 @@ def run_in_background(
     KeyboardInterrupt ends the daemon. For processes of one thread, because it forks.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(reading)
+        os.close(writing)
+        raise
     if pid == 0:
         _become_daemon(run, writing, keep)
     os.close(writing)

@@ -67,6 +67,15 @@ def thread_states(process: str) -> list[bytes]:
     return [fields[0] for one in threads if (fields := stat_fields(f"{process}/task/{one}"))]
 
 
+def has_only_threads(states: bytes, process: str) -> bool:
+    """Whether each thread of a process is in one of these states, or gone; not where that cannot be
+    seen."""
+    try:
+        return all(state in states for state in thread_states(process))
+    except OSError:
+        return False
+
+
 class WorkerProcess:
     """A worker's process, the channel to it, and the socket on which its libfuse gets FUSE_INIT.
     ``error``: what it said of its end, in words for a log."""
@@ -92,12 +101,19 @@ class WorkerProcess:
         if code is not None:
             return code
         # What its first thread left, while others cannot die (proc_pid_stat(5), fields 3 and 52).
-        fields = stat_fields(self._directory)
+        fields = self._stat_fields()
         if not fields:
             return self.process.poll()
         if fields[0] not in (b"Z", b"X") or int(fields[49]) == 0:
             return None
         return os.waitstatus_to_exitcode(int(fields[49]))
+
+    def _stat_fields(self) -> list[bytes]:
+        """As the function; where this process may open no file now, of one that lives."""
+        try:
+            return stat_fields(self._directory)
+        except OSError:
+            return [b"?"]
 
     def kill(self) -> None:
         """Have it die; it may take its time (`is_gone`)."""
@@ -113,13 +129,13 @@ class WorkerProcess:
         """What its threads are doing now; None where that cannot be seen. Blocks for nothing."""
         try:
             fields = stat_fields(f"{self._directory}/task/{self.pid}")
+            rests = not any(state in b"RD" for state in thread_states(self._directory))
         except OSError:
             return None
         if not fields:
             return None
         # proc_pid_stat(5): state, utime and stime.
         cpu_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
-        rests = not any(state in b"RD" for state in thread_states(self._directory))
         return Activity(fields[0] == b"R", cpu_seconds, rests)
 
     @property
@@ -130,16 +146,14 @@ class WorkerProcess:
     def is_quiet(self) -> bool:
         """Whether none of its threads can run any more: each is gone, or dead, or waits in the
         kernel in a state that no signal ends (a killed one dies when it comes back)."""
-        if self.reaped:
-            return True
-        return all(state in b"ZXD" for state in thread_states(self._directory))
+        return self.reaped or has_only_threads(b"ZXD", self._directory)
 
     def is_gone(self) -> bool:
         """Whether it ended, or at least all of it that does not hang in the kernel."""
         if self.process.poll() is not None:
             return True
         # The first thread is a zombie while others cannot die yet (proc_pid_stat(5), field 3).
-        fields = stat_fields(self._directory)
+        fields = self._stat_fields()
         return not fields or fields[0] in (b"Z", b"X")
 
     def has_ended(self, now: float) -> bool:
@@ -217,10 +231,10 @@ def spawn_as(
 
 def describe_threads(pid: int) -> list[str]:
     """A line for each thread: name, state, system call, and for root the kernel's stack
-    (proc_pid_stack(5)). Empty for a process that is gone. Blocks for nothing."""
+    (proc_pid_stack(5)). Empty where they cannot be seen. Blocks for nothing."""
     try:
         threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
-    except FileNotFoundError:
+    except OSError:
         return []
     lines = [_describe_thread(pid, thread) for thread in threads[:_MOST_THREADS]]
     if len(threads) > _MOST_THREADS:

@@ -28,6 +28,7 @@ from monarchfs.supervisor.peering import PeerServer
 from monarchfs.supervisor.port import stop_listening
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.supervisor.worker_logging import WorkerLogging, WorkerOutput
+from monarchfs.system.limits import explained
 from monarchfs.types import OperationError
 
 log = logging.getLogger(__name__)
@@ -119,18 +120,21 @@ class Mounted:
         self, *, restarts: int, safe: bool = False, waits: bool = False
     ) -> WorkerProcess:
         """Starts a worker, after ``restarts`` others; raises OperationError if its program cannot
-        be run. A ``safe`` one has nothing but the source. One that ``waits`` says when it is
-        loaded, and touches nothing before it is told to begin."""
+        be run, or not now. A ``safe`` one has nothing but the source. One that ``waits`` says when
+        it is loaded, and touches nothing before it is told to begin."""
         how = {"restarts": restarts, "safe": safe, "waits": waits}
-        if self.output is not None:
-            return self._start(how, self.output.end)
-        # What the dead said is kept.
-        state, user = self.handover.descriptors.state, self.config.user
-        stderr = open_log(state, WORKER_LOG, user, truncate=not restarts)
         try:
-            return self._start(how, stderr)
-        finally:
-            os.close(stderr)
+            if self.output is not None:
+                return self._start(how, self.output.end)
+            # What the dead said is kept.
+            state, user = self.handover.descriptors.state, self.config.user
+            stderr = open_log(state, WORKER_LOG, user, truncate=not restarts)
+            try:
+                return self._start(how, stderr)
+            finally:
+                os.close(stderr)
+        except OSError as error:
+            raise OperationError(f"cannot start a worker: {explained(error)}") from None
 
     def _start(self, how: Mapping[str, Any], stderr: int) -> WorkerProcess:
         our_init, their_init = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -44,6 +44,7 @@ from monarchfs.supervisor.registration import open_runtime_dir
 from monarchfs.supervisor.start import mount_and_supervise, take_over
 from monarchfs.supervisor.takeover import OtherRelease, StandbyConnection, own
 from monarchfs.system.inherited import drop_streams
+from monarchfs.system.limits import explained
 from monarchfs.system.locks import named_lock
 from monarchfs.types import MonarchError, OperationError
 
@@ -80,6 +81,7 @@ _DAEMON_GRACE_SECONDS, _SUPERVISOR_GRACE_SECONDS = 5.0, 2.0
 """How much longer than these may take is waited for them."""
 
 _TICK_SECONDS = 1.0
+_FAILED_SECONDS = 0.1
 _POLL_SECONDS = 0.01
 
 _GO_ON_SECONDS = 20.0
@@ -268,8 +270,13 @@ class NamespaceDaemon:
         """Until the last lease is gone, or the mount."""
         first_by = time.monotonic() + _FIRST_LEASE_SECONDS
         while not self._leases.ended:
-            for key, _ in self._selector.select(_TICK_SECONDS):
-                key.data()
+            try:
+                for key, _ in self._selector.select(_TICK_SECONDS):
+                    key.data()
+            except OSError as error:
+                # For want of a descriptor, say: what is due comes again.
+                log.error("%s", explained(error))
+                time.sleep(_FAILED_SECONDS)
             if self._leases.unused and time.monotonic() > first_by:
                 log.info("nobody wants %s any more", self._spec.source)
                 return
@@ -332,7 +339,6 @@ class NamespaceDaemon:
         now, times = time.monotonic(), self._takeovers
         if len(times) == _MOST_TAKEOVERS and now - times[0] < _TAKEOVER_SECONDS:
             raise OperationError("its supervisors die one after the other")
-        times.append(now)
         if self._supervisor is not None:
             os.kill(self._supervisor, signal.SIGKILL)
             if not self._ends(_END_SECONDS):
@@ -350,6 +356,7 @@ class NamespaceDaemon:
             overdue="the next supervisor does not come about",
             keep=keep,
         )
+        times.append(now)
         self._connect()
         if not self._leases.listens_at(self._mount_stem):
             self._own()

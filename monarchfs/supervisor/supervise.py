@@ -9,6 +9,7 @@ import selectors
 import signal
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,13 @@ from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.registration import ControlSocket
 from monarchfs.supervisor.takeover import Standbys
+from monarchfs.system.limits import explained
 from monarchfs.types import MonarchError, UsageError
 
 log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
+_FAILED_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _DEAD_WORKER_SECONDS = 1.0
 _WORKER_END_SECONDS, _WORKER_END_SHARE = 2.5, 0.2
@@ -93,10 +96,19 @@ class Supervisor:
         self._manager.ready(f"serving {self.config.source} on {self.config.mountpoint}")
         while self._exit_code is None:
             for key, _ in self._selector.select(self._seconds_to_next()):
-                key.data()
-            self._tick()
+                self._do(key.data)
+            self._do(self._tick)
         self._finish(self._exit_code)
         return self._exit_code
+
+    def _do(self, step: Callable[[], object]) -> None:
+        """One that fails for want of a descriptor, say, is tried again by and by: the mount must
+        not end of it."""
+        try:
+            step()
+        except OSError as error:
+            self.mounted.worker_log.say(logging.ERROR, f"the supervisor: {explained(error)}")
+            time.sleep(_FAILED_SECONDS)
 
     # Events
 
@@ -132,16 +144,19 @@ class Supervisor:
         if self.failover.serves:
             self._reports.tick(self.failover.worker.channel, now)
         if not is_dead(self.mounted.fuse):
-            self._tick_workers()
-            pids = self.failover.reaper.pids(self.failover.worker)
-            server = self.mounted.peer_server
-            peers = None if server is None else server.peers
-            self._standbys.tell(self.failover.restarts, pids, peers)
+            self._do(self._tick_workers)
+            self._do(self._tell_standbys)
             self.mounted.backing.tick()
         elif self._unmount is None:
             self._end_dead()
         if self._unmount is not None and self._unmount.next_step <= now:
-            self._step_unmount()
+            self._do(self._step_unmount)
+
+    def _tell_standbys(self) -> None:
+        pids = self.failover.reaper.pids(self.failover.worker)
+        server = self.mounted.peer_server
+        peers = None if server is None else server.peers
+        self._standbys.tell(self.failover.restarts, pids, peers)
 
     def _tick_workers(self) -> None:
         had_ended = self.failover.phase is Phase.ENDED

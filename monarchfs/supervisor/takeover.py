@@ -27,7 +27,7 @@ from monarchfs.control import messages
 from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.clients import reply
-from monarchfs.supervisor.launch import Descriptors, thread_states
+from monarchfs.supervisor.launch import Descriptors, has_only_threads
 from monarchfs.system.locks import try_lock
 from monarchfs.types import OperationError
 
@@ -152,12 +152,19 @@ class Standbys:
         """The worker that serves, after ``restarts`` others, and those that may still run: the next
         supervisor must know when they have stopped. All are children of this process. ``peers``:
         the list of nodes, which may have changed. Called often: whoever has left makes room for
-        others."""
+        others. Raises OSError where the workers cannot be opened now."""
         self._connections = [one for one in self._connections if not _is_closed(one)]
         if (restarts, pids, peers) == self._told:
             return
+        opened: list[int] = []
+        try:
+            opened.extend(map(open_process, pids))
+        except OSError:
+            for number in opened:
+                os.close(number)
+            raise  # the next call tries again
         self._told = (restarts, list(pids), peers)
-        before, self._workers = self._workers, list(map(open_process, pids))
+        before, self._workers = self._workers, opened
         for number in before:
             os.close(number)
         self._connections = [one for one in self._connections if self._sent_workers(one)]
@@ -240,13 +247,13 @@ class OrphanedWorker:
     @property
     def reaped(self) -> bool:
         """Whether it is gone with all of its threads."""
-        if self.descriptor >= 0 and all(state in b"ZX" for state in thread_states(self._directory)):
+        if self.descriptor >= 0 and has_only_threads(b"ZX", self._directory):
             self.close()
         return self.descriptor < 0
 
     def is_quiet(self) -> bool:
         """As ``WorkerProcess.is_quiet``."""
-        return self.reaped or all(state in b"ZXD" for state in thread_states(self._directory))
+        return self.reaped or has_only_threads(b"ZXD", self._directory)
 
     @property
     def _directory(self) -> str:

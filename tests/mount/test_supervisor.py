@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import resource
 import shlex
 import signal
 import subprocess
@@ -513,6 +514,21 @@ def test_a_death_is_reported_while_another_worker_starts(work: Area) -> None:
     assert another != before
     assert umount(work, "--timeout", "3") < 5
     assert is_gone(another)
+
+
+@as_root
+def test_a_supervisor_that_may_open_nothing_for_a_while_goes_on(work: Area) -> None:
+    work.mount("-o", "standby=false")
+    worker, supervisor = status(work)["worker"]["pid"], registered(work).entry.supervisor_pid
+    before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+    resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, before[1]))
+    with subprocess.Popen(work.command("status", "mnt"), cwd=work.path) as asks:
+        wait_for(lambda: "the supervisor: Too many open files" in log_of(work), "a look in vain")
+        os.kill(worker, signal.SIGKILL)
+        wait_for(lambda: "cannot start a worker: Too many" in log_of(work), "a start in vain")
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
+        assert asks.wait(60) == 0
+    assert comes_to(work, "serving")["pid"] != worker
 
 
 @as_root
