@@ -287,13 +287,9 @@ class Failover:
         self._begin(worker, waits=False)
 
     def _not_started(self, why: str, now: float) -> None:
-        pause = self._restart_policy.died(None, answered=False, waited=True)
         self.last_death = (why, time.time())
-        log.error("%s", why)
-        if pause is None:
-            self._enter(Phase.ENDED)
-        else:
-            self._enter(Phase.PAUSING, now + max(pause, 0.5))
+        self._log.say(logging.ERROR, why)
+        self._enter(Phase.PAUSING, now + self._restart_policy.not_started())
 
     def _begin(self, worker: WorkerProcess, *, waits: bool) -> None:
         """``waits``: it is loaded, or will be soon, and begins when it is told to."""
@@ -449,8 +445,8 @@ class Failover:
                 why,
                 policy.retry_seconds,
             )
-        elif killed:
-            # By the user, perhaps, again and again.
+        elif killed or self.worker.lacked:
+            # Again and again, perhaps.
             self._log.say(logging.ERROR, f"{why}: starting another one")
         else:
             log.error("%s: starting another one", why)
@@ -463,6 +459,8 @@ class Failover:
     def _judged(self, killed: bool, now: float) -> float | None:
         """What the restart policy says of the worker's life, now that it has ended."""
         signs, self._vital_signs = self._vital_signs, None
+        if signs is None and self.worker.lacked:
+            return self._restart_policy.not_started()
         if signs is None:
             return self._restart_policy.died(None, answered=False, waited=True, killed=killed)
         return self._restart_policy.died(

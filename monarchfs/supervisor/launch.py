@@ -125,6 +125,11 @@ class WorkerProcess:
         """Whether somebody else killed it (SIGKILL): that says nothing about it."""
         return not self._killed and self.exit_code == -signal.SIGKILL
 
+    @property
+    def lacked(self) -> bool:
+        """Whether it ended because of a limit that others had reached."""
+        return self.exit_code == os.EX_TEMPFAIL
+
     def activity(self) -> Activity | None:
         """What its threads are doing now; None where that cannot be seen. Blocks for nothing."""
         try:

@@ -27,9 +27,14 @@ KILLED_PAUSE_SECONDS = 0.25
 was as well."""
 
 
+NOT_STARTED_SECONDS, LONGEST_NOT_STARTED_SECONDS = 0.5, 5.0
+"""The first and the longest pause after a worker that could not be started. They double."""
+
+
 class RestartPolicy:
-    """Changing: how many lives in a row were useless, or short; ``safe``, and how many ended so in
-    safe mode; how often safe mode was left for a trial, and whether one is going on."""
+    """Changing: the next pause of `not_started`; how many lives in a row were useless, or short;
+    ``safe``, and how many ended so in safe mode; how often safe mode was left for a trial, and
+    whether one is going on."""
 
     def __init__(self) -> None:
         self.replaced()
@@ -37,6 +42,7 @@ class RestartPolicy:
     def replaced(self) -> None:
         """A worker was replaced on purpose: earlier deaths do not count."""
         self._kills = 0
+        self._start_pause = NOT_STARTED_SECONDS
         self._tries = 0
         self._on_trial = False
         self._leave_safe_mode()
@@ -64,6 +70,8 @@ class RestartPolicy:
 
         ``seconds`` since it served, None if it never did; ``answered``: it answered a request;
         ``waited``: requests wait now; ``killed``: by SIGKILL, and not by us."""
+        if seconds is not None:
+            self._start_pause = NOT_STARTED_SECONDS
         if seconds is not None and seconds >= LONG_LIFE_SECONDS:
             self._useless = self._early = self._in_safe_mode = 0
             if not self.safe:
@@ -85,6 +93,13 @@ class RestartPolicy:
             self.safe, self._on_trial = True, False
             return 0.0
         return PAUSES_SECONDS[self._useless - 1] if self._useless else 0.0
+
+    def not_started(self) -> float:
+        """No worker could be started, or it ended before it served, because a limit is reached.
+        That says nothing about it either. How many seconds to wait before the next one starts."""
+        pause = self._start_pause
+        self._start_pause = min(2 * pause, LONGEST_NOT_STARTED_SECONDS)
+        return pause
 
     def _killed(self, useless: bool) -> float:
         """A kill, by anybody or for want of memory, says nothing about the worker: it counts

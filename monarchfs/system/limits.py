@@ -29,6 +29,17 @@ def explained(error: OSError) -> str:
     return f"{error.strerror}{where}: {limit}"
 
 
+def passing(error: Exception) -> str | None:
+    """The same where others may soon leave more of it, the machine or the control group; None for
+    errors that mean something else. Of a group (ExceptionGroup), one of them."""
+    if inner := getattr(error, "exceptions", ()):
+        return next((why for one in inner if (why := passing(one)) is not None), None)
+    if isinstance(error, OSError):
+        soon = (errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+        return explained(error) if error.errno in soon else None
+    return unmet(error)
+
+
 def unmet(error: Exception) -> str | None:
     """The same for errors of other types that mean a limit; None for those that do not."""
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":

@@ -18,7 +18,7 @@ from dataclasses import replace
 import trio
 
 from monarchfs.system.escaping import OneLine
-from monarchfs.system.limits import explained
+from monarchfs.system.limits import explained, passing
 from monarchfs.system.logs import BoundedLog, FewOfEach
 from monarchfs.system.privileges import close_to_others, drop_capabilities
 from monarchfs.types import MonarchError, OperationError
@@ -34,7 +34,8 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
-    """Serve until the file system is unmounted (0) or something failed (1)."""
+    """Serve until the file system is unmounted (0), something failed (1), or is short now
+    (EX_TEMPFAIL)."""
     channel = SupervisorChannel(bootstrap.channel_fd)
     worker: Worker | None = None
     try:
@@ -50,11 +51,17 @@ async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
                 error = explained(exc) if isinstance(exc, OSError) else str(exc)
                 error = error.replace(state_dir, bootstrap.config.state_dir)
                 await channel.send({"event": "failed", "error": error})
-                return 1
+                return 1 if passing(exc) is None else os.EX_TEMPFAIL
             nursery.start_soon(worker.listen)
             await worker.parts.session.serve()
             log.info("unmounted")
             nursery.cancel_scope.cancel()
+    except Exception as exc:
+        if (why := passing(exc)) is None:
+            raise
+        log.exception("%s", why)
+        channel.send_now({"event": "failed", "error": why})
+        return os.EX_TEMPFAIL
     finally:
         if worker is not None:
             await worker.close()

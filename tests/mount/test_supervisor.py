@@ -532,6 +532,17 @@ def test_a_supervisor_that_may_open_nothing_for_a_while_goes_on(work: Area) -> N
 
 
 @as_root
+def test_a_limit_that_is_reached_for_long_does_not_end_the_mount(work: Area) -> None:
+    """Neither where no worker can be started, nor where those that are find none of it."""
+    work.mount("-o", "standby=false", mode="starved")
+    os.kill(status(work)["worker"]["pid"], signal.SIGKILL)
+    wait_for(lambda: status(work)["worker"]["restarts"] == 9, "the ninth worker")
+    assert comes_to(work, "serving")["restarts"] == 9
+    assert "cannot start a worker: no process: the limit of processes" in log_of(work)
+    assert "only serves the source" not in log_of(work)
+
+
+@as_root
 def test_one_that_never_gets_ready_is_replaced(work: Area) -> None:
     work.mount("-o", "start_timeout_seconds=1", mode="silent-later")
     os.kill(status(work)["worker"]["pid"], signal.SIGKILL)

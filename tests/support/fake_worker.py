@@ -5,7 +5,8 @@
 MODE is ``serve``; ``fail`` (says so); ``crash`` (ends with a line on stderr); ``silent`` (never
 ready); ``silent-later`` (its successors); ``other`` (cannot take over); ``late`` (takes 2 s to end,
 and then leaves a file ``synced``); ``segv before``, ``segv after`` (the first worker dies of
-SIGSEGV before, or after, it answers INIT; with ``always`` behind it all do); ``mad`` (says what a
+SIGSEGV before, or after, it answers INIT; with ``always`` behind it all do); ``starved`` (eight
+successors find a limit reached); ``mad`` (says what a
 control client has it say, see ``go_mad``).
 
 Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so.
@@ -180,6 +181,8 @@ def main() -> int:
             init.send(init_reply(init.recv(1 << 18)))
             channel.recv(1 << 16)
         os.kill(os.getpid(), signal.SIGSEGV)
+    if mode == "starved" and 1 <= bootstrap["restarts"] < 9:
+        return os.EX_TEMPFAIL
     if mode == "crash":
         print("this worker is broken", file=sys.stderr)
         return 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -25,6 +26,7 @@ from monarchfs.supervisor.launch import Descriptors, WorkerProcess
 from monarchfs.supervisor.restart_policy import (
     KILLED_PAUSE_SECONDS,
     LONG_LIFE_SECONDS,
+    LONGEST_NOT_STARTED_SECONDS,
     MOST_EARLY,
     MOST_IN_SAFE_MODE,
     PAUSES_SECONDS,
@@ -41,6 +43,7 @@ from monarchfs.supervisor.vital_signs import (
     Activity,
     VitalSigns,
 )
+from monarchfs.system.limits import passing
 from monarchfs.types import OperationError
 from tests.formats import make as frozen
 
@@ -155,6 +158,29 @@ def test_one_that_is_killed_is_followed_at_once_or_soon_for_ever() -> None:
     assert KILLED_PAUSE_SECONDS <= 0.25
     # Also one that serves, however short: what it did says how soon.
     assert after(*[EARLY._replace(killed=True)] * 200) == [AT_ONCE] * 200
+
+
+def test_one_that_cannot_be_started_is_tried_again_for_ever() -> None:
+    deaths = RestartPolicy()
+    pauses = [deaths.not_started() for _ in range(200)]
+    assert pauses[:3] == [0.5, 1.0, 2.0]
+    assert pauses[4:] == [LONGEST_NOT_STARTED_SECONDS] * 196
+    assert after(NEVER_READY, GOOD, policy=deaths) == [AT_ONCE] * 2
+    assert deaths.not_started() == 0.5
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.EAGAIN, "no thread"), True),
+        (RuntimeError("can't start new thread"), True),
+        (OSError(errno.EMFILE, "its own limit"), False),
+        (RuntimeError("a bug"), False),
+    ],
+)
+def test_what_a_worker_lacks_only_now(error: Exception, passes: bool) -> None:
+    group = Mock(exceptions=[ValueError(), Mock(exceptions=[error])])
+    assert [passing(one) is not None for one in (error, group)] == [passes] * 2
 
 
 @given(st.lists(st.booleans(), max_size=30), st.lists(st.sampled_from([USELESS, EARLY, GOOD])))
