@@ -8,14 +8,14 @@ import os
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import TextIO
+from typing import Any, TextIO
 
 from monarchfs.config import Config, User
 from monarchfs.supervisor.directories import SUPERVISOR_LOG, open_log
 from monarchfs.supervisor.identity import acting_as, open_file_as, regular, roots_place
 from monarchfs.system.effective_access import may_access
 from monarchfs.system.escaping import OneLine
-from monarchfs.system.logs import BoundedLog, keep_small, suspend
+from monarchfs.system.logs import BoundedLog, Lossy, keep_small, suspend, write_at_once
 from monarchfs.system.trusted import TrustedPath, Untrusted
 from monarchfs.types import UsageError
 
@@ -43,14 +43,12 @@ def _not_writable(path: str, reason: str | None) -> UsageError:
 
 def log_to_stderr(level: str) -> None:
     """For the foreground, and for a daemon until it has told that it serves."""
-    _install(logging.StreamHandler(sys.stderr), level, "monarchfs: %(message)s")
+    _install(ToStderr(), level, "monarchfs: %(message)s")
 
 
 def log_as_daemon(config: Config, state_dir: int) -> None:
     """To the log file, else to syslog, else to a file in the state directory. Raises UsageError if
     the file cannot be opened."""
-    import logging.handlers  # only here, because loading it is slow
-
     if config.log_file is not None:
         try:
             handler = log_file_handler(config.log_file, config.user)
@@ -59,15 +57,40 @@ def log_as_daemon(config: Config, state_dir: int) -> None:
         _install(handler, config.log_level, _TIMED)
         return
     if os.path.exists(_SYSLOG):
-        syslog = logging.handlers.SysLogHandler(
-            _SYSLOG, facility=logging.handlers.SysLogHandler.LOG_DAEMON
+        _install(
+            syslog_handler(_SYSLOG), config.log_level, f"monarchfs[{os.getpid()}]: %(message)s"
         )
-        _install(syslog, config.log_level, f"monarchfs[{os.getpid()}]: %(message)s")
         return
     descriptor = open_log(state_dir, SUPERVISOR_LOG, config.user, truncate=False)
     as_owner = partial(acting_as, config.user)
     log = BoundedLog(state_dir, SUPERVISOR_LOG, os.fdopen(descriptor, "a"), as_owner)
     _install(log, config.log_level, _TIMED)
+
+
+class ToStderr(Lossy):
+    """Nobody may read there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = f"{self.format(record)}\n".encode(errors="backslashreplace")
+            if write_at_once(sys.stderr.fileno(), line) < len(line):
+                self.handleError(record)
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+def syslog_handler(path: str) -> logging.Handler:
+    """Nobody may read there. Raises OSError if there is nothing of that name."""
+    import logging.handlers  # only here, because loading it is slow
+
+    class ToSyslog(Lossy, logging.handlers.SysLogHandler):
+        socket: Any
+
+        def _connect_unixsocket(self, address: str) -> None:
+            super()._connect_unixsocket(address)  # type: ignore[misc]
+            self.socket.setblocking(False)
+
+    return ToSyslog(path, facility=ToSyslog.LOG_DAEMON)
 
 
 def log_file_handler(path: str, user: User) -> logging.Handler:

@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 
 from monarchfs.supervisor.messages import printable
+from monarchfs.system.logs import write_at_once
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +167,7 @@ class WorkerOutput:
         return f"monarchfs: {count} more lines of workers were left out\n" if count else ""
 
     def _write(self, text: str) -> None:
-        try:
-            os.write(sys.stderr.fileno(), text.encode())
-        except OSError:
-            self._throttle.left_out += text.count("\n")  # no room, or nobody reads
+        content, done = text.encode(), 0
+        with suppress(OSError):  # nobody reads
+            done = write_at_once(sys.stderr.fileno(), content)
+        self._throttle.left_out += content[done:].count(b"\n")

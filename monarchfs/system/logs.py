@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import select
 import stat
 import sys
 import threading
@@ -90,6 +91,34 @@ def suspend(name: str, directory: int, descriptor: int) -> None:
         there = os.stat(name, dir_fd=directory, follow_symlinks=False)
         if os.path.samestat(os.fstat(descriptor), there):
             os.rename(name, name + ".1", src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def write_at_once(descriptor: int, text: bytes) -> int:
+    """Writes as much as there is room for now, and returns how much that was: who reads may have
+    stopped. (O_NONBLOCK would be set for others, too, that have the open file.) Raises OSError."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLOUT)
+    done = 0
+    while done < len(text) and poll.poll(0):
+        # What is no longer than this finds room as a whole (pipe(7)).
+        most = done + select.PIPE_BUF
+        done += os.write(descriptor, text[done : text.rfind(b"\n", done, most) + 1 or most])
+    return done
+
+
+class Lossy(logging.Handler):
+    """A handler whose ``emit`` does not wait: lines that find no room are lost, and the next one
+    says how many. Changing: how many were, and of how many the last line told."""
+
+    _lost = _told = 0
+
+    def format(self, record: logging.LogRecord) -> str:
+        self._told, self._lost = self._lost, 0
+        line = super().format(record)
+        return f"{line} ({self._told} lines before this one were lost)" if self._told else line
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self._lost = self._told + 1
 
 
 class BoundedLog(ToStream):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monarchfs.config import User
-from monarchfs.supervisor.logs import log_file_handler
+from monarchfs.supervisor.logs import ToStderr, log_file_handler, syslog_handler
 from monarchfs.supervisor.messages import (
     MOST_OFFERED,
     MOST_WORDS,
@@ -180,6 +183,34 @@ def test_a_workers_log_is_bounded(tmp_path: Path, beside: str) -> None:
     assert before.splitlines()[-1].startswith("WARNING:root:line ")
     assert other.read_text() == "keep me"
     assert sorted(os.listdir(tmp_path)) == ["other", "worker.log", "worker.log.1"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["syslog", "stderr"])
+def test_a_log_that_nobody_reads_holds_up_nobody(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = os.pipe()
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as syslog,
+        open(reading, "rb", buffering=0) as pipe,
+        open(writing, "w") as stderr,
+    ):
+        syslog.bind(f"{tmp_path}/log")
+        monkeypatch.setattr(sys, "stderr", stderr)
+        reads: Any = pipe
+        handler: logging.Handler = ToStderr()
+        if kind == "syslog":
+            reads, handler = syslog.makefile("rb", buffering=0), syslog_handler(f"{tmp_path}/log")
+        record = log.makeRecord("x", logging.INFO, "f", 1, "a line" + "x" * 1000, (), None)
+        for _ in range(1000):
+            handler.handle(record)
+        got = 0
+        while select.select([reads], [], [], 0)[0]:
+            got += reads.read(1 << 20).count(b"a line")
+        handler.handle(record)
+        assert f"({1000 - got} lines before this one were lost)" in reads.read(1 << 20).decode()
+        handler.close()
 
 
 def test_a_supervisors_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
