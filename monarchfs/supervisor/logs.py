@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -109,13 +110,19 @@ def log_file_handler(path: str, user: User) -> logging.Handler:
                 if not self.opened:
                     raise
                 descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-            return os.fdopen(descriptor, "a")
+            # A buffer would keep a line for which the disk has no room, and raise that on close.
+            return io.TextIOWrapper(os.fdopen(descriptor, "ab", buffering=0), write_through=True)
 
         def emit(self, record: logging.LogRecord) -> None:
-            super().emit(record)
-            if self.stream is not None:
-                descriptor = self.stream.fileno()
-                keep_small(descriptor, partial(_put_aside, path, descriptor, user))
+            try:
+                super().emit(record)
+                if self.stream is not None:
+                    descriptor = self.stream.fileno()
+                    keep_small(descriptor, partial(_put_aside, path, descriptor, user))
+            except (OSError, ValueError):  # of a look at the file, or of its end
+                if self.stream is not None and self.stream.closed:
+                    self.stream = None
+                self.handleError(record)
 
     return Watched(path)
 

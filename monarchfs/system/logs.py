@@ -140,7 +140,10 @@ class BoundedLog(ToStream):
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        keep_small(self.stream.fileno(), self._begin_anew)
+        try:
+            keep_small(self.stream.fileno(), self._begin_anew)
+        except (OSError, ValueError):
+            self.handleError(record)
 
     def _begin_anew(self) -> None:
         ours = self.stream.fileno()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given
@@ -183,6 +185,33 @@ def test_a_workers_log_is_bounded(tmp_path: Path, beside: str) -> None:
     assert before.splitlines()[-1].startswith("WARNING:root:line ")
     assert other.read_text() == "keep me"
     assert sorted(os.listdir(tmp_path)) == ["other", "worker.log", "worker.log.1"]
+
+
+def test_what_a_log_cannot_take_is_lost_and_raises_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, its file server gone, or closing says so; and others rotate the file."""
+    path, handler = tmp_path / "log", log_file_handler(f"{tmp_path}/log", ME)
+    assert isinstance(handler, logging.StreamHandler)
+    bounded = logs.BoundedLog(-1, "log", handler.stream)
+    record = log.makeRecord("x", logging.INFO, "f", 1, "a line", (), None)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), handler.stream.fileno())
+    handler.handle(record)
+    path.rename(tmp_path / "log.1")
+    handler.handle(record)
+    assert path.read_text() == "a line\n"
+    with monkeypatch.context() as broken:
+        for name in ("stat", "fstat"):
+            broken.setattr(os, name, Mock(side_effect=PermissionError(errno.EACCES, "no")))
+        handler.handle(record)
+        bounded.handle(record)
+    os.close(handler.stream.fileno())
+    path.rename(tmp_path / "log.1")
+    for _ in range(2):  # the first one finds out
+        handler.handle(record)
+    assert path.read_text() == "a line\n"
+    handler.close()
 
 
 @pytest.mark.timeout(60)
