@@ -8,10 +8,12 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from monarchfs.cache.index import Index, OnChange, set_aside
 from monarchfs.cache.index.recovery import INDEX_DIRECTORY
+from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.tier import Tier
 from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.fuse.mountinfo import RENUMBERING, is_user_space, type_of_device
@@ -172,12 +174,19 @@ def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[tuple
 
 def _open_tier(fd: int, path: str, number: int, directory: str) -> Tier:
     try:
-        return Tier(fd, path, number, directory=directory)
+        tier = Tier(fd, path, number, directory=directory)
     except OSError as exc:
         place = os.path.normpath(os.path.join(directory, exc.filename or ""))
         raise OperationError(
             f"tier {path}: {place}: {exc.strerror}: remove it, or name another --tier"
         ) from None
+    with suppress(OSError):  # else it is out of service until a probe succeeds
+        try:
+            tier.files.parts_directory.make()
+        except FileNotFoundError:
+            # The directory was removed under an earlier worker, which may have made another.
+            find_again(tier)
+    return tier
 
 
 def keep_counts(descriptor: int | None, parts: Mapping[str, object]) -> PersistentCounts:

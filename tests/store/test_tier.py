@@ -18,8 +18,10 @@ from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from monarchfs.cache.store import ReplicaLost, Tier, listed, read_full, read_nowait
 from monarchfs.cache.store.checksum import BLOCK_BYTES, checksum, combine, digests
+from monarchfs.cache.store.place import find_again
 from monarchfs.core.units import Unit
 from monarchfs.types import SourceStat, SourceVersion, TierFile
+from monarchfs.worker import opening
 from tests.store.tools import (
     BLOCK,
     KIB,
@@ -173,6 +175,23 @@ def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tie
         tier.probe()
     tier.files.remove(NAME, GOOD)
     assert tier.files.complete(0xAB) == tier.files.parts() == []
+
+
+@pytest.mark.parametrize("code", [0, errno.EIO])
+def test_a_later_worker_begins_whatever_became_of_a_tier(
+    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """It gets the directory from the supervisor, which opened it for the first one."""
+    shutil.rmtree(path)
+    with monkeypatch.context() as patch:
+        if code:
+            patch.setattr(os, "mkdir", Mock(side_effect=OSError(code, "")))
+        later = opening._open_tier(tier.dir_fd, "tier", 3, str(path))
+    if code:
+        assert find_again(later)
+    later.probe()
+    assert [entry.name for entry in path.iterdir()] == ["parts"]
+    later.close()
 
 
 def test_files_are_listed_in_order_with_what_they_are(path: Path, tier: Tier) -> None:

@@ -34,7 +34,8 @@ class Tier:
         self, dir_fd: int, path: str, tier_id: int, *, directory: str | None = None
     ) -> None:
         """``dir_fd`` stays the caller's and may be closed afterwards. ``directory`` is its path,
-        for finding it again (``cache.store.place``)."""
+        for finding it again (``cache.store.place``). Raises OSError, but not for what shows with
+        the first use, and may pass."""
         self.id = tier_id
         self.directory = directory
         self.path = path
@@ -43,7 +44,11 @@ class Tier:
         self._fds: list[int] = []
         try:
             self._use(os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd))
-            self.files.parts_directory.make()
+            try:
+                self.files.parts_directory.make()
+            except OSError as error:
+                if error.errno in on_disk.NOT_A_DIRECTORY:
+                    raise
         except BaseException:
             self.close()
             raise
