@@ -143,6 +143,8 @@ class Accounts:
         """Hear of each inode of which the kernel may have read wrong bytes."""
         self.on_room: Listeners[[]] = Listeners()
         """Hear when files that found no tier may find one now."""
+        self.on_replaced: Listeners[[int]] = Listeners()
+        """Hear of each tier whose directory is another one now, without the parts of copies."""
         self.on_weights: Listeners[[Sequence[tuple[int, float]], bool]] = Listeners()
         """Hear of weights (number, weight) that users gave, and whether they replace all others."""
         self.holder: ReplicaHolder = NoHolder()
@@ -200,6 +202,7 @@ class Accounts:
             threads,
             nursery,
             self.segments,
+            self.removals,
             on_done=self.on_room,
         )
 

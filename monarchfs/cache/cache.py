@@ -19,6 +19,8 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.reservations import OUT_OF_DESCRIPTORS, Reservations
 from monarchfs.cache.scrub import Scrub
 from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.place import find_again
+from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.writer import CopyWriter
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
 
@@ -235,11 +237,25 @@ class Cache:
         """``watch``, once."""
         accounts = self.accounts
         accounts.all_tiers.measure()
-        for tier in await accounts.all_tiers.probe(accounts.threads):
-            if tier.id not in accounts.reconciliation.running:
-                accounts.segments.replaced(tier)
-                accounts.reconciliation.begin_tier(tier)
+        for tier in accounts.all_tiers.due():
+            error: OSError | None = None
+            try:
+                if await accounts.threads.run(find_again, tier):
+                    self._replaced(tier)
+                await accounts.threads.run(tier.probe)
+            except OSError as exc:
+                error = exc
+            if accounts.all_tiers.probed(tier, error):
+                accounts.reconciliation.retry(tier)
         accounts.removals.retry(accounts.busy.values())
+
+    def _replaced(self, tier: Tier) -> None:
+        """The tier has another directory: what went to the former one, or left it, is not there."""
+        accounts = self.accounts
+        accounts.on_replaced(tier.id)
+        accounts.removals.replaced(tier.id)
+        accounts.segments.replaced(tier)
+        accounts.reconciliation.begin_tier(tier)
 
     async def scrub(self, rate: int) -> None:
         """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""

@@ -18,6 +18,7 @@ import trio
 from monarchfs.cache import tier_comparison as found
 from monarchfs.cache.index.index import Index
 from monarchfs.cache.placement.events import Action, Loaded, PlacementEvent
+from monarchfs.cache.removals import Removals
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.files import FAN_OUTS
@@ -32,12 +33,15 @@ from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, Ti
 log = logging.getLogger(__name__)
 
 LOST_BATCH = 256
+QUIET_SECONDS = 0.05
+"""Between two looks whether the copies into a tier have ended."""
 SAMPLED = 8
 
 
 class Reconciliation:
     """Constant: its parts. Changing: ``running``, the tiers that are being reconciled; ``lost``, by
-    tier, the records that turned out to have no file meanwhile."""
+    tier, the records that turned out to have no file meanwhile; ``_failed``, the tiers that could
+    not be."""
 
     def __init__(
         self,
@@ -48,6 +52,7 @@ class Reconciliation:
         threads: TierThreads,
         nursery: trio.Nursery,
         segments: SegmentRecords,
+        removals: Removals,
         on_done: Listeners[[]],
     ) -> None:
         """``on_done`` is called when a tier was reconciled, or could not be."""
@@ -58,9 +63,11 @@ class Reconciliation:
         self._threads = threads
         self._nursery = nursery
         self._segments = segments
+        self._removals = removals
         self._on_done = on_done
         self._dropping = trio.Lock()
         self.running: set[int] = set()
+        self._failed: set[int] = set()
         self.lost: Counter[int] = Counter()
         self._found: Counter[int] = Counter()
         self._removed: Counter[int] = Counter()
@@ -133,23 +140,35 @@ class Reconciliation:
     def begin_tier(self, tier: Tier) -> None:
         """Reconcile the tier in the background. Until that is done its records are not to be
         trusted, also by the next mount."""
-        self.running.add(tier.id)
         self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, "what it holds is to be looked at")
         try:
             self._index.meta.put(_mark(tier), b"")
         except IndexWriteError as exc:
             log.warning("tier %s is not marked as suspect: %s", tier.path, exc)
-        self._nursery.start_soon(self._run, tier)
+        if tier.id not in self.running:
+            self.running.add(tier.id)
+            self._nursery.start_soon(self._run, tier)
+
+    def retry(self, tier: Tier) -> None:
+        """It works again: reconcile it if that failed."""
+        if tier.id in self._failed:
+            self.begin_tier(tier)
 
     async def _run(self, tier: Tier) -> None:
+        directory = -1
         try:
-            await self._reconcile(tier)
-            await self.settle(tier)
-        except (OSError, IndexWriteError) as exc:
-            # It stays out of service: what it holds is not known.
-            reason = f"what it holds could not be looked at: {exc}"
-            self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, reason)
-            log.warning("tier %s: %s", tier.path, exc)
+            while directory != tier.dir_fd:  # else another one has taken its place meanwhile
+                directory = tier.dir_fd
+                self._failed.discard(tier.id)
+                try:
+                    await self._reconcile(tier, directory)
+                    await self.settle(tier)
+                except (OSError, IndexWriteError) as exc:
+                    # It stays out of service: what it holds is not known.
+                    self._failed.add(tier.id)
+                    reason = f"what it holds could not be looked at: {exc}"
+                    self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, reason)
+                    log.warning("tier %s: %s", tier.path, exc)
         finally:
             self.running.discard(tier.id)
             self._on_done()
@@ -163,10 +182,14 @@ class Reconciliation:
         except IndexWriteError as exc:
             log.warning("tier %s: the next mount looks at its segments: %s", tier.path, exc)
 
-    async def _reconcile(self, tier: Tier) -> None:
-        """Put the records of a tier right. Raises OSError of the tier, IndexWriteError."""
+    async def _reconcile(self, tier: Tier, directory: int) -> None:
+        """Put the records of a tier right, by this directory. Raises OSError of the tier,
+        IndexWriteError."""
         reason = "what it holds is being looked at"
         self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, reason)
+        # Copies into a directory whose place this one took were given up.
+        while not self._tiers.quiet(tier.id):  # noqa: ASYNC110
+            await trio.sleep(QUIET_SECONDS)
         await self._drop_lost()
         partial: list[Row] = []
         for fan_out in range(FAN_OUTS):
@@ -181,6 +204,8 @@ class Reconciliation:
                 await self._threads.run(tier.files.remove_part, finding.file.name)
         await self._mend(tier, [f for f in findings if not isinstance(f, found.Orphan)])
         await self._look_at_segments(tier)
+        if directory != tier.dir_fd:
+            return
         self.load(tier)
         self._index.meta.put(_mark(tier), _right(tier))
         self._tiers.end_outage(tier.id, Outage.RECONCILIATION)
@@ -313,10 +338,12 @@ class Reconciliation:
         self._found[tier.id] += len(self._index.replicas.record_found_files(tier.id, sound))
 
     def load(self, tier: Tier) -> None:
-        """Tell placement what the tier holds, by the records."""
+        """Tell placement what the tier holds, by the records and what counts without one."""
         totals = self._index.replicas.tier_totals().get(tier.id, TierTotals())
         files = totals.resident + totals.partial + totals.found
-        self._handle(Loaded(tier.id, files, totals.allocated_bytes))
+        others = self._removals.counted(tier.id)
+        size = totals.allocated_bytes + sum(record.allocated_bytes for record in others)
+        self._handle(Loaded(tier.id, files + len(others), size))
 
 
 def _data_ranges(tier: Tier, segment: int) -> list[tuple[int, int]]:

@@ -39,7 +39,8 @@ Item = tuple[int, Replica]
 
 
 class Removals:
-    """Changing: what is under way by tier and inode, and what could not be removed yet."""
+    """Changing: what is under way by tier and inode; what could not be removed yet, and what
+    somebody has open, which both count although their records are gone."""
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class Removals:
         self._nursery = nursery
         self._let_go = let_go
         self._pending: dict[int, set[Removal]] = {tier_id: set() for tier_id in tiers.by_id}
-        self._stuck: list[tuple[int, Replica]] = []
+        self._stuck: list[Item] = []
+        self._open: list[Item] = []
 
     def pending(self, tier_id: int) -> list[Removal]:
         """What new writes to the tier must wait for: its room already counts as theirs."""
@@ -69,6 +71,15 @@ class Removals:
     def count(self) -> int:
         return sum(len(pending) for pending in self._pending.values())
 
+    def counted(self, tier_id: int) -> list[Replica]:
+        """What placement counts in the tier although the record is gone."""
+        return [record for _, record in (*self._stuck, *self._open) if record.tier == tier_id]
+
+    def replaced(self, tier_id: int) -> None:
+        """The tier has another directory: what had no record any more is not there."""
+        self._stuck = [item for item in self._stuck if item[1].tier != tier_id]
+        self._open = [item for item in self._open if item[1].tier != tier_id]
+
     def start(self, ino: int, record: Replica, opened: OpenReplica | None = None) -> None:
         """Remove the file of a dropped record; placement knows that it is leaving.
 
@@ -76,6 +87,8 @@ class Removals:
         only then is placement told that they are free. A replica that shares its file is punched
         when it is closed.
         """
+        if opened is not None:
+            self._open.append((ino, record))
         if record.segment and opened is not None and opened.uses:
             self._segments.leaves(record)
             opened.then.append(partial(self._closed, ino, record))
@@ -106,8 +119,10 @@ class Removals:
         self._nursery.start_soon(self._remove, items, removal, opened, kept)
 
     def _closed(self, ino: int, record: Replica) -> None:
-        self._handle(Dropped(ino, record.tier, record.allocated_bytes))
-        self.start(ino, record)
+        if (ino, record) in self._open:
+            self._open.remove((ino, record))
+            self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+            self.start(ino, record)
 
     async def finish(self, ino: int, record: Replica) -> None:
         """Remove the file and wait until it is gone, even if the mount ends meanwhile."""
@@ -129,10 +144,14 @@ class Removals:
         except OSError as exc:
             self._tiers.failed(tier, "removing a replica", exc)
             removal.failed = True
-            self._stuck += items
-            if opened is None:
-                for ino, record in items:
-                    self._handle(EvictionFailed(ino, record.tier))
+            for item in items:
+                if opened is None:
+                    self._handle(EvictionFailed(item[0], tier.id))
+                elif item in self._open:
+                    self._open.remove(item)
+                else:
+                    continue
+                self._stuck.append(item)
         else:
             for ino, record in items:
                 if not record.segment:
@@ -166,8 +185,10 @@ class Removals:
                 await closed.wait()
 
     def _files_removed(self, ino: int, record: Replica) -> None:
-        self._handle(Dropped(ino, record.tier, record.allocated_bytes))
-        self._handle(Evicted(ino, record.tier))
+        if (ino, record) in self._open:
+            self._open.remove((ino, record))
+            self._handle(Dropped(ino, record.tier, record.allocated_bytes))
+            self._handle(Evicted(ino, record.tier))
 
     def gone(self, tier_id: int, name: bytes) -> None:
         """No file of that name is in the tier any more."""
@@ -185,12 +206,12 @@ class Removals:
             if record.name in busy and not record.segment:
                 continue
             self._stuck.remove((ino, record))
+            self._handle(Dropped(ino, record.tier, record.allocated_bytes))
             if (
                 not record.segment
                 and self._index.replicas.owner(record.tier, record.name) is not None
             ):
                 # A new replica of the same version took the place of the file.
-                self._files_removed(ino, record)
+                self._handle(Evicted(ino, record.tier))
             else:
-                self._handle(Dropped(ino, record.tier, record.allocated_bytes))
                 self.start(ino, record)

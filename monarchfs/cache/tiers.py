@@ -13,9 +13,7 @@ from monarchfs.cache.index.index import Index
 from monarchfs.cache.placement.events import Action, PlacementEvent, TierBack, TierLost, TierSeen
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.cache.readers import Readers
-from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.tier import Tier
-from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.metrics import Metrics
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import Space, TierSize
@@ -124,31 +122,30 @@ class Tiers:
         """Whether what the tier holds is served: nothing is lost while it is not."""
         return self._health[tier_id].readable
 
-    async def probe(self, threads: TierThreads) -> list[Tier]:
-        """Try the tiers whose time has come; those whose directory is another one now."""
-        replaced = []
-        for tier in self.by_id.values():
-            health = self._health[tier.id]
-            if not health.probe_due(trio.current_time()):
-                continue
-            error: OSError | None = None
-            try:
-                if await threads.run(find_again, tier):
-                    replaced.append(tier)
-                await threads.run(tier.probe)
-            except OSError as exc:
-                error = exc
-            if health.probed(trio.current_time(), error):
-                log.info("tier %s is back in service", tier.path)
-                self._seen_at = -SPACE_MAX_AGE_SECONDS
-                self.end_outage(tier.id, Outage.HEALTH)
-                self._readers.serve(tier.id, tier.dir_fd)
-                self.measure()
-            elif health.reason is not None:
-                self.begin_outage(tier.id, Outage.HEALTH, health.reason)
-        return replaced
+    def due(self) -> list[Tier]:
+        """The tiers out of service that are to be tried now."""
+        now = trio.current_time()
+        return [tier for tier in self.by_id.values() if self._health[tier.id].probe_due(now)]
+
+    def probed(self, tier: Tier, error: OSError | None) -> bool:
+        """It was tried; True if it is back."""
+        health = self._health[tier.id]
+        if health.probed(trio.current_time(), error):
+            log.info("tier %s is back in service", tier.path)
+            self._seen_at = -SPACE_MAX_AGE_SECONDS
+            self.end_outage(tier.id, Outage.HEALTH)
+            self._readers.serve(tier.id, tier.dir_fd)
+            self.measure()
+            return True
+        if health.reason is not None:
+            self.begin_outage(tier.id, Outage.HEALTH, health.reason)
+        return False
 
     # -- whether it takes anything
+
+    def quiet(self, tier_id: int) -> bool:
+        """``Placement.quiet``."""
+        return self._placement.quiet(tier_id)
 
     def begin_outage(self, tier_id: int, kind: Outage, reason: str) -> None:
         """Nothing is placed in the tier until all of its outages have ended."""

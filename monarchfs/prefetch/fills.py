@@ -7,6 +7,7 @@ import logging
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copy import Copy
@@ -54,6 +55,13 @@ class Fills:
         self._metrics = metrics
         self._nursery = nursery
         self._trusts_times = trusts_times
+        cache.accounts.on_replaced.add(self._give_up)
+
+    def _give_up(self, tier_id: int) -> None:
+        for fill in list(self._files.values()):
+            reservation = fill.copy.reservation
+            if reservation is not None and reservation.tier.id == tier_id:
+                fill.copy.give_up(Cause.FAILED, "its part is gone: its tier is another directory")
 
     def get(self, ino: int) -> Fill | None:
         return self._files.get(ino)

@@ -13,10 +13,11 @@ import pytest
 import trio
 
 from monarchfs.cache.index import set_aside
+from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.tier_comparison import MissingFile
 from monarchfs.cache.tiers import Outage
-from monarchfs.types import ReplicaState
+from monarchfs.types import ReplicaState, TierFile
 from tests.support.faults import FaultyFiles, Gate
 from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 from tests.support.on_disk import own_files
@@ -167,6 +168,54 @@ async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -
         assert await mirror.read(handle, MIB, 1000) == LARGE[MIB : MIB + 1000]
         assert mirror.posix.reads == []
         handle.release()
+
+
+@pytest.mark.parametrize("another", [False, True])
+async def test_what_comes_and_goes_while_a_tier_is_looked_at(
+    files: Area, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    """Once because ``another`` directory has taken the place of the tier's; once in vain first."""
+    async with files.mounted(copies=False) as mirror:
+        stuck, dropped = await mirror.copied("other"), await mirror.copied("small")
+        handles = [await mirror.open(name) for name in ("small", "large")[: 1 + another]]
+        await mirror.read(handles[-1], 0, 10)
+        await mirror.idle()
+        mirror.cache.accounts.drop(dropped, "its replica was lost")
+        mirror.tier.faults.fail("remove", errno.EIO, times=1)
+        assert mirror.cache.evict(stuck)
+        await mirror.idle()
+        if another:
+            shutil.rmtree(mirror.tier.path)
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(FaultyFiles, "complete", fail)
+                mirror.cache.accounts.reconciliation.begin_tier(mirror.tier)
+                await mirror.idle()
+        await mirror.mend()
+        for handle in handles:
+            handle.release()
+        await mirror.mend()
+        for name in ("other", "small"):
+            await mirror.copied(name)
+
+
+async def test_a_directory_that_comes_while_another_one_is_looked_at(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mount(sound=False) as mirror:
+        looked: list[object] = []
+
+        def complete(files: FaultyFiles, _fan_out: int) -> list[TierFile]:
+            looked.append(files)
+            if len(looked) == 7:
+                shutil.rmtree(mirror.tier.path)
+                assert find_again(mirror.tier)
+            return []
+
+        monkeypatch.setattr(FaultyFiles, "complete", complete)
+        mirror.cache.accounts.reconciliation.begin_tier(mirror.tier)
+        await mirror.idle()
+        assert looked[256:] == [mirror.tier.files] * 256
 
 
 TWO_TIERS = (100_000, ALL_ROOM)

@@ -56,8 +56,9 @@ class TierSeen(PlacementEvent):
 
 @dataclass(frozen=True, slots=True)
 class Loaded(PlacementEvent):
-    """The replicas with a record, in all states, that the tier held when it was mounted. This
-    replaces what was known of the tier, except for files that are leaving.
+    """The replicas that the tier holds: those with a record, in all states, and those that were
+    not ``Dropped`` when they lost it. This replaces what was known of the tier, except for files
+    that are leaving.
 
     Sent only while no copy to this tier, and no move from or to it, is in progress.
     """

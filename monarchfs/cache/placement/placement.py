@@ -158,6 +158,10 @@ class Placement:
         """Whether the replica of ``ino`` in the tier is leaving, or moves."""
         return self._traffic.busy(ino, tier)
 
+    def quiet(self, tier: int) -> bool:
+        """Whether no copy to the tier, and no move from or to it, is in progress."""
+        return not self._copies.in_tier(tier) and not self._traffic.touches(tier)
+
     def ledger(self, tier: int) -> Ledger:
         """The tier's accounts: to be read."""
         try:
@@ -304,7 +308,7 @@ class Placement:
 
     def _load(self, tier: int, files: int, allocated_bytes: int) -> None:
         ledger = self.ledger(tier)
-        if self._copies.in_tier(tier) or self._traffic.touches(tier):
+        if not self.quiet(tier):
             raise ValueError(f"copies to tier {tier} are in progress")
         ledger.files = files
         ledger.used_bytes = allocated_bytes
