@@ -91,6 +91,8 @@ class Cache:
             accounts.segments.begin_tier(tier)
             if tier.id not in accounts.reconciliation.running:
                 accounts.nursery.start_soon(accounts.reconciliation.settle, tier)
+        if not rebooted:
+            accounts.nursery.start_soon(accounts.durability.take_over)
         if accounts.placement.tracks:
             accounts.nursery.start_soon(self._announce_known)
 

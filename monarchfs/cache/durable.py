@@ -53,6 +53,16 @@ class Durability:
             self._unsynced[replica.tier].append(ino)
             self.changed(ino)
 
+    async def take_over(self) -> None:
+        """What a worker that ended without a sync, in this boot, left to be synced."""
+        for batch in self._index.replicas.not_durable():
+            for ino, replica in batch:
+                tier = self._tiers.by_id.get(replica.tier)
+                complete = replica.state is not ReplicaState.PARTIAL
+                if complete and tier is not None and not tier.memory_backed:
+                    self.stored(ino, replica)
+            await trio.lowlevel.checkpoint()
+
     def changed(self, ino: int) -> None:
         """Its record came or went. A sync under way does not make the next one durable."""
         if self._changed is not None:

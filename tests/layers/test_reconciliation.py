@@ -132,7 +132,9 @@ async def test_what_a_reader_missed_first_is_not_lost_twice_nor_its_new_copy(fil
 
 
 async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
+    """What was complete is synced by the next worker."""
     async with files.mount(copies=False, sound=False) as mirror:
+        small = await mirror.copied("small")
         handle = await mirror.open("large")
         await mirror.read(handle, MIB, 1000)
         await mirror.idle()
@@ -152,6 +154,8 @@ async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
         assert mirror.posix.reads == []
         handle.release()
         await mirror.copied("large")
+        await mirror.cache.accounts.sync()
+        assert mirror.replica(small).durable
 
 
 async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -> None:

@@ -110,6 +110,17 @@ class Replicas:
                     yield int.from_bytes(key, "big"), unpack_replica(value)
             start = rows[-1][0] + b"\0"
 
+    def not_durable(self) -> Iterator[list[tuple[int, Replica]]]:
+        """Those of ``all`` that are not durable, a batch at a time, which may be empty."""
+        start = b""
+        while rows := self._env.rows(self._env.db.replicas, start, b"", _SWEEP):
+            yield [
+                (int.from_bytes(key, "big"), unpack_replica(value))
+                for key, value in rows
+                if not value[0] and replica_counts(value, self._boot)
+            ]
+            start = rows[-1][0] + b"\0"
+
     def names(self, tier: int, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, int]]:
         """At most ``limit`` names of replicas in ``tier`` that count, each with its inode number.
 
