@@ -114,7 +114,7 @@ class Accounts:
 
     Constant: ``index``, ``tiers`` by their numbers, ``eviction``. Changing: ``reasons``, the
     replicas that are open by inode, the inodes (and names) of replicas that are being copied or
-    moved.
+    moved; ``bad``, by inode, the records that could not be removed of corrupt replicas.
     """
 
     def __init__(
@@ -150,6 +150,7 @@ class Accounts:
         self.holder: ReplicaHolder = NoHolder()
         self.opened: dict[int, OpenReplica] = {}
         self.busy: dict[int, bytes] = {}
+        self.bad: dict[int, Replica] = {}
         self.lookup = RecordLookup(index, self.opened, self.busy, self.readers, owns, awaited)
         self.placement = Placement(
             [tier.id for tier, _size in tiers],
@@ -251,7 +252,9 @@ class Accounts:
         if replica is not None:
             replica.bad = True
         self.readers.invalidate(ino)
-        self.drop(ino, "its replica was corrupt")
+        record = self.index.replicas.replica(ino)
+        if not self.drop(ino, "its replica was corrupt") and record is not None:
+            self.bad[ino] = record
         self.on_corrupt(ino)
 
     def forget(self, replicas: Sequence[tuple[int, int]]) -> bool:

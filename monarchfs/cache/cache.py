@@ -124,7 +124,7 @@ class Cache:
             record = records.get(node.ino) or self.accounts.adopt(node)
             if record is None or record.state is not ReplicaState.RESIDENT:
                 continue
-            if record.tier in self.tiers:
+            if record.tier in self.tiers and record != self.accounts.bad.get(node.ino):
                 resident.add(node.ino)
         return resident
 
@@ -135,6 +135,8 @@ class Cache:
         if replica is None:
             record = self.accounts.claim(node)
             if record is None or record.state is not ReplicaState.RESIDENT:
+                return None
+            if record == self.accounts.bad.get(node.ino):
                 return None
             replica = self._open_replica(node, record)
             if replica is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -54,7 +55,9 @@ class Scrub:
             after = rows[-1][0]
             for _name, ino in rows:
                 record = self._index.replicas.replica(ino)
-                if record is not None and record.state is not ReplicaState.PARTIAL:
+                if record is None or record.state is ReplicaState.PARTIAL:
+                    continue
+                if record != self._accounts.bad.get(ino):
                     await self._check(tier, ino, record)
 
     async def _check(self, tier: Tier, ino: int, record: Replica) -> None:
@@ -74,7 +77,9 @@ class Scrub:
             return
         except OSError as exc:
             self._tiers.failed(tier, "scrubbing", exc, reading=True)
-            return
+            if exc.errno != errno.EIO:
+                return
+            sound = False  # perhaps only a part of the disk is bad: this one is not tried again
         self._metrics.scrubbed_bytes += record.size
         # It may have gone, or have moved, meanwhile.
         if not sound and self._index.replicas.replica(ino) == record:

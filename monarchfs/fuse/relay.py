@@ -127,7 +127,7 @@ class Relay:
     ) -> bool:
         tier = self._tiers.get(record.tier)
         # What is outdated may be read from the source as it is, by some.
-        if tier is None or node.outdated:
+        if tier is None or node.outdated or record == files.cache.accounts.bad.get(node.ino):
             return False
         replica = (tier, record.name, record.checksum, record.size)
         opens_until = files.racy_opens.opens_until(node)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
 import trio.testing
 
 from monarchfs.cache.store.files import replica_path
+from monarchfs.fuse import session
+from monarchfs.fuse.relay import Relay
 from monarchfs.system.memory import MemoryHeadroom
 from monarchfs.types import EvictionPolicy, Replica
-from tests.support.faults import FaultyTier
+from tests.support.faults import FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
 from tests.support.on_disk import Place, spoil
 
@@ -200,12 +203,21 @@ async def test_a_tier_in_memory_gives_back_what_others_need(
         assert len(await resident(mirror)) == 8
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(
+    ("shares", "how"),
+    [(True, "damaged"), (False, "damaged"), (False, "frozen index"), (False, "unreadable")],
+)
 async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
-    files: Area, shares: bool
+    files: Area, monkeypatch: pytest.MonkeyPatch, shares: bool, how: str
 ) -> None:
+    """Also where its record cannot be removed, and where only the disk says it."""
     async with files.mounted(shares=shares) as mirror:
         ino = await mirror.copied("0")
+        if how == "frozen index":
+            monkeypatch.setattr(mirror.index.replicas, "drop_replicas", disk_is_full)
+        if how == "unreadable":
+            failing = Mock(side_effect=OSError(errno.EIO, "EIO"))
+            monkeypatch.setattr(mirror.tier, "verify_complete", failing)
         forgotten: list[int] = []
         mirror.cache.accounts.on_corrupt.add(forgotten.append)
         handle = await mirror.open("0")
@@ -217,8 +229,16 @@ async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
         assert forgotten == [ino]
         assert await mirror.read(handle, 69_990, 100) == content(SIZE, 0)[69_990:70_090]
         handle.release()
+        if how == "unreadable":
+            await mirror.mend()
         assert await mirror.read_file("0") == content(SIZE, 0)
         await mirror.idle()
+        assert await mirror.read_file("0") == content(SIZE, 0)
+        assert mirror.cache.resident(await mirror.node("0")) == (how != "frozen index")
+        relay = Relay(free_opens=False)
+        relay._files, relay._tiers = mirror.files, {mirror.tier.id: 0}
+        monkeypatch.setattr(session.hooks, "resident_put", Mock(return_value=True))
+        assert relay.offer(ino) == (how != "frozen index")
 
 
 @pytest.mark.parametrize("shares", [True, False])
