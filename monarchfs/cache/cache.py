@@ -74,6 +74,9 @@ class Cache:
         """
         accounts = self.accounts
         rebooted = self.index.replicas.begin_boot(boot_id)
+        if rebooted:
+            for tier_id in self.index.replicas.tier_totals().keys() - self.tiers.keys():
+                self.index.meta.suspect(tier_id)
         accounts.reconciliation.recover()
         for tier in self.tiers.values():
             accounts.reconciliation.load(tier)

@@ -282,6 +282,7 @@ class CacheCheck:
             if number in index.replicas.tier_totals():
                 detail = f"cannot be opened, what is recorded of it stays: {error.strerror}"
                 self._report.found(FindingKind.TIER_GONE, path, detail)
+            self._left(index, number)
             return {"present": False}
         check = TierCheck(index, tier, self._report, repair=self._repair, checksum=self._checksum)
         try:
@@ -291,12 +292,18 @@ class CacheCheck:
             tier.segments.trees.measure()
         except OSError as error:
             self._report.found(FindingKind.TIER_FAILED, path, f"{error.strerror}: left as it is")
+            self._left(index, number)
         finally:
             overhead = tier.overhead_bytes
             tier.close()
             self._checked["checked_files"] += check.checked_files
             self._checked["checked_bytes"] += check.checked_bytes
         return {"present": True, "overhead_bytes": overhead, "gap_bytes": check.gap_bytes}
+
+    def _left(self, index: Index, number: int) -> None:
+        """The next mount has to look for what a reboot left in the tier: its records are gone."""
+        if self._repair:
+            index.meta.suspect(number)
 
     def _only_count(self, path: str) -> None:
         """What lies in a tier of which nothing is known."""

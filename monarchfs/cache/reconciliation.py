@@ -17,6 +17,7 @@ import trio
 
 from monarchfs.cache import tier_comparison as found
 from monarchfs.cache.index.index import Index
+from monarchfs.cache.index.meta import stock
 from monarchfs.cache.placement.events import Action, Loaded, PlacementEvent
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.segments import SegmentRecords
@@ -106,7 +107,7 @@ class Reconciliation:
     def needed(self, tier: Tier, *, rebooted: bool) -> bool:
         """Whether the records of a tier may be wrong. Blocks for the disk, no longer than for an
         empty tier. Raises OSError of the tier, IndexWriteError."""
-        right = not rebooted and self._index.meta.get(_mark(tier)) == _right(tier)
+        right = not rebooted and self._index.meta.get(stock(tier.id)) == _right(tier)
         if right and not self._was_cleaned(tier):
             return False
         known = self._index.replicas.tier_totals().get(tier.id, TierTotals())
@@ -114,7 +115,7 @@ class Reconciliation:
             return True
         if any(tier.files.complete(n) for n in range(FAN_OUTS)):
             return True
-        self._index.meta.put(_mark(tier), _right(tier))
+        self._index.meta.put(stock(tier.id), _right(tier))
         return False
 
     def _was_cleaned(self, tier: Tier) -> bool:
@@ -142,7 +143,7 @@ class Reconciliation:
         trusted, also by the next mount."""
         self._tiers.begin_outage(tier.id, Outage.RECONCILIATION, "what it holds is to be looked at")
         try:
-            self._index.meta.put(_mark(tier), b"")
+            self._index.meta.suspect(tier.id)
         except IndexWriteError as exc:
             log.warning("tier %s is not marked as suspect: %s", tier.path, exc)
         if tier.id not in self.running:
@@ -207,7 +208,7 @@ class Reconciliation:
         if directory != tier.dir_fd:
             return
         self.load(tier)
-        self._index.meta.put(_mark(tier), _right(tier))
+        self._index.meta.put(stock(tier.id), _right(tier))
         self._tiers.end_outage(tier.id, Outage.RECONCILIATION)
         self._log_findings(tier)
 
@@ -372,10 +373,6 @@ def _sound(tier: Tier, segment: int) -> tuple[list[TierFile], int]:
             # The disk does not give this one back: the others may be sound.
             log.warning("tier %s: %s", tier.path, exc)
     return sound, len(rows)
-
-
-def _mark(tier: Tier) -> bytes:
-    return b"stock:%d" % tier.id
 
 
 def _right(tier: Tier) -> bytes:

@@ -256,6 +256,16 @@ async def test_no_tier_counts_the_reconciliation_of_another_is_about_to_drop(
         assert [mirror.used(0), mirror.used(1)] == [0, 0]
 
 
+async def test_a_tier_that_was_left_out_after_a_reboot_is_looked_at_later(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await unsynced_in_two_tiers(files, monkeypatch)
+    async with files.mount(TWO_TIERS[:1], boot_id=b"second boot") as mirror:
+        await mirror.idle()
+    async with files.mounted(TWO_TIERS, boot_id=b"second boot"):
+        pass
+
+
 async def test_a_tier_is_counted_although_another_one_does_not_give_up_what_a_reboot_took(
     files: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:

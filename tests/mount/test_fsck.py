@@ -540,6 +540,7 @@ def test_a_tier_that_is_not_there(cache: Cache, fsck: Fsck, link: bool) -> None:
     # One that was never used is not missed.
     with cache.open() as (index, _tier):
         index.meta.tier_number("/no/such/tier")
+        assert index.meta.get(b"stock:1") == b"", "the next mount looks at it"
     report = fsck("--checksum")
     assert report["findings"] == {}
     assert [tier["present"] for tier in report["tiers"]] == [True, False]

@@ -34,6 +34,10 @@ class Meta:
             TIER_KEY.unpack(key[len(META_PATH) :])[0]: os.fsdecode(value) for key, value in rows
         }
 
+    def suspect(self, tier: int) -> None:
+        """What is recorded of the tier may be wrong: the next mount that has it looks at it."""
+        self.put(stock(tier), b"")
+
     # Small values of callers.
 
     def get(self, key: bytes) -> bytes | None:
@@ -43,6 +47,11 @@ class Meta:
     def put(self, key: bytes, value: bytes) -> None:
         """Keep ``value`` (at most a few kilobytes) under ``key`` (of any length)."""
         self._env.write(lambda txn: txn.put(_user_key(key), value, db=self._env.db.meta))
+
+
+def stock(tier: int) -> bytes:
+    """The key of what the records of a tier were compared with."""
+    return b"stock:%d" % tier
 
 
 def _user_key(key: bytes) -> bytes:
