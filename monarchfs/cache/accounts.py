@@ -511,7 +511,10 @@ def _copy(source: Tier, to: Tier, record: Replica) -> int:
                 digests += to.files.write(part, at, data)
             if combine(digests) != record.checksum:
                 raise ReplicaLost(source.path, "A replica's checksum is wrong")
-            return to.files.finish_part(part, record.name, record.checksum)
+            try:
+                return to.files.finish_part(part, record.name, record.checksum)
+            except ReplicaLost as error:  # of the part: nothing is wrong with the replica
+                raise OSError(errno.EBUSY, str(error), to.path) from error
         finally:
             os.close(part)
     finally:

@@ -256,6 +256,19 @@ async def test_a_corrupt_replica_does_not_move(files: Area, shares: bool) -> Non
         await read_all(mirror, "1")
 
 
+async def test_a_replica_whose_move_loses_its_part_stays(files: Area) -> None:
+    async with files.mounted([ROOM // 4, ALL_ROOM], shares=False) as mirror:
+        await read_all(mirror, "01")
+        mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")
+        await mirror.idle()
+        parts = Path(mirror.tier.path, "parts")
+        mirror.tier.faults.before("finish_part", lambda: next(parts.iterdir()).unlink())
+        (await mirror.open("1")).release()
+        await until(lambda: not mirror.cache.accounts.busy, "the move to fail")
+        assert await mirror.state("1") == "resident"
+        assert mirror.metrics.replicas_corrupt == 0
+
+
 @pytest.mark.parametrize("shares", [True, False])
 async def test_a_move_that_cannot_read_blames_the_tier_that_it_reads(
     files: Area, shares: bool
