@@ -80,7 +80,6 @@ class Cache:
         accounts.reconciliation.recover()
         for tier in self.tiers.values():
             accounts.reconciliation.load(tier)
-            self.readers.serve(tier.id, tier.dir_fd)
             try:
                 needed = accounts.reconciliation.needed(tier, rebooted=rebooted)
             except OSError as exc:
@@ -88,6 +87,8 @@ class Cache:
                 needed = True
             if needed:
                 accounts.reconciliation.begin_tier(tier)
+            else:
+                accounts.all_tiers.serve(tier)
         reopen()
         accounts.all_tiers.measure()
         for tier in self.tiers.values():

@@ -497,6 +497,8 @@ class TierCheck:
                 kind, detail = FindingKind.NOT_SYNCED, "its copy is not marked as synced"
                 what, done = self._path(ino, record), "marked"
                 repair = partial(self._mark_synced, [(record.name, record.checksum)])
+                if self._repair and not self._reads_right(record):
+                    done, repair = "removed", partial(self._forget, ino, record)
             case comparison.Orphan(file=file):  # of a part; others are handled together
                 kind, detail = FindingKind.ORPHAN_PART, "no record knows it"
                 what, done = f"{self._tier.path}: parts/{file.name.hex()}", "removed"

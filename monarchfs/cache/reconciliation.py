@@ -277,6 +277,7 @@ class Reconciliation:
                 case (
                     found.MissingFile(ino=ino, replica=replica)
                     | found.WrongSize(ino=ino, replica=replica)
+                    | found.NotSynced(ino=ino, replica=replica)
                 ):
                     now = self._index.replicas.replica(ino)
                     if now is None or (now.tier, now.name) != (tier.id, replica.name):
@@ -294,8 +295,6 @@ class Reconciliation:
                         self._index.replicas.put_replica(
                             ino, record._replace(allocated_bytes=allocated)
                         )
-                case found.NotSynced():
-                    pass  # a note for fsck: what the record says was done, the mode came later
         await self._adopt(tier, orphans)
 
     async def _adopt(self, tier: Tier, orphans: list[TierFile]) -> None:

@@ -67,10 +67,8 @@ class WrongBlocks:
 
 @dataclass(frozen=True, slots=True)
 class NotSynced:
-    """A durable record of a file whose mode does not say that its data are synced.
-
-    Neither is wrong. But if the index were lost, the file would have to be read to be trusted.
-    """
+    """A durable record of a file whose mode does not say that its data are synced: it may be a
+    later one, of which a power cut took the data."""
 
     ino: int
     replica: Replica

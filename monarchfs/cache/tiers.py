@@ -116,11 +116,18 @@ class Tiers:
             log.warning("tier %s is out of service: %s", tier.path, health.reason)
             self.begin_outage(tier.id, Outage.HEALTH, health.reason)
         if not health.readable:
-            self._readers.serve(tier.id, None)
+            self.serve(tier)
 
     def readable(self, tier_id: int) -> bool:
         """Whether what the tier holds is served: nothing is lost while it is not."""
         return self._health[tier_id].readable
+
+    def serve(self, tier: Tier) -> None:
+        """Let the threads of the C part read what the tier holds, if that may be. They do not look
+        whether it is there, as ``Tier.open_complete`` does: so not before the records are right."""
+        right = Outage.RECONCILIATION not in self._outages[tier.id]
+        served = right and self.readable(tier.id)
+        self._readers.serve(tier.id, tier.dir_fd if served else None)
 
     def due(self) -> list[Tier]:
         """The tiers out of service that are to be tried now."""
@@ -134,7 +141,7 @@ class Tiers:
             log.info("tier %s is back in service", tier.path)
             self._seen_at = -SPACE_MAX_AGE_SECONDS
             self.end_outage(tier.id, Outage.HEALTH)
-            self._readers.serve(tier.id, tier.dir_fd)
+            self.serve(tier)
             self.measure()
             return True
         if health.reason is not None:
@@ -154,11 +161,15 @@ class Tiers:
         outages[kind] = reason
         if known != reason:
             self._handle(TierLost(tier_id, reason))
+        if kind is Outage.RECONCILIATION:
+            self.serve(self.by_id[tier_id])
 
     def end_outage(self, tier_id: int, kind: Outage) -> None:
         outages = self._outages[tier_id]
         if outages.pop(kind, None) is not None and not outages:
             self._handle(TierBack(tier_id))
+        if kind is Outage.RECONCILIATION:
+            self.serve(self.by_id[tier_id])
 
     def out_of_service(self, tier_id: int) -> str | None:
         """Why the tier takes nothing, for people; None where it does."""

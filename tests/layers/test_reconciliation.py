@@ -13,11 +13,13 @@ import pytest
 import trio
 
 from monarchfs.cache.index import set_aside
+from monarchfs.cache.reconciliation import Reconciliation
 from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.tier_comparison import MissingFile
 from monarchfs.cache.tiers import Outage
 from monarchfs.types import ReplicaState, TierFile
+from tests.layers.whole import WholeReaders
 from tests.support.faults import FaultyFiles, Gate
 from tests.support.mirror import ALL_ROOM, MIB, Area, Mirror, content, until
 from tests.support.on_disk import own_files
@@ -58,6 +60,38 @@ async def test_after_a_reboot_what_was_not_synced_is_gone(
         await read_both(mirror)
         assert mirror.bytes_read("small") == 0
         await mirror.copied("large")
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+async def test_what_a_power_cut_takes_although_its_record_says_that_it_was_synced(
+    files: Area, monkeypatch: pytest.MonkeyPatch, looked_at: bool
+) -> None:
+    """The disk may have an index from before they were evicted: the one was copied anew since,
+    under its name, and the range of the other was punched."""
+    async with files.mount(sound=False) as mirror:
+        inos = [await mirror.copied(name) for name in ("small", "large")]
+        await mirror.cache.accounts.sync()
+        small = mirror.replica(inos[0])
+        assert small.segment
+        assert mirror.replica(inos[1]).durable
+        mirror.tier.segments.punch(small.segment, [(small.offset, small.allocated_bytes)])
+        (path,) = own_files(files.tier(1))
+        path.chmod(0o600)
+        path.write_bytes(bytes(len(LARGE)))
+    if not looked_at:
+        monkeypatch.setattr(Reconciliation, "_reconcile", fail)
+    served: list[int | None] = []
+    monkeypatch.setattr(WholeReaders, "serve", lambda _self, _tier, fd: served.append(fd))
+    async with files.mount(boot_id=b"second boot", sound=looked_at) as mirror:
+        if looked_at:
+            await mirror.idle()
+            assert mirror.metrics.replicas_lost == 2
+            assert await mirror.state("large") == "remote"
+        assert await mirror.read_file("small") == SMALL
+        assert await mirror.read_file("large") == LARGE
+        assert mirror.bytes_read("small") == len(SMALL)
+        assert set(served) == {None, *([mirror.tier.dir_fd] if looked_at else [])}
+        assert served[0] is None, "threads of the C part do not look"
 
 
 async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: Area) -> None:

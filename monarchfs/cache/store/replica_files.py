@@ -17,8 +17,8 @@ A replica becomes durable in this order. The store does steps 1, 2 (on request),
     5. note the sync in the file's mode (``mark_synced``).
 
 After a crash of the process, nothing that step 1 wrote is lost. After a reboot, only replicas that
-went through step 2 count. The record says so (Replica.durable), or else the file's mode; the size
-alone proves nothing.
+went through step 2 count. The record (Replica.durable) and the file's mode say so; without a
+record, the mode alone. A record or the size alone proves nothing.
 """
 
 from __future__ import annotations

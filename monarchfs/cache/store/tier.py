@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from collections.abc import Callable
 
 from monarchfs.cache.store import files as on_disk
 from monarchfs.cache.store import trials
+from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.cache.store.verify import unpaced
@@ -93,10 +95,20 @@ class Tier:
 
     def open_complete(self, replica: Replica) -> int:
         """Open the file that a complete replica lies in: its own, or a segment. See
-        ``ReplicaFiles.open``."""
+        ``ReplicaFiles.open``. Raises ReplicaLost also if the record is durable and the file is not:
+        after a power cut the index may be that of some time before, even of before its last sync,
+        because LMDB's pages reach the disk in any order between two syncs."""
         if replica.segment:
-            return self.segments.open(replica.segment, replica.offset + replica.size)
-        return self.files.open(replica.name, replica.checksum, replica.size)
+            fd = self.segments.open(replica.segment, replica.offset + replica.size)
+        else:
+            fd = self.files.open(replica.name, replica.checksum, replica.size)
+        try:
+            if replica.durable and not _is_synced(fd, replica):
+                raise ReplicaLost(self.path, "A replica that was synced is not there any more")
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
 
     def verify_complete(self, replica: Replica, paced: Callable[[int], None] = unpaced) -> bool:
         """``ReplicaFiles.verify`` of a complete replica, wherever it lies."""
@@ -126,3 +138,19 @@ class Tier:
     def sync(self) -> None:
         """Bring all data of the tier's file system to the disk (syncfs(2))."""
         on_disk.sync_file_system(self.dir_fd, self.path)
+
+
+def _is_synced(fd: int, replica: Replica) -> bool:
+    """Whether the file of a durable replica is still the one that was synced: a later one has
+    another mode until it is synced, too. The range of one in a segment is written once, without
+    holes, and becomes a hole."""
+    if not replica.segment:
+        return stat.S_IMODE(os.fstat(fd).st_mode) == on_disk.SYNCED_MODE
+    try:
+        start = os.lseek(fd, replica.offset, os.SEEK_DATA)
+        end = os.lseek(fd, replica.offset, os.SEEK_HOLE)
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # no data from there on
+            raise
+        return False
+    return start == replica.offset and end >= replica.offset + replica.size
