@@ -204,6 +204,7 @@ class Accounts:
             nursery,
             self.segments,
             self.removals,
+            self.readers,
             on_done=self.on_room,
         )
 

@@ -19,6 +19,7 @@ from monarchfs.cache import tier_comparison as found
 from monarchfs.cache.index.index import Index
 from monarchfs.cache.index.meta import stock
 from monarchfs.cache.placement.events import Action, Loaded, PlacementEvent
+from monarchfs.cache.readers import Readers
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.store.errors import ReplicaLost
@@ -54,6 +55,7 @@ class Reconciliation:
         nursery: trio.Nursery,
         segments: SegmentRecords,
         removals: Removals,
+        readers: Readers,
         on_done: Listeners[[]],
     ) -> None:
         """``on_done`` is called when a tier was reconciled, or could not be."""
@@ -65,6 +67,7 @@ class Reconciliation:
         self._nursery = nursery
         self._segments = segments
         self._removals = removals
+        self._readers = readers
         self._on_done = on_done
         self._dropping = trio.Lock()
         self.running: set[int] = set()
@@ -282,9 +285,7 @@ class Reconciliation:
                     now = self._index.replicas.replica(ino)
                     if now is None or (now.tier, now.name) != (tier.id, replica.name):
                         continue  # a reader found out first, and may have copied it elsewhere
-                    self._metrics.replicas_lost += 1
-                    self.lost[tier.id] += 1
-                    self._index.replicas.drop_replica(ino)
+                    self._forget_lost(tier, ino)
                     await self._threads.run(tier.files.discard, replica.name)
                     self._index.replicas.file_gone(tier.id, replica.name)
                 case found.WrongChecksumName(file=file) | found.Ambiguous(file=file):
@@ -296,6 +297,14 @@ class Reconciliation:
                             ino, record._replace(allocated_bytes=allocated)
                         )
         await self._adopt(tier, orphans)
+
+    def _forget_lost(self, tier: Tier, ino: int) -> None:
+        """Nobody has read it: ``Tier.open_complete`` finds what is lost, and threads that were told
+        of it do not read the tier yet."""
+        self._metrics.replicas_lost += 1
+        self.lost[tier.id] += 1
+        self._index.replicas.drop_replica(ino)
+        self._readers.invalidate(ino)
 
     async def _adopt(self, tier: Tier, orphans: list[TierFile]) -> None:
         """Count complete files that no record knows: whoever opens their version has them."""
@@ -320,9 +329,7 @@ class Reconciliation:
                     continue
                 end = offset + record.size
                 if not any(start <= offset and end <= stop for start, stop in data):
-                    self._metrics.replicas_lost += 1
-                    self.lost[tier.id] += 1
-                    self._index.replicas.drop_replica(ino)
+                    self._forget_lost(tier, ino)
         for segment in await self._threads.run(tier.segments.found):
             if segment not in known:
                 await self._adopt_segment(tier, segment)

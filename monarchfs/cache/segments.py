@@ -9,7 +9,7 @@ Only the worker that made a segment writes to it. In this order, a crash is harm
 5. the gap is punched. If the record was durable, the index is synced before: a power cut must not
    bring back the record of punched bytes.
 
-The next worker punches the gaps of the segments that are marked, and writes to none of them.
+The next worker writes to none of them. It syncs the index, and punches the gaps of those marked.
 """
 
 from __future__ import annotations
@@ -257,9 +257,12 @@ class SegmentRecords:
     async def settle(self, tier: Tier) -> None:
         """Give back what an earlier worker left in segments without a record. Raises OSError,
         IndexWriteError."""
-        for segment, marked in self._index.segments.segments(tier.id).items():
-            if not marked or segment in self._own[tier.id]:
-                continue
+        segments = self._index.segments.segments(tier.id).items()
+        left = [n for n, marked in segments if marked and n not in self._own[tier.id]]
+        if left:
+            # That worker may have dropped records that are durable on the disk.
+            await self._threads.run(self._index.environment.sync)
+        for segment in left:
             # There is no checkpoint between reading the records and computing the gaps.
             gaps = self._gaps(tier.id, segment)
             if gaps is None:

@@ -82,10 +82,13 @@ async def test_what_a_power_cut_takes_although_its_record_says_that_it_was_synce
         monkeypatch.setattr(Reconciliation, "_reconcile", fail)
     served: list[int | None] = []
     monkeypatch.setattr(WholeReaders, "serve", lambda _self, _tier, fd: served.append(fd))
+    forgotten: list[int] = []
+    monkeypatch.setattr(WholeReaders, "invalidate", lambda _self, ino: forgotten.append(ino))
     async with files.mount(boot_id=b"second boot", sound=looked_at) as mirror:
         if looked_at:
             await mirror.idle()
             assert mirror.metrics.replicas_lost == 2
+            assert sorted(forgotten) == sorted(inos)
             assert await mirror.state("large") == "remote"
         assert await mirror.read_file("small") == SMALL
         assert await mirror.read_file("large") == LARGE

@@ -15,6 +15,7 @@ import trio
 import trio.testing
 
 from monarchfs.cache.index import set_aside
+from monarchfs.cache.index.environment import Environment
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.store.segment_lists import SegmentLists
 from monarchfs.cache.store.segments import SegmentFiles, allocated
@@ -310,6 +311,21 @@ async def test_without_the_sync_it_stays(area: Area, monkeypatch: pytest.MonkeyP
         await mirror.cache.maintain()
         await mirror.settled()
         assert occupied(mirror) == 2 * TAKEN
+
+
+async def test_nor_does_the_next_worker_punch_without_the_sync(
+    area: Area, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with copied(area, 2, sound=False) as (mirror, names, inos):
+        await mirror.cache.accounts.sync()
+        old = mirror.replica(inos[0])
+        mirror.index.replicas.drop_replica(inos[0])  # and is killed
+    with monkeypatch.context() as patch:
+        patch.setattr(Environment, "sync", disk_is_full)
+        async with area.mount(copies=False, sound=False) as mirror:
+            await until(lambda: "looks at its segments" in caplog.text, "it to give up")
+            assert segment_bytes(mirror.tier, old) == content(SIZE, 0)
+    await is_left(area, names[1:])
 
 
 async def test_a_frozen_index_has_nothing_punched_that_was_durable(area: Area) -> None:
