@@ -174,7 +174,9 @@ class Accounts:
             self.readers,
         )
         self.tiers = self.all_tiers.by_id
-        self.durability = Durability(index, self.all_tiers, self.placement, self.handle)
+        self.durability = Durability(
+            index, self.all_tiers, self.placement, self.handle, self.corrupt
+        )
         self.sync_loop, self.sync = self.durability.sync_loop, self.durability.sync
         self.segments = SegmentRecords(
             index,

@@ -37,12 +37,17 @@ class Durability:
         tiers: Tiers,
         placement: Placement,
         handle: Callable[[PlacementEvent], list[Action]],
+        corrupt: Callable[[int], None],
     ) -> None:
-        """``handle`` passes events to placement."""
+        """``handle`` passes events to placement; ``corrupt`` drops what has wrong bytes."""
         self._index = index
         self._placement = placement
         self._handle = handle
+        self._corrupt = corrupt
         self._tiers = tiers
+        self._doubted: set[int] = set()
+        """The tiers of which a sync failed. The kernel says so once, drops what it could not write,
+        and the next sync succeeds: from then on replicas are read before they are marked."""
         self._unsynced = {tier_id: array("Q") for tier_id in tiers.by_id}
         self._changed: ByInode[int] | None = None
         """1 for those whose records came or went since a sync began; None while there is none."""
@@ -101,7 +106,7 @@ class Durability:
         done = 0
         try:
             if not tier.memory_backed:
-                await run_sync(tier.sync, abandon_on_cancel=True)
+                await run_sync(self._sync_data, tier, abandon_on_cancel=True)
             while done < len(group):
                 await self._mark(tier, group[done : done + BATCH])
                 done += BATCH
@@ -114,8 +119,19 @@ class Durability:
             self._unsynced[tier_id] = group[done:] + self._unsynced[tier_id]
             self._changed = None
 
+    def _sync_data(self, tier: Tier) -> None:
+        """For a thread, which may outlive the caller. Raises OSError."""
+        try:
+            tier.sync()
+        except OSError:
+            self._doubted.add(tier.id)
+            raise
+
     async def _mark(self, tier: Tier, inos: Sequence[int]) -> None:
         """The data of these are on the disk, except of those that were dropped."""
+        if tier.id in self._doubted:
+            read = self._still(tier, inos).items()
+            inos = [ino for ino, now in read if await self._reads_right(tier, ino, now)]
         synced = self._still(tier, inos)
         # The tier notes it too, in case the index is lost.
         allocated = await run_sync(_note, tier, list(synced.values()), abandon_on_cancel=True)
@@ -123,6 +139,18 @@ class Durability:
             synced = self._still(tier, synced)
             self._resize(tier, synced, allocated)
             self._index.replicas.mark_durable(synced)
+
+    async def _reads_right(self, tier: Tier, ino: int, replica: Replica) -> bool:
+        """Whether its bytes are on the disk; it is dropped if not."""
+        try:
+            right = await run_sync(tier.verify_complete, replica, abandon_on_cancel=True)
+        except OSError as exc:
+            log.debug("tier %s: %s", tier.path, exc)
+            right = False
+        if not right and self._still(tier, [ino]):
+            log.warning("tier %s: a sync lost the replica of inode %d", tier.path, ino)
+            self._corrupt(ino)
+        return right
 
     def _still(self, tier: Tier, inos: Iterable[int]) -> dict[int, Replica]:
         """The records of those that were complete in ``tier`` before the sync began."""

@@ -16,6 +16,7 @@ from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.types import ReplicaState, SourceStat
 from tests.support.faults import disk_is_full
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
+from tests.support.on_disk import places, spoil
 from tests.support.runner import allocated_bytes
 
 LARGE = content(5 * MIB + 5, 2)
@@ -118,13 +119,17 @@ def durable(mirror: Mirror, *inos: int) -> set[bool]:
 async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = area.write_files(3)
+    """The disk may have lost what the first was to write, although the next one succeeds."""
+    *names, lost = area.write_files(4)
     async with area.mount(shares=False) as mirror:
         inos = [await mirror.copied(names[0])]
+        bad = await mirror.copied(lost)
         mirror.tier.faults.fail("sync", errno.EIO, times=1)
         await mirror.cache.accounts.sync()
         assert durable(mirror, *inos) == {False}
         await mirror.mend()
+        (place,) = places(area.tier(1), (area.source / lost).read_bytes())
+        spoil(place)
         with monkeypatch.context() as patch:
             patch.setattr(mirror.index.replicas, "mark_durable", disk_is_full)
             patch.setattr(mirror.index.environment, "sync", disk_is_full)
@@ -140,6 +145,7 @@ async def test_a_sync_that_fails_or_is_cancelled_is_made_up_for(
         assert durable(mirror, *inos) == {False}
         await mirror.cache.accounts.sync()
         assert durable(mirror, *inos) == {True}
+        assert (mirror.record(bad), mirror.metrics.replicas_corrupt) == (None, 1)
     async with area.mounted(boot_id=b"second boot") as again:
         await again.read_each(names)
         assert again.posix.reads == []
