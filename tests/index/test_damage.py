@@ -540,6 +540,26 @@ def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: s
         assert last_close(str(disk)) is LastClose.KILLED
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_after_a_sync_that_fails_nothing_counts_as_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    index = prepared(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", lambda _fd: os.stat("x" * 300))
+        with pytest.raises(IndexWriteError, match="name too long"):
+            index.environment.sync()
+    if writes:
+        known = found(index, b"known", 10)
+        assert index.nodes.node(known.ino) == known
+        assert index.environment.frozen is not None
+        index.close()
+    else:
+        with pytest.raises(IndexWriteError, match="name too long"):
+            index.close()
+    assert last_close(str(tmp_path)) is LastClose.KILLED
+
+
 def test_a_write_about_the_tiers_that_meets_the_failure_is_refused(disk: Path) -> None:
     index = prepared(disk)
     abort(disk)

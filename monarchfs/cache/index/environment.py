@@ -85,7 +85,8 @@ class Environment:
     """The open environment, and what every kind of record needs of it.
 
     Changing: ``_lmdb``, ``db`` and ``_data`` (the data file, to sync it), once, when the disk
-    fails; ``next_id`` (the lowest number that was not given out); ``_reader``.
+    fails; ``next_id`` (the lowest number that was not given out); ``_reader``; ``_unsynced``, why a
+    sync failed: the next write freezes the index.
 
     A read transaction stays open between reads (a read then costs half) and is ended before every
     write: LMDB may reuse a page only once no reader can see it.
@@ -112,6 +113,7 @@ class Environment:
         self._reader: Any = None
         self._commits = 0
         self._frozen = frozen
+        self._unsynced: str | None = None
         self._retired: list[int] = []
         self._closing = threading.Lock()
         self._is_open = True
@@ -208,6 +210,8 @@ class Environment:
         index refuses. If this raises IndexWriteError, nothing was changed.
         """
         self._end_read()
+        if self._unsynced is not None and self._frozen is None:
+            self.freeze(self._unsynced)
         while True:
             if of_tiers:
                 self.refuse_if_frozen()
@@ -319,9 +323,13 @@ class Environment:
         # mdb_env_sync does the same without writemap. But it also looks at the map, which the other
         # thread may be replacing by a larger one.
         try:
-            os.fdatasync(self._data)
+            if self._unsynced is None:
+                os.fdatasync(self._data)
         except OSError as error:
-            raise IndexWriteError(f"syncing the index failed: {error.strerror}") from error
+            # The kernel has dropped what it could not write, and the next sync would succeed.
+            self._unsynced = error.strerror
+        if self._unsynced is not None:
+            raise IndexWriteError(f"syncing the index failed: {self._unsynced}")
 
     def close(self, *, sync: bool) -> bool:
         """Wait until no other thread is in ``sync``, then close. False if it was closed before."""
