@@ -37,6 +37,9 @@ Path = str | os.PathLike[str]
 THREAD = "monarchfs hints"
 CONNECT_SECONDS = 1.0
 
+MOST_DRAWN = 1 << 24
+"""The most items of an epoch that are announced, and drawn, at once."""
+
 _PART = 1000
 """So many names are sent together. Meanwhile other threads of the job may have to wait: 1 ms."""
 
@@ -75,11 +78,13 @@ class Announced(Generic[Item]):
     def __iter__(self) -> Iterator[Item]:
         # Drawn when the first item is asked for, as by a generator: that keeps the state of random
         # number generators the same as without this.
-        if not hasattr(self._sampler, "__len__"):
+        try:
+            length = min(max(1, len(self)), MOST_DRAWN)
+        except (TypeError, NotImplementedError):  # what its sampler has none of, for example
             yield from self._sampler  # it may have no end
             return
         # Some that have a length have no end either: theirs is that of an epoch.
-        draws, length = iter(self._sampler), max(1, len(self))
+        draws = iter(self._sampler)
         while drawn := list(islice(draws, length)):
             _send((self._files[i] for i in _indices(drawn)), f"{_stream()} {id(self)}")
             yield from drawn

@@ -259,8 +259,7 @@ def _copying(view: MountView) -> Text:
 def _local(view: MountView) -> Text:
     served = view.details.get("served", {})
     opens, sizes = (
-        (number(served, f"local_{what}"), number(served, f"source_{what}"))
-        for what in ("opens", "file_bytes")
+        [number(served, f"{place}_{what}") for place in _PLACES] for what in ("opens", "file_bytes")
     )
     text = Text(f"{format_share(opens[0], sum(opens))} of {format_count(sum(opens))} opens")
     text.append(f", {format_share(sizes[0], sum(sizes))} of {format_bytes(sum(sizes))}")
@@ -389,7 +388,7 @@ def _line(view: MountView) -> str:
     text = f"{printable(report.get('mountpoint', '?'))} {printable(report.get('state', '?'))}"
     if "files" not in now or view.old_seconds >= 1:
         return text + (f": {printable(report['error'])}" if report.get("error") else "")
-    opens = [number(now, "served", f"{where}_opens") for where in ("local", "source")]
+    opens = [number(now, "served", f"{place}_opens") for place in _PLACES]
     parts = [
         f"local {format_share(opens[0], sum(opens))} of {format_count(sum(opens))} opens",
         f"resident {format_count(number(now, 'files', 'resident'))}"

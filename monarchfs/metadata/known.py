@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -52,8 +53,8 @@ class KnownMetadata:
         self.index = index
         self.freshness = freshness
         self.moved_ns = 0
-        self._confirmed: dict[int, tuple[int, int]] = {}
-        self._absent: dict[tuple[int, bytes], int] = {}
+        self._confirmed: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._absent: OrderedDict[tuple[int, bytes], int] = OrderedDict()
 
     def directory_moved(self, moved_ns: int) -> None:
         """Names that were found earlier may lead elsewhere. With ``immutable`` only those of
@@ -167,12 +168,12 @@ class KnownMetadata:
         for name in names:
             if not self.listing_has_all(parent, name):
                 while len(self._absent) >= ABSENT_KEPT:
-                    del self._absent[next(iter(self._absent))]
+                    self._absent.popitem(last=False)
                 self._absent[parent, name] = asked_ns
 
     def forget_absent(self) -> Collection[tuple[int, bytes]]:
         """What look-ups said to be absent is asked for again: directory and name of each."""
-        forgotten, self._absent = self._absent, {}
+        forgotten, self._absent = self._absent, OrderedDict()
         return forgotten
 
     def listing_confirmed_ns(self, ino: int, now_ns: int) -> int | None:
@@ -189,7 +190,7 @@ class KnownMetadata:
     def confirm_listing(self, ino: int, listing: Listing, asked_ns: int) -> None:
         """The source was asked at ``asked_ns``, and the listing still holds."""
         while len(self._confirmed) >= CONFIRMED_KEPT:
-            del self._confirmed[next(iter(self._confirmed))]
+            self._confirmed.popitem(last=False)
         self._confirmed[ino] = (listing.fetched_ns, asked_ns)
 
 

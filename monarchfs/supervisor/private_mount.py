@@ -270,13 +270,13 @@ class NamespaceDaemon:
         """Until the last lease is gone, or the mount."""
         first_by = time.monotonic() + _FIRST_LEASE_SECONDS
         while not self._leases.ended:
-            try:
-                for key, _ in self._selector.select(_TICK_SECONDS):
+            for key, _ in self._selector.select(_TICK_SECONDS):
+                try:
                     key.data()
-            except OSError as error:
-                # For want of a descriptor, say: what is due comes again.
-                log.error("%s", explained(error))
-                time.sleep(_FAILED_SECONDS)
+                except OSError as error:
+                    # For want of a descriptor, say: what is due comes again.
+                    log.error("%s", explained(error))
+                    time.sleep(_FAILED_SECONDS)
             if self._leases.unused and time.monotonic() > first_by:
                 log.info("nobody wants %s any more", self._spec.source)
                 return
@@ -524,7 +524,6 @@ class LeaseServer:
         with suppress(FileNotFoundError):
             os.unlink(path)  # of a daemon that was killed
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listeners[path] = listener
         before = os.umask(0o177)
         try:
             with short_socket_path(path) as short:
@@ -536,6 +535,7 @@ class LeaseServer:
         self._selector.register(
             listener, selectors.EVENT_READ, partial(self._on_connection, listener)
         )
+        self._listeners[path] = listener
 
     def close(self) -> None:
         """Nobody else is served."""

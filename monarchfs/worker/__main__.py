@@ -51,9 +51,10 @@ async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
                 error = explained(exc) if isinstance(exc, OSError) else str(exc)
                 error = error.replace(state_dir, bootstrap.config.state_dir)
                 await channel.send({"event": "failed", "error": error})
+                nursery.cancel_scope.cancel()
                 return 1 if passing(exc) is None else os.EX_TEMPFAIL
             nursery.start_soon(worker.listen)
-            await worker.parts.session.serve()
+            await worker.serve()
             log.info("unmounted")
             nursery.cancel_scope.cancel()
     except Exception as exc:

@@ -201,6 +201,8 @@ class Composition:
         self.warming = Warming(tree, self.xattrs, cache, jobs, nursery)
         self.scan = Scan(tree, jobs, jitter_seconds=config.prefetch_jitter_seconds)
         self.copy_idle = CopyIdle(jobs, self.scan, bootstrap.mount_ns)
+        for tier in config.tiers:
+            metrics.errors_of_tier(tier.path)
         self._kept = keep_counts(
             bootstrap.counts_fd,
             {
@@ -210,8 +212,6 @@ class Composition:
                 "lull": self.copy_idle,
             },
         )
-        for tier in config.tiers:
-            metrics.errors_of_tier(tier.path)
 
         # The job's other nodes, as long as no thread of C runs.
         if nodes is not None and spans is not None:

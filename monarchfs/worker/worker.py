@@ -61,7 +61,7 @@ class Worker:
         self._commands = Commands(parts, recordings, self._announcing)
         self._exporter = _exporter(parts, bootstrap.metrics_fd)
         self._interrupted: list[int] = []
-        self._leaving = False
+        self._leaving = self._unmounted = False
 
     async def start(self) -> None:
         """Do everything that comes before the first request. Raises OSError, MonarchError."""
@@ -125,6 +125,7 @@ class Worker:
                 case "again":
                     fuse_session.take_again()
                 case "stop":
+                    self._unmounted = True
                     break
                 case "leave":
                     self._leaving = True
@@ -180,13 +181,19 @@ class Worker:
                 return
             start(parts.scan.listed, paths)
 
+    async def serve(self) -> None:
+        """Until the kernel has no mount of it any more."""
+        await self.parts.session.serve()
+        self._unmounted = True
+
     async def close(self) -> None:
         """Store what was copied, within a bounded time."""
+        if self._unmounted:
+            self._said.clear()
         with trio.CancelScope(shield=True), trio.move_on_after(SHUTDOWN_SYNC_SECONDS):
             await self.parts.copier.suspend()
             if not self._leaving:  # else somebody waits, and the machine goes on
                 await self.parts.cache.accounts.sync()
-                self._said.clear()
         self.parts.count()
         self.parts.cache.close()
         self.parts.index.close(clean=not self._leaving)

@@ -86,16 +86,21 @@ def test_without_a_mount_it_draws_the_same(files: list[str]) -> None:
     assert not hasattr(sampler, "nothing")
 
 
-def test_a_sampler_without_an_end_is_left_alone(files: list[str]) -> None:
-    sampler = hints.announce(itertools.cycle([1, 2]), files)
-    assert list(itertools.islice(sampler, 3)) == [1, 2, 1]
-
-
 class Endless(Sampler):
     """Its length is that of an epoch."""
 
     def __iter__(self) -> Iterator[int]:
         yield from itertools.cycle([4, 2, 0, 1, 3, 3, 2, 1, 0, 4])
+
+
+def test_a_sampler_without_an_end_is_left_alone(files: list[str]) -> None:
+    class Batches(Endless):
+        def __len__(self) -> int:
+            raise TypeError("its sampler has no length")
+
+    for endless in (itertools.cycle([1, 2]), Batches()):
+        drawn = list(itertools.islice(hints.announce(endless, files), 3))
+        assert drawn in ([1, 2, 1], [4, 2, 0])
 
 
 def test_a_sampler_that_has_a_length_and_no_end_announces_each_epoch(

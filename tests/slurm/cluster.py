@@ -112,7 +112,7 @@ class Machine:
     def power_cut(self) -> None:
         if self.outer.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
-            self.outer.wait(10)
+            self.outer.wait(30)
 
 
 @dataclass
