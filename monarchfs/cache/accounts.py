@@ -145,8 +145,6 @@ class Accounts:
         """Hear when files that found no tier may find one now."""
         self.on_replaced: Listeners[[int]] = Listeners()
         """Hear of each tier whose directory is another one now, without the parts of copies."""
-        self.on_weights: Listeners[[Sequence[tuple[int, float]], bool]] = Listeners()
-        """Hear of weights (number, weight) that users gave, and whether they replace all others."""
         self.holder: ReplicaHolder = NoHolder()
         self.opened: dict[int, OpenReplica] = {}
         self.busy: dict[int, bytes] = {}
@@ -353,7 +351,6 @@ class Accounts:
     def weigh(self, weights: Sequence[tuple[int, float]], *, replace: bool) -> None:
         """Users gave these files (number, weight) weights."""
         self.handle(Weighed(weights, replace))
-        self.on_weights(weights, replace)
 
 
 class Mover:

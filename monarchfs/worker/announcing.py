@@ -1,29 +1,37 @@
-"""The command ``order``: a list of files behind a request, as long as it may be."""
+"""What jobs say of their files: the command ``order``, a list of files behind a request, as long as
+it may be; and weights. Later workers of the mount are told what is kept of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import trio
 
+from monarchfs.cache.accounts import Accounts
 from monarchfs.control import messages
 from monarchfs.control.peers import peer_pid
 from monarchfs.prefetch.window import MOST_NAME_BYTES, Window
 from monarchfs.system.process_stat import start_ticks
 from monarchfs.system.threads import run_sync
-from monarchfs.types import OperationError
+from monarchfs.types import EvictionPolicy, OperationError
 from monarchfs.worker.kept_hints import KeptHints, KeptOrder
 
 SECONDS = 60.0
 """A client that needs longer for its list is sent away."""
 
+WEIGHED_AT_ONCE = 2000
+"""So many kept weights are taken up without a checkpoint: some milliseconds."""
+
 
 class Announcing:
-    """Constant: the window, None in safe mode; what keeps orders for later workers."""
+    """Constant: the window, None in safe mode; what weighs files; what keeps all of it for later
+    workers."""
 
-    def __init__(self, window: Window | None, said: KeptHints) -> None:
+    def __init__(self, window: Window | None, accounts: Accounts, said: KeptHints) -> None:
         self._window = window
+        self._accounts = accounts
         self._said = said
         self._one_at_a_time = trio.Lock()
         if window is not None:
@@ -67,3 +75,22 @@ class Announcing:
                 )
                 # That has dropped it first.
                 await run_sync(self._said.keep_order, order)
+
+    async def weigh(self, weights: Sequence[tuple[int, float]], *, replace: bool) -> None:
+        """Users gave these files (number, weight) weights; ``replace``: others have none now."""
+        async with self._one_at_a_time:
+            self._accounts.weigh(weights, replace=replace)
+            await run_sync(self._said.keep_weights, weights, replace)
+
+    async def resume_weights(self) -> None:
+        """As an earlier worker had them. There may be millions; in safe mode there are no tiers."""
+        if self._accounts.eviction is not EvictionPolicy.WEIGHTED or not self._accounts.tiers:
+            return
+        async with self._one_at_a_time:
+            if (weights := await run_sync(self._said.weights)) is None:
+                return
+            self._accounts.weigh([], replace=True)
+            left = iter(weights.items())
+            while part := list(islice(left, WEIGHED_AT_ONCE)):
+                self._accounts.weigh(part, replace=False)
+                await trio.lowlevel.checkpoint()

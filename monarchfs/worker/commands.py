@@ -74,6 +74,7 @@ class Commands:
             parts.source,
             parts.metrics,
         )
+        self._announcing = announcing
         self._talks: dict[str, Talk] = {"record": recordings.answer, "order": announcing.answer}
         """The commands that tell of themselves, and may hear more than the request."""
         self._files = NamedFiles(parts.tree, parts.finder)
@@ -183,7 +184,7 @@ class Commands:
         found = [(node.ino, weight) for node, weight in pairs if node is not None]
         unknown = [path for path, node in zip(paths, nodes, strict=True) if node is None]
         # At once, so that a job is never weighed by half of a request.
-        self._cache.accounts.weigh(found, replace=request.get("replace") is True)
+        await self._announcing.weigh(found, replace=request.get("replace") is True)
         first = unknown[0] if unknown else ""
         return {"files": len(found), "unknown": len(unknown), "first_unknown": first}
 

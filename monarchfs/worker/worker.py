@@ -56,7 +56,8 @@ class Worker:
         self._nursery = nursery
         self._log_filter = log_filter
         self._said = KeptHints(f"/proc/self/fd/{bootstrap.state_fd}", bootstrap.mount_ns)
-        self._announcing = Announcing(parts.window if parts.relays else None, self._said)
+        window = parts.window if parts.relays else None
+        self._announcing = Announcing(window, parts.cache.accounts, self._said)
         recordings = Recordings(fuse_session.hooks, parts)
         self._commands = Commands(parts, recordings, self._announcing)
         self._exporter = _exporter(parts, bootstrap.metrics_fd)
@@ -137,9 +138,7 @@ class Worker:
     async def _begin_background(self) -> None:
         parts, start = self.parts, self._nursery.start_soon
         config = parts.config
-        if (weights := self._said.weights()) is not None:
-            parts.cache.accounts.weigh(list(weights.items()), replace=True)
-        parts.cache.accounts.on_weights.add(self._said.keep_weights)
+        start(self._announcing.resume_weights)
         start(parts.kernel.run)
         start(parts.passthrough.run)
         start(parts.relay.run)

@@ -26,7 +26,7 @@ from monarchfs.prefetch.window import IDLE_SECONDS, LOOK_SECONDS, Window
 from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.system.listeners import Listeners
 from monarchfs.system.process_stat import start_ticks
-from monarchfs.types import Node, OperationError, SourceStat
+from monarchfs.types import EvictionPolicy, Node, OperationError, SourceStat
 from monarchfs.worker import kept_hints as module
 from monarchfs.worker.announcing import Announcing
 from monarchfs.worker.kept_hints import DIRECTORY, KeptHints, KeptOrder
@@ -353,7 +353,14 @@ def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path
     said.keep_order(KeptOrder("other", b"b", os.getpid(), lives + 1))
     said.keep_order(KeptOrder("living", b"c\0d", os.getpid(), lives))
     said.keep_order(KeptOrder("unknown", b"e", 0, None))  # of another pid namespace
-    trio.run(Announcing(orders, said).resume)
+    said.keep_weights([(n, n / 2) for n in range(5000)], replace=True)
+    accounts = Mock(eviction=EvictionPolicy.WEIGHTED)
+    announcing = Announcing(orders, accounts, said)
+    trio.run(announcing.resume_weights)
+    weighed = [(*call.args, call.kwargs["replace"]) for call in accounts.weigh.call_args_list]
+    assert [pair for part, _ in weighed for pair in part] == [(n, n / 2) for n in range(5000)]
+    assert [replace for _, replace in weighed] == [True, False, False, False]
+    trio.run(announcing.resume)
     assert all(call.kwargs == {"begun": True} for call in orders.announce.call_args_list)
     calls = [call.args for call in orders.announce.call_args_list]
     assert [(stream, names, Order(names, *who).exited) for stream, names, *who in calls] == [
