@@ -41,6 +41,9 @@ LOST = 0.5
 MOST_SEARCHES = 2
 """How often the readers' place in an order is looked for, unless LAG files agreed since."""
 
+MOST_STRAYS = 1 << 14
+"""The most opens of other files until one of them is looked for in the order."""
+
 DESERTED_SECONDS = 10.0
 """If who announced an order has exited, it is suspended when no open agreed with it for so long."""
 
@@ -53,8 +56,9 @@ class Order:
     fetched yet (``_next``), and those that were (``fetched``); the places that were
     read (``_read``), and the last of them; how many bytes may be ahead of readers (``_allowed``);
     how far opens agree with the order, whether the last one did (``_agreed_last``), and when one
-    did last (``agreed_at``; infinite before the first); ``suspended``, whether nothing is fetched
-    until one does again.
+    did last (``agreed_at``; infinite before the first); how many did not since a search
+    (``_strays``), and how many may not before the next one (``_patience``); ``suspended``, whether
+    nothing is fetched until one does again.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Order:
         self._agreed_last = False
         self._agreement = LOST if begun else 1.0
         self._searches = self._since_search = 0
+        self._strays = self._patience = 0
 
     @property
     def exited(self) -> bool:
@@ -199,7 +204,8 @@ class Order:
         self._take_out(ino)
         self._agreed_last = False
         self._agreement -= SHARE * self._agreement
-        return self._agreement < LOST
+        self._strays += 1
+        return self._agreement < LOST and self._strays > self._patience
 
     def _take_out(self, ino: int) -> int:
         """It is not expected any more. Its place; 0 if it was not before."""
@@ -270,7 +276,11 @@ class Order:
         if (at := self._names.find(b"\0%s\0" % name)) < 0:
             name = b"/%d" % ino
             if (at := self._names.find(b"\0%s\0" % name)) < 0:
-                return True  # somebody else reads it
+                # Somebody else reads it, and goes on: a search in a long list takes a while.
+                self._patience = min(2 * self._strays, MOST_STRAYS)
+                self._strays = 0
+                return True
+        self._strays = self._patience = 0
         self._searches += 1
         if self._searches > MOST_SEARCHES:
             return False

@@ -160,6 +160,15 @@ def test_files_that_others_read_do_not_end_an_order() -> None:
     assert reading.order.ended
 
 
+def test_opens_of_other_files_are_looked_for_ever_more_rarely() -> None:
+    order, searches = order_of(range(100)), 0
+    for number in range(1000, 41000):
+        if order.strayed(1000 + number):
+            searches += 1
+            assert order.seek(b"%d" % number, 1000 + number)
+    assert 5 < searches < 15
+
+
 def test_what_nobody_opens_is_given_up_when_readers_are_far() -> None:
     numbers = list(range(3 * LAG))
     reading = Reading(order_of(numbers), set())
