@@ -80,7 +80,7 @@ class Announced(Generic[Item]):
         # number generators the same as without this.
         try:
             length = min(max(1, len(self)), MOST_DRAWN)
-        except (TypeError, NotImplementedError):  # what its sampler has none of, for example
+        except (TypeError, NotImplementedError):  # also of a batch sampler over one without
             yield from self._sampler  # it may have no end
             return
         # Some that have a length have no end either: theirs is that of an epoch.

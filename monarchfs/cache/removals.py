@@ -119,8 +119,7 @@ class Removals:
         self._nursery.start_soon(self._remove, items, removal, opened, kept)
 
     def _closed(self, ino: int, record: Replica) -> None:
-        if (ino, record) in self._open:
-            self._open.remove((ino, record))
+        if self._forget_open((ino, record)):
             self._handle(Dropped(ino, record.tier, record.allocated_bytes))
             self.start(ino, record)
 
@@ -147,11 +146,8 @@ class Removals:
             for item in items:
                 if opened is None:
                     self._handle(EvictionFailed(item[0], tier.id))
-                elif item in self._open:
-                    self._open.remove(item)
-                else:
-                    continue
-                self._stuck.append(item)
+                if opened is None or self._forget_open(item):
+                    self._stuck.append(item)
         else:
             for ino, record in items:
                 if not record.segment:
@@ -185,10 +181,16 @@ class Removals:
                 await closed.wait()
 
     def _files_removed(self, ino: int, record: Replica) -> None:
-        if (ino, record) in self._open:
-            self._open.remove((ino, record))
+        if self._forget_open((ino, record)):
             self._handle(Dropped(ino, record.tier, record.allocated_bytes))
             self._handle(Evicted(ino, record.tier))
+
+    def _forget_open(self, item: Item) -> bool:
+        """It does not count as open any more. False if it did not: its directory is gone."""
+        counted = item in self._open
+        if counted:
+            self._open.remove(item)
+        return counted
 
     def gone(self, tier_id: int, name: bytes) -> None:
         """No file of that name is in the tier any more."""

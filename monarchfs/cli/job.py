@@ -131,15 +131,11 @@ def _site(arguments: argparse.Namespace) -> tuple[Site, bool]:
     one by which the last job was begun: what jobs have is still to be taken back."""
     path, directory = arguments.config, os.path.join(Site().run_dir, "config")
     kept = os.path.join(directory, (path or SITE_FILE).replace("/", "%"))
-    wrong = None
+    content, wrong = None, None
     try:
         content = site_content(path)
         site = parse_site(content, path)
-        if content is not None and arguments.what in ("begin", "prolog"):
-            make_directory(os.path.dirname(directory), 0o711)
-            make_directory(directory, 0o700)
-            write_text(kept, os.fsdecode(content))
-    except (MonarchError, OSError) as error:
+    except MonarchError as error:
         wrong = error
         try:
             site = parse_site(read_trusted(kept), path)
@@ -148,6 +144,14 @@ def _site(arguments: argparse.Namespace) -> tuple[Site, bool]:
     _log_to(site.log_file, arguments.what)
     if wrong is not None:
         log.error("no job gets a mount: %s", wrong)
+    elif content is not None and arguments.what in ("begin", "prolog"):
+        try:
+            if read_trusted(kept) != content:
+                make_directory(os.path.dirname(directory), 0o711)
+                make_directory(directory, 0o700)
+                write_text(kept, os.fsdecode(content))
+        except (MonarchError, OSError) as error:
+            log.warning("the configuration is not kept for epilogs: %s", error)
     return site, wrong is None
 
 

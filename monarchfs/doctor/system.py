@@ -15,6 +15,7 @@ import select
 import stat
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import Any
 
@@ -326,6 +327,10 @@ def judge_memory(room: MemoryHeadroom, huge: str) -> Check:
     return ok("memory", detail, **numbers)
 
 
+def _allow_other(is_root: bool) -> list[Check]:
+    return [judge_allow_other(_contents(FUSE_CONF), _contents("/proc/mounts"), is_root=is_root)]
+
+
 def _checked(result: int, doing: str) -> None:
     if result != 0:
         raise OperationError(f"may not {doing}: {os.strerror(ctypes.get_errno())}")
@@ -334,12 +339,11 @@ def _checked(result: int, doing: str) -> None:
 def probes(user: User) -> Sequence[tuple[str, float, Probe]]:
     """(name, seconds, probe) of each."""
     is_root = os.geteuid() == 0
-    allowing = (_contents(FUSE_CONF), _contents("/proc/mounts"))
     return (
         ("kernel", 2.0, lambda: [judge_kernel(platform.release())]),
         ("device", 5.0, device),
         ("fusermount3", 7.0, fusermount),
-        ("allow_other", 2.0, lambda: [judge_allow_other(*allowing, is_root=is_root)]),
+        ("allow_other", 2.0, partial(_allow_other, is_root)),
         ("mount", 10.0, kernel_offers),
         ("worker", _WORKER_SECONDS + 2, lambda: worker(user)),
         ("descriptors", 2.0, lambda: [judge_descriptors(getrlimit(RLIMIT_NOFILE)[1])]),

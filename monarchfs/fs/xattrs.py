@@ -261,10 +261,10 @@ class Xattrs:
         """What ``ask`` answers for the version that ``ino`` stands for, and whether that can be
         remembered. Of another version, what the source says now; ``strict``: OSError ESTALE."""
         asked_ns, node = time.time_ns(), self._index.nodes.node(ino)
-        is_file = node is not None and not node.stat.is_directory
-        with self._tree.recorder.estale_if_replaced(node.parent if node and is_file else ino):
+        file = None if node is None or node.stat.is_directory else node
+        with self._tree.recorder.estale_if_replaced(ino if file is None else file.parent):
             try:
-                answer = await ask(node.stat.version if node and is_file else None)
+                answer = await ask(None if file is None else file.stat.version)
             except DirectoryChanged:
                 raise
             except SourceChanged as exc:

@@ -370,12 +370,10 @@ class PosixSource:
             try:
                 yield _proc_path(fd, name)
             finally:
-                if version is not None and self._version(fd, name) != version:
-                    raise SourceChanged("it changed before it was asked about")
-
-    def _version(self, dir_fd: int, name: bytes) -> SourceVersion:
-        st = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-        return SourceStat.of(st, self.device).version
+                if version is not None:
+                    now = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                    if SourceStat.of(now, self.device).version != version:
+                        raise SourceChanged("it changed before it was asked about")
 
     def statvfs(self) -> os.statvfs_result:
         return os.fstatvfs(self._root_fd)

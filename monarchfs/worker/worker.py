@@ -138,16 +138,17 @@ class Worker:
     async def _begin_background(self) -> None:
         parts, start = self.parts, self._nursery.start_soon
         config = parts.config
-        start(self._announcing.resume_weights)
         start(parts.kernel.run)
         start(parts.passthrough.run)
         start(parts.relay.run)
         start(parts.relay.walk)
+        start(parts.answerer.handleless.run)
+        # Before copies take the room of what is to stay.
+        await self._announcing.resume_weights()
         if parts.relay.misses is not None:
             start(parts.small_files.run)
             start(parts.window.run)
             start(self._announcing.resume)
-        start(parts.answerer.handleless.run)
         start(parts.copier.run)
         start(parts.cache.watch)
         start(parts.cache.accounts.sync_loop)

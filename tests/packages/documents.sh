@@ -5,7 +5,7 @@ programs=$1 repository=$2
 
 files=/lustre/imagenet/train/n01440764
 mkdir -p $files /lustre/photos/a /lustre/data /lustre/scratch/alice /mnt/lustre2 /mnt/photos /mnt/imagenet /scratch /local \
-    /root/work
+    /root/job
 for number in $(seq 10026 10060); do head -c $((number * 3)) /dev/urandom >"$files/n01440764_$number.JPEG"; done
 for file in $files/*; do cp "$file" "/lustre/photos/a/$(basename "$file" .JPEG).jpg"; done
 truncate -s 29M /lustre/photos/embeddings.bin
@@ -69,7 +69,7 @@ install_releases() {
                 chmod 755 "$place/bin/$program"
             done
         fi
-        tar -cz -C /opt -f "/root/work/${place#/opt/}.tar.gz" "${place#/opt/}"
+        tar -cz -C /opt -f "/root/job/${place#/opt/}.tar.gz" "${place#/opt/}"
     done
 }
 
@@ -91,8 +91,8 @@ block() {
     done
     ! grep -q '^ln -s' /tmp/block || rm /usr/local/bin/monarchfs /sbin/mount.monarchfs
     printf 'import os, sys\n[open(os.path.join(at, name), "rb").read() for path in sys.argv[1:] %s]\n' \
-        'for at, _, names in os.walk(path) for name in names' >/root/work/train.py
-    (cd /root/work && timeout -k 1 60 bash -e -u -o pipefail /tmp/block) || failed="$failed, $1"
+        'for at, _, names in os.walk(path) for name in names' >/root/job/train.py
+    (cd /root/job && timeout -k 1 60 bash -e -u -o pipefail /tmp/block) || failed="$failed, $1"
     for dataset in photos imagenet; do
         ! mountpoint -q /mnt/$dataset || /opt/monarchfs/bin/monarchfs umount /mnt/$dataset
     done

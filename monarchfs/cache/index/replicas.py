@@ -103,22 +103,24 @@ class Replicas:
     def all(self) -> Iterator[tuple[int, Replica]]:
         """All that count, by rising inode number. Records may change meanwhile: each is seen as it
         is when it is reached."""
-        start = b""
-        while rows := self._env.rows(self._env.db.replicas, start, b"", _BATCH):
+        for rows in self._batches(_BATCH):
             for key, value in rows:
-                if replica_counts(value, self._boot):
-                    yield int.from_bytes(key, "big"), unpack_replica(value)
-            start = rows[-1][0] + b"\0"
+                yield int.from_bytes(key, "big"), unpack_replica(value)
 
     def not_durable(self) -> Iterator[list[tuple[int, Replica]]]:
         """Those of ``all`` that are not durable, a batch at a time, which may be empty."""
-        start = b""
-        while rows := self._env.rows(self._env.db.replicas, start, b"", _SWEEP):
+        for rows in self._batches(_SWEEP):
             yield [
                 (int.from_bytes(key, "big"), unpack_replica(value))
                 for key, value in rows
-                if not value[0] and replica_counts(value, self._boot)
+                if not value[0]
             ]
+
+    def _batches(self, rows_each: int) -> Iterator[list[tuple[bytes, bytes]]]:
+        """The rows of ``all``, by so many that are looked at."""
+        start = b""
+        while rows := self._env.rows(self._env.db.replicas, start, b"", rows_each):
+            yield [row for row in rows if replica_counts(row[1], self._boot)]
             start = rows[-1][0] + b"\0"
 
     def names(self, tier: int, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, int]]:
