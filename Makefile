@@ -14,7 +14,7 @@ SIDE_BY_SIDE := --numprocesses=logical --maxprocesses=6 --dist=loadfile
 
 # To build and to mount; then what the tests compare with and look through.
 PACKAGES := gcc libc6-dev libfuse3-dev libxxhash-dev libcurl4-openssl-dev pkg-config python3-dev python3-venv fuse3 mount util-linux \
-	bindfs attr acl strace procps nginx-light
+	bindfs attr acl strace procps nginx-light openssl
 
 .PHONY: help setup packages bench-packages demo test test-full test-fuzz test-mutants test-kernels coverage trace check bench bench-full frameworks \
 	frameworks-or-not bench-packages-or-not cluster docs man install-system system-files bundle deb rpm wheelhouse clean

@@ -31,6 +31,7 @@ PROFILE = Profile("shared", 150 * MB, 1e-3, 1e-3)
 ALONE, APART, SHARED = "source alone", "mounts of their own", "sharing"
 COPIED = "sharing, --prefetch all"
 PARTED = "sharing, --share partition"
+ENCRYPTED = "sharing, --peer-tls"
 TOO_MANY = "small files, 2.2 x a node's tier"
 TOO_LARGE = "large files, 2.2 x a node's tier"
 BLOCK = 4096
@@ -61,10 +62,11 @@ class Dataset:
 
 
 def datasets(quick: bool) -> list[Dataset]:
+    every = (ALONE, APART, SHARED, ENCRYPTED, COPIED)
     return [
-        Dataset("small files", 600 if quick else 3000, 110_000, (ALONE, APART, SHARED)),
+        Dataset("small files", 600 if quick else 3000, 110_000, every[:-1]),
         Dataset(TOO_MANY, 600 if quick else 3000, 110_000, (APART, SHARED, PARTED), 3, 2.2),
-        Dataset("large files", 6 if quick else 12, 64 << 20, (ALONE, APART, SHARED, COPIED)),
+        Dataset("large files", 6 if quick else 12, 64 << 20, every),
         Dataset(TOO_LARGE, 96, 4 << 20, (APART, SHARED, PARTED), 3, 2.2),
     ]
 
@@ -150,7 +152,11 @@ def measure(arm: str, task: Task, data: Path, dataset: Dataset, pool: Pool) -> F
         mounts: list[Mount] = []
         if arm is not ALONE:
             options = [()] * NODES if arm is APART else sharing_options(place)
-            more = {COPIED: ("--prefetch", "all"), PARTED: ("--share", "partition")}.get(arm, ())
+            more = {
+                COPIED: ("--prefetch", "all"),
+                PARTED: ("--share", "partition"),
+                ENCRYPTED: ("--peer-tls",),
+            }.get(arm, ())
             for node in range(NODES):
                 words = ("--freshness", "immutable", *more, *options[node])
                 mount = Mount(source, place / f"n{node}", *words, size=dataset.tier)

@@ -84,7 +84,7 @@ class Site:
     nice: int = 5
     peer_key: str | None = None
     peer_ports: tuple[int, int] = (21000, 23999)
-    peer_tls: bool = False
+    peer_tls: bool = True
     record_bytes: int = 0
     report_dir: str = "/var/log/monarchfs/jobs"
     log_file: str | None = "/var/log/monarchfs/slurm.log"

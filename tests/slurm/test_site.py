@@ -238,6 +238,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     key.write_bytes(os.urandom(64))
     key.chmod(0o400)
     monkeypatch.setattr(peers, "find_nginx", lambda: "/usr/sbin/nginx")
+    monkeypatch.setattr(peers, "find_openssl", lambda: "/usr/bin/openssl")
     monkeypatch.setattr(peers, "address_of", lambda _node, _seconds: "10.0.0.2")
     return Site(peer_key=str(key))
 
@@ -249,6 +250,7 @@ def test_a_job_on_several_nodes_shares(site: Site) -> None:
         "peer_name": "n02",
         "peer_port": port_of(site, KEY),
         "peer_key": site.peer_key,
+        "peer_tls": True,
     }
 
 
@@ -302,6 +304,7 @@ def test_without_a_key_or_another_node_nothing_is_said(
 
 CANNOT: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "nginx is not installed": lambda patch: patch.setattr(peers, "find_nginx", lambda: None),
+    "peer_tls needs openssl": lambda patch: patch.setattr(peers, "find_openssl", lambda: None),
     "_replicas": lambda patch: patch.setitem(sys.modules, "monarchfs.peers._replicas", None),
     "n02 is 127.0.1.1 on this node: see /etc/hosts": lambda patch: patch.setattr(
         peers, "address_of", lambda _node, _seconds: "127.0.1.1"
@@ -454,6 +457,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = execute(
         ["make", "-s", "install-system", *words, f"BUILD={root}/build", f"PAGES={root}/man"],
         cwd=REPOSITORY,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert ("no Slurm headers" in done.stdout) is not HEADER.exists()
