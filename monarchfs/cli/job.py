@@ -32,9 +32,11 @@ log = logging.getLogger(__name__)
 
 def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Returns 0, whatever happened. Raises UsageError where this is not run by root, or does not
-    say which job it is."""
+    say which job it is, and for ``check`` as `read_site`."""
     from monarchfs.slurm import epilog, prolog, recordings
 
+    if arguments.what == "check":
+        return _check(arguments)
     if os.geteuid() != 0:
         raise UsageError(
             "this is for root, in prolog and epilog: in a job, write monarchfs run SOURCE --"
@@ -84,6 +86,23 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
             environment = prolog.environment_without_mount(site, job, why)
         lines = prolog.environment_lines(environment, by_slurm=False)
         show_result(arguments, {"job": job.id, "environment": environment}, lines.splitlines())
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    path, site = arguments.config or SITE_FILE, read_site(arguments.config)
+    roots = sorted({root for one in site.allow for root in one.roots})
+    given = [request.path for _who, request in site.given]
+    tiers = [tier.path for tier in site.tiers]
+    found = {"config": path, "roots": roots, "datasets": given, "tiers": tiers}
+    below = ", ".join(roots) or "nothing: there are no roots"
+    lines = [
+        f"{path}: {'right' if os.path.lexists(path) else 'not there'}",
+        f"jobs may ask for datasets below: {below}",
+        *(f"jobs get without asking: {path}" for path in given),
+        f"tiers: {', '.join(tiers)}",
+    ]
+    show_result(arguments, found, map(printable, lines))
     return 0
 
 

@@ -315,7 +315,7 @@ def _add_site(commands: _Commands) -> None:
 
     summary = "mount datasets for the jobs of a batch system (called by its prolog)"
     parser = _add_command(commands, "job", summary, json=True)
-    stages = ("prolog", "epilog", "begin", "end", "sweep", "record")
+    stages = ("prolog", "epilog", "begin", "end", "sweep", "record", "check")
     parser.add("what", ", ".join(stages), choices=stages)
     parser.add("--job ID", "for begin and end: the job's number or name")
     parser.add("--user USER", "for begin: whose job it is, by name or number")
@@ -645,12 +645,14 @@ others. Stays in the foreground.""",
   monarchfs job begin --job 123.server --user alice --dataset /lustre/imagenet:prefetch=all
   monarchfs job end --job 123.server
   monarchfs job sweep
+  monarchfs job check         (after a change of the site's configuration)
 
 prolog mounts the datasets of the job that SLURM_JOB_ID and related variables describe. epilog
 removes the job, unmounts what no job uses any more, and writes the job's report. begin and end are
 the same for other batch systems; begin prints lines for the job's shell, export NAME=VALUE. sweep
 does what an earlier epilog had to postpone. record, which a prolog starts where the site wants it,
-records a mount until its job's epilog.
+records a mount until its job's epilog. check says what is wrong with the site's configuration, or
+what jobs may have by it.
 
 Each takes a limited time and exits with 0, except for wrong usage. The log says what went wrong:
 see docs/SLURM.md and docs/BATCH.md.""",

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from monarchfs.cli.main import main
 from monarchfs.config.settings import from_mount_options
 from monarchfs.slurm import peers, prolog
 from monarchfs.slurm.job import (
@@ -355,7 +356,7 @@ def test_without_a_file_no_job_may_ask_for_anything(tmp_path: Path) -> None:
 
 
 @requires_root
-def test_the_example(tmp_path: Path) -> None:
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "site.toml"
     path.write_bytes(EXAMPLE.read_bytes())
     path.chmod(0o644)
@@ -371,6 +372,11 @@ def test_the_example(tmp_path: Path) -> None:
     assert site.given_to(job_of(partition="gpu")) == [
         Request("/lustre/data/imagenet", "IMAGENET", (("prefetch", "all"),))
     ]
+    assert main(["job", "check", "--config", str(path)]) == 0
+    assert capsys.readouterr().out == (
+        f"{path}: right\njobs may ask for datasets below: /lustre/data, /lustre/projects/genomics\n"
+        "jobs get without asking: /lustre/data/imagenet\ntiers: /local/monarchfs\n"
+    )
 
 
 def test_all_that_is_named_must_fit() -> None:
