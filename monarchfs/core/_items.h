@@ -1,11 +1,12 @@
-/* Hash tables of numbered items. A table's items lie in one array. The place of an item that was dropped is given
- * to the next one, and memory that was never used costs nothing. Not thread-safe. */
+/* Hash tables of numbered items. A table's items lie in one array, which moves when it grows: a pointer to an item is
+ * good until the next items_make. The place of an item that was dropped is given to the next one. Not
+ * thread-safe. */
 #ifndef MONARCHFS_ITEMS_H
 #define MONARCHFS_ITEMS_H
 
 #include <stdint.h>
 
-#define ITEM_BUCKETS (1U << 16)
+#define ITEM_BUCKETS (1U << 18)
 
 /* What each item begins with. */
 struct item {
@@ -20,6 +21,7 @@ struct items {
 	uint32_t most;
 	/* Changing. */
 	unsigned char *array; /* NULL: none yet */
+	uint32_t room; /* items in the array */
 	uint32_t used, dropped;
 	uint32_t buckets[ITEM_BUCKETS];
 };
@@ -27,7 +29,7 @@ struct items {
 /* NULL: there is none. */
 void *items_find(const struct items *items, uint64_t number);
 
-/* The item with that number, a new one of zeros if there was none. NULL: there are too many. */
+/* The item with that number, a new one of zeros if there was none. NULL: there are too many, or there is no memory. */
 void *items_make(struct items *items, uint64_t number);
 
 void items_drop(struct items *items, void *item);

@@ -194,6 +194,7 @@ TELLS_NUMBER(resident_stop)
 ASKS_OF_NUMBER(resident_retire, bool_of)
 ASKS_OF_NUMBER(resident_reading, bool_of)
 ASKS_OF_NUMBER(resident_has, bool_of)
+ASKS(resident_full, bool_of)
 ASKS_OF_NUMBER(resident_used, bool_of)
 ASKS_OF_NUMBER(resident_seen, bool_of)
 
@@ -333,6 +334,7 @@ PyMethodDef known_methods[] = {
 	METHOD(resident_retire, METH_O),
 	METHOD(resident_reading, METH_O),
 	METHOD(resident_has, METH_O),
+	METHOD(resident_full, METH_NOARGS),
 	METHOD(resident_used, METH_O),
 	METHOD(resident_seen, METH_O),
 	METHOD(resident_opened, METH_NOARGS),

@@ -378,6 +378,14 @@ bool resident_has(uint64_t ino)
 	return file_now(ino).resident;
 }
 
+bool resident_full(void)
+{
+	pthread_mutex_lock(&lock);
+	bool full = resident_total == MOST_RESIDENT;
+	pthread_mutex_unlock(&lock);
+	return full;
+}
+
 bool resident_used(uint64_t ino)
 {
 	return use_now(ino).item.count;

@@ -17,8 +17,10 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* The limit of replicas; Python serves any others. */
-#define MOST_RESIDENT 1000000
+/* The limit of replicas; Python serves any others. A test has a lower one. */
+#ifndef MOST_RESIDENT
+#define MOST_RESIDENT ((1 << 22) - 1)
+#endif
 #define ALWAYS INT64_MAX
 
 struct replica {
@@ -77,6 +79,9 @@ bool resident_reading(uint64_t ino);
 
 /* Whether the threads may read it. */
 bool resident_has(uint64_t ino);
+
+/* Whether there is no room for another one. */
+bool resident_full(void);
 
 /* Count a use of `ino`, and the end of one; whether there is any. An open is a use. */
 void resident_use(uint64_t ino);

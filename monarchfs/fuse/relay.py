@@ -265,12 +265,14 @@ class Relay:
         hooks.waiting_leave_older(time.monotonic_ns() - LONG_NS, most)
 
     async def walk(self) -> None:
-        """Offer what is resident already."""
+        """Offer what is resident already, as long as there is room."""
         if self._files is None:
             return
         for count, (ino, record) in enumerate(self._files.cache.index.replicas.all(), 1):
             if record.state is ReplicaState.RESIDENT and not hooks.resident_has(ino):
                 self.offer(ino)
+            if hooks.resident_full():
+                return
             if count % WALK_BATCH == 0:
                 await trio.sleep(WALK_SECONDS)
 

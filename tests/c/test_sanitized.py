@@ -100,7 +100,7 @@ def test_all_threads_at_once(run: Run, tier: Path, sanitized: str) -> None:
 
 def test_the_table_of_resident_files(run: Run, tier: Path) -> None:
     """It answers what a plain one would, and takes as many files as it should, again and again."""
-    flags = ("-fsanitize=address,undefined",)
+    flags = ("-fsanitize=address,undefined", "-DMOST_RESIDENT=200000")
     run("residents", tier, 10 * REQUESTS, parts=MEMORY, flags=flags)
 
 

@@ -241,6 +241,20 @@ async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
         assert relay.offer(ino) == (how != "frozen index")
 
 
+async def test_threads_are_offered_files_until_they_take_no_more(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with files.mounted() as mirror:
+        await read_all(mirror, "012")
+        relay = Relay(free_opens=False)
+        relay._files, relay._tiers = mirror.files, {mirror.tier.id: 0}
+        put = Mock(return_value=True)
+        monkeypatch.setattr(session.hooks, "resident_put", put)
+        monkeypatch.setattr(session.hooks, "resident_full", lambda: put.call_count == 2)
+        await relay.walk()
+        assert put.call_count == 2
+
+
 @pytest.mark.parametrize("shares", [True, False])
 async def test_a_corrupt_replica_does_not_move(files: Area, shares: bool) -> None:
     async with files.mounted([ROOM // 4, ALL_ROOM], shares=shares) as mirror:
