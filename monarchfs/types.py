@@ -241,8 +241,9 @@ class Replica(NamedTuple):
     was, so that it counts after a reboot. ``checksum`` (64 bits, see ``cache.store.checksum``) is a
     complete replica's. ``chunk_bytes``, ``present`` (one byte a chunk, 1 where it is there) and
     ``digests`` (8 bytes a block, see ``store.checksum``) describe a partial replica; they are 0 and
-    empty for others. ``segment`` (64 bits; 0: the replica is a file of its own) and ``offset`` in
-    bytes say where a complete replica lies that shares a file with others (``store.segments``).
+    empty for others. The index gives the latter two only to who asks for them (``Replicas.part``).
+    ``segment`` (64 bits; 0: the replica is a file of its own) and ``offset`` in bytes say where a
+    complete replica lies that shares a file with others (``store.segments``).
     """
 
     tier: int
@@ -258,11 +259,6 @@ class Replica(NamedTuple):
     digests: bytes = b""
     segment: int = 0
     offset: int = 0
-
-    @property
-    def present_bytes(self) -> int:
-        """How much of the file a partial replica has."""
-        return min(self.size, self.present.count(1) * self.chunk_bytes)
 
     @classmethod
     def found(cls, tier: int, file: TierFile) -> Replica:

@@ -367,11 +367,7 @@ class TierCheck:
         partial_rows: list[Row] = []
         for fan_out in range(FAN_OUTS):
             rows = [row for row in self._rows(bytes([fan_out])) if not row[2].segment]
-            partial_rows += [
-                (name, ino, record._replace(present=b"", digests=b""))
-                for name, ino, record in rows
-                if record.state is ReplicaState.PARTIAL
-            ]
+            partial_rows += [row for row in rows if row[2].state is ReplicaState.PARTIAL]
             self._check_fan_out(rows, self._tier.files.complete(fan_out), to_read)
             if not to_read:
                 self._report.progress(f"comparing {self._tier.path}", fan_out + 1, FAN_OUTS)
@@ -511,8 +507,8 @@ class TierCheck:
 
     def _handle_part(self, finding: Finding) -> None:
         if isinstance(finding, comparison.WrongBlocks):
-            # The slim row has lost the map of what is there.
-            record = self._index.replicas.replica(finding.ino)
+            # With the map of what is there.
+            record = self._index.replicas.part(finding.ino)
             if record is None:
                 return
             finding = comparison.WrongBlocks(finding.ino, record, finding.allocated_bytes)

@@ -97,7 +97,7 @@ class Reconciliation:
     def _kept_part(self, tier: Tier, name: bytes) -> bool:
         """Whether the file is a part whose progress was recorded; its blocks are counted anew."""
         ino = self._index.replicas.owner(tier.id, name)
-        record = None if ino is None else self._index.replicas.replica(ino)
+        record = None if ino is None else self._index.replicas.part(ino)
         if ino is None or record is None or record.state is not ReplicaState.PARTIAL:
             return False
         part = next((part for part in tier.files.parts() if part.name == name), None)
@@ -257,15 +257,14 @@ class Reconciliation:
         self._index.replicas.file_gone(record.tier, record.name)
 
     def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
-        """The records of files of a fan-out directory, without the maps of what is there of partial
-        ones."""
+        """The records of files of a fan-out directory."""
         rows: list[Row] = []
         after = b""
         while names := self._index.replicas.names(tier.id, prefix, after, 1024):
             for name, ino in names:
                 record = self._index.replicas.replica(ino)
                 if record is not None and not record.segment:
-                    rows.append((name, ino, record._replace(present=b"", digests=b"")))
+                    rows.append((name, ino, record))
             after = names[-1][0]
         return rows
 
@@ -292,7 +291,7 @@ class Reconciliation:
                     self._removed[tier.id] += 1
                     await self._threads.run(tier.files.remove, file.name, file.checksum)
                 case found.WrongBlocks(ino=ino, allocated_bytes=allocated):
-                    if (record := self._index.replicas.replica(ino)) is not None:
+                    if (record := self._index.replicas.part(ino)) is not None:
                         self._index.replicas.put_replica(
                             ino, record._replace(allocated_bytes=allocated)
                         )

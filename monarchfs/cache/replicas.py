@@ -126,6 +126,7 @@ class Reservation:
         self.whole = self.whole and not self.sparse
         if self.resumed is not None:
             self._digests = bytearray(self.resumed.digests)
+            self.resumed = self.resumed._replace(digests=b"")
 
     @property
     def lock(self) -> trio.Lock:

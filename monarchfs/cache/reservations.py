@@ -51,7 +51,8 @@ class Reservations:
                 self._accounts.reasons.put(ino, Cause.NO_TIER, f"its part lies in {path}: {reason}")
                 return None
             try:
-                return self._resume(node, record, evicts)
+                part = self._accounts.index.replicas.part(ino)
+                return None if part is None else self._resume(node, part, evicts)
             except OSError as exc:
                 self._accounts.all_tiers.failed(
                     self._accounts.tiers[record.tier], "opening a part", exc, reading=True

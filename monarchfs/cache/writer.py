@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Sequence
+from typing import cast
 
 import trio
 
@@ -160,13 +161,21 @@ class CopyWriter:
             ]
         )
 
-    def suspend(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
+    def suspend(
+        self, reservation: Reservation, chunk_bytes: int, present: bytes, *, news: bool
+    ) -> None:
         """Put an unfinished copy aside: what is there is recorded, for this mount and later ones.
 
-        ``present`` has one byte a chunk, 1 where the chunk was written. Nobody may be using the
-        part. Raises OSError where this cannot be done: then the copy is still to be abandoned.
+        ``present`` has one byte a chunk, 1 where the chunk was written. Not ``news``: that was
+        recorded. Nobody may be using the part. Raises OSError where this cannot be done: then the
+        copy is still to be abandoned.
         """
-        allocated = self._record_part(reservation, chunk_bytes, present, in_flight=False)
+        record = None if news else self._accounts.index.replicas.replica(reservation.node.ino)
+        allocated = reservation.tier.files.allocated(reservation.fd)
+        if record is None or record.allocated_bytes != allocated:
+            allocated = self._record_part(reservation, chunk_bytes, present, in_flight=False)
+        else:
+            self._accounts.removals.gone(reservation.tier.id, reservation.name)
         self._end(reservation, Suspended(reservation.node.ino, allocated))
         reservation.close_now()
 
@@ -180,8 +189,9 @@ class CopyWriter:
         # Without a thread, so that whoever opens the file next finds it at rest: fstat(2) of an
         # open file of a local file system asks no disk.
         allocated = reservation.tier.files.allocated(reservation.fd)
+        # The digests may be many megabytes, which nobody changes before they are packed.
         replica = replica_of(reservation, ReplicaState.PARTIAL, allocated)._replace(
-            chunk_bytes=chunk_bytes, present=present, digests=bytes(reservation.digests)
+            chunk_bytes=chunk_bytes, present=present, digests=cast(bytes, reservation.digests)
         )
         self._put(reservation.node.ino, replica, in_flight=in_flight)
         return allocated

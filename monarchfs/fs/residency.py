@@ -160,7 +160,7 @@ class Residency:
             return nonresident.copy.local_bytes
         if record is None or record.state is not ReplicaState.PARTIAL:
             return 0
-        return record.present_bytes
+        return self._cache.index.replicas.present_bytes(node.ino)
 
 
 def _rest(node: Node, record: Replica | None, local: int) -> int:

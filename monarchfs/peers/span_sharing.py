@@ -201,7 +201,7 @@ class SpanService:
         now = trio.current_time()
         if self._last is not None and self._last[0] == ino and now < self._last[1]:
             return self._last[2]
-        record = self._cache.index.replicas.replica(ino)
+        record = self._cache.index.replicas.part(ino)
         if record is not None and len(record.digests) > LARGE_DIGEST_BYTES:
             self._last = ino, now + LARGE_SECONDS, record
         return record

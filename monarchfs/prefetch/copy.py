@@ -28,7 +28,7 @@ class Copy:
     """A file's place in a tier, if there is room for it. ``Fill`` fetches and reads it.
 
     Constant: ``node``, ``remote``, ``size``. Changing: the rest, on the event loop only. ``units``
-    are under way.
+    are under way; so many chunks are ``_recorded``, -1 without a record.
 
     It lives while it has handles, fetches under way (``busy``), or a place in the copier's
     background list; then ``settle`` puts it to rest and calls ``forget``.
@@ -62,6 +62,7 @@ class Copy:
         self.busy = 0
         self._acquired: list[OpenReplica] = []
         self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
+        self._recorded = -1
         self._cache = cache
         self._metrics = metrics
         self._nursery = nursery
@@ -121,6 +122,7 @@ class Copy:
         self.threads.hide()
         if (resumed := reservation.resumed) is not None:
             self.chunks = ChunkMap(self.size, resumed.chunk_bytes, resumed.present)
+        self._recorded = -1 if resumed is None else self.chunks.present_count
         self.reservation = reservation
         self.full = False
         self.finishing = False
@@ -138,9 +140,11 @@ class Copy:
             and reservation.fd >= 0
             and not self.finishing
             and not reservation.given_up
+            and self.chunks.present_count != self._recorded
         ):
             chunks = self.chunks
             self._cache.writer.checkpoint(reservation, chunks.chunk_bytes, chunks.saved())
+            self._recorded = chunks.present_count
 
     def make_unit(
         self,
@@ -316,8 +320,9 @@ class Copy:
             self._cache.writer.cancel(reservation)
         else:
             try:
-                chunks = self.chunks
-                self._cache.writer.suspend(reservation, chunks.chunk_bytes, chunks.saved())
+                chunks, news = self.chunks, self.chunks.present_count != self._recorded
+                saved = chunks.saved()
+                self._cache.writer.suspend(reservation, chunks.chunk_bytes, saved, news=news)
             except OSError as exc:
                 self._cache.writer.tier_failed(reservation, exc)
                 return False

@@ -148,6 +148,7 @@ class Fills:
                         fill.copy.checkpoint()
                     except OSError as exc:
                         log.warning("inode %d: its progress is not recorded: %s", ino, exc)
+                    await trio.lowlevel.checkpoint()
 
     async def suspend(self) -> None:
         """Record what is partly copied, before the end. Nothing may be reading any more."""

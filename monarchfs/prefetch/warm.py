@@ -250,7 +250,7 @@ class Warm:
                 record = self._cache.accounts.state(ino)
                 if record is not None and record.state is ReplicaState.PARTIAL:
                     counts.partial += 1
-                    counts.local_bytes += record.present_bytes
+                    counts.local_bytes += self._cache.index.replicas.present_bytes(ino)
                 else:
                     counts.remote += 1
         # Where nothing has to be done for it. Each once: there are hard links.
@@ -293,7 +293,8 @@ class Warm:
             return  # the rest is the owners' to copy
         elif reason is not None and reason.cause in _REFUSED:
             fill = self._jobs.files.get(ino)
-            local = max(record.present_bytes if record else 0, fill.copy.local_bytes if fill else 0)
+            recorded = self._cache.index.replicas.present_bytes(ino) if record else 0
+            local = max(recorded, fill.copy.local_bytes if fill else 0)
             missing = max(0, node.stat.size - local)
             counts.refused += names
             counts.refused_bytes += missing

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -62,9 +63,8 @@ async def test_a_copy_that_the_end_of_the_mount_interrupts_is_resumed(
         mirror.nursery.cancel_scope.cancel()
     async with files.mounted() as again:
         ino = await again.ino("large")
-        replica = again.replica(ino)
-        there = replica.present.count(1) * CHUNK_BYTES
-        assert (replica.state, there > 0) == (ReplicaState.PARTIAL, True)
+        there = again.index.replicas.present_bytes(ino)
+        assert (again.replica(ino).state, there > 0) == (ReplicaState.PARTIAL, True)
         await again.want("large")
         await again.settled()
         assert again.residency.state(ino) == "resident"
@@ -285,6 +285,24 @@ async def test_the_promise_holds_for_many_at_once(area: Area) -> None:
         await mirror.idle()
         reasons = [mirror.reason(await mirror.ino(f"f{number}")) for number in range(8)]
         assert any(reason.startswith("no room") for reason in reasons), reasons
+
+
+async def test_what_is_recorded_of_a_part_is_not_recorded_again(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record of a large file takes long to write."""
+    async with files.mounted(copies=False) as mirror:
+        put = Mock(wraps=mirror.index.replicas.put_replica)
+        monkeypatch.setattr(mirror.index.replicas, "put_replica", put)
+        for offset, records in ((0, 1), (0, 1), (MIB, 2)):
+            handle = await mirror.open("large")
+            assert await mirror.read(handle, offset, 1000) == LARGE[offset : offset + 1000]
+            await mirror.idle()
+            mirror.copier.jobs.files[handle.ino].copy.checkpoint()
+            handle.release()
+            await mirror.settled()
+            assert put.call_count == records
+            assert mirror.index.replicas.journal() == []
 
 
 async def test_a_suspended_replica_goes_on_in_as_little_room(area: Area) -> None:

@@ -452,7 +452,7 @@ def test_what_is_only_noted(cache: Cache, fsck: Fsck) -> None:
     assert fsck("--repair")["repaired"] == 4
     assert (fine.exists(), bad.exists()) == (True, False)
     with cache.open() as (index, _tier):
-        assert index.replicas.replica(part) == recorded
+        assert index.replicas.part(part) == recorded
     assert_well(cache, fsck)
 
 

@@ -71,7 +71,7 @@ def _replicas(txn: Any, tables: Tables) -> Iterator[str]:
     to_go = 0
     for key, value in txn.cursor(tables[b"replicas"]):
         (ino,) = ID.unpack(key)
-        replica = records.unpack_replica(value)
+        replica = records.unpack_part(value)
         total = sums.setdefault(
             replica.tier, dict.fromkeys(("resident", "partial", "found", "bytes"), 0)
         )

@@ -85,11 +85,12 @@ class Environment:
     """The open environment, and what every kind of record needs of it.
 
     Changing: ``_lmdb``, ``db`` and ``_data`` (the data file, to sync it), once, when the disk
-    fails; ``next_id`` (the lowest number that was not given out); ``_reader``; ``_unsynced``, why a
-    sync failed: the next write freezes the index.
+    fails; ``next_id`` (the lowest number that was not given out); ``_reader`` and ``_looker``;
+    ``_unsynced``, why a sync failed: the next write freezes the index.
 
     A read transaction stays open between reads (a read then costs half) and is ended before every
-    write: LMDB may reuse a page only once no reader can see it.
+    write: LMDB may reuse a page only once no reader can see it. A second one shows values where
+    they lie.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class Environment:
         self._headroom = Preallocation(self._data)
         self._source_id = source_id
         self._reader: Any = None
+        self._looker: Any = None
         self._commits = 0
         self._frozen = frozen
         self._unsynced: str | None = None
@@ -139,6 +141,13 @@ class Environment:
         if self._reader is not None:
             self._reader.abort()
             self._reader = None
+        if self._looker is not None:
+            self._looker.abort()
+            self._looker = None
+
+    def _begin_looking(self) -> Any:
+        self._looker = self._lmdb.begin(buffers=True)
+        return self._looker
 
     def get(self, table: Any, key: bytes) -> Any:
         """The value of one row, or None. Raises IndexUnusable."""
@@ -146,6 +155,14 @@ class Environment:
             return (self._reader or self._begin_read()).get(key, None, table)
         except lmdb.Error as error:
             raise IndexUnusable(f"reading the index failed: {error}") from error
+
+    def look(self, table: Any, key: bytes) -> memoryview | None:
+        """``get`` without a copy: a value may be large. It may be used until the next write."""
+        try:
+            view: memoryview | None = (self._looker or self._begin_looking()).get(key, None, table)
+        except lmdb.Error as error:
+            raise IndexUnusable(f"reading the index failed: {error}") from error
+        return view
 
     def get_each(self, table: Any, inos: Iterable[int]) -> list[tuple[int, Any]]:
         """The rows of these inode numbers that exist."""
@@ -158,12 +175,21 @@ class Environment:
 
     def rows(self, table: Any, start: bytes, prefix: bytes, limit: int) -> list[tuple[Any, Any]]:
         """At most ``limit`` rows with keys from ``start`` on that begin with ``prefix``."""
+        return self._rows(self._reader or self._begin_read(), table, start, prefix, limit)
+
+    def look_at_rows(self, table: Any, start: bytes, limit: int) -> list[tuple[Any, Any]]:
+        """At most ``limit`` rows with keys from ``start`` on, as of ``look``."""
+        return self._rows(self._looker or self._begin_looking(), table, start, b"", limit)
+
+    def _rows(
+        self, txn: Any, table: Any, start: bytes, prefix: bytes, limit: int
+    ) -> list[tuple[Any, Any]]:
         rows: list[tuple[Any, Any]] = []
         try:
-            cursor = (self._reader or self._begin_read()).cursor(table)
+            cursor = txn.cursor(table)
             if limit > 0 and cursor.set_range(start):
                 for row in cursor:
-                    if not row[0].startswith(prefix):
+                    if prefix and not row[0].startswith(prefix):
                         break
                     rows.append(row)
                     if len(rows) == limit:
@@ -201,13 +227,14 @@ class Environment:
         except lmdb.Error as error:
             raise IndexUnusable(f"reading the index failed: {error}") from error
 
-    def write(self, work: Callable[[Any], T], *, of_tiers: bool = False) -> T:
+    def write(self, work: Callable[[Any], T], *, of_tiers: bool = False, looks: bool = False) -> T:
         """Run ``work`` in a write transaction and commit it, unsynced.
 
         ``work`` runs again from the start if the map was full or the index moved to memory. So it
         must change only the transaction (and ``next_id``, where a gap does no harm), and take its
         tables from ``db`` itself. ``of_tiers``: it records what lies in the tiers, which a frozen
-        index refuses. If this raises IndexWriteError, nothing was changed.
+        index refuses; ``looks``: it gets values without a copy, to be used until it changes
+        something. If this raises IndexWriteError, nothing was changed.
         """
         self._end_read()
         if self._unsynced is not None and self._frozen is None:
@@ -216,7 +243,7 @@ class Environment:
             if of_tiers:
                 self.refuse_if_frozen()
             try:
-                with self._lmdb.begin(write=True) as txn:
+                with self._lmdb.begin(write=True, buffers=looks) as txn:
                     done = work(txn)
                 break
             except lmdb.MapFullError:
@@ -371,7 +398,7 @@ def _open(path: str, source_id: str, map_bytes: int) -> tuple[Any, Databases, in
             sync=False,
             readahead=False,
             lock=False,
-            max_spare_txns=1,
+            max_spare_txns=2,
         )
         if _is_empty(env):
             databases, next_id = _create(env, source_id)

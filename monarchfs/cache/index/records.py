@@ -34,6 +34,7 @@ import zlib
 from typing import NamedTuple
 
 from monarchfs.types import (
+    Data,
     Dirent,
     FileType,
     Listing,
@@ -265,7 +266,8 @@ def unpack_listing(value: bytes) -> Listing:
 
 
 def pack_replica(replica: Replica, boot: int) -> bytes:
-    # Level 1: a bitmap is long runs, and the event loop waits. Digests do not compress.
+    # Level 1: a bitmap is long runs, and the event loop waits. Digests do not compress: they are
+    # copied once.
     present = zlib.compress(replica.present, 1) if replica.present else b""
     head = REPLICA.pack(
         replica.durable,
@@ -282,18 +284,14 @@ def pack_replica(replica: Replica, boot: int) -> bytes:
         replica.chunk_bytes,
         len(present),
     )
-    return head + present + replica.digests if replica.chunk_bytes else head
+    return b"".join((head, present, replica.digests)) if replica.chunk_bytes else head
 
 
-def unpack_replica(value: bytes) -> Replica:
+def unpack_replica(value: Data) -> Replica:
+    """Without its bitmap and digests, which may be many megabytes."""
     fields = REPLICA.unpack_from(value)
     durable, _, tier, state, name, size, allocated, checksum, created_ns, *place = fields
-    segment, offset, chunk_bytes, length = place
-    present = digests = b""
-    if chunk_bytes:
-        present_end = REPLICA.size + length
-        present = zlib.decompress(value[REPLICA.size : present_end]) if length else b""
-        digests = value[present_end:]
+    segment, offset, chunk_bytes, _ = place
     return Replica(
         tier,
         _STATES[state],
@@ -304,11 +302,24 @@ def unpack_replica(value: bytes) -> Replica:
         created_ns,
         checksum,
         chunk_bytes,
-        present,
-        digests,
-        segment,
-        offset,
+        segment=segment,
+        offset=offset,
     )
+
+
+def replica_present(value: Data) -> bytes:
+    """The bitmap of a packed partial replica."""
+    length = REPLICA.unpack_from(value)[-1]
+    return zlib.decompress(value[REPLICA.size : REPLICA.size + length]) if length else b""
+
+
+def unpack_part(value: Data) -> Replica:
+    """``unpack_replica`` with the bitmap and digests."""
+    replica = unpack_replica(value)
+    if not replica.chunk_bytes:
+        return replica
+    digests = bytes(value[REPLICA.size + REPLICA.unpack_from(value)[-1] :])
+    return replica._replace(present=replica_present(value), digests=digests)
 
 
 class ReplicaHead(NamedTuple):
@@ -330,12 +341,12 @@ class ReplicaHead(NamedTuple):
         return PLACE_KEY.pack(self.tier, self.name)
 
 
-def replica_head(value: bytes) -> ReplicaHead:
+def replica_head(value: Data) -> ReplicaHead:
     _, _, tier, state, name, _, allocated, _, _, segment, offset, *_ = REPLICA.unpack_from(value)
     return ReplicaHead(tier, state, name, allocated, segment, offset)
 
 
-def replica_counts(value: bytes, boot: bytes) -> bool:
+def replica_counts(value: Data, boot: bytes) -> bool:
     """Whether a packed replica is durable or of the boot with this packed number."""
     return value[0] == 1 or value[1:_BOOT_END] == boot
 

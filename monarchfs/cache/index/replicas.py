@@ -25,6 +25,8 @@ from monarchfs.cache.index.records import (
     pack_replica,
     replica_counts,
     replica_head,
+    replica_present,
+    unpack_part,
     unpack_replica,
 )
 from monarchfs.types import Replica, ReplicaState, TierFile, TierTotals
@@ -50,6 +52,9 @@ class Replicas:
     A record *counts* if it is durable or of the current boot. Others are lost: their files may have
     the right size without the data. All writing calls but ``file_gone`` raise IndexWriteError if
     the index is frozen.
+
+    Only ``part`` gives, and ``put_replica`` takes, a partial replica's ``present`` and ``digests``:
+    of a file of 1 TiB they are 68 MB. Others leave them empty.
 
     Changing: ``_boot`` (the number of the boot, packed as in records), ``_tiers`` (those that ever
     held a replica), ``_swept_to`` (where ``lost_in_reboot`` goes on; None once it is through),
@@ -88,40 +93,54 @@ class Replicas:
 
     def replica(self, ino: int) -> Replica | None:
         """The replica of ``ino``, if there is one that counts."""
-        value = self._env.get(self._env.db.replicas, ID.pack(ino))
-        if value is None or not replica_counts(value, self._boot):
-            return None
-        return unpack_replica(value)
+        value = self._look(ID.pack(ino))
+        return None if value is None else unpack_replica(value)
+
+    def part(self, ino: int) -> Replica | None:
+        """``replica``, and what is there of a partial one."""
+        value = self._look(ID.pack(ino))
+        return None if value is None else unpack_part(value)
+
+    def present_bytes(self, ino: int) -> int:
+        """How much of the file a partial replica has; else 0."""
+        value = self._look(ID.pack(ino))
+        if value is None:
+            return 0
+        replica = unpack_replica(value)
+        return min(replica.size, replica_present(value).count(1) * replica.chunk_bytes)
+
+    def _look(self, key: bytes) -> memoryview | None:
+        """The record, until the next write; None if it does not count."""
+        value = self._env.look(self._env.db.replicas, key)
+        return value if value is not None and replica_counts(value, self._boot) else None
 
     def replicas_of(self, inos: Sequence[int]) -> dict[int, Replica]:
         """``replica`` of each, where there is one."""
-        rows = self._env.get_each(self._env.db.replicas, inos)
-        return {
-            ino: unpack_replica(value) for ino, value in rows if replica_counts(value, self._boot)
-        }
+        found = ((ino, self.replica(ino)) for ino in inos)
+        return {ino: replica for ino, replica in found if replica is not None}
 
     def all(self) -> Iterator[tuple[int, Replica]]:
         """All that count, by rising inode number. Records may change meanwhile: each is seen as it
         is when it is reached."""
-        for rows in self._batches(_BATCH):
-            for key, value in rows:
-                yield int.from_bytes(key, "big"), unpack_replica(value)
+        for batch in self._batches(_BATCH):
+            yield from batch
 
     def not_durable(self) -> Iterator[list[tuple[int, Replica]]]:
         """Those of ``all`` that are not durable, a batch at a time, which may be empty."""
-        for rows in self._batches(_SWEEP):
+        return self._batches(_SWEEP, durable=False)
+
+    def _batches(
+        self, rows_each: int, *, durable: bool = True
+    ) -> Iterator[list[tuple[int, Replica]]]:
+        """``all``, by so many rows that are looked at; not ``durable``: without those that are."""
+        start = b""
+        while rows := self._env.look_at_rows(self._env.db.replicas, start, rows_each):
+            start = b"%b\0" % rows[-1][0]
             yield [
                 (int.from_bytes(key, "big"), unpack_replica(value))
                 for key, value in rows
-                if not value[0]
+                if (durable or not value[0]) and replica_counts(value, self._boot)
             ]
-
-    def _batches(self, rows_each: int) -> Iterator[list[tuple[bytes, bytes]]]:
-        """The rows of ``all``, by so many that are looked at."""
-        start = b""
-        while rows := self._env.rows(self._env.db.replicas, start, b"", rows_each):
-            yield [row for row in rows if replica_counts(row[1], self._boot)]
-            start = rows[-1][0] + b"\0"
 
     def names(self, tier: int, prefix: bytes, after: bytes, limit: int) -> list[tuple[bytes, int]]:
         """At most ``limit`` names of replicas in ``tier`` that count, each with its inode number.
@@ -138,7 +157,7 @@ class Replicas:
     def owner(self, tier: int, name: bytes) -> int | None:
         """The inode number whose replica is the file ``name`` in ``tier``; None if none counts."""
         ino = self._env.get(self._env.db.files, PLACE_KEY.pack(tier, name))
-        if ino is None or not replica_counts(self._env.get(self._env.db.replicas, ino), self._boot):
+        if ino is None or self._look(ino) is None:
             return None
         return int.from_bytes(ino, "big")
 
@@ -166,7 +185,7 @@ class Replicas:
             rows = self._env.rows(table, start, prefix, wanted)
             for row in rows:
                 ino = ino_of(row)
-                if replica_counts(self._env.get(self._env.db.replicas, ino), self._boot):
+                if self._look(ino) is not None:
                     found.append((row[0], ino))
             if len(rows) < wanted:
                 break
@@ -207,7 +226,7 @@ class Replicas:
         """
         lost: list[tuple[int, Replica]] = []
         while self._swept_to is not None and len(lost) < limit:
-            rows = self._env.rows(self._env.db.replicas, self._swept_to, b"", _SWEEP)
+            rows = self._env.look_at_rows(self._env.db.replicas, self._swept_to, _SWEEP)
             if not rows:
                 if lost:
                     # The end is recorded only after the caller has dropped these, too.
@@ -221,7 +240,7 @@ class Replicas:
                     lost.append((int.from_bytes(key, "big"), unpack_replica(value)))
                     if len(lost) == limit:
                         break
-            self._swept_to = key + b"\0"
+            self._swept_to = b"%b\0" % key
         return lost
 
     # Writing.
@@ -254,7 +273,7 @@ class Replicas:
         file, journals that. If another number has this file (two of one version), removes that
         number's record.
 
-        A bitmap of a million chunks takes a few milliseconds, as do digests of 100 GB.
+        That of a file of 1 TiB takes about 0.1 s, mostly for its digests.
         """
 
         def put(txn: Any) -> None:
@@ -263,7 +282,7 @@ class Replicas:
                 place = PLACE_KEY.pack(replica.tier, replica.name)
                 txn.delete(place, db=self._env.db.journal)
 
-        self._env.write(put, of_tiers=True)
+        self._env.write(put, of_tiers=True, looks=True)
 
     def put_replicas(self, replicas: Sequence[tuple[int, Replica]]) -> set[int]:
         """``put_replica`` of each, in one transaction: all are recorded, or none. Ends their
@@ -324,7 +343,7 @@ class Replicas:
                 self._forget(txn, key, lies_there=True)
 
         if keys:
-            self._env.write(drop, of_tiers=True)
+            self._env.write(drop, of_tiers=True, looks=True)
 
     def mark_durable(self, inos: Iterable[int]) -> None:
         """Record that their data are on the disk. Skips those without a record, and lost ones.
@@ -428,7 +447,7 @@ class Replicas:
         if owner != key:
             if owner is not None:
                 # Both have the same file, unless the new one is in a segment.
-                self._forget(txn, owner, lies_there=bool(replica.segment))
+                self._forget(txn, bytes(owner), lies_there=bool(replica.segment))
             self._forget(txn, key, lies_there=True)
         else:
             self._forget(txn, key, lies_there=bool(replica.segment))
@@ -457,10 +476,11 @@ class Replicas:
 
     def _forget(self, txn: Any, key: bytes, *, lies_there: bool) -> None:
         """Remove a record, if there is one. ``lies_there``: its file may still be there."""
-        value = txn.pop(key, self._env.db.replicas)
+        value = txn.get(key, None, self._env.db.replicas)
         if value is None:
             return
         head = replica_head(value)
+        txn.delete(key, db=self._env.db.replicas)
         self._count(txn, head.tier, head.state, -1, -head.allocated_bytes)
         txn.delete(head.place, db=self._env.db.files)
         txn.delete(TIER_KEY.pack(head.tier) + key, db=self._env.db.outdated)
