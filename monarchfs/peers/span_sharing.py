@@ -57,6 +57,15 @@ BRING_SECONDS = 0.5
 STALLED_SECONDS = 5.0
 """A peer whose copies make no progress for this long is not waited for."""
 
+WORTH_TIMES = 4
+"""Readers pass over an owner that takes more than so many times what the source takes (_want.c)."""
+
+EXTRA_SECONDS = 0.003
+"""Which an owner may take for a unit besides, however small that is."""
+
+TRY_SHARE = 1 / 16
+"""Of readers' time, at most, in finding out whether such an owner has become faster."""
+
 LARGE_DIGEST_BYTES = 1 << 20
 """The digests of 16 GB."""
 LARGE_SECONDS = 0.2
@@ -228,19 +237,28 @@ def _of_span(digests: Data, span: int) -> bytes:
     return bytes(digests[span * size : (span + 1) * size])
 
 
+def _mean(mean: float, new: float) -> float:
+    """``mean``: 0 where it is not known. An outlier counts as four times the mean."""
+    return mean + (min(new, 4 * mean) - mean) / 8 if mean else new
+
+
 @dataclass(eq=False, slots=True)
 class _Owner:
     """``asking``: it is being asked, in turn; ``asked``, when it was last; ``quiet_since``, since
-    when it has had nothing new, or has not answered."""
+    when it has had nothing new, or has not answered; ``mean``, what it takes for a byte;
+    ``try_at``, when a reader may try it, if that is too long."""
 
     asking: bool = False
     asked: float | None = None
     quiet_since: float | None = None
+    mean: float = 0
+    try_at: float = 0
 
 
 class SpanNodes:
     """As ``prefetch.spans.Nodes``: asks the owners of spans what they have, and reads it. Changing:
-    the owners by number; ``_lost``, those that were avoided when ``run`` looked."""
+    the owners by number; ``_lost``, those that were avoided when ``run`` looked; ``_source_mean``,
+    what the source takes for a byte."""
 
     def __init__(
         self, jobs: CopyJobs, digests: SpanDigests, share: NodeShare, following: Following
@@ -253,6 +271,7 @@ class SpanNodes:
         self._ownership = share.ownership
         self._following = following
         self._own = share.ownership.own
+        self._source_mean = 0.0
         self._owners: defaultdict[int, _Owner] = defaultdict(_Owner)
         self._threads = trio.CapacityLimiter(ASKING_THREADS)
         self._reading = trio.CapacityLimiter(READING_THREADS)
@@ -297,6 +316,26 @@ class SpanNodes:
         if known.asked is not None and now - known.asked > STALLED_SECONDS:
             return True  # nobody expected anything of it meanwhile
         return known.quiet_since is None or now - known.quiet_since < STALLED_SECONDS
+
+    def is_slow(self, owner: int) -> bool:
+        return 0 < WORTH_TIMES * self._source_mean < self._owners[owner].mean
+
+    def may_wait(self, owner: int) -> bool:
+        now, known = trio.current_time(), self._owners[owner]
+        if not self.is_slow(owner):
+            return True
+        if now < known.try_at:
+            return False
+        known.try_at = now + STALLED_SECONDS  # one at a time
+        return True
+
+    def took(self, owner: int | None, seconds: float, size: int) -> None:
+        if owner is None:
+            self._source_mean = _mean(self._source_mean, seconds / size)
+            return
+        known = self._owners[owner]
+        known.try_at = trio.current_time() + seconds / TRY_SHARE
+        known.mean = _mean(known.mean, max(self._source_mean, (seconds - EXTRA_SECONDS) / size))
 
     def completed(self, name: bytes, digests: bytes) -> None:
         self.digests.put(name, digests)

@@ -349,8 +349,11 @@ class Fill:
 
     async def _read_unit(self, fetch: Fetch, unit: Unit, lane: Lane) -> None:
         started = trio.current_time()
+        waited = lane is Lane.DEMAND or self.copy.handles > 0
         try:
-            from_source = await self.copy.remote.read_unit(unit, lane, ahead=fetch.ahead)
+            from_source = await self.copy.remote.read_unit(
+                unit, lane, ahead=fetch.ahead, waited=waited
+            )
         except OSError as exc:
             fetch.error = exc.with_traceback(None)
         except SourceChanged:

@@ -148,17 +148,23 @@ class RemoteFile:
             self.layout = await self._source.call(lane, self._source.posix.layout, fd)
         return await self.open(lane)
 
-    async def read_unit(self, unit: Unit, lane: Lane, *, ahead: bool = False) -> bool:
+    async def read_unit(
+        self, unit: Unit, lane: Lane, *, ahead: bool = False, waited: bool = True
+    ) -> bool:
         """Have a unit read its bytes; whether the source gave all of them, and none lie in a hole.
-        ``ahead``: it may wait a little for another node. Raises as ``fetch_whole``."""
+        ``ahead``: it may wait a little for another node; ``waited``: a reader may wait for it.
+        Raises as ``fetch_whole``."""
         if self.spans is not None:
             if not self._trusts_times:
                 await self.open(lane)
-            await self.spans.read(unit, ahead=ahead)
+            await self.spans.read(unit, ahead=ahead, waited=waited)
             if unit.elsewhere_bytes == unit.end - unit.start:
                 return False
         fd = await self._to_fetch(lane)
+        began = trio.current_time()
         await self._source.read_unit(fd, self._direct, unit, lane)
+        if self.spans is not None and unit.read_bytes:
+            self.spans.source_took(trio.current_time() - began, unit.read_bytes)
         return not (unit.elsewhere_bytes or unit.hole_bytes)
 
     @property

@@ -1,8 +1,9 @@
 """A large file that several nodes copy together: each of its spans has an owner.
 
 A node first copies the spans that it owns from the source, then the others from their owners, as
-far as those have them. Readers do not wait for that: what an owner lacks is read from the source.
-But for readahead, the owner is asked to read the bytes at once.
+far as those have them. Readers do not wait for that: what an owner lacks is read from the source,
+and what it gives much more slowly, too. But for readahead, the owner is asked to read the bytes at
+once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ WINDOW = 64
 UNIT_BYTES = 8 << 20
 """At least this much is read from another node at once, if it has as much."""
 
+SLOW_UNIT_BYTES = 1 << 20
+"""At most this much from a slow one: a reader may come and wait for it."""
+
 ASK_SECONDS = 0.2
 """An owner that lacks some of a span is asked again after this long."""
 
@@ -52,6 +56,18 @@ class Nodes(Protocol):
 
     def waits_for(self, owner: int) -> bool:
         """Whether it is worth waiting for what this owner is copying."""
+        ...
+
+    def is_slow(self, owner: int) -> bool:
+        """Whether what this owner has takes much longer from there than from the source."""
+        ...
+
+    def may_wait(self, owner: int) -> bool:
+        """Whether a reader may wait for it: it is not slow, or that is to be found out again."""
+        ...
+
+    def took(self, owner: int | None, seconds: float, size: int) -> None:
+        """So many bytes took an owner so long, or the source (None)."""
         ...
 
     async def ask(
@@ -114,6 +130,8 @@ class FileSpans:
                 run = chunks.missing_in(first, last, most_chunks)
             else:
                 most = max(most_chunks, UNIT_BYTES // chunks.chunk_bytes)
+                if self._nodes.is_slow(owner):
+                    most = max(1, SLOW_UNIT_BYTES // chunks.chunk_bytes)
                 run = self._ready(chunks, owner, span, most)
             if run is not None:
                 return run
@@ -229,13 +247,23 @@ class FileSpans:
         owner = self._nodes.owner(self.name, span)
         return owner is not None and self._comes_from(owner, span)
 
-    async def read(self, unit: Unit, *, ahead: bool = False) -> None:
+    async def read(self, unit: Unit, *, ahead: bool = False, waited: bool = True) -> None:
         """Read a unit from the owner of its span, as far as the owner has it. ``ahead``: if it
-        lacks some, ask it to read that first. Raises nothing."""
+        lacks some, ask it to read that first. ``waited``: a reader may wait for it. Raises
+        nothing."""
         span = unit.start // SPAN_BYTES
         owner = self._nodes.owner(self.name, span)
         if owner is None or not self._comes_from(owner, span):
             return
+        if waited and not self._nodes.may_wait(owner):
+            return
+        began = trio.current_time()
+        await self._read(owner, span, unit, ahead=ahead)
+        if unit.elsewhere_bytes or self._asked.get((owner, span), 0) >= began:
+            size = unit.elsewhere_bytes or unit.end - unit.start
+            self._nodes.took(owner, trio.current_time() - began, size)
+
+    async def _read(self, owner: int, span: int, unit: Unit, *, ahead: bool) -> None:
         key = owner, span
         held = self._held.get(key)
         if ahead and (held is None or self._digests(held, unit) is None):
@@ -262,6 +290,10 @@ class FileSpans:
                 await trio.sleep(ASK_SECONDS / 2)  # the owner is renaming the complete file
             self._held.pop(key, None)
             await self._nodes.ask(owner, [(self, span)])
+
+    def source_took(self, seconds: float, size: int) -> None:
+        """So many bytes."""
+        self._nodes.took(None, seconds, size)
 
     def _digests(self, held: _Held, unit: Unit) -> bytes | None:
         """The digests of a unit; None if its owner lacks some of it."""

@@ -63,6 +63,13 @@ def mixed(work: Bench) -> Path:
     return write_source(work.path / "mixed", [*small(FILES // 2), *LARGE])
 
 
+def slowed(work: Bench, source: Path, delay: float, *delayed: str) -> Path:
+    """Nobody asks peers instead of a faster one."""
+    slow = work.faulty_source(source)
+    slow.faults(delay=delay, delayed=delayed)
+    return slow.path
+
+
 def small_files(source: Path, owner: str) -> int:
     return sum(size <= 60_000 for size in owned(source, "ab")[owner])
 
@@ -87,9 +94,7 @@ def test_each_byte_leaves_the_source_once(
     work: Bench, kind: str, request: pytest.FixtureRequest
 ) -> None:
     source: Path = request.getfixturevalue(kind)
-    slow = work.faulty_source(source)
-    slow.faults(delay=0.01, delayed=["open", "read"])  # nobody asks peers instead of a faster one
-    nodes = Nodes(work, slow.path, 3)
+    nodes = Nodes(work, slowed(work, source, 0.01, "open", "read"), 3)
     nodes.read_at_once(source)
     assert set(nodes.kept_files().values()) == {len(files_of(source))}
     assert nodes.read_bytes() < 1.5 * total_bytes(source)
@@ -183,13 +188,14 @@ def test_replicas_that_somebody_changed(work: Bench, mixed: Path) -> None:
 def test_the_spans_of_a_lost_owner_are_read_once(
     work: Bench, large: Path, options: list[str]
 ) -> None:
-    nodes = Nodes(work, large, 3, *options)
+    slow = slowed(work, large, 0.01, "read")
+    nodes = Nodes(work, slow, 3, *options)
     nodes.lose("a")
     wait_for(lambda: all(peers(m)[0]["failed"] for m in nodes.mounts.values()), "the loss")
     for mount in nodes.mounts.values():
         warm(mount)
     nodes.kept_files()
-    most = 0.5 * sum(owned(large, "abc")["a"])
+    most = 0.5 * sum(owned(slow, "abc")["a"])
     assert nodes.read_bytes() < 1.1 * total_bytes(large) + most
     for mount in nodes.mounts.values():
         read_all(mount, large)
@@ -383,7 +389,7 @@ def test_large_files_without_room_are_read_from_their_owners(
     work: Bench, options: list[str]
 ) -> None:
     sizes = [6 * MiB] * 10 + [66 * MiB + 12345] * len(options[:1])
-    large = write_source(work.path / "large", sizes)
+    large = slowed(work, write_source(work.path / "large", sizes), 0.01, "read")
     # Each has room for what it owns: few files are not spread evenly.
     most = max(sum(sizes) for sizes in owned(large, "abc").values())
     nodes = Nodes(work, large, 3, *options, tier=str(most + 5 * MiB))
@@ -416,9 +422,7 @@ def operations(nodes: Nodes) -> int:
 
 
 def test_nodes_that_go_through_a_source_ask_it_once(work: Bench, source: Path) -> None:
-    slow = work.faulty_source(source)
-    slow.faults(delay=0.005, delayed=["lookup"])  # nobody asks peers instead of a faster one
-    nodes = Nodes(work, slow.path, 3, "--prefetch", "none")
+    nodes = Nodes(work, slowed(work, source, 0.005, "lookup"), 3, "--prefetch", "none")
     *first, last = nodes.mounts.values()
     before = operations(nodes)
     go_through(source, *first)

@@ -14,7 +14,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.core._units import GONE, WRONG
+from monarchfs.core._units import GONE, READ, WRONG
 from monarchfs.core.units import Unit
 from monarchfs.peers import span_sharing
 from monarchfs.peers.node_share import NodeShare
@@ -53,6 +53,14 @@ class Job:
 
     def waits_for(self, owner: int) -> bool:
         return owner not in self.down
+
+    may_wait = waits_for
+
+    def is_slow(self, owner: int) -> bool:
+        return owner in self.down
+
+    def took(self, owner: int | None, seconds: float, size: int) -> None:
+        pass
 
     async def ask(
         self, owner: int, wanted: list[tuple[FileSpans, int]], unit: Unit | None = None
@@ -143,25 +151,70 @@ def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
     assert spans.next_run(chunks, 100, owned_only=True) is None
 
 
-async def test_who_only_refuses_to_answer_is_not_waited_for_long(
-    clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, nursery: trio.Nursery
-) -> None:
-    """And who fails about something else, not at all."""
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> SpanNodes:
+    """As node 0 of 2 sees them."""
     monkeypatch.setattr(span_sharing, "ask", lambda *_: b"no answer about spans")
     monkeypatch.setattr(span_sharing, "avoided", lambda _: False)
     share = NodeShare(Ownership(parse_nodes("ab", 1)))
     others: Any = SimpleNamespace(starts=lambda _: False, nodes="ab")
     jobs: Any = SimpleNamespace(wakes=trio.lowlevel.ParkingLot())
-    nodes = SpanNodes(jobs, jobs, share, others)
+    return SpanNodes(jobs, jobs, share, others)
+
+
+async def test_readers_pass_over_an_owner_that_is_much_slower_than_the_source(
+    clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch, nodes: SpanNodes
+) -> None:
+    clock.autojump_threshold = 0
+    name = next(name for n in range(256) if nodes.owner(name := bytes([n]) * 16, 0))
+    spans, chunks = FileSpans(name, b"x", SPAN_BYTES, nodes), ChunkMap(SPAN_BYTES, CHUNK)
+    spans.note(1, 0, "/p", ALL, coming=False)
+    seconds, spent = 0.5, 0.0
+
+    async def give(_owner: int, _path: str, unit: Any, _digests: bytes) -> int:
+        nonlocal spent
+        await trio.sleep(seconds)
+        spent += seconds
+        unit.elsewhere_bytes = 1 << 20
+        return READ
+
+    async def gives(*, waited: bool = True) -> bool:
+        unit: Any = SimpleNamespace(start=0, end=1 << 20, elsewhere_bytes=0)
+        await spans.read(unit, waited=waited)
+        await trio.sleep(0.05)
+        return bool(unit.elsewhere_bytes)
+
+    monkeypatch.setattr(nodes, "read", give)
+    spans.source_took(0.001, 1 << 20)
+    assert spans.next_run(chunks, 1, owned_only=False) == (0, UNIT_BYTES // CHUNK)
+    while trio.current_time() < 100:
+        await gives()
+    assert 0 < spent < 100 / 16 + 2 * seconds
+    assert not await gives()
+    assert await gives(waited=False)
+    assert spans.next_run(chunks, 1, owned_only=False) == (0, 1)
+    seconds = 0.002  # it is fast again
+    while not (await gives() and await gives()):
+        assert trio.current_time() < 200
+
+
+async def test_who_only_refuses_to_answer_is_not_waited_for_long(
+    clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: SpanNodes,
+    nursery: trio.Nursery,
+) -> None:
+    """And who fails about something else, not at all."""
     for seconds in range(int(STALLED_SECONDS) + 1):
         await nodes.ask(1, [])
         assert nodes.waits_for(1) == (seconds < STALLED_SECONDS)
         clock.jump(1)
-    nursery.start_soon(jobs.wakes.park)
+    wakes = nodes._jobs.wakes
+    nursery.start_soon(wakes.park)
     await trio.testing.wait_all_tasks_blocked()
     monkeypatch.setattr(span_sharing, "avoided", lambda _: True)
     nodes._look()
-    assert not jobs.wakes
+    assert not wakes
 
 
 @pytest.mark.parametrize("result", [GONE, WRONG])
