@@ -17,6 +17,7 @@ import pytest
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 from monarchfs.cache.store import ReplicaLost, Tier, listed, read_full, read_nowait
+from monarchfs.cache.store import files as on_disk
 from monarchfs.cache.store.checksum import BLOCK_BYTES, checksum, combine, digests
 from monarchfs.cache.store.place import find_again
 from monarchfs.core.units import Unit
@@ -185,10 +186,14 @@ def test_a_later_worker_begins_whatever_became_of_a_tier(
     shutil.rmtree(path)
     with monkeypatch.context() as patch:
         if code:
-            patch.setattr(os, "mkdir", Mock(side_effect=OSError(code, "")))
+            for call in ("mkdir", "open", "fstat", "fstatvfs"):
+                patch.setattr(os, call, Mock(side_effect=OSError(code, "")))
+            patch.setattr(on_disk, "file_system_type", os.open)
         later = opening._open_tier(tier.dir_fd, "tier", 3, str(path))
     if code:
-        assert find_again(later)
+        with monkeypatch.context() as patch:  # the former one is gone for good
+            patch.setattr(os.path, "samestat", Mock(side_effect=OSError(code, "")))
+            assert find_again(later)
     later.probe()
     assert [entry.name for entry in path.iterdir()] == ["parts"]
     later.close()
@@ -697,7 +702,7 @@ def test_in_place_of_the_directory_of_parts(path: Path, tmp_path: Path) -> None:
     (other / "parts").symlink_to(elsewhere)
     with pytest.raises(NotADirectoryError):
         open_tier(other)
-    fd = os.open(other, os.O_PATH | os.O_DIRECTORY)
+    fd = os.open(other, os.O_DIRECTORY)
     assert tier.reopen(fd)
     os.close(fd)
     for use in (

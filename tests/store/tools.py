@@ -38,7 +38,7 @@ def content(tier: Tier, data: bytes, name: bytes = NAME) -> bytes:
 
 
 def open_tier(path: Path) -> Tier:
-    fd = os.open(path, os.O_PATH | os.O_DIRECTORY)
+    fd = os.open(path, os.O_DIRECTORY)
     try:
         return Tier(fd, str(path), 3)
     finally:

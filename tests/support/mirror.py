@@ -134,7 +134,7 @@ class Area:
             opened = []
             for number in range(1, len(tiers) + 1):
                 path = self.tier(number)
-                fd = os.open(path, os.O_PATH | os.O_DIRECTORY)
+                fd = os.open(path, os.O_DIRECTORY)
                 tier = FaultyTier(fd, str(path), number)
                 os.close(fd)
                 stack.callback(tier.close)

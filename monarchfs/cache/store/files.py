@@ -137,8 +137,22 @@ def _is_hole(chunk: memoryview) -> bool:
 
 
 def is_in_memory(fd: int) -> bool:
-    """Whether the file system keeps its data in memory."""
-    return file_system_type(fd) in IN_MEMORY
+    """Whether the file system keeps its data in memory. One that does not answer has failed, as
+    those in memory never do."""
+    try:
+        return file_system_type(fd) in IN_MEMORY
+    except OSError:
+        return False
+
+
+def same_directory(one: int, other: int) -> bool:
+    """Whether two descriptors are of one directory. Raises OSError of the first one: what cannot be
+    asked about the other, if its disk is gone for good, makes it another one."""
+    st = os.fstat(one)
+    try:
+        return os.path.samestat(st, os.fstat(other))
+    except OSError:
+        return False
 
 
 def sync_file_system(fd: int, path: str) -> None:

@@ -21,7 +21,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from monarchfs.cache.store import _records, listed, trials
@@ -92,8 +92,10 @@ class SegmentFiles:
         self._held: OrderedDict[int, _OpenSegment] = OrderedDict()
         self._made: dict[int, _MadeSegment] = {}
         self.memory_backed = on_disk.is_in_memory(dir_fd)
-        self.align = allocated(max(os.fstatvfs(dir_fd).f_frsize, ALIGN_BYTES))
-        self._dir_fd = os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd)
+        self.align = ALIGN_BYTES
+        with suppress(OSError):  # the tier fails: nothing begins in it
+            self.align = allocated(max(os.fstatvfs(dir_fd).f_frsize, ALIGN_BYTES))
+        self._dir_fd = os.dup(dir_fd)
         self._files = Directory(self._dir_fd, _DIRECTORY, uid, Remarks(path))
         self.lists = SegmentLists(self._files)
         self.trees = ExtentTrees(self._files, self.align)

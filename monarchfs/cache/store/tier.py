@@ -35,9 +35,9 @@ class Tier:
     def __init__(
         self, dir_fd: int, path: str, tier_id: int, *, directory: str | None = None
     ) -> None:
-        """``dir_fd`` stays the caller's and may be closed afterwards. ``directory`` is its path,
-        for finding it again (``cache.store.place``). Raises OSError, but not for what shows with
-        the first use, and may pass."""
+        """``dir_fd`` (not O_PATH: syncfs(2)) stays the caller's and may be closed afterwards.
+        ``directory`` is its path, for finding it again (``cache.store.place``). Raises OSError, but
+        not for what shows with the first use, and may pass."""
         self.id = tier_id
         self.directory = directory
         self.path = path
@@ -45,7 +45,7 @@ class Tier:
         self._opened: list[ReplicaFiles | SegmentFiles] = []
         self._fds: list[int] = []
         try:
-            self._use(os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd))
+            self._use(os.dup(dir_fd))  # which a disk that fails does not hear of
             try:
                 self.files.parts_directory.make()
             except OSError as error:
@@ -88,9 +88,9 @@ class Tier:
         more than the old one.
         """
         with self._lock:
-            if os.path.samestat(os.fstat(dir_fd), os.fstat(self.dir_fd)):
+            if on_disk.same_directory(dir_fd, self.dir_fd):
                 return False
-            self._use(os.open(".", on_disk.DIRECTORY, dir_fd=dir_fd))
+            self._use(os.dup(dir_fd))
             return True
 
     def open_complete(self, replica: Replica) -> int:
