@@ -25,6 +25,9 @@ given before the change."""
 MISSING_NAMES_KEPT = 100
 """Missing names that are remembered for one directory."""
 
+MOST_MISSING = 100_000
+"""Missing names that are remembered for all directories, the latest ones: 40 MB."""
+
 _NEVER_NS = 1 << 62
 
 
@@ -83,11 +86,13 @@ class CachedListings:
 class NegativeDentries:
     """Names that the kernel may remember as missing although no listing covers them.
 
-    Changing: ``_names`` by directory (None: too many to remember); ``_anywhere``, whether
-    another process may have answered for any name."""
+    Changing: ``_names`` by directory (None: too many to remember; counts as one), and their
+    ``_count``; ``_anywhere``, whether any directory may have others: another process answered, or
+    there were too many."""
 
     def __init__(self) -> None:
         self._names: dict[int, set[bytes] | None] = {}
+        self._count = 0
         self._anywhere = False
 
     def take_over(self) -> None:
@@ -104,11 +109,19 @@ class NegativeDentries:
 
     def add(self, ino: int, name: bytes) -> None:
         names = self._names.setdefault(ino, set())
-        if names is not None:
+        if names is not None and name not in names:
             names.add(name)
+            self._count += 1
             if len(names) > MISSING_NAMES_KEPT:
+                self.pop(ino)
                 self._names[ino] = None
+                self._count += 1
+        while self._count > MOST_MISSING:
+            self.pop(next(iter(self._names)))
+            self._anywhere = True
 
     def pop(self, ino: int) -> Collection[bytes]:
         """Those that are remembered for the directory, which is forgotten here."""
-        return self._names.pop(ino, None) or ()
+        names = self._names.pop(ino, ())
+        self._count -= 1 if names is None else len(names)
+        return names or ()

@@ -355,21 +355,23 @@ async def test_a_hanging_listing_holds_up_nobody(
         await mirror.idle()
 
 
-@pytest.mark.parametrize("kept", [cached_listings.MISSING_NAMES_KEPT, 1])
+@pytest.mark.parametrize("limit", ["", "MISSING_NAMES_KEPT", "MOST_MISSING"])
 async def test_a_name_that_was_missing_before_is_seen(
-    many: Area, monkeypatch: pytest.MonkeyPatch, kept: int
+    many: Area, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
     """The kernel was told for good that there is none. If there are too many of these, nothing is
     listed ahead, and refresh is left to notice."""
-    monkeypatch.setattr(cached_listings, "MISSING_NAMES_KEPT", kept)
+    if limit:
+        monkeypatch.setattr(cached_listings, limit, 1)
     async with looked_up(many) as d:
         assert await d.lacks(b"late")
         assert await d.lacks(b"never")
         many.write("d/late", b"by now")
         assert d.mirror.kernel.entries == []
         await d.stat(in_no_order(10))
-        if kept == 1:
+        if limit:
             await d.mirror.idle()
+            assert len(d.mirror.tree.recorder.negative._names) <= 1
             assert "list" not in d.mirror.posix.faults.calls
             await Refresh(d.mirror.tree, d.mirror.kernel).run()
             assert (d.ino, b"late") in d.mirror.kernel.entries
