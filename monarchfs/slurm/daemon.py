@@ -102,7 +102,7 @@ def started_ns(found: FoundMount) -> int | None:
 def serves(status: dict[str, Any] | None) -> bool:
     """Whether a mount with this status is fit for a job: also if its source does not answer just
     now (local files are served), or its worker is being replaced."""
-    return status is not None and status.get("state") in _FIT
+    return status is not None and str(status.get("state")) in _FIT
 
 
 def leave_running(words: Sequence[str]) -> None:

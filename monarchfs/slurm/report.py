@@ -72,6 +72,7 @@ def dataset_report(
         return {**report, "answered": False}
     counts = counted(before, after)
     files, opened = _opened(counts)
+    tiers = after.get("tiers")
     return {
         **report,
         "answered": True,
@@ -84,7 +85,7 @@ def dataset_report(
         "resident_after_seconds": _resident_after(before, after),
         "peak_used_bytes": sum(
             _number(tier.get("peak_used_bytes", tier.get("used_bytes")))
-            for tier in after.get("tiers", [])
+            for tier in (tiers if isinstance(tiers, list) else ())
             if isinstance(tier, Mapping)
         ),
         "files_resident": _at(after, ("files", "resident")),

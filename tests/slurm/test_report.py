@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from monarchfs.slurm.daemon import serves
 from monarchfs.slurm.report import (
     add_verdict,
     counted,
@@ -116,9 +117,11 @@ def test_what_is_counted(case: str) -> None:
         {"served": None, "tiers": [None], "worker": {"restarts": "x"}},
         status(served=None, prefetch__idle_since_uptime_seconds=math.inf, source_io=None),
         {"served": {"local_opens": math.inf}, "source_io": {"read_bytes": 10**400}},
+        {"state": ["serving"], "tiers": 1, "files": []},
     ],
 )
 def test_a_status_that_says_little(odd: dict[str, Any]) -> None:
+    assert not serves(odd)
     one = report(None, odd)
     assert one["local_open_share"] is None
     assert one["spared_bytes"] == 0
