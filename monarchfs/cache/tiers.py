@@ -55,6 +55,7 @@ class Tiers:
         """``handle`` passes events to placement and carries out its actions; ``headroom`` says how
         much memory is left for tiers in memory."""
         self.by_id = {tier.id: tier for tier, _size in tiers}
+        self.quiet = placement.quiet
         self.written = dict.fromkeys(self.by_id, 0)
         self._sizes = {tier.id: size for tier, size in tiers}
         self._index = index
@@ -149,10 +150,6 @@ class Tiers:
         return False
 
     # -- whether it takes anything
-
-    def quiet(self, tier_id: int) -> bool:
-        """``Placement.quiet``."""
-        return self._placement.quiet(tier_id)
 
     def begin_outage(self, tier_id: int, kind: Outage, reason: str) -> None:
         """Nothing is placed in the tier until all of its outages have ended."""

@@ -67,7 +67,8 @@ class Following:
     Constant: ``nodes``, in the order of their numbers; ``own``, this one's number;
     ``starts_until``, until when those that have not answered may be starting. Changing:
     ``errors``, why a peer does not answer, by number; ``answered``, by number, set once a peer's
-    whole catalogue is known; ``heard``, when a peer last answered (trio.current_time()).
+    whole catalogue is known; ``heard``, when a peer last answered (trio.current_time());
+    ``_addresses``, as far as they are known.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -76,6 +77,7 @@ class Following:
         self.errors: dict[int, str] = {}
         self.answered = [trio.Event() for _ in nodes]
         self.heard: dict[int, float] = {}
+        self._addresses: dict[int, str] = {}
         self._secret = peers.secret
         self._tls = bool(peers.pin)
         _replicas.pin(peers.pin)
@@ -98,17 +100,20 @@ class Following:
         _replicas.address(own)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._see_failures)
+            nursery.start_soon(self._renew_tokens, own)
             for number in range(len(self.nodes)):
                 if number != self.own:
-                    nursery.start_soon(self._follow, number, own, nursery)
+                    nursery.start_soon(self._follow, number, own)
 
-    def _sign(self, number: int, own: str, address: str) -> None:
-        _replicas.token(number, token(own, address, self._secret, time.time()))
+    def _sign(self, number: int, own: str) -> None:
+        text = token(own, self._addresses[number], self._secret, time.time())
+        _replicas.token(number, text)
 
-    async def _renew_token(self, number: int, own: str, address: str) -> None:
+    async def _renew_tokens(self, own: str) -> None:
         while True:
             await trio.sleep(TOKEN_SECONDS / 4)
-            self._sign(number, own, address)
+            for number in self._addresses:
+                self._sign(number, own)
 
     async def _see_failures(self) -> None:
         """Of requests of others: whoever is avoided is asked as soon as it may be."""
@@ -143,10 +148,9 @@ class Following:
             await trio.sleep(pause)
             pause = min(pause * 2, MAX_PAUSE_SECONDS)
 
-    async def _follow(self, number: int, own: str, nursery: trio.Nursery) -> None:
-        address = await self._address(number)
-        self._sign(number, own, address)
-        nursery.start_soon(self._renew_token, number, own, address)
+    async def _follow(self, number: int, own: str) -> None:
+        address = self._addresses[number] = await self._address(number)
+        self._sign(number, own)
         _replicas.peer(number, self.nodes[number].url(address, tls=self._tls))
         follower = Follower()
         pause = FIRST_PAUSE_SECONDS
