@@ -76,9 +76,6 @@ def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) 
     assert len(seen) == 1
 
 
-# DLIO and the loaders
-
-
 TINY = replace(
     dlio.UNET3D,
     files=6,

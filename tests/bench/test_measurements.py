@@ -23,8 +23,6 @@ from tests.support.mounting import fuse_mounts, requires_fuse, requires_root
 from tests.support.programs import execute
 from tests.support.surroundings import REPOSITORY, program
 
-# Copy rate
-
 
 @requires_fuse
 @requires_root
@@ -41,9 +39,6 @@ def test_each_way_copies_all_of_it(tmp_path: Path) -> None:
     assert fuse_mounts(str(tmp_path)) == []
 
 
-# Growth
-
-
 @requires_fuse
 @requires_root
 @pytest.mark.timeout(180)
@@ -58,9 +53,6 @@ def test_growth_of_a_small_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert set(grown.mine) == compared | alone
     assert list(tmp_path.iterdir()) == []
     assert fuse_mounts(str(tmp_path)) == []
-
-
-# Other programs
 
 
 @requires_fuse
@@ -188,9 +180,6 @@ def test_a_reader_that_dies_is_an_error(trees: tuple[Path, Path]) -> None:
     assert found.errors == 1
     assert "reader 1 died" in "".join(found.examples)
     assert found.wrong == 0
-
-
-# The trace of one read
 
 
 @requires_fuse

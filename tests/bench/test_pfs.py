@@ -262,9 +262,6 @@ def test_all_threads_at_once(
     assert "Sanitizer" not in capfd.readouterr().err
 
 
-# What the calibration finds where the answer is known on any machine
-
-
 @mounting.requires_root
 @surroundings.program("strace")
 def test_the_counters_say_what_strace_saw(place: Path) -> None:

@@ -151,9 +151,6 @@ def test_the_document_gets_headlines_and_a_plot(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / run.PUBLISHED_PICTURE).stat().st_size > 1000
 
 
-# The report
-
-
 MACHINE = {"processors": 2, "memory_bytes": 24 << 30, "python": "3.0", "root": True}
 
 

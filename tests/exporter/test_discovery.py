@@ -263,9 +263,6 @@ def test_a_users_file_system_that_hangs_is_never_entered(work: Bench, where: str
             subprocess.run(["umount", "-l", str(point)], check=True, timeout=10)
 
 
-# Jobs
-
-
 def jobs(node: Node) -> list[tuple[str, ...]]:
     found = []
     for mount in Discovery(node.roots).mounts():

@@ -282,9 +282,6 @@ def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
         )
 
 
-# The two processes
-
-
 def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: Bench) -> None:
     mount = mounted(work, "one")
     with exporter("--user", "daemon") as node:
@@ -326,9 +323,6 @@ def test_each_ends_with_the_other(killed: str, code: int, said: str) -> None:
         assert (process.returncode, process.stderr.read()) == (code, said)
 
 
-# The command line
-
-
 def test_wrong_calls_are_told_in_one_line() -> None:
     for options, code, words in (
         (["--listen", "192.0.2.1:9465"], 1, "cannot serve metrics on 192.0.2.1:9465: Cannot"),
@@ -353,9 +347,6 @@ def test_it_listens_on_ipv6_too() -> None:
         pytest.skip("needs IPv6: sysctl net.ipv6.conf.lo.disable_ipv6=0")
     with listen_on(*parse_listen(f"[::1]:{port}"), "--listen") as listener:
         assert listener.getsockname()[:2] == ("::1", port)
-
-
-# Users who do not play by the rules
 
 
 Say = Callable[[socket.socket], object]
@@ -459,9 +450,6 @@ def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
         infos = [labels for name, labels, _ in told if name == "monarchfs_mount_info"]
         (lie,) = [labels for labels in infos if labels["user"] == HOSTILE.pw_name]
         assert (lie["source"], lie["mount"]) == ("/lustre/of-somebody-else", "/hostile")
-
-
-# A mount's own port
 
 
 def with_port(work: Bench, *options: str) -> tuple[Mount, int]:

@@ -104,9 +104,6 @@ def dashboard_queries() -> list[str]:
     ]
 
 
-# A real server
-
-
 class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self._process, self._port = process, port

@@ -243,9 +243,6 @@ class Cache:
         return True
 
 
-# The tests
-
-
 DIRECTORIES = (
     *("state directory", "index", "tier's directory", "inside of the tier", "segments"),
     "a segment and its list",

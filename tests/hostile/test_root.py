@@ -80,9 +80,6 @@ def roots(users: Path) -> Path:
     return users.parent / "roots"
 
 
-# Directories and logs on a way that changes
-
-
 class Ground:
     """``users`` is the user's, ``roots`` root's: it holds a directory for each name that root may
     be led to, and ``log``. All of it is as at first, or `check` fails."""
@@ -173,9 +170,6 @@ def test_no_call_is_led_astray(
     assert at_each_call(ground.bait, act, check) > 10
 
 
-# Logs
-
-
 LINE = logging.LogRecord("x", logging.INFO, "", 0, "root::0:0", (), None)
 
 
@@ -230,9 +224,6 @@ def test_what_a_user_puts_in_a_logs_place_gets_no_line(ground: Ground, kind: str
         ground.check()
 
 
-# Sizes
-
-
 def test_the_size_of_a_users_tree_is_nothing_elses(ground: Ground) -> None:
     """Neither what a link leads to, nor what the user has mounted in it and may never answer."""
     (ground.roots / "big").write_bytes(bytes(1 << 20))
@@ -250,9 +241,6 @@ def test_the_size_of_a_users_tree_is_nothing_elses(ground: Ground) -> None:
     assert calls >= 6
     assert max(sizes) >= 1 << 13
     assert max(sizes) < 1 << 20
-
-
-# With real mounts
 
 
 @pytest.fixture
@@ -336,9 +324,6 @@ def worker(point: str) -> dict[str, int]:
     return found
 
 
-# Runtime directories
-
-
 def users_link(path: Path, target: Path) -> Path:
     path.symlink_to(target)
     return as_the_users(path)
@@ -369,9 +354,6 @@ def led(users: Path, roots: Path) -> Path:
     """A way of the user's that leads to the directory ``data`` of root's."""
     (roots / "data").mkdir()
     return users_link(users / "a", roots) / "data"
-
-
-# Removing
 
 
 def test_what_is_dead_is_removed(run_dir: Path) -> None:
@@ -439,9 +421,6 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(run_dir: Path, roo
     assert find_mounts([str(run_dir)]) == []
 
 
-# Mounting and unmounting
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_link_on_the_way_is_not_unmounted_through(
     users: Path, roots: Path, led: Path, lazy: bool
@@ -497,9 +476,6 @@ def test_fsck_is_led_to_nothing_of_roots(users: Path, roots: Path) -> None:
     assert sorted(os.listdir(roots / "state")) == ["index"]
 
 
-# Asking
-
-
 @pytest.mark.parametrize("how", ["link", "directory"])
 def test_what_root_asks_a_users_daemon_reaches_no_other(
     run_dir: Path, roots: Path, how: str
@@ -521,9 +497,6 @@ def test_what_root_asks_a_users_daemon_reaches_no_other(
             return
         with connection:
             assert connection.recv(1) == b""
-
-
-# Reading
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory", "depth", "nonsense"])

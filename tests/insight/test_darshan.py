@@ -138,9 +138,6 @@ def test_without_pydarshan_the_remedy_is_said(
     assert "pip install 'darshan>=3.4'" in said
 
 
-# The verdict
-
-
 def read_file(path: str, times: int = 1, size: int = 110_000, **more: Any) -> FileReads:
     """Read whole, so often, in reads of 64 KiB."""
     reads = -(-size // 65536) * times

@@ -126,9 +126,6 @@ def test_waiting_is_the_time_with_a_request_under_way(
         until = max(until, *(begin + took for begin, took in spans))
 
 
-# The file of a recording
-
-
 ORIGIN = 5_000_000_000
 
 times = st.integers(0, 10**9).map(lambda ticks: ticks / 1024)

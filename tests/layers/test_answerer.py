@@ -250,8 +250,6 @@ async def test_an_open_that_is_sent_again_meanwhile_is_one_handle(
         assert len(requests.answerer.handles) == 1
 
 
-# Passthrough.
-
 SIZE = 50_000
 ALL = "01234567"
 
@@ -526,9 +524,6 @@ def passing(area: Area, monkeypatch: pytest.MonkeyPatch) -> Mounted:
                 kernel.close()
 
     return mounted
-
-
-# While the supervisor is asked for an id.
 
 
 async def read_relayed(kernel: Passing) -> None:

@@ -129,9 +129,6 @@ async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) 
         assert mirror.bytes_read(name) == len(data)
 
 
-# Errors that pass.
-
-
 async def go_on(mirror: Mirror, clock: trio.testing.MockClock, files: int) -> None:
     """The source was slow, and is spared for a while."""
     while mirror.metrics.copies_completed < files:
@@ -196,9 +193,6 @@ async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.
         await mirror.want(name)
         await mirror.settled()
         assert mirror.metrics.copies_failed == 2
-
-
-# The scan.
 
 
 async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) -> None:
@@ -276,9 +270,6 @@ async def test_the_scan_waits_while_the_queue_is_long(
             gate.open()
         await mirror.settled()
         assert mirror.metrics.copies_completed == 20
-
-
-# What nobody has open keeps to a rate.
 
 
 async def test_scanned_files_keep_to_a_rate_and_opened_ones_do_not(

@@ -177,9 +177,6 @@ async def test_names_in_any_case(files: Area, hours: Hours, mode: FreshnessMode)
             assert await mirror.ino("A") == before
 
 
-# Inode numbers that change.
-
-
 async def test_files_that_get_other_numbers_are_counted_and_named(
     files: Area, hours: Hours, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

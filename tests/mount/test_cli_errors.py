@@ -318,9 +318,6 @@ def test_an_unmounted_source_is_told_and_refused_where_files_are_required(
     assert_one_line(done, 2, f"did you mean {dataset}/below?")
 
 
-# Names of any bytes
-
-
 ODD = b"a\x1b[31m\nb\xff\xe2\x80\xae\x07c"
 """A colour, a line break, a byte that is no text, a right-to-left override and a bell."""
 NAME = os.fsdecode(ODD)

@@ -97,9 +97,6 @@ def test_lines_for_a_log(
     ]
 
 
-# Against a daemon that says what the test wants.
-
-
 @pytest.fixture
 def daemon(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     with only_these(place, monkeypatch) as start:
@@ -139,8 +136,6 @@ def test_many_paths_go_in_several_requests(
         assert len(messages.encode_message(request)) <= messages.MOST_REQUEST_BYTES
     assert json.loads(capsys.readouterr().out) == {"files": 4 * len(one.requests), "error": "1th"}
 
-
-# On real mounts.
 
 KIB = 1024
 COMMANDS = ("warm", "evict", "pin", "unpin", "refresh")

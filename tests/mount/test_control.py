@@ -99,9 +99,6 @@ def test_root_may_ask_also_from_outside_of_a_user_namespace(place: Path) -> None
             asked.kill()
 
 
-# Requests
-
-
 ODD_REQUESTS = [
     *(b"", b"status", b"[1]", b"null", b"\xff\xfe\x00", b"{}", b'{"command": "status"'),
     *(b'{"command": null}', b'{"command": ["status"]}', b'{"command": "pin\\u0000", "paths": []}'),
@@ -175,9 +172,6 @@ def test_what_is_checked_fits_into_a_message_to_the_worker() -> None:
         assert json.loads(sent)["request"] == request
         longest = max(longest, len(sent))
     assert longest <= min(channel.MESSAGE_BYTES, CHANNEL_BYTES)
-
-
-# A supervisor with a fake worker
 
 
 def assert_refused(answer: bytes) -> str:
@@ -305,9 +299,6 @@ def test_a_supervisor_that_hangs_keeps_no_command_for_ever(root_work: Area) -> N
     finally:
         os.kill(supervisor, signal.SIGCONT)
     assert status(root_work)["state"] == "serving"
-
-
-# Real workers
 
 
 @needs_mounts

@@ -62,9 +62,6 @@ def states(checks: list[Check]) -> dict[str, Severity]:
     return {check.name: check.state for check in checks}
 
 
-# What findings mean.
-
-
 ALL = int(InitFlag.PASSTHROUGH | InitFlag.HAS_RESEND)
 
 
@@ -234,9 +231,6 @@ def test_caches_of_sources_that_are_gone() -> None:
     assert orphan.remedy.endswith("monarchfs cache remove /c/1")
 
 
-# How it measures.
-
-
 def test_measuring_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY, raising=True)
     fd = speed.nameless_file(str(tmp_path))
@@ -260,8 +254,6 @@ def test_measuring_a_source(tmp_path: Path) -> None:
     assert (found.sampled_bytes, found.sampled_files) == (20 * 100_000 + 3 * MIB, 22)
     assert found.open_seconds
 
-
-# The whole.
 
 KEYS = {"can_mount", "warnings", "problems", "checks"}
 NAMES = {
@@ -419,8 +411,6 @@ def test_a_check_that_hangs_or_breaks_stops_no_other(
     assert "mounts" in found
 
 
-# What is no usage error, but a problem.
-
 PROBLEMS = [
     (
         ["{}/nosuch", "--tier", "{}/no/such=1G", "--state-dir", "{}/file"],
@@ -451,9 +441,6 @@ def test_what_cannot_be_mounted_is_one_problem_each(
     assert all(expected[name] in detail for _, name, detail in problems)
     assert all(line.isprintable() for line in done.stdout.splitlines())
     assert sorted(work.path.rglob("*")) == before
-
-
-# monarchfs bugreport
 
 
 @needs_mounts

@@ -573,9 +573,6 @@ def test_for_people(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
     assert repaired.endswith("120 found (missing 120), 120 put right\n")
 
 
-# Who may, and when.
-
-
 @pytest.mark.smoke
 def test_what_is_refused(cache: Cache, capfd: pytest.CaptureFixture[str]) -> None:
     cache.fill(1)

@@ -231,9 +231,6 @@ def test_mounting_a_source_that_hangs_fails_in_time(work: Bench, faulty: FaultyS
     assert os.listdir(work.path / "mnt") == []
 
 
-# A tier whose reads take long
-
-
 THREADS, READERS = 10, 24
 """The threads that take requests from the kernel, and more than those."""
 

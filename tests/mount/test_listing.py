@@ -147,9 +147,6 @@ def test_a_directory_that_may_not_be_read_cannot_be_opened(work: Bench, source: 
         assert "PermissionError" in execute(command, cwd="/").stderr
 
 
-# Listings that say other numbers than stat(2)
-
-
 IN_EACH = 15
 """Files in each of four directories."""
 

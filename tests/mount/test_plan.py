@@ -48,9 +48,6 @@ def test_the_file_systems_reserve_and_its_inodes() -> None:
     assert fit([KIB] * 9, [room(GIB, Space(100 * MIB, 50 * MIB, 0, 0))], 10).whole.files == 9
 
 
-# How long.
-
-
 def test_from_which_epoch_it_pays() -> None:
     files = Amount(1000, 10**9)
     speeds = SourceRates(100e6, 0.001, 4), [TierRates(1e9, 1e9)]
@@ -67,9 +64,6 @@ def test_from_which_epoch_it_pays() -> None:
     assert found.pays_from_epoch == 10
     assert found.total(9) >= found.plain_total(9)
     assert found.total(10) < found.plain_total(10)
-
-
-# The walk.
 
 
 def test_the_walk_finds_what_find_finds(tmp_path: Path) -> None:
@@ -118,9 +112,6 @@ def test_a_source_that_hangs_does_not_hang_the_plan(work: Bench, faulty: FaultyS
     faulty.faults(hang=["* *"])
     words = ("--quick", str(faulty.path), "--tier", f"{work.path}/t=1G")
     assert_one_line(run("plan", *words, timeout=50), 1, "did not answer")
-
-
-# Against a mount.
 
 
 STEPPED_FILES = 24

@@ -84,9 +84,6 @@ def users(work: Bench) -> Iterator[Place]:
         yield made
 
 
-# What the command sees
-
-
 def assert_view(place: Place, **more: Any) -> None:
     """The command sees the files of a mount."""
     done = place.run("stat", "-f", "-c", "%t", "source/file", **more)
@@ -209,9 +206,6 @@ def test_root_in_a_chroot_stays_in_it(roots: Place) -> None:
     assert (done.stdout, done.stderr) == ("content", "")
 
 
-# How it ends
-
-
 def test_output_and_exit_code_are_the_commands_or_as_a_shells(users: Place) -> None:
     """A directory in the source is that of the view, and so is a run in a run."""
     look = ["stat", "-f", "-c", "%t"]
@@ -309,9 +303,6 @@ cd / && exec chroot {place.path}/root "$@"
     place_in = ["sh", "-c", 'cd "$0" && exec "$@"', str(place.path), *inside]
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
     return place.call([*command, *wrapper, *place_in])
-
-
-# Signals
 
 
 @pytest.mark.parametrize("to_group", [False, True], ids=["process", "group"])

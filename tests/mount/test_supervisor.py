@@ -561,9 +561,6 @@ def test_a_hang_that_nobody_shows_is_noticed(work: Area) -> None:
     wait_for(lambda: status(work)["worker"]["restarts"] == 1, "another worker")
 
 
-# -- on purpose
-
-
 @as_root
 def test_restart_with_a_program_that_cannot_take_over(work: Area) -> None:
     work.mount(mode="other")

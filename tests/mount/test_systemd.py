@@ -121,9 +121,6 @@ def test_examples_have_known_options() -> None:
     assert example["OPTIONS"][0] in DOCUMENT
 
 
-# The daemon, as the unit starts it
-
-
 @needs_mounts
 def test_the_units_command_has_no_empty_word_without_options(tmp_path: Path) -> None:
     values = {"SOURCE": "/nowhere", "MOUNTPOINT": str(tmp_path), "OPTIONS": ""}
@@ -133,9 +130,6 @@ def test_the_units_command_has_no_empty_word_without_options(tmp_path: Path) -> 
     done = execute([*MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words)])
     assert done.returncode == 2
     assert done.stderr == "monarchfs: source /nowhere does not exist: name an existing directory\n"
-
-
-# sd_notify
 
 
 class Manager:

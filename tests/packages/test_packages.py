@@ -36,9 +36,6 @@ def on_a_node(test: Test) -> Test:
     return marked
 
 
-# What is made
-
-
 @pytest.fixture(scope="module")
 def directory() -> Iterator[Path]:
     with nodes.unpacked(nodes.required_bundle()) as found:
@@ -168,8 +165,6 @@ def test_mounts_stay_with_their_release(kind: str, next_release: Path, tmp_path:
     assert (last, file) == ("/opt/monarchfs/theirs:", "file")
     assert steps["uninstall in use"].split()[-4:-2] == ["/opt/monarchfs:", "theirs"]
 
-
-# The modulefile, with the programs that load modules
 
 PROGRAMS = {
     "environment-modules": "/usr/bin/modulecmd",

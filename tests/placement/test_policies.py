@@ -158,9 +158,6 @@ def test_nothing_is_lost_or_invented_whatever_is_told(
             assert sorted(policy.victims(tier)) == sorted(held[tier])
 
 
-# The policy ``weighted``
-
-
 class Counts:
     """Opens of files, aged, as exact numbers."""
 

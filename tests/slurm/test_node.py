@@ -724,9 +724,6 @@ def test_what_is_mounted_is_shared_though_its_source_hangs(node: Node) -> None:
     node.end(1, 2)
 
 
-# A user who changes the way to a dataset while the prolog is at work
-
-
 @pytest.fixture
 def bait(node: Node) -> Bait:
     """A directory of the user's in the node's only root, with the dataset ``data``; ``outside`` has

@@ -339,8 +339,6 @@ def test_a_node_that_cannot_share_says_why_and_goes_on_alone(
     assert words in record.getMessage()
 
 
-# The site
-
 EXAMPLE = REPOSITORY / "slurm" / "monarchfs-slurm.toml"
 
 

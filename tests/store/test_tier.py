@@ -551,9 +551,6 @@ def test_a_file_system_that_counts_nothing_has_no_room(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-# What is not ours.
-
-
 KINDS = ["symlink", "fifo", "directory", "socket", pytest.param("foreign", marks=needs_root)]
 LONG = b"good" * 1024
 ONE, TWO = 0x1, 0xFEDC_BA98_7654_3210

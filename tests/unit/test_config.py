@@ -104,9 +104,6 @@ def test_values_that_are_refused_in_one_line(
         assert "\n" not in str(caught.value), text
 
 
-# Layers
-
-
 def parse(*arguments: str) -> argparse.Namespace:
     return build_parser().parse_args(["mount", "/src", "/mnt", *arguments])
 
@@ -164,9 +161,6 @@ def test_every_option_from_everywhere(tmp_path: Path, key: str) -> None:
             settings_from(parse(), environ={variable: "no sense"})
 
 
-# Mount options
-
-
 def test_what_a_mount_option_says_last_counts_and_user_with_a_value_is_ours() -> None:
     assert merge(from_mount_options(["ro", "nosuid", "_netdev", "users"])) == Settings()
     assert merge(from_mount_options(["noexec"])).noexec
@@ -189,9 +183,6 @@ def test_options_are_divided_at_commas_that_are_not_escaped() -> None:
 @given(st.lists(st.text(min_size=1).filter(lambda text: text == text.strip())))
 def test_escaped_options_are_split_as_they_were(words: list[str]) -> None:
     assert split_options(",".join(map(escape_option, words))) == words
-
-
-# Files
 
 
 @pytest.mark.parametrize(
@@ -235,9 +226,6 @@ def test_the_machines_file_is_roots_alone(tmp_path: Path, mode: int, word: str) 
         from_system_file(str(file))
     with pytest.raises(UsageError, match="not a file of root's"):
         from_system_file("/dev/null")
-
-
-# What the worker is told
 
 
 def test_a_users_cache_is_local(tmp_path: Path) -> None:

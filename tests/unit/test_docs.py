@@ -223,9 +223,6 @@ def test_groff_has_nothing_to_complain_about(pages: list[Path]) -> None:
         assert "tier=/scratch=80%,allow_other" in done.stdout or page.name == "monarchfs.1"
 
 
-# Promises and their tests
-
-
 NAMED = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 

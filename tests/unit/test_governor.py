@@ -205,9 +205,6 @@ def test_the_rate_is_kept_whatever_is_copied(rate: int, reads: list[tuple[int, f
         total += size
 
 
-# The queue of copies, and the window of a reader
-
-
 CHANGES = st.tuples(st.sampled_from("car"), st.integers(0, 15), st.integers(1, 8))
 
 
@@ -312,9 +309,6 @@ def test_it_never_asks_for_less_than_the_read_or_more_than_the_window(
     for first, count in reads:
         furthest = max(furthest, first + count)
         assert first + count <= ahead.advance(first, first + count) <= furthest + 16
-
-
-# What is copied ahead of a reader
 
 
 @given(

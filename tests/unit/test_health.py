@@ -103,9 +103,6 @@ def test_it_always_comes_back(steps: list[tuple[str, int | None, float]]) -> Non
     assert health.reason is None
 
 
-# What the index says beside what lies there
-
-
 # Few names and values, so that they meet.
 names = st.integers(0, 12).map(lambda n: bytes([n]) * 16)
 records = st.builds(

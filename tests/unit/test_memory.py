@@ -103,9 +103,6 @@ def test_a_machine_that_does_not_tell(tree: Tree, error: Exception) -> None:
     assert probe.read().limited_by == "nothing known"
 
 
-# Version 2
-
-
 def test_a_limit_less_what_cannot_be_reclaimed(tree: Tree) -> None:
     tree.in_v2("/job/step")
     stat = {"anon": 500, "file": 400, "shmem": 150, "inactive_anon": 640}
@@ -168,9 +165,6 @@ def test_a_container_sees_its_group_as_the_root_or_by_its_full_path(tree: Tree, 
         assert tree.read() == (60 * MIB, 100 * MIB, "cgroup /docker/1234")
 
 
-# Version 1
-
-
 def test_version_1_counts_the_groups_below(tree: Tree) -> None:
     tree.mounts(V1_MOUNT.format(root="/"), HYBRID_MOUNT)
     tree.groups("9:name=systemd:/", "4:memory:/job/step", "3:cpu,cpuacct:/elsewhere", "0::/user")
@@ -201,9 +195,6 @@ def test_both_versions_limit_where_both_have_limits(tree: Tree) -> None:
     assert tree.read() == (200 * MIB, 200 * MIB, "cgroup /two")
 
 
-# Garbage
-
-
 @pytest.mark.parametrize("text", ["", "garbage", "-5", "1e9", "12 MiB", "9" * 30, "\u0663"])
 def test_what_is_no_limit(tree: Tree, text: str) -> None:
     tree.in_v2("/a")
@@ -231,9 +222,6 @@ def test_groups_that_make_no_sense(tree: Tree, line: str) -> None:
     tree.mounts(V1_MOUNT.format(root="/"), V2_MOUNT.format(root="/"))
     (tree.root / "proc/self/cgroup").write_bytes(line.encode("utf-8", "surrogatepass") + b"\n")
     assert tree.read() == MACHINE
-
-
-# For real
 
 
 def test_this_machine() -> None:

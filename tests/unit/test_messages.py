@@ -121,9 +121,6 @@ def test_a_part_that_makes_no_sense_is_left_out_and_counted() -> None:
     assert parse(say(event="status", number=3, status=[])) == StatusReport(3, {}, 1)
 
 
-# Logs
-
-
 ME = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
 log = logging.getLogger("monarchfs.of_this_test")
 

@@ -88,9 +88,6 @@ def test_which_kernels_are_to_keep_listings() -> None:
     assert all(map(packing.drops_listings, DROP))
 
 
-# FUSE_INIT
-
-
 LIBFUSE_FLAGS = (
     InitFlag.ASYNC_READ
     | InitFlag.AUTO_INVAL_DATA

@@ -200,9 +200,6 @@ def test_what_comes_next_is_awaited_until_it_was_opened_or_nobody_reads_on() -> 
     assert order.awaits(1003)
 
 
-# An order that nobody announced
-
-
 def shuffled(files: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(1000, 1000 + files), files)
 
@@ -349,9 +346,6 @@ def test_what_cannot_be_kept_costs_nobody_anything(
     said.clear()
     assert (said.orders(), said.weights()) == ([], None)
     assert "not kept" in caplog.text
-
-
-# Who announces
 
 
 def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:

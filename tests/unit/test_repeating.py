@@ -85,9 +85,6 @@ def test_only_what_failed_by_a_limit_of_time_is_run_again(
                 assert f"test_late.py::test_{name}: " in text
 
 
-# What a scenario expects
-
-
 @pytest.mark.parametrize(
     ("line", "holds", "not_so"),
     [

@@ -230,9 +230,6 @@ def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life
         assert row < MOST_EARLY + MOST_IN_SAFE_MODE
 
 
-# Hanging
-
-
 class Signs(NamedTuple):
     """What is known of a worker at a moment, as `VitalSigns.check` is told."""
 

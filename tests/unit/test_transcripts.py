@@ -181,9 +181,6 @@ def shown(
         yield Shown(capsys)
 
 
-# The live screen, and its lines.
-
-
 def busy() -> MountView:
     """The last of five looks, a second apart, at a mount that copies."""
     history, well = History(), states()["full"]
@@ -268,9 +265,6 @@ def test_top(shown: Shown, golden: Golden) -> None:
             told = json.dumps(by_directory.to_json(directories))
             shown.put("# as an object", *unfolded(told + "\n"))
     golden("top.txt", str(shown))
-
-
-# This machine.
 
 
 def test_doctor(shown: Shown, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,6 @@ def later(seconds: float, **sections: Any) -> dict[str, Any]:
     return report
 
 
-# Rates
-
-
 def history_of(*reports: tuple[float, dict[str, Any]]) -> History:
     history = History()
     for at, report in reports:
@@ -117,9 +114,6 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
     assert number(report, "served", "local_opens") == 0
 
 
-# Words
-
-
 @pytest.mark.parametrize(
     ("shown", "text"),
     [
@@ -133,9 +127,6 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
 )
 def test_words(shown: str, text: str) -> None:
     assert shown == text
-
-
-# Live
 
 
 class Terminal:
