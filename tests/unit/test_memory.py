@@ -74,7 +74,8 @@ class Tree:
         self.stat(directory, stat)
 
     def stat(self, directory: str, stat: dict[str, int]) -> None:
-        self.write(f"{directory}/memory.stat", "\n".join(f"{k} {v}" for k, v in stat.items()))
+        lines = [f"{name} {count * MIB}" for name, count in stat.items()]
+        self.write(f"{directory}/memory.stat", "\n".join(lines))
 
     def read(self) -> MemoryHeadroom:
         return MemoryProbe(str(self.root), lambda: (8000 * MIB, 16000 * MIB)).read()
@@ -103,21 +104,11 @@ def test_a_machine_that_does_not_tell(tree: Tree, error: Exception) -> None:
     assert probe.read().limited_by == "nothing known"
 
 
-def test_a_limit_less_what_cannot_be_reclaimed(tree: Tree) -> None:
-    tree.in_v2("/job/step")
-    stat = {"anon": 500, "file": 400, "shmem": 150, "inactive_anon": 640}
-    stat |= {"active_file": 50, "inactive_file": 200}
-    in_bytes = {name: count * MIB for name, count in stat.items()}
-    tree.v2("/job/step", str(1000 * MIB), 900 * MIB, **in_bytes)
-    # 250 of 900 are pages of files; those of a tmpfs are not, whatever "file" says.
-    assert tree.read() == (350 * MIB, 1000 * MIB, "cgroup /job/step")
-
-
 def test_the_tightest_of_nested_limits_wins(tree: Tree) -> None:
     tree.in_v2("/a/b/c")
     tree.v2("/a/b/c", "max", 100 * MIB)
     tree.v2("/a/b", str(1000 * MIB), 100 * MIB)
-    tree.v2("/a", str(2000 * MIB), 1500 * MIB, inactive_file=100 * MIB)
+    tree.v2("/a", str(2000 * MIB), 1500 * MIB, inactive_file=100)
     tree.v2("", str(5000 * MIB), 1600 * MIB)
     tree.v2("/other", str(MIB), MIB)
     assert tree.read() == (600 * MIB, 2000 * MIB, "cgroup /a")
@@ -127,6 +118,12 @@ def test_the_tightest_of_nested_limits_wins(tree: Tree) -> None:
     assert tree.read() == (3400 * MIB, 5000 * MIB, "cgroup /")
     tree.v2("", "max")
     assert tree.read() == MACHINE
+    # A limit counts less what cannot be reclaimed.
+    tree.in_v2("/job/step")
+    stat = {"anon": 500, "file": 400, "shmem": 150, "inactive_anon": 640}
+    tree.v2("/job/step", str(1000 * MIB), 900 * MIB, **stat, active_file=50, inactive_file=200)
+    # 250 of 900 are pages of files; those of a tmpfs are not, whatever "file" says.
+    assert tree.read() == (350 * MIB, 1000 * MIB, "cgroup /job/step")
 
 
 def test_the_group_is_asked_for_each_time(tree: Tree) -> None:
@@ -144,10 +141,17 @@ def test_there_is_never_less_than_nothing(tree: Tree) -> None:
     tree.v2("/a", str(10 * MIB), 30 * MIB)
     assert tree.read() == (0, 10 * MIB, "cgroup /a")
     # The files are not read at one moment.
-    tree.v2("/a", str(10 * MIB), 3 * MIB, inactive_file=5 * MIB)
+    tree.v2("/a", str(10 * MIB), 3 * MIB, inactive_file=5)
     assert tree.read() == (10 * MIB, 10 * MIB, "cgroup /a")
     tree.v2("/a", "0", MIB)
     assert tree.read() == (0, 0, "cgroup /a")
+    # A missing account reclaims nothing.
+    tree.in_v2("/a")
+    tree.v2("/a", str(10 * MIB), 6 * MIB, inactive_file=5)
+    (tree.root / "sys/fs/cgroup/a/memory.stat").write_bytes(b"\xff\0\ninactive_file\nactive_file x")
+    assert tree.read().available_bytes == 4 * MIB
+    (tree.root / "sys/fs/cgroup/a/memory.stat").unlink()
+    assert tree.read().available_bytes == 4 * MIB
 
 
 @pytest.mark.parametrize(
@@ -169,10 +173,8 @@ def test_version_1_counts_the_groups_below(tree: Tree) -> None:
     tree.mounts(V1_MOUNT.format(root="/"), HYBRID_MOUNT)
     tree.groups("9:name=systemd:/", "4:memory:/job/step", "3:cpu,cpuacct:/elsewhere", "0::/user")
     tree.v1("/job/step", V1_UNLIMITED, 900 * MIB)
-    stat = {"inactive_file": 1, "active_file": 1, "shmem": 300, "total_shmem": 300}
-    stat |= {"total_inactive_file": 100, "total_active_file": 50}
-    in_bytes = {name: count * MIB for name, count in stat.items()}
-    tree.v1("/job", 1000 * MIB, 900 * MIB, **in_bytes)
+    stat = {"shmem": 300, "total_shmem": 300, "total_inactive_file": 100, "total_active_file": 50}
+    tree.v1("/job", 1000 * MIB, 900 * MIB, **stat, inactive_file=1, active_file=1)
     tree.v1("", V1_UNLIMITED, 5000 * MIB)
     assert tree.read() == (250 * MIB, 1000 * MIB, "cgroup /job")
 
@@ -183,9 +185,7 @@ def test_a_controller_mounted_with_others(tree: Tree) -> None:
     tree.write("cg/both of/job:1/memory.limit_in_bytes", str(10 * MIB))
     tree.write("cg/both of/job:1/memory.usage_in_bytes", str(4 * MIB))
     assert tree.read() == (6 * MIB, 10 * MIB, "cgroup /job:1")
-
-
-def test_both_versions_limit_where_both_have_limits(tree: Tree) -> None:
+    # Both versions limit, where both have limits.
     tree.mounts(V1_MOUNT.format(root="/"), V2_MOUNT.format(root="/"))
     tree.groups("4:memory:/one", "0::/two")
     tree.v1("/one", 100 * MIB)
@@ -203,15 +203,6 @@ def test_what_is_no_limit(tree: Tree, text: str) -> None:
     tree.v2("/a", str(10 * MIB), 5 * MIB)
     tree.write("sys/fs/cgroup/a/memory.current", text)
     assert tree.read() == MACHINE
-
-
-def test_a_missing_account_reclaims_nothing(tree: Tree) -> None:
-    tree.in_v2("/a")
-    tree.v2("/a", str(10 * MIB), 6 * MIB, inactive_file=5 * MIB)
-    (tree.root / "sys/fs/cgroup/a/memory.stat").write_bytes(b"\xff\0\ninactive_file\nactive_file x")
-    assert tree.read().available_bytes == 4 * MIB
-    (tree.root / "sys/fs/cgroup/a/memory.stat").unlink()
-    assert tree.read().available_bytes == 4 * MIB
 
 
 @pytest.mark.parametrize(
