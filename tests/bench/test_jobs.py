@@ -8,18 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import dlio, loaders, shards
-from bench.arms import (
-    COLD,
-    COPIED,
-    DIRECT,
-    FRAMEWORK_CACHE,
-    LOCAL,
-    WARM,
-    Reached,
-    ReachedMount,
-    place_for,
-)
+from bench import arms, dlio, loaders, shards
 from bench.frameworks import ENVIRONMENT, program, run_program
 from bench.harness import MIB, drop_caches
 from bench.job import THREADS, Job, Program
@@ -48,30 +37,37 @@ def test_a_job_reads_every_byte_in_each_epoch(dataset: shards.Shards, tmp_path: 
 @requires_fuse
 @requires_root
 def test_every_arm_shows_the_same_bytes(dataset: shards.Shards, tmp_path: Path) -> None:
-    def read(reached: Reached) -> str:
+    def read(reached: arms.Reached) -> str:
         """In a process of its own: a mount that hangs must not stop the tests."""
         command = ["sh", "-c", 'cd "$0" && sha256sum *.tfrecord', str(reached.path)]
         return subprocess.check_output(command, text=True, timeout=60)
 
     seen = set[str]()
     with ParallelFileSystem(dataset.root, tmp_path / "pfs", INSTANT) as pfs:
-        for arm in (DIRECT, LOCAL, COPIED, FRAMEWORK_CACHE, COLD, WARM):
+        for arm in (
+            arms.DIRECT,
+            arms.LOCAL,
+            arms.COPIED,
+            arms.FRAMEWORK_CACHE,
+            arms.COLD,
+            arms.WARM,
+        ):
             with (
-                place_for(tmp_path, arm) as place,
+                arms.place_for(tmp_path, arm) as place,
                 arm.reach(pfs, place, capacity=2 * dataset.file_bytes) as reached,
             ):
                 drop_caches()
                 before = pfs.counts()
                 seen.add(read(reached))
-                if isinstance(reached, ReachedMount):
+                if isinstance(reached, arms.ReachedMount):
                     reached.mount.wait_idle()
                 read_bytes = (pfs.counts() - before).read_bytes
                 seen.add(read(reached))
-                if arm in (DIRECT, FRAMEWORK_CACHE):
+                if arm in (arms.DIRECT, arms.FRAMEWORK_CACHE):
                     # The kernel's read-ahead may come twice, where the machine is short of memory.
                     assert read_bytes >= dataset.file_bytes, arm.name
                 else:
-                    assert read_bytes == (dataset.file_bytes if arm is COLD else 0), arm.name
+                    assert read_bytes == (dataset.file_bytes if arm is arms.COLD else 0), arm.name
             assert not place.exists()
     assert len(seen) == 1
 

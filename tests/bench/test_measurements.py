@@ -85,9 +85,6 @@ def test_wrong_bytes_are_an_error(tmp_path: Path) -> None:
         epochs.epoch(pool, tmp_path / "data", data.files, 0)
 
 
-# Staging by hand; calls of a client
-
-
 @requires_fuse
 @requires_root
 @program("mksquashfs", "squashfs-tools")
@@ -126,9 +123,6 @@ def test_a_files_calls_are_counted(tmp_path: Path) -> None:
     (plain,) = [case for case in calls.CASES if case.name == calls.PLAIN]
     asked = calls.count(plain, tmp_path / "data", tmp_path / "place")
     assert (asked["read"], asked["enqueue"] >= 3) == (3, True)
-
-
-# The load that verifies what it reads
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ ROUNDS = ("rounds", 1)
         ),
     ],
 )
-def test_what_was_measured_is_saved_and_what_failed_is_reported(
+def test_what_was_measured_is_saved_and_what_failed_is_told(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     words: str,
@@ -104,7 +104,7 @@ def test_what_was_measured_is_saved_and_what_failed_is_reported(
     assert capsys.readouterr().err.count("Traceback") == (code == 1)
 
 
-def test_the_list_names_every_measurement_and_each_can_be_run(
+def test_the_list_names_every_one_and_each_can_be_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run.main(["--list"]) == 0
@@ -114,9 +114,7 @@ def test_the_list_names_every_measurement_and_each_can_be_run(
         assert callable(import_module(measurement.module).run)
 
 
-def test_saved_results_make_reports_and_are_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_saved_results_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
     saved_report = report_of_nothing()
     saved_report.results = [growth()]

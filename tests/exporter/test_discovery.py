@@ -209,9 +209,7 @@ def test_a_queue_that_is_full_is_not_the_same_as_nobody(node: Node) -> None:
     mount.close()
 
 
-def test_more_mounts_than_one_may_have_are_left_off(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_mounts_than_allowed_are_left_off(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "MOST_OF_A_USER", 2)
     monkeypatch.setattr(discovery, "MOST_OF_ROOT", 4)
     for _ in range(5):

@@ -25,38 +25,14 @@ from monarchfs.cli.exporter import parse_listen
 from monarchfs.control.registration import Registration, own_mount_namespace
 from monarchfs.metrics.names import FAMILIES
 from monarchfs.supervisor.port import listen_on
-from tests.support import surroundings
+from tests.support import mounting, scraping, surroundings
 from tests.support.fake_daemon import Listener
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import (
-    ENVIRONMENT,
-    MONARCHFS,
-    REPOSITORY,
-    Bench,
-    FaultySource,
-    Mount,
-    as_user,
-    assert_one_line,
-    free_port,
-    requires_mounts,
-    run,
-    wait_for,
-)
 from tests.support.processes import parent_of, status_of
 from tests.support.reading import COMMAND, Reader
-from tests.support.scraping import (
-    FILES,
-    SIZE,
-    Scrape,
-    make_files,
-    read_all,
-    scrape,
-    sums_are_right,
-    waits_are_right,
-)
 from tests.support.timing import Stopwatch
 
-pytestmark = requires_mounts
+pytestmark = mounting.requires_mounts
 
 OTHER = pwd.getpwnam("daemon")
 HOSTILE = pwd.getpwnam("games")
@@ -75,13 +51,15 @@ class Exporter(NamedTuple):
 @contextmanager
 def exporter(*options: str, user: str | None = None) -> Iterator[Exporter]:
     """One that answers; neither of its processes is there afterwards."""
-    port = free_port()
+    port = mounting.free_port()
     process = subprocess.Popen(
-        as_user(user, [*MONARCHFS, "exporter", "--listen", f"127.0.0.1:{port}", *options]),
+        mounting.as_user(
+            user, [*mounting.MONARCHFS, "exporter", "--listen", f"127.0.0.1:{port}", *options]
+        ),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env=mounting.ENVIRONMENT,
         cwd="/",
         start_new_session=True,
     )
@@ -89,13 +67,13 @@ def exporter(*options: str, user: str | None = None) -> Iterator[Exporter]:
     def answers() -> bool:
         assert process.poll() is None, process.communicate()[1]
         with suppress(OSError):
-            scrape(port)
+            scraping.scrape(port)
             return True
         return False
 
     with process:
         try:
-            wait_for(answers, "the exporter to answer")
+            mounting.wait_for(answers, "the exporter to answer")
             children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
             reader = int(children.split()[0])
             yield Exporter(process, reader, port)
@@ -103,7 +81,7 @@ def exporter(*options: str, user: str | None = None) -> Iterator[Exporter]:
             process.send_signal(signal.SIGCONT)
             process.terminate()
             process.wait(10)
-        wait_for(lambda: not os.path.exists(f"/proc/{reader}"), "its reader to end")
+        mounting.wait_for(lambda: not os.path.exists(f"/proc/{reader}"), "its reader to end")
 
 
 def registrations(mountpoint: Path) -> dict[Path, dict[str, Any]]:
@@ -112,7 +90,7 @@ def registrations(mountpoint: Path) -> dict[Path, dict[str, Any]]:
     return {file: e for file, e in entries.items() if e["mountpoint"] == str(mountpoint)}
 
 
-def ups(now: Scrape) -> list[tuple[dict[str, str], float]]:
+def ups(now: scraping.Scrape) -> list[tuple[dict[str, str], float]]:
     return [
         (dict(labels), value)
         for (name, labels), value in now.samples.items()
@@ -120,24 +98,26 @@ def ups(now: Scrape) -> list[tuple[dict[str, str], float]]:
     ]
 
 
-def up(now: Scrape, mount: Mount) -> float | None:
+def up(now: scraping.Scrape, mount: mounting.Mount) -> float | None:
     """What is said of a mount; None if nothing is."""
     return of(now, mount, "monarchfs_mount_up")
 
 
-def of(now: Scrape, mount: Mount, name: str, **labels: str) -> float | None:
+def of(now: scraping.Scrape, mount: mounting.Mount, name: str, **labels: str) -> float | None:
     """The value of a sample of a mount's; None if there is none."""
     user = mount.user or "root"
     labels |= {"user": user, "source": str(mount.source), "mount": str(mount.path)}
     return now.samples.get((name, frozenset(labels.items())))
 
 
-def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> Mount:
+def mounted(
+    work: mounting.Bench, name: str, *options: str, user: str | None = None
+) -> mounting.Mount:
     """One of several mounts of a test, each with a source, a state and a tier of its own."""
     place = work.path / name
     place.mkdir(exist_ok=True)
     place.chmod(0o1777)
-    make_files(place / "src")
+    scraping.make_files(place / "src")
     return work.mount(
         place / "src",
         *("--state-dir", str(place / "state"), "--log-file", str(place / "log"), *options),
@@ -147,30 +127,30 @@ def mounted(work: Bench, name: str, *options: str, user: str | None = None) -> M
     )
 
 
-def timely(node: Exporter) -> Scrape:
+def timely(node: Exporter) -> scraping.Scrape:
     started = Stopwatch()
-    now = scrape(node.port)
+    now = scraping.scrape(node.port)
     started.check(BOUND_SECONDS)
     return now
 
 
 @pytest.mark.usefixtures("open_device")
-def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
+def test_mounts_of_several_users_come_and_go(work: mounting.Bench) -> None:
     interpreter_for("nobody")
     with exporter() as node, exporter(user="nobody") as nobodys:
         first = mounted(work, "first")
-        read_all(first)
+        scraping.read_all(first)
         first.wait_idle()
-        read_all(first)
+        scraping.read_all(first)
         own = mounted(work, "own", user="nobody")
         given = mounted(work, "given", "--user", "nobody")
         given.user = "nobody"
-        given_reader = as_user("nobody", ["cat", str(given.path / "f0")])
+        given_reader = mounting.as_user("nobody", ["cat", str(given.path / "f0")])
         subprocess.run(given_reader, check=True, stdout=subprocess.DEVNULL, timeout=30)
         now = timely(node)
         assert [up(now, mount) for mount in (first, own, given)] == [1, 1, 1]
-        assert of(now, first, "monarchfs_opens_total", served="local") == FILES
-        assert of(now, first, "monarchfs_opens_total", served="source") == FILES
+        assert of(now, first, "monarchfs_opens_total", served="local") == scraping.FILES
+        assert of(now, first, "monarchfs_opens_total", served="source") == scraping.FILES
         assert of(now, own, "monarchfs_opens_total", served="source") == 0
         assert of(now, given, "monarchfs_opens_total", served="source") == 1
         labels = {"freshness": "ttl", "prefetch": "auto", "evict": "keep"}
@@ -179,7 +159,7 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         started = of(now, first, "monarchfs_mount_start_time_seconds")
         assert started is not None
         assert 0 < time.time() - started < 100
-        sums_are_right(now)
+        scraping.sums_are_right(now)
         # An ordinary user sees mounts of that user.
         theirs = timely(nobodys)
         assert [up(theirs, mount) for mount in (first, own, given)] == [None, 1, 1]
@@ -192,7 +172,7 @@ def test_mounts_of_several_users_come_and_go(work: Bench) -> None:
         assert up(timely(node), again) == 1
 
 
-def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench) -> None:
+def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: mounting.Bench) -> None:
     well, hanging = mounted(work, "well"), mounted(work, "hanging")
     worker = hanging.worker_pid()
     supervisor = parent_of(worker)
@@ -208,23 +188,23 @@ def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench
         finally:
             with suppress(ProcessLookupError):  # replaced meanwhile
                 os.kill(worker, signal.SIGCONT)
-        wait_for(lambda: up(timely(node), hanging) == 1, "a worker to answer again")
+        mounting.wait_for(lambda: up(timely(node), hanging) == 1, "a worker to answer again")
         os.kill(supervisor, signal.SIGSTOP)
         try:
             now = timely(node)
             assert (up(now, well), up(now, hanging)) == (1, 0)
         finally:
             os.kill(supervisor, signal.SIGCONT)
-        wait_for(lambda: up(timely(node), hanging) == 1, "the supervisor to answer again")
+        mounting.wait_for(lambda: up(timely(node), hanging) == 1, "the supervisor to answer again")
         os.kill(supervisor, signal.SIGKILL)
-        wait_for(lambda: up(timely(node), hanging) == 0, "its death to be seen")
+        mounting.wait_for(lambda: up(timely(node), hanging) == 0, "its death to be seen")
         # Somebody has emptied the runtime directory: it is in the mount table all the same.
         left = registrations(hanging.path)
         if os.path.ismount(hanging.path):
             for file in left:
                 file.unlink()
             assert up(timely(node), hanging) == 0
-        run("umount", str(hanging.path))
+        mounting.run("umount", str(hanging.path))
         assert up(timely(node), hanging) is None
         # A registration that is all that is left is no mount.
         ((file, entry),) = left.items()
@@ -234,7 +214,7 @@ def test_who_hangs_is_down_and_holds_up_nobody_and_so_is_who_is_dead(work: Bench
         assert up(timely(node), well) == 1
 
 
-def test_a_bind_mount_and_a_new_name_make_no_other_mount(work: Bench) -> None:
+def test_a_bind_mount_and_a_new_name_make_no_other_mount(work: mounting.Bench) -> None:
     mount = mounted(work, "before")
     (work.path / "copy").mkdir()
     subprocess.run(["mount", "--bind", mount.path, work.path / "copy"], check=True)
@@ -254,12 +234,12 @@ def test_a_bind_mount_and_a_new_name_make_no_other_mount(work: Bench) -> None:
 
 
 @surroundings.requires_namespaces
-def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
+def test_a_mount_in_another_mount_namespace_is_seen(work: mounting.Bench) -> None:
     """Two of them on the same mount point: the second gets a number."""
     outside = mounted(work, "x")
     assert outside.umount().returncode == 0
     inside = [
-        *("unshare", "-m", "--propagation", "private", *MONARCHFS, "mount"),
+        *("unshare", "-m", "--propagation", "private", *mounting.MONARCHFS, "mount"),
         *(str(outside.source), str(outside.path), "--log-file", f"{work.path}/log"),
     ]
     for number in (1, 2):
@@ -277,12 +257,12 @@ def test_a_mount_in_another_mount_namespace_is_seen(work: Bench) -> None:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGTERM)
-        wait_for(
+        mounting.wait_for(
             lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the daemons to end"
         )
 
 
-def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: Bench) -> None:
+def test_who_reads_what_mounts_say_has_no_privilege_and_never_waits(work: mounting.Bench) -> None:
     mount = mounted(work, "one")
     with exporter("--user", "daemon") as node:
         process, status = node.process, status_of(node.reader)
@@ -298,10 +278,10 @@ def test_who_reads_what_mounts_say_has_no_privilege_and_waits_for_nobody(work: B
         for _ in range(2):
             started = Stopwatch()
             with pytest.raises(AssertionError):  # status 500
-                scrape(node.port)
+                scraping.scrape(node.port)
             started.check(BOUND_SECONDS)
         process.send_signal(signal.SIGCONT)
-        wait_for(lambda: up(timely(node), mount) == 1, "it to go on")
+        mounting.wait_for(lambda: up(timely(node), mount) == 1, "it to go on")
 
 
 @pytest.mark.parametrize(
@@ -329,18 +309,18 @@ def test_wrong_calls_are_told_in_one_line() -> None:
         (["--user", "no such user"], 2, "there is no user 'no such user'"),
         (["--user", "root"], 2, "what users' mounts say is not for root to read"),
     ):
-        assert_one_line(run("exporter", *options), code, words)
+        mounting.assert_one_line(mounting.run("exporter", *options), code, words)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         told = f"cannot serve metrics on {where}: Address already in use: give another --listen"
-        assert_one_line(run("exporter", "--listen", where), 1, told)
+        mounting.assert_one_line(mounting.run("exporter", "--listen", where), 1, told)
     interpreter_for("nobody")
-    done = run("exporter", "--user", "daemon", "--once", user="nobody")
-    assert_one_line(done, 2, "only root can run it as another user")
+    done = mounting.run("exporter", "--user", "daemon", "--once", user="nobody")
+    mounting.assert_one_line(done, 2, "only root can run it as another user")
 
 
 def test_it_listens_on_ipv6_too() -> None:
-    port = free_port()
+    port = mounting.free_port()
     try:
         socket.create_server(("::1", port), family=socket.AF_INET6).close()
     except OSError:
@@ -416,7 +396,7 @@ HOSTILE_ANSWERS = {
 }
 
 
-def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
+def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: mounting.Bench) -> None:
     mount = mounted(work, "one")
     with exporter() as node:
         cases = [(what, say, 1) for what, say in HOSTILE_ANSWERS.items()]
@@ -444,29 +424,30 @@ def test_a_hostile_daemon_is_down_and_disturbs_nobody(work: Bench) -> None:
         assert up(now, mount) == 1
         assert "unheard_of" not in now.text
         told = [(name, dict(labels), value) for (name, labels), value in now.samples.items()]
-        assert {labels.get("user") for _, labels, value in told if value == LIE} == {
-            HOSTILE.pw_name
-        }
+        liars = {labels.get("user") for _, labels, value in told if value == LIE}
+        assert liars == {HOSTILE.pw_name}
         infos = [labels for name, labels, _ in told if name == "monarchfs_mount_info"]
         (lie,) = [labels for labels in infos if labels["user"] == HOSTILE.pw_name]
         assert (lie["source"], lie["mount"]) == ("/lustre/of-somebody-else", "/hostile")
 
 
-def with_port(work: Bench, *options: str) -> tuple[Mount, int]:
-    make_files(work.path / "src")
-    port = free_port()
+def with_port(work: mounting.Bench, *options: str) -> tuple[mounting.Mount, int]:
+    scraping.make_files(work.path / "src")
+    port = mounting.free_port()
     return work.mount(work.path / "src", "--metrics-port", str(port), *options), port
 
 
-def faulty_with_port(work: Bench, *options: str) -> tuple[Mount, int, FaultySource]:
-    make_files(work.path / "backing")
+def faulty_with_port(
+    work: mounting.Bench, *options: str
+) -> tuple[mounting.Mount, int, mounting.FaultySource]:
+    scraping.make_files(work.path / "backing")
     source = work.faulty_source(work.path / "backing")
-    port = free_port()
+    port = mounting.free_port()
     return work.mount(source.path, "--metrics-port", str(port), *options), port, source
 
 
 @contextmanager
-def reading(*call: object, healed: FaultySource | None = None) -> Iterator[Reader]:
+def reading(*call: object, healed: mounting.FaultySource | None = None) -> Iterator[Reader]:
     """Who reads files meanwhile; killed at the end, when the source is well again."""
     with closing(Reader(COMMAND)) as reader:
         reader.tell(*call)
@@ -477,157 +458,161 @@ def reading(*call: object, healed: FaultySource | None = None) -> Iterator[Reade
                 healed.faults()
 
 
-def test_what_was_done_is_what_is_counted(work: Bench) -> None:
+def test_what_was_done_is_what_is_counted(work: mounting.Bench) -> None:
     """What each operation counts is recorded in tests/scenarios."""
     mount, port = with_port(work, "--freshness", "ttl=3600")
     assert mount.status()["metrics_port"] == port
-    read_all(mount)
+    scraping.read_all(mount)
     mount.wait_idle()
-    read_all(mount)
-    assert run("evict", str(mount.path), "f0").returncode == 0
-    now = scrape(port)
+    scraping.read_all(mount)
+    assert mounting.run("evict", str(mount.path), "f0").returncode == 0
+    now = scraping.scrape(port)
     tier = f"{work.path}/tier"
     for served in ("local", "source"):
-        assert now.value("monarchfs_opens_total", served=served) == FILES
-        assert now.value("monarchfs_opened_file_bytes_total", served=served) == FILES * SIZE
-    assert now.total("monarchfs_source_read_bytes_total") == FILES * SIZE
-    assert now.value("monarchfs_copies_completed_total") == FILES
+        assert now.value("monarchfs_opens_total", served=served) == scraping.FILES
+        assert (
+            now.value("monarchfs_opened_file_bytes_total", served=served)
+            == scraping.FILES * scraping.SIZE
+        )
+    assert now.total("monarchfs_source_read_bytes_total") == scraping.FILES * scraping.SIZE
+    assert now.value("monarchfs_copies_completed_total") == scraping.FILES
     assert now.value("monarchfs_evictions_total", reason="manual") == 1
-    assert now.value("monarchfs_tier_files", tier=tier, state="complete") == FILES - 1
+    assert now.value("monarchfs_tier_files", tier=tier, state="complete") == scraping.FILES - 1
     assert now.value("monarchfs_tier_capacity_bytes", tier=tier) == 1 << 30
     assert now.value("monarchfs_tier_in_service", tier=tier) == 1
     # Also of what is just being removed.
     used = now.value("monarchfs_tier_used_bytes", tier=tier)
-    assert (FILES - 1) * SIZE <= used <= FILES * (SIZE + 8192)
-    assert now.value("monarchfs_index_inodes") == FILES + 1
+    assert (scraping.FILES - 1) * scraping.SIZE <= used <= scraping.FILES * (scraping.SIZE + 8192)
+    assert now.value("monarchfs_index_inodes") == scraping.FILES + 1
     assert now.value("monarchfs_index_bytes") > 4096
     assert now.value("process_open_fds") > 5
     assert f'mountpoint="{mount.path}"' in now.text
-    sums_are_right(now)
+    scraping.sums_are_right(now)
     # Everything that is documented is exported, and nothing else.
     ours = {name: kind for name, kind in now.kinds.items() if name.startswith("monarchfs_")}
     assert ours == {family.name: family.kind.value for family in FAMILIES}
     for family in FAMILIES:
         # An empty label is the same as none, and the parser leaves none out.
         assert now.labels[family.name] == set(family.labels)
-    document = (REPOSITORY / "docs" / "METRICS.md").read_text()
+    document = (mounting.REPOSITORY / "docs" / "METRICS.md").read_text()
     assert [name for name in now.kinds if f"`{name}`" not in document] == []
-    read_all(mount, ["f1", "f2"])
+    scraping.read_all(mount, ["f1", "f2"])
     mount.wait_idle()
-    assert len(scrape(port).samples) == len(now.samples), "work makes no series"
+    assert len(scraping.scrape(port).samples) == len(now.samples), "work makes no series"
 
 
-def waits(now: Scrape) -> dict[str, float]:
+def waits(now: scraping.Scrape) -> dict[str, float]:
     causes = ("source", "memory", "tier", "peer", "copy", "names")
     return {cause: now.value("monarchfs_wait_seconds_total", cause=cause) for cause in causes}
 
 
-def read_without_pages(mount: Mount) -> None:
-    for n in range(FILES):
+def read_without_pages(mount: mounting.Mount) -> None:
+    for n in range(scraping.FILES):
         reader = os.open(mount.path / f"f{n}", os.O_RDONLY | os.O_DIRECT)
         os.preadv(reader, [mmap.mmap(-1, 64 << 10)], 0)
         os.close(reader)
 
 
-def test_waiting_is_counted_by_what_is_waited_for(work: Bench) -> None:
+def test_waiting_is_counted_by_what_is_waited_for(work: mounting.Bench) -> None:
     mount, port = with_port(work, "--data-path", "relay")
     read_without_pages(mount)
-    first = scrape(port)
-    waits_are_right(first)
+    first = scraping.scrape(port)
+    scraping.waits_are_right(first)
     assert waits(first)["source"] > 0
     assert waits(first)["names"] > 0
     mount.wait_idle()
-    before = scrape(port)
+    before = scraping.scrape(port)
     read_without_pages(mount)
-    again = scrape(port)
-    waits_are_right(again)
+    again = scraping.scrape(port)
+    scraping.waits_are_right(again)
     more = {cause: now - waits(before)[cause] for cause, now in waits(again).items()}
     assert more["tier"] > 0
     assert more["names"] > 0
     assert more["source"] == more["memory"] == more["peer"] == more["copy"] == 0
-    assert run("restart", str(mount.path)).returncode == 0
-    wait_for(lambda: mount.status()["worker"]["restarts"], "another worker")
-    after = waits(scrape(port))
+    assert mounting.run("restart", str(mount.path)).returncode == 0
+    mounting.wait_for(lambda: mount.status()["worker"]["restarts"], "another worker")
+    after = waits(scraping.scrape(port))
     assert all(after[cause] >= waits(again)[cause] for cause in after)
 
 
-def test_a_scrape_while_the_source_hangs(work: Bench) -> None:
+def test_a_scrape_while_the_source_hangs(work: mounting.Bench) -> None:
     mount, port, source = faulty_with_port(work, "-o", "source_deadline_seconds=0.5")
-    read_all(mount, ["f0"])
+    scraping.read_all(mount, ["f0"])
     mount.wait_idle()
     source.faults(hang=["* *"])
 
-    def hanging() -> Scrape | None:
+    def hanging() -> scraping.Scrape | None:
         started = Stopwatch()
-        now = scrape(port)
+        now = scraping.scrape(port)
         started.check(5)
         return now if now.value("monarchfs_source_calls_stuck") else None
 
     def responds(value: int) -> bool:
-        return scrape(port).value("monarchfs_source_responding") == value
+        return scraping.scrape(port).value("monarchfs_source_responding") == value
 
     with reading("read", str(mount.path), ["f1"], "whole", 0, healed=source):
-        now = wait_for(hanging, "the call to be seen as stuck")
+        now = mounting.wait_for(hanging, "the call to be seen as stuck")
         assert now.value("monarchfs_source_oldest_call_seconds", lane="demand") > 0.9
         assert now.value("monarchfs_source_calls_active", lane="demand") >= 1
         assert now.value("monarchfs_requests_waiting") >= 1
-        wait_for(lambda: responds(0), "the source to hang")
-    wait_for(lambda: responds(1), "the source again")
+        mounting.wait_for(lambda: responds(0), "the source to hang")
+    mounting.wait_for(lambda: responds(1), "the source again")
 
 
-def test_a_port_that_is_taken_fails_the_mount(work: Bench) -> None:
+def test_a_port_that_is_taken_fails_the_mount(work: mounting.Bench) -> None:
     mount, port = with_port(work)
     (work.path / "other").mkdir()
     before = sorted(os.listdir(work.path))
     words = ["mount", str(mount.source), f"{work.path}/other", "--metrics-port", str(port)]
-    done = run(*words, *work.storage(name="2"))
-    assert_one_line(done, 1, f"cannot serve metrics on 127.0.0.1:{port}: ")
+    done = mounting.run(*words, *work.storage(name="2"))
+    mounting.assert_one_line(done, 1, f"cannot serve metrics on 127.0.0.1:{port}: ")
     assert sorted(os.listdir(work.path)) == before
-    assert scrape(port).value("monarchfs_source_responding") == 1
+    assert scraping.scrape(port).value("monarchfs_source_responding") == 1
 
 
-def test_a_worker_that_is_stopped_or_dead_costs_a_scrape_no_more_than_its_timeout(
-    work: Bench,
-) -> None:
+def test_a_worker_that_is_stopped_or_dead_costs_a_scrape_its_timeout(work: mounting.Bench) -> None:
     mount, port = with_port(work)
     worker = mount.worker_pid()
     os.kill(worker, signal.SIGSTOP)
     try:
         with pytest.raises(OSError, match="timed out"):
-            scrape(port, 0.3)
+            scraping.scrape(port, 0.3)
     finally:
         os.kill(worker, signal.SIGCONT)
-    assert scrape(port).total("monarchfs_opens_total") == 0
+    assert scraping.scrape(port).total("monarchfs_opens_total") == 0
     os.kill(worker, signal.SIGKILL)
 
     def answered() -> bool:
         started = Stopwatch()
         try:
-            return scrape(port, 2).value("monarchfs_worker_restarts_total") == 1
+            return scraping.scrape(port, 2).value("monarchfs_worker_restarts_total") == 1
         # The supervisor has the socket, and those that the dead one took are reset.
         except (OSError, HTTPException):
             started.check(4)
         return False
 
-    wait_for(answered, "another worker to answer")
+    mounting.wait_for(answered, "another worker to answer")
 
 
-def test_a_worker_that_cannot_die_does_not_keep_the_port(work: Bench) -> None:
+def test_a_worker_that_cannot_die_does_not_keep_the_port(work: mounting.Bench) -> None:
     mount, port, source = faulty_with_port(work)
     worker = mount.worker_pid()
     source.faults(hang=["open *"])
     with reading("read", str(mount.path), ["f1"], "whole", 0, healed=source):
-        wait_for(lambda: scrape(port).value("monarchfs_requests_waiting") >= 1, "the open to hang")
+        mounting.wait_for(
+            lambda: scraping.scrape(port).value("monarchfs_requests_waiting") >= 1,
+            "the open to hang",
+        )
         assert mount.umount(timeout=3).returncode == 0
         assert Path(f"/proc/{worker}").exists(), "a thread of it hangs in the source"
         other = work.path / "other"
-        make_files(other)
+        scraping.make_files(other)
         work.mount(other, "--metrics-port", str(port), "--state-dir", f"{work.path}/state2")
-        assert scrape(port).value("monarchfs_source_responding") == 1
+        assert scraping.scrape(port).value("monarchfs_source_responding") == 1
 
 
-def test_without_the_option_nobody_listens(work: Bench) -> None:
-    make_files(work.path / "src")
+def test_without_the_option_nobody_listens(work: mounting.Bench) -> None:
+    scraping.make_files(work.path / "src")
     mount = work.mount(work.path / "src")
     assert mount.status()["metrics_port"] is None
     worker = mount.worker_pid()

@@ -20,15 +20,7 @@ import pytest
 from monarchfs.config.places import ROOT_RUNTIME_DIR
 from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, MetricType
 from tests.exporter.test_node import exporter
-from tests.support.mounting import (
-    REPOSITORY,
-    Bench,
-    free_port,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support import mounting
 from tests.support.programs import execute
 from tests.support.prometheus import (
     NO_PROMETHEUS,
@@ -43,8 +35,8 @@ from tests.support.prometheus import (
 )
 from tests.support.scraping import FILES, make_files, read_all
 
-DOCUMENT = (REPOSITORY / "docs" / "PROMETHEUS.md").read_text()
-METRICS = (REPOSITORY / "docs" / "METRICS.md").read_text()
+DOCUMENT = (mounting.REPOSITORY / "docs" / "PROMETHEUS.md").read_text()
+METRICS = (mounting.REPOSITORY / "docs" / "METRICS.md").read_text()
 JOB = "4711"
 
 
@@ -63,7 +55,7 @@ def test_promtool_has_no_complaints_and_the_rules_do_what_they_say(arguments: st
 @needs_promtool
 @pytest.mark.parametrize(("document", "least"), [("PROMETHEUS.md", 4), ("METRICS.md", 11)])
 def test_promtool_takes_the_documented_queries(document: str, least: int, tmp_path: Path) -> None:
-    queries = documented_queries((REPOSITORY / "docs" / document).read_text())
+    queries = documented_queries((mounting.REPOSITORY / "docs" / document).read_text())
     assert len(queries) >= least
     takes(queries, tmp_path / "rules.yml")
 
@@ -78,10 +70,7 @@ def test_every_rule_is_tested_and_documented() -> None:
     assert [name for name in records if f"expr: '{name}'" not in tests] == []
     assert [name for name in alerts if tests.count(f"alertname: {name}\n") < 2] == []
     assert [name for name in (*alerts, *records) if f"`{name}`" not in DOCUMENT] == []
-
-
-def test_what_is_asked_for_exists() -> None:
-    """In rules, dashboard and documentation."""
+    # In rules, dashboard and documentation.
     known = {family.name for family in (*FAMILIES, *NODE_FAMILIES)}
     histograms = [one.name for one in FAMILIES if one.kind is MetricType.HISTOGRAM]
     known |= {f"{name}_{end}" for name in histograms for end in ("bucket", "sum", "count")}
@@ -99,9 +88,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def dashboard_queries() -> list[str]:
-    return [
-        target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", ())
-    ]
+    return [query["expr"] for panel in dashboard()["panels"] for query in panel.get("targets", ())]
 
 
 class Server:
@@ -136,13 +123,13 @@ class Server:
 @contextmanager
 def watching(exporter_port: int) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="monarchfs-test-") as name:
-        directory, port = Path(name), free_port()
+        directory, port = Path(name), mounting.free_port()
         with (directory / "log").open("wb") as log:
             command = server(directory, [f"127.0.0.1:{exporter_port}"], f"127.0.0.1:{port}")
             process = subprocess.Popen(command, stdout=log, stderr=log)
         running = Server(process, port)
         try:
-            wait_for(running.ready, "Prometheus to be ready")
+            mounting.wait_for(running.ready, "Prometheus to be ready")
             yield running
         finally:
             process.terminate()
@@ -164,10 +151,10 @@ def place_of_a_job() -> Iterator[Path]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-@requires_root
-@requires_fuse
+@mounting.requires_root
+@mounting.requires_fuse
 @pytest.mark.skipif(PROMETHEUS is None, reason=NO_PROMETHEUS)
-def test_every_query_of_the_dashboard_tells_of_a_real_job(work: Bench) -> None:
+def test_every_query_of_the_dashboard_tells_of_a_real_job(work: mounting.Bench) -> None:
     """A job reads a dataset twice through a mount that a real server watches."""
     source = work.path / "src"
     make_files(source)
@@ -180,15 +167,17 @@ def test_every_query_of_the_dashboard_tells_of_a_real_job(work: Bench) -> None:
                 found = prometheus.query(query)
                 return found[0][1] if found else None
 
-            wait_for(lambda: value(f"monarchfs_mount_up{{{this}}}") == 1, "the mount to be seen")
+            mounting.wait_for(
+                lambda: value(f"monarchfs_mount_up{{{this}}}") == 1, "the mount to be seen"
+            )
             read_all(mount)
             mount.wait_idle()
-            wait_for(
+            mounting.wait_for(
                 lambda: value(f'monarchfs_opens_total{{{this}, served="source"}}') == FILES,
                 "the first epoch to be seen",
             )
             read_all(mount)
-            wait_for(
+            mounting.wait_for(
                 lambda: value(f'monarchfs_opens_total{{{this}, served="local"}}') == FILES,
                 "the second epoch to be seen",
             )
@@ -212,10 +201,10 @@ def test_every_query_of_the_dashboard_tells_of_a_real_job(work: Bench) -> None:
             # The rules, evaluated by the server.
             for name in rule_names("record"):
                 labels = job if name.startswith("job_id:") else this
-                wait_for(lambda: value(f"{name}{{{labels}}}") is not None, name)  # noqa: B023
+                mounting.wait_for(lambda: value(f"{name}{{{labels}}}") is not None, name)  # noqa: B023
             groups = prometheus.get("rules")["groups"]
             assert {rule["health"] for group in groups for rule in group["rules"]} == {"ok"}
             (target,) = prometheus.get("targets")["activeTargets"]
             assert target["lastError"] == ""
         finally:
-            assert run("umount", str(point)).returncode == 0
+            assert mounting.run("umount", str(point)).returncode == 0

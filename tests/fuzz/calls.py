@@ -169,9 +169,6 @@ def harmless(path: str, flags: int) -> int:
     return flags | os.O_NONBLOCK if "fifo" in path else flags
 
 
-# -- names
-
-
 @call(slot, name, some(os.O_RDONLY, os.O_RDONLY, os.O_WRONLY, os.O_RDWR), open_flags, weight=8)
 def openat(side: Side, at: int, path: str, mode: int, flags: int) -> str:
     return side.put(at, os.open(path, harmless(path, mode | flags), 0o600, dir_fd=side.root))
@@ -292,9 +289,6 @@ def write_attempt(side: Side, path: str, other: str, what: int) -> Any:
     return attempts[what]()
 
 
-# -- descriptors
-
-
 @call(weight=0)
 def end_all(side: Side) -> None:
     side.end_all()
@@ -353,11 +347,6 @@ def lseek(side: Side, at: int, where: int, whence: int) -> Any:
     if not 0 <= where < (end := os.fstat(fd).st_size):
         raise OSError(errno.ENXIO, "beyond the end of the file")
     return os.lseek(fd, where if whence == os.SEEK_DATA else end, os.SEEK_SET)
-
-
-@call(slot, weight=3)
-def fstat(side: Side, at: int) -> Any:
-    return shown(os.fstat(side.fds[at]))
 
 
 @call(slot, slot)
@@ -425,11 +414,6 @@ def map_read(side: Side, where: int, advice: int) -> Any:
     return pages[:]
 
 
-@call(slot, offset, size, some(*range(7)), weight=4)
-def fadvise(side: Side, at: int, where: int, length: int, advice: int) -> Any:
-    return os.posix_fadvise(side.fds[at], where, length, advice)
-
-
 @call(slot, offset, size)
 def readahead(side: Side, at: int, where: int, length: int) -> Any:
     if libc.readahead(side.fds[at], ctypes.c_long(where), length) < 0:
@@ -437,20 +421,22 @@ def readahead(side: Side, at: int, where: int, length: int) -> Any:
     return 0
 
 
-@call(slot, some(*range(8)))
-def flock(side: Side, at: int, how: int) -> Any:
-    return fcntl.flock(side.fds[at], how | fcntl.LOCK_NB)
+def of_one(word: str, function: Callable[..., Any], *more: Argument, weight: int = 2) -> None:
+    """A call of a descriptor and plain values alone."""
+    CALLS[word] = lambda side, at, *rest: function(side.fds[at], *rest), (slot, *more), weight
+
+
+of_one("fstat", lambda fd: shown(os.fstat(fd)), weight=3)
+of_one("fadvise", os.posix_fadvise, offset, size, some(*range(7)), weight=4)
+of_one("flock", lambda fd, how: fcntl.flock(fd, how | fcntl.LOCK_NB), some(*range(8)))
+ASKED = fcntl.F_GETFL, fcntl.F_GETFD, fcntl.F_GETLEASE, fcntl.F_GETPIPE_SZ, 1034
+of_one("control", fcntl.fcntl, some(*ASKED))
 
 
 @call(slot, some(5, 6, 36, 37), some(0, 1, 2), some(0, 1, 2), offset, some(0, 1, 100, -1), weight=4)
 def lock(side: Side, at: int, command: int, kind: int, whence: int, where: int, n: int) -> Any:
     wanted = struct.pack("hhqqi4x", kind, whence, where, n, 0)
     return struct.unpack("hhqqi4x", fcntl.fcntl(side.fds[at], command, wanted))[:4]
-
-
-@call(slot, some(fcntl.F_GETFL, fcntl.F_GETFD, fcntl.F_GETLEASE, fcntl.F_GETPIPE_SZ, 1034))
-def control(side: Side, at: int, command: int) -> Any:
-    return fcntl.fcntl(side.fds[at], command)
 
 
 @call(slot, some(*range(6)))

@@ -103,9 +103,7 @@ def test_a_sampler_without_an_end_is_left_alone(files: list[str]) -> None:
         assert drawn in ([1, 2, 1], [4, 2, 0])
 
 
-def test_a_sampler_that_has_a_length_and_no_end_announces_each_epoch(
-    files: list[str], announced: queue.Queue[bytes]
-) -> None:
+def test_an_endless_sampler_tells_epochs(files: list[str], announced: queue.Queue[bytes]) -> None:
     drawn = iter(hints.announce(Endless(), files))
     assert list(itertools.islice(drawn, 5)) == [4, 2, 0, 1, 3]
     assert announced.get(timeout=30) == b"4\x002\x000\x001\x003\x00"
@@ -143,9 +141,7 @@ def test_a_mount_that_fails_is_reported_once_and_asked_again(
     assert fail.call_count == 3
 
 
-def test_what_was_drawn_is_sent_in_its_order(
-    files: list[str], announced: queue.Queue[bytes]
-) -> None:
+def test_what_was_drawn_is_sent_in_order(files: list[str], announced: queue.Queue[bytes]) -> None:
     """Also of batches; what lies elsewhere is left out."""
     files[3] = "/elsewhere"
     assert list(hints.announce([[2, 1], [3, 0]], files)) == [[2, 1], [3, 0]]

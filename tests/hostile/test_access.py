@@ -16,22 +16,12 @@ from typing import Any
 import pytest
 
 from monarchfs.fuse.mountinfo import find_mount
-from tests.support import trees
+from tests.support import mounting, trees
 from tests.support.fake_mounts import device_mode, interpreter_for
-from tests.support.mounting import (
-    MONARCHFS,
-    Bench,
-    Mount,
-    assert_one_line,
-    fuse_mounts,
-    requires_mounts,
-    run,
-    wait_for,
-)
 from tests.support.processes import status_of
 from tests.support.programs import execute
 
-pytestmark = requires_mounts
+pytestmark = mounting.requires_mounts
 
 NOBODY = pwd.getpwnam("nobody")
 DAEMON = pwd.getpwnam("daemon")
@@ -120,11 +110,11 @@ def guarded_tree(root: Path) -> list[str]:
     return sorted(names)
 
 
-Guarded = tuple[Bench, Path, list[str]]
+Guarded = tuple[mounting.Bench, Path, list[str]]
 
 
 @pytest.fixture
-def guarded(work: Bench) -> Guarded:
+def guarded(work: mounting.Bench) -> Guarded:
     interpreter_for("nobody")
     names = guarded_tree(work.path / "src")
     work.path.chmod(0o1777)
@@ -140,10 +130,10 @@ def test_the_people_differ(guarded: Guarded) -> None:
 def test_a_users_own_mount(guarded: Guarded) -> None:
     work, source, names = guarded
     user = PEOPLE["nobody in the group"]
-    mount = Mount(source, work.path / "own", NOBODY.pw_name)
+    mount = mounting.Mount(source, work.path / "own", NOBODY.pw_name)
     mount.path.mkdir()
     os.chown(mount.path, NOBODY.pw_uid, -1)
-    command = [*MONARCHFS, "mount", str(source), str(mount.path), *work.storage()]
+    command = [*mounting.MONARCHFS, "mount", str(source), str(mount.path), *work.storage()]
     with device_mode(0o666):
         path = {"PATH": os.environ["PATH"]}
         done = execute([*user, *command, "--prefetch", "all"], cwd="/", env=path)
@@ -176,8 +166,8 @@ def test_roots_mount_for_a_user(guarded: Guarded, freshness: str) -> None:
     assert mounted is not None
     assert mounted.user_id == NOBODY.pw_uid
     # Its user asks and unmounts without root.
-    assert run("status", str(mount.path), user="nobody").returncode == 0
-    assert run("umount", str(mount.path), user="nobody").returncode == 0
+    assert mounting.run("status", str(mount.path), user="nobody").returncode == 0
+    assert mounting.run("umount", str(mount.path), user="nobody").returncode == 0
     assert not os.path.ismount(mount.path)
 
 
@@ -200,7 +190,7 @@ def test_a_mount_for_all(guarded: Guarded, freshness: str) -> None:
         mount.wait_idle()
 
 
-def assert_denied(mount: Mount, other: list[str]) -> None:
+def assert_denied(mount: mounting.Mount, other: list[str]) -> None:
     """Somebody else, root included, can neither enter the mount nor read its copies."""
     copies = mount.path.parent / "tier"
     closed = [f'"{mount.path}"', f'"{mount.path.parent}/state"', f'"{copies}"/*/*']
@@ -213,7 +203,7 @@ def assert_denied(mount: Mount, other: list[str]) -> None:
 
 
 @pytest.fixture
-def squashed(work: Bench) -> Iterator[tuple[Bench, Path]]:
+def squashed(work: mounting.Bench) -> Iterator[tuple[mounting.Bench, Path]]:
     """A source that only its user may enter, as a file system with root squash and a directory of
     mode 0700: a FUSE mount of that user's, of which root gets nothing."""
     if shutil.which("bindfs") is None:
@@ -230,7 +220,7 @@ def squashed(work: Bench) -> Iterator[tuple[Bench, Path]]:
         words = ["bindfs", "-f", "--no-allow-other", str(real), str(source)]
         process = subprocess.Popen([*person(NOBODY), *words])
         try:
-            wait_for(lambda: fuse_mounts(str(source)), "the source to be mounted")
+            mounting.wait_for(lambda: mounting.fuse_mounts(str(source)), "the source to be mounted")
             yield work, source
         finally:
             for mount in work.mounts:
@@ -245,7 +235,9 @@ def diff(real: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "open"])
-def test_a_source_that_root_may_not_enter(squashed: tuple[Bench, Path], freshness: str) -> None:
+def test_a_source_that_root_may_not_enter(
+    squashed: tuple[mounting.Bench, Path], freshness: str
+) -> None:
     work, source = squashed
     with pytest.raises(PermissionError):
         os.listdir(source)
@@ -260,7 +252,9 @@ def test_a_source_that_root_may_not_enter(squashed: tuple[Bench, Path], freshnes
     assert mount.status()["files"]["resident"] == 6
 
 
-def test_root_does_not_mount_for_itself_what_it_may_not_enter(squashed: tuple[Bench, Path]) -> None:
+def test_root_does_not_mount_for_itself_what_it_may_not_enter(
+    squashed: tuple[mounting.Bench, Path],
+) -> None:
     work, source = squashed
-    assert_one_line(work.try_to_mount(source), 1, "cannot be read by root")
+    mounting.assert_one_line(work.try_to_mount(source), 1, "cannot be read by root")
     assert not (work.path / "state").exists()

@@ -23,18 +23,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.control import client
-from tests.support.fake_mounts import (
-    NOBODY,
-    Area,
-    area,
-    assert_unmounted,
-    device_mode,
-    interpreter_for,
-    is_plain,
-    registered,
-    status,
-    umount,
-)
+from tests.support import fake_mounts
+from tests.support.fake_mounts import status
 from tests.support.mounting import Bench, as_user, fuse_mounts, requires_mounts, wait_for
 from tests.unit.test_messages import MESSAGES
 from tests.unit.test_messages import VALUES as SOME_VALUES
@@ -45,9 +35,9 @@ ANSWER_SECONDS = 5.0
 
 
 class Mad:
-    def __init__(self, work: Area) -> None:
+    def __init__(self, work: fake_mounts.Area) -> None:
         self.work = work
-        self.found = registered(work)
+        self.found = fake_mounts.registered(work)
         self.supervisor = self.found.entry.supervisor_pid
         self.worker = self.status()["worker"]["pid"]
 
@@ -66,12 +56,12 @@ class Mad:
 def mad() -> Iterator[Mad]:
     with (
         tempfile.TemporaryDirectory(prefix="monarchfs-test-") as path,
-        area(Path(path), None) as work,
+        fake_mounts.area(Path(path), None) as work,
     ):
         work.mount(mode="mad")
         yield Mad(work)
-        umount(work)
-        assert_unmounted(work)
+        fake_mounts.umount(work)
+        fake_mounts.assert_unmounted(work)
 
 
 def test_how_many_lines_were_left_out_is_said(mad: Mad) -> None:
@@ -179,7 +169,7 @@ def check(mad: Mad) -> None:
     assert (found["worker"]["pid"], found["worker"]["restarts"]) == (mad.worker, 0)
     assert isinstance(found["passthrough"]["registered"], int)
     assert all(isinstance(tier, dict) for tier in found.get("tiers", []))
-    assert is_plain(found)
+    assert fake_mounts.is_plain(found)
     assert len(os.listdir(f"/proc/{mad.supervisor}/fd")) < 40, "what came was closed"
 
 
@@ -197,7 +187,7 @@ def test_a_descriptor_on_the_mount_itself_blocks_nobody(mad: Mad) -> None:
 
 def test_what_it_prints_in_the_foreground_is_shown_with_care(tmp_path: Path) -> None:
     """Standard error of root's mount may be a journal, or root's terminal."""
-    with area(tmp_path, None) as work:
+    with fake_mounts.area(tmp_path, None) as work:
         command = work.command("mount", "src", "mnt", *work.storage, "-f", mode="mad")
         with open(work.path / "said", "wb") as said:
             process = subprocess.Popen(
@@ -220,7 +210,7 @@ def test_what_it_prints_in_the_foreground_is_shown_with_care(tmp_path: Path) -> 
 
         wait_for(is_heard, "all of that to be read")
         mad.ask("print", b"without an end")
-        umount(work)
+        fake_mounts.umount(work)
         assert process.wait(20) == 0
         output = (work.path / "said").read_bytes().decode()
     assert len(output) < 200_000
@@ -248,18 +238,18 @@ except OSError as error:
 @pytest.mark.parametrize("closed", [True, False], ids=["roots", "own"])
 def test_the_worker_of_roots_mount_is_closed_to_its_user(work: Bench, closed: bool) -> None:
     """And works as ever; that of a user's own mount is the user's to look into."""
-    python = interpreter_for(NOBODY)
+    python = fake_mounts.interpreter_for(fake_mounts.NOBODY)
     (work.path / "src").mkdir()
     (work.path / "src" / "file").write_bytes(b"content")
     work.path.chmod(0o777)
-    with device_mode(0o666):
+    with fake_mounts.device_mode(0o666):
         if closed:
-            mount = work.mount(work.path / "src", "--user", NOBODY)
+            mount = work.mount(work.path / "src", "--user", fake_mounts.NOBODY)
         else:
-            mount = work.mount(work.path / "src", user=NOBODY)
-    reader = as_user(NOBODY, ["cat", str(mount.path / "file")])
+            mount = work.mount(work.path / "src", user=fake_mounts.NOBODY)
+    reader = as_user(fake_mounts.NOBODY, ["cat", str(mount.path / "file")])
     assert subprocess.check_output(reader, timeout=60) == b"content"
-    looker = as_user(NOBODY, [python, "-I", "-c", LOOK, str(mount.worker_pid())])
+    looker = as_user(fake_mounts.NOBODY, [python, "-I", "-c", LOOK, str(mount.worker_pid())])
     seen = subprocess.check_output(looker, text=True, timeout=60).splitlines()
     yama = Path("/proc/sys/kernel/yama/ptrace_scope")
     restricted = yama.exists() and yama.read_text().strip() != "0"

@@ -25,21 +25,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from monarchfs.cache.store.segments import SMALL_BYTES
-from tests.support import on_disk, trees
+from tests.support import mounting, on_disk, trees
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import (
-    Mount,
-    as_user,
-    fuse_mounts,
-    kill_each,
-    processes_about,
-    requires_mounts,
-    run,
-    wait_for,
-)
 from tests.support.programs import execute
 
-pytestmark = [*requires_mounts, pytest.mark.timeout(300)]
+pytestmark = [*mounting.requires_mounts, pytest.mark.timeout(300)]
 
 USER = "nobody"
 
@@ -213,10 +203,13 @@ class Cache:
         return found
 
     def mount(self) -> subprocess.CompletedProcess[str]:
-        return run("mount", f"{self.path}/src", f"{self.path}/mnt", *self.options, timeout=60)
+        return mounting.run(
+            "mount", f"{self.path}/src", f"{self.path}/mnt", *self.options, timeout=60
+        )
 
     def read(self) -> None:
-        done = execute(as_user(USER, ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"]))
+        words = ["diff", "-r", f"{self.path}/src", f"{self.path}/mnt"]
+        done = execute(mounting.as_user(USER, words))
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
     def works_or_refuses(self) -> bool:
@@ -226,20 +219,23 @@ class Cache:
             *warnings, error = done.stderr.splitlines()
             assert error.startswith("monarchfs: "), done.stderr
             # What the worker would say is lost: that is told before why nothing can be served.
-            assert all("worker.log in the state directory" in line for line in warnings), (
-                done.stderr
-            )
+            told = "worker.log in the state directory"
+            assert all(told in line for line in warnings), done.stderr
             assert "/proc/self" not in done.stderr, done.stderr
-            assert not fuse_mounts(str(self.path))
-            wait_for(lambda: not processes_about(f"{self.path}/"), "everything to have ended")
+            assert not mounting.fuse_mounts(str(self.path))
+            mounting.wait_for(
+                lambda: not mounting.processes_about(f"{self.path}/"), "everything to have ended"
+            )
             return False
         assert "Traceback" not in done.stderr
         try:
             self.read()
         finally:
-            ended = run("umount", f"{self.path}/mnt", "--timeout", "10", timeout=60)
+            ended = mounting.run("umount", f"{self.path}/mnt", "--timeout", "10", timeout=60)
         assert ended.returncode == 0, ended.stderr
-        wait_for(lambda: not processes_about(f"{self.path}/"), "everything to have ended")
+        mounting.wait_for(
+            lambda: not mounting.processes_about(f"{self.path}/"), "everything to have ended"
+        )
         return True
 
 
@@ -283,11 +279,11 @@ def template() -> Iterator[Path]:
     done = Cache(path).mount()
     assert done.returncode == 0, done.stderr
     # What --prefetch all finds: the copies of small files share one.
-    status = Mount(path / "src", path / "mnt", USER).wait_idle()
+    status = mounting.Mount(path / "src", path / "mnt", USER).wait_idle()
     assert status["files"]["resident"] == 8
     assert len(on_disk.own_files(path / "tier")) == 2
     assert len(on_disk.segments(path / "tier")) == 1
-    assert run("umount", f"{path}/mnt").returncode == 0
+    assert mounting.run("umount", f"{path}/mnt").returncode == 0
     yield path
     shutil.rmtree(path)
 
@@ -325,8 +321,8 @@ def a_copy(template: Path) -> Iterator[Cache]:
 
 
 def _break_up(path: Path) -> None:
-    kill_each(processes_about(f"{path}/"))
-    for point in fuse_mounts(str(path)):
+    mounting.kill_each(mounting.processes_about(f"{path}/"))
+    for point in mounting.fuse_mounts(str(path)):
         subprocess.run(["umount", "-l", point], check=False)
 
 

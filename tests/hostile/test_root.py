@@ -37,22 +37,12 @@ from monarchfs.supervisor.identity import acting_as
 from monarchfs.supervisor.recover import find_all
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.types import MonarchError, OperationError, TierSize
-from tests.support import trees
+from tests.support import mounting, trees
 from tests.support.fake_mounts import interpreter_for
 from tests.support.flipping import Bait, at_each_call
-from tests.support.mounting import (
-    Bench,
-    assert_one_line,
-    fuse_mounts,
-    processes_about,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
 from tests.support.surroundings import mounted_tmpfs
 
-pytestmark = requires_root
+pytestmark = mounting.requires_root
 
 NOBODY = pwd.getpwnam("nobody")
 USER = User("nobody", NOBODY.pw_uid, NOBODY.pw_gid, ())
@@ -249,16 +239,18 @@ def mountable(ground: Ground) -> Iterator[Ground]:
     trees.dataset(ground.path / "src", files=2)
     (ground.path / "mnt").mkdir()
     yield ground
-    for point in fuse_mounts(str(ground.path)):
-        run("umount", point, "--timeout", "5")
-    wait_for(lambda: not processes_about(f"{ground.path}/"), "everything to have ended")
+    for point in mounting.fuse_mounts(str(ground.path)):
+        mounting.run("umount", point, "--timeout", "5")
+    mounting.wait_for(
+        lambda: not mounting.processes_about(f"{ground.path}/"), "everything to have ended"
+    )
 
 
 def try_mount(
     ground: Ground, *options: str, state: str = "way/state", tier: str = "way/tier"
 ) -> int:
     """The exit code; what went wrong is told in lines of ours."""
-    done = run(
+    done = mounting.run(
         *("mount", f"{ground.path}/src", f"{ground.path}/mnt", "--user", USER.name),
         *("--state-dir", f"{ground.users}/{state}", "--tier", f"{ground.users}/{tier}=10M"),
         *("-o", "reserve_percent=1", *options),
@@ -271,18 +263,18 @@ def try_mount(
     return done.returncode
 
 
-@requires_fuse
+@mounting.requires_fuse
 def test_a_mount_makes_its_directories_in_the_users_own(mountable: Ground) -> None:
     """So that the tests below are about something."""
     assert try_mount(mountable) == 0
     way = mountable.bait.way
     made = [way / "state", way / "tier", *(way / "tier").iterdir()]
     assert [path.owner() for path in made] == [USER.name] * 3
-    assert run("umount", f"{mountable.path}/mnt").returncode == 0
+    assert mounting.run("umount", f"{mountable.path}/mnt").returncode == 0
     mountable.check()
 
 
-@requires_fuse
+@mounting.requires_fuse
 @pytest.mark.parametrize("which", ["state", "tier", "tier's own", "log"])
 def test_a_link_on_the_way_is_not_made_through(mountable: Ground, which: str) -> None:
     """Without any race: the way leads to root's directory all the time."""
@@ -299,7 +291,7 @@ def test_a_link_on_the_way_is_not_made_through(mountable: Ground, which: str) ->
     mountable.check()
 
 
-@requires_fuse
+@mounting.requires_fuse
 def test_mounts_are_not_led_astray(mountable: Ground) -> None:
     """A running attack against real mounts, for the state directory, the tier and the log; also
     when a mount that runs has another worker started, and says so in its log."""
@@ -311,14 +303,14 @@ def test_mounts_are_not_led_astray(mountable: Ground) -> None:
                 continue
             if not restarted:
                 os.kill(worker(point)["pid"], signal.SIGKILL)
-                wait_for(lambda: worker(point)["restarts"] == 1, "another worker")
+                mounting.wait_for(lambda: worker(point)["restarts"] == 1, "another worker")
                 restarted = True
-            run("umount", point, "--timeout", "5")
+            mounting.run("umount", point, "--timeout", "5")
     mountable.check()
 
 
 def worker(point: str) -> dict[str, int]:
-    done = run("status", point, "--json")
+    done = mounting.run("status", point, "--json")
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)["worker"]
     return found
@@ -368,9 +360,7 @@ def test_what_is_dead_is_removed(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "socket"])
-def test_a_runtime_directory_that_is_a_link_is_passed_over(
-    users: Path, roots: Path, kind: str
-) -> None:
+def test_a_runtime_directory_that_is_a_link_is_left(users: Path, roots: Path, kind: str) -> None:
     if kind == "file":
         (roots / "precious.sock").write_text("keep me")
     else:
@@ -422,9 +412,7 @@ def test_status_of_root_removes_what_is_dead_and_nothing_else(run_dir: Path, roo
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_link_on_the_way_is_not_unmounted_through(
-    users: Path, roots: Path, led: Path, lazy: bool
-) -> None:
+def test_a_link_is_not_unmounted_through(users: Path, roots: Path, led: Path, lazy: bool) -> None:
     """The user's mount was there; then the way became a link to where root has a `data`."""
     with mounted_tmpfs(roots / "data", "size=1M"):
         assert unmount_call(str(led), lazy=lazy) in (errno.ELOOP, errno.ENOTDIR)
@@ -441,7 +429,7 @@ def test_a_link_on_the_way_is_not_unmounted_through(
         assert unmount_bounded(connection_of_mount(other), 0) is Unmounted.NOT_MOUNTED
 
 
-@requires_fuse
+@mounting.requires_fuse
 def test_a_link_on_the_way_is_not_mounted_through(roots: Path, led: Path) -> None:
     owner: dict[str, Any] = {"uid": USER.uid, "gid": USER.gid, "allow_other": False}
     with pytest.raises(OperationError, match="Too many levels of symbolic links"):
@@ -449,20 +437,18 @@ def test_a_link_on_the_way_is_not_mounted_through(roots: Path, led: Path) -> Non
     assert find_mount(str(roots / "data")) is None
 
 
-@requires_fuse
+@mounting.requires_fuse
 @pytest.mark.parametrize("last", [False, True])
-def test_root_hides_nothing_that_a_users_link_leads_to(
-    users: Path, roots: Path, last: bool
-) -> None:
+def test_root_hides_nothing_a_users_link_leads_to(users: Path, roots: Path, last: bool) -> None:
     """The link is there all the time."""
     (roots / "data").mkdir()
     (roots / "src").mkdir()
     point = users_link(users / "a", roots / "data" if last else roots)
     point = point if last else point / "data"
     words = (str(roots / "src"), str(point), "--user", "nobody")
-    done = run("mount", *words, *Bench(users).storage("10M"))
+    done = mounting.run("mount", *words, *mounting.Bench(users).storage("10M"))
     if done.returncode == 0:
-        run("umount", str(roots / "data"), "--timeout", "5")
+        mounting.run("umount", str(roots / "data"), "--timeout", "5")
     assert done.returncode == 1, done.stderr
     assert f"others than root can change {users}/a" in done.stderr
     assert find_mount(str(roots / "data")) is None
@@ -471,15 +457,13 @@ def test_root_hides_nothing_that_a_users_link_leads_to(
 def test_fsck_is_led_to_nothing_of_roots(users: Path, roots: Path) -> None:
     (roots / "state" / "index").mkdir(parents=True)
     users_link(users / "a", roots)
-    done = run("fsck", str(users / "a" / "state"), "--repair")
-    assert_one_line(done, 2, "others than root can change")
+    done = mounting.run("fsck", str(users / "a" / "state"), "--repair")
+    mounting.assert_one_line(done, 2, "others than root can change")
     assert sorted(os.listdir(roots / "state")) == ["index"]
 
 
 @pytest.mark.parametrize("how", ["link", "directory"])
-def test_what_root_asks_a_users_daemon_reaches_no_other(
-    run_dir: Path, roots: Path, how: str
-) -> None:
+def test_what_root_asks_a_daemon_reaches_no_other(run_dir: Path, roots: Path, how: str) -> None:
     """What is meant for the user's mount would unmount another's: root's daemon obeys root."""
     registration(run_dir / "one")
     with socket.socket(socket.AF_UNIX) as daemon:
@@ -513,8 +497,8 @@ def test_a_report_of_any_kind_is_one_line(roots: Path, kind: str) -> None:
             path.write_bytes(b'{"a":' * 100_000)
         case _:
             path.write_text(json.dumps({"datasets": [{"source": 5}], "job": {}}))
-    done = run("report", "7", "--dir", str(roots), timeout=20)
-    assert_one_line(done, 1, "makes no sense" if kind == "nonsense" else "cannot be read")
+    done = mounting.run("report", "7", "--dir", str(roots), timeout=20)
+    mounting.assert_one_line(done, 1, "makes no sense" if kind == "nonsense" else "cannot be read")
 
 
 @pytest.mark.parametrize("place", ["lock", "index", "index/mark", "suspect"])
@@ -532,8 +516,8 @@ def test_fsck_by_root_waits_for_no_fifo(users: Path, place: str) -> None:
     target.unlink(missing_ok=True)
     os.mkfifo(target, 0o600)
     as_the_users(target)
-    done = run("fsck", str(state), "--repair", timeout=60)
+    done = mounting.run("fsck", str(state), "--repair", timeout=60)
     assert "Traceback" not in done.stderr
     assert done.returncode in (0, 1, 2)
     if done.returncode == 2 or not done.stdout:
-        assert_one_line(done, done.returncode, "")
+        mounting.assert_one_line(done, done.returncode, "")

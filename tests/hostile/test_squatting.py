@@ -131,9 +131,7 @@ def test_runs_at_the_same_moment_all_have_a_mount(usual: Path, runs: Start, sess
 @requires_fuse
 @surroundings.requires_namespaces
 @pytest.mark.parametrize("second", ["another directory", "a session directory"])
-def test_a_run_joins_one_that_has_another_directory(
-    usual: Path, runs: Start, session: Path, second: str
-) -> None:
+def test_runs_join_another_directory(usual: Path, runs: Start, session: Path, second: str) -> None:
     squat(usual)
     owned = [usual.with_name(f"{usual.name}.{digit * 16}") for digit in "0f"]
     users_own(owned[1])

@@ -81,10 +81,8 @@ def with_open(answered_by: AnsweredBy) -> Job:
     job = Job(always(answered_by, 0.01))
     events = job.events()
     opens = [e._replace(kind=Kind.OPEN, size=0) for e in events]
-    quick = [
-        e._replace(begin=e.begin + e.duration, source_of=MEMORY, duration=1e-4) for e in events
-    ]
-    return with_events(job, sorted([*opens, *quick]))
+    fast = [e._replace(begin=e.begin + e.duration, source_of=MEMORY, duration=1e-4) for e in events]
+    return with_events(job, sorted([*opens, *fast]))
 
 
 def room(mib: int) -> dict[str, Any]:
@@ -163,9 +161,7 @@ def test_what_is_said_of_jobs(tmp_path: Path, golden: Golden) -> None:
 
 @pytest.mark.parametrize("compute", [0.0, 0.003, 0.03])
 @pytest.mark.parametrize("readers", [1, 4])
-def test_the_estimate_is_what_the_job_takes_with_that_tier(
-    compute: float, readers: int, tmp_path: Path
-) -> None:
+def test_the_estimate_is_what_the_job_takes(compute: float, readers: int, tmp_path: Path) -> None:
     def job(fits: float) -> Job:
         answer = source_until_copied(fits, 0.02)
         return Job(answer, many_files(500, 100 * KIB), readers, compute=compute)
@@ -209,9 +205,6 @@ def test_readers_that_are_forked_for_each_epoch_do_not_idle_in_others(tmp_path: 
     found = analyzed(Job(always(SOURCE, 0.02), epochs=3, forks=True), tmp_path)
     assert [round(epoch.readers) for epoch in found.epochs] == [4, 4, 4]
     assert all(epoch.waited_share > 0.95 for epoch in found.epochs)
-
-
-def test_a_recording_that_was_cut_off(tmp_path: Path) -> None:
     path = Job(always(SOURCE, 0.02)).record(tmp_path / "job.rec")
     path.write_bytes(path.read_bytes()[:-1])
     found = analyze(open_recording(path))
@@ -232,9 +225,7 @@ INTERVALS = st.lists(
 
 
 @given(INTERVALS, st.lists(st.integers(1, 79), max_size=3))
-def test_merged_intervals_are_what_a_plain_count_gives(
-    events: list[Event], cuts: list[int]
-) -> None:
+def test_merged_intervals_are_what_plain_counts_give(events: list[Event], cuts: list[int]) -> None:
     lives = survey(events).readers
     sweep = Sweep(sorted({0.0, 80.0, *map(float, cuts)}), lives)
     for event in events:

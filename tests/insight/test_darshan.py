@@ -27,9 +27,6 @@ needs_pydarshan = pytest.mark.skipif(
 MIB = 1 << 20
 
 
-# Logs
-
-
 def logs() -> list[Path]:
     found = find_spec("darshan")
     places = [] if found is None else found.submodule_search_locations or []

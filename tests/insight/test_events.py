@@ -59,9 +59,6 @@ def test_what_a_sample_stands_for() -> None:
     found = one_after_the_other(packed(Kind.READ, size=10, took=0.1), sample=4)
     assert (found.reads, found.bytes) == (4, 40)
     assert found.waiting == pytest.approx(0.4)
-
-
-def test_bytes_that_came_with_the_open_are_of_who_answered_that() -> None:
     interval = Interval(by_directory=False)
     interval.add(packed(Kind.OPEN, AnsweredBy.SOURCE, ino=1), 1)
     interval.add(packed(Kind.OPEN, AnsweredBy.MEMORY, ino=2), 1)
@@ -73,10 +70,7 @@ def test_bytes_that_came_with_the_open_are_of_who_answered_that() -> None:
     assert found.answered == dict.fromkeys(
         (AnsweredBy.SOURCE, AnsweredBy.MEMORY, AnsweredBy.TIER, AnsweredBy.KERNEL), 0.25
     )
-
-
-def test_opens_that_asked_about_changes_bring_nothing() -> None:
-    """Where the kernel got the file, it reads by itself; else reads say who has the bytes."""
+    # Where the kernel got the file, it reads by itself; else reads say who has the bytes.
     found = one_after_the_other(
         packed(Kind.OPEN, AnsweredBy.CHECKED_KERNEL, ino=1),
         packed(Kind.OPEN, AnsweredBy.SOURCE, ino=2),
@@ -93,9 +87,6 @@ def test_directories() -> None:
     interval.know({2: File("a/b/g", 1), 3: File("top", 1)})
     found = interval.close(1.0)
     assert {key: one.bytes for key, one in found.items()} == {"a/b": 3, ".": 3, "?": 4}
-
-
-def test_few_files_are_remembered() -> None:
     interval = Interval(by_directory=True)
     for ino in range(1, KEPT_FILES + 1000, 500):
         interval.know({n: File("d/f", 1) for n in range(ino, ino + 500)})
@@ -109,7 +100,7 @@ SPAN = st.tuples(st.integers(0, 40), st.integers(0, 20))
 
 @given(st.lists(st.lists(SPAN, min_size=1, max_size=8), min_size=1, max_size=3))
 @example([[(2, 2)], [(3, 13)]])
-def test_waiting_is_the_time_with_a_request_under_way(
+def test_waiting_is_time_with_a_request_under_way(
     intervals: list[list[tuple[int, int]]],
 ) -> None:
     """Once, and when the request ends, which may be longer than the interval."""

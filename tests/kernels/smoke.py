@@ -136,9 +136,6 @@ def prepare() -> None:
         os.chown(place, USER, USER)
 
 
-# -- the cases
-
-
 def mirror(mode: str, path: str) -> str:
     # Without the page cache nothing can be mapped shared before Linux 6.6.
     flags = mmap.MAP_PRIVATE if path == "direct" else mmap.MAP_SHARED

@@ -155,9 +155,7 @@ async def test_a_bug_is_an_error_of_its_request_alone(
         assert (await requests.answered(4))[0] == 0
 
 
-async def test_a_request_of_a_process_that_dies_is_given_up(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_dies_is_not_answered(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before its task has begun; and nothing else is."""
     monkeypatch.setattr(interrupts, "dying", lambda pid: True)
     async with asked() as (mirror, requests):
@@ -196,9 +194,7 @@ async def test_a_process_that_proc_hides_is_given_up_only_after_a_signal(
     assert process_stat.start_ticks(1) is None
 
 
-async def test_no_more_are_taken_than_may_wait(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_no_more_come_than_may_wait(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is sent again meanwhile, and waits as one."""
     monkeypatch.setattr(answerer, "MOST_WAITING", 3)
     gates = [trio.Event() for _ in range(4)]

@@ -21,9 +21,9 @@ from monarchfs.metadata.refresh import Refresh, RefreshResult
 from monarchfs.metadata.tree import Missing
 from monarchfs.source.posix import Found
 from monarchfs.types import ROOT_INO, DirRef, FreshnessMode, Lane, OperationError
+from tests.support.faults import close_directories
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
 from tests.support.mirror import Area, Mirror, content
-from tests.support.open_directories import close_directories
 from tests.support.runner import open_path, retried, walk
 
 
@@ -117,9 +117,7 @@ async def test_a_listing_that_broke_off_answers_for_nothing(files: Area) -> None
 @pytest.mark.parametrize("mode", [IMMUTABLE, TTL, OPEN])
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("limit", [143, 255, 1023])
-async def test_a_name_is_too_long_for_the_source_alone(
-    files: Area, mode: FreshnessMode, listed: bool, limit: int
-) -> None:
+async def test_too_long_a_name(files: Area, mode: FreshnessMode, listed: bool, limit: int) -> None:
     """One with a lower limit says so even where its listing is known; one with a higher one, that
     there is no such name."""
     async with files.mount(mode=mode) as mirror:
@@ -146,9 +144,7 @@ async def test_a_name_is_too_long_for_the_source_alone(
             assert isinstance(answer, OSError) if len(name) > limit else answer is None
 
 
-async def test_another_version_is_another_number_and_the_old_one_is_stale(
-    files: Area, hours: Hours
-) -> None:
+async def test_another_version_has_another_number_and_the_old(files: Area, hours: Hours) -> None:
     async with files.mount(mode=TTL, ttl=60) as mirror:
         old = (await entry(mirror, ROOT_INO, b"a")).node
         files.write("a", b"another version")

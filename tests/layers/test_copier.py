@@ -146,9 +146,7 @@ async def let_pass(mirror: Mirror, clock: trio.testing.MockClock, seconds: float
 
 
 @pytest.mark.parametrize("size", [10_000, 3 * MIB])
-async def test_what_fails_is_tried_again_after_a_while(
-    area: Area, clock: trio.testing.MockClock, size: int
-) -> None:
+async def test_what_fails_is_retried(area: Area, clock: trio.testing.MockClock, size: int) -> None:
     (name,) = area.write_files(1, size)
     async with area.mount(copy_workers=1) as mirror:
         mirror.posix.faults.fail("read", errno.EIO, times=2)
@@ -253,9 +251,7 @@ async def test_a_list_is_wanted_in_its_order_as_far_as_it_exists(area: Area) -> 
         assert mirror.metrics.copies_completed == 3
 
 
-async def test_the_scan_waits_while_the_queue_is_long(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_long_queue_holds_up_the_scan(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarchfs.prefetch.scan.QUEUE_LIMIT", 4)
     monkeypatch.setattr("monarchfs.prefetch.scan.BATCH", 3)
     area.write_files(20)
@@ -289,9 +285,7 @@ async def test_scanned_files_keep_to_a_rate_and_opened_ones_do_not(
             clock.jump(1.0)
 
 
-async def test_a_file_without_room_costs_nothing_of_the_rate(
-    area: Area, clock: trio.testing.MockClock
-) -> None:
+async def test_one_without_room_costs_no_rate(area: Area, clock: trio.testing.MockClock) -> None:
     area.write("large", content(8 * MIB))
     names = ["large", *area.write_files(1, MIB)]
     async with area.mounted([4 * MIB], copy_workers=1, rate=MIB) as mirror:
@@ -300,9 +294,7 @@ async def test_a_file_without_room_costs_nothing_of_the_rate(
     assert trio.current_time() == 0, "no time has passed"
 
 
-async def test_each_node_scans_in_an_order_of_its_own(
-    area: Area, clock: trio.testing.MockClock
-) -> None:
+async def test_each_node_scans_in_its_own_order(area: Area, clock: trio.testing.MockClock) -> None:
     for number in range(40):
         area.write(f"d{number % 4}/f{number}", content(100, number))
     orders: list[list[bytes]] = []
@@ -352,9 +344,7 @@ async def let_it_be_stuck(clock: trio.testing.MockClock) -> None:
         await trio.testing.wait_all_tasks_blocked()
 
 
-async def test_many_files_are_few_calls_and_few_transactions(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_files_are_few_transactions(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     names = area.write_files(100)
     async with area.mount(copies=False) as mirror:
         copy_idle = CopyIdle(mirror.copier.jobs, Scan(mirror.tree, mirror.copier.jobs), 0)
@@ -384,9 +374,7 @@ async def test_many_files_are_few_calls_and_few_transactions(
         await check(mirror, names)
 
 
-async def test_how_many_it_are_follows_the_time_that_it_takes(
-    area: Area, clock: trio.testing.MockClock
-) -> None:
+async def test_how_many_follows_the_time_taken(area: Area, clock: trio.testing.MockClock) -> None:
     names = area.write_files(60)
     async with area.mount(copy_workers=1, copies=False) as mirror:
         await begin(mirror, names[:40], together=1)
@@ -424,9 +412,7 @@ async def test_one_that_hangs_holds_up_no_other(area: Area, clock: trio.testing.
         assert mirror.source.counters.read_bytes == 120_000
 
 
-async def test_a_tier_that_hangs_has_nothing_written_twice(
-    area: Area, names: list[str], clock: trio.testing.MockClock
-) -> None:
+async def test_a_hanging_tier(area: Area, names: list[str], clock: trio.testing.MockClock) -> None:
     async with area.mount(copy_workers=1, copies=False) as mirror:
         gate = mirror.tier.faults.gate("write_whole")
         await begin(mirror, names)
@@ -440,9 +426,7 @@ async def test_a_tier_that_hangs_has_nothing_written_twice(
         assert mirror.source.counters.prefetch_read_bytes == 60_000
 
 
-async def test_files_wait_to_be_stored_together_but_not_for_the_end(
-    area: Area, names: list[str]
-) -> None:
+async def test_files_wait_to_be_stored_together_for_a_while(area: Area, names: list[str]) -> None:
     async with area.mount(copies=False) as mirror:
         mirror.small_files._patience = 3600
         gate = mirror.posix.gate_at(area.source / names[5])

@@ -112,9 +112,7 @@ async def test_open_and_pinned_replicas_stay(files: Area) -> None:
         assert await resident(mirror) == set("2345")
 
 
-async def test_what_threads_are_about_to_open_stays_and_another_goes(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_about_to_open_stays(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     async with files.mounted([ROOM], eviction=LRU) as mirror:
         await read_all(mirror, "0123")
         stays = await mirror.ino("0")
@@ -181,9 +179,7 @@ async def test_a_smaller_capacity_is_kept_even_by_keep(files: Area) -> None:
         assert blocks(mirror) <= ROOM // 2
 
 
-async def test_a_tier_in_memory_gives_back_what_others_need(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_returns_what_is_needed(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("monarchfs.cache.store.tier.on_disk.is_in_memory", lambda fd: True)
     available = 1 << 30
     async with files.mounted(
@@ -284,9 +280,7 @@ async def test_a_replica_whose_move_loses_its_part_stays(files: Area) -> None:
 
 
 @pytest.mark.parametrize("shares", [True, False])
-async def test_a_move_that_cannot_read_blames_the_tier_that_it_reads(
-    files: Area, shares: bool
-) -> None:
+async def test_a_move_that_cannot_read_blames_what_it_reads(files: Area, shares: bool) -> None:
     async with files.mounted([ROOM // 4, ALL_ROOM], shares=shares) as mirror:
         await read_all(mirror, "0123")
         mirror.cache.accounts.drop(await mirror.ino("0"), "for the test")

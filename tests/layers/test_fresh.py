@@ -21,9 +21,9 @@ from monarchfs.metadata.freshness import UNSETTLED_SECONDS
 from monarchfs.metadata.tree import Missing
 from monarchfs.prefetch.fill import Fill
 from monarchfs.types import ROOT_INO, Data, FreshnessMode
+from tests.support.faults import close_directories
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
 from tests.support.mirror import KIB, MIB, Area, Mirror, content, until
-from tests.support.open_directories import close_directories
 
 OLD, NEW = content(3 * MIB, 1), content(3 * MIB, 2)
 
@@ -182,9 +182,7 @@ async def test_a_read_under_way_is_answered_from_one_version(
 
 
 @changing
-async def test_fstat_below_a_directory_that_was_moved(
-    area: Area, hours: Hours, mode: FreshnessMode
-) -> None:
+async def test_fstat_below_a_moved_directory(area: Area, hours: Hours, mode: FreshnessMode) -> None:
     area.write("d/f", OLD)
     async with area.mounted(mode=mode, ttl=60) as mirror:
         handle = await mirror.open("d/f")
@@ -198,9 +196,7 @@ async def test_fstat_below_a_directory_that_was_moved(
 
 
 @changing
-async def test_what_was_just_written_is_believed_for_a_tick(
-    area: Area, hours: Hours, mode: FreshnessMode
-) -> None:
+async def test_what_is_new_holds_for_a_tick(area: Area, hours: Hours, mode: FreshnessMode) -> None:
     async with area.mount(mode=mode, ttl=60) as mirror:
         with hours.held():
             area.write("f", b"1")
@@ -244,9 +240,7 @@ async def test_pages_from_the_tick_of_a_change_are_not_kept(
 
 
 @changing
-async def test_a_listing_from_the_tick_of_a_change_is_not_confirmed(
-    files: Area, hours: Hours, mode: FreshnessMode
-) -> None:
+async def test_a_listing_in_a_changes_tick(files: Area, hours: Hours, mode: FreshnessMode) -> None:
     async with files.mount(mode=mode, ttl=60) as mirror:
         for number in range(5):
             with hours.held():

@@ -68,9 +68,7 @@ async def test_what_is_on_tape_stays_there(
         assert await mirror.read_file("taped") == content(size)
 
 
-async def test_a_read_of_one_target_ends_where_its_stripe_does(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_read_ends_where_a_stripe_does(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     area.write("striped", content(16 * MIB))
     async with area.mount(copy_workers=1) as mirror:
         mirror.copier.unit_bytes.value = 4 * MIB
@@ -84,9 +82,7 @@ async def test_a_read_of_one_target_ends_where_its_stripe_does(
         assert await mirror.read_file("striped") == content(16 * MIB)
 
 
-async def test_copies_are_spread_over_the_targets(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_copies_go_over_all_the_targets(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of six large files, three on each of two targets, both are asked at any time."""
     monkeypatch.setattr(copier, "MAX_UNIT_BYTES", MIB)
     names = area.write_files(6, 8 * MIB)
@@ -95,9 +91,8 @@ async def test_copies_are_spread_over_the_targets(
         fills = []
         for name in names:
             fill = await mirror.copier.files.open(await mirror.node(name))
-            fill.copy.remote.layout = mirror.posix.layout(
-                await fill.copy.remote.open(Lane.BACKGROUND)
-            )
+            remote = fill.copy.remote
+            remote.layout = mirror.posix.layout(await remote.open(Lane.BACKGROUND))
             fills.append(fill)
         gate = mirror.posix.faults.gate("read")
         await mirror.want_each(names)

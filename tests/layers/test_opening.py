@@ -15,10 +15,10 @@ from monarchfs.fuse.estale_retries import MOST_KEPT, SHARED_NS, EstaleRetries
 from monarchfs.prefetch import touch as touch_module
 from monarchfs.prefetch.touch import MOST_GIVEN_UP, Touch
 from monarchfs.types import ROOT_INO
+from tests.support.faults import close_directories
 from tests.support.indexing import record_found
 from tests.support.lookups import OPEN, TTL, Hours, entry, stale
 from tests.support.mirror import KIB, Area, Mirror, content
-from tests.support.open_directories import close_directories
 
 SMALL = 100 * KIB
 
@@ -44,9 +44,7 @@ async def test_a_small_file_is_read_once_and_whole(area: Area) -> None:
 
 
 @pytest.mark.parametrize("change", [Area.write, Area.replace], ids=["in place", "replaced"])
-async def test_the_second_try_opens_what_is_there_now(
-    files: Area, change: Callable[[Area, str, bytes], bytes]
-) -> None:
+async def test_the_second_try(files: Area, change: Callable[[Area, str, bytes], bytes]) -> None:
     """All of it, and fstat agrees; from then on it goes on as a plain file would."""
     async with files.mount(mode=OPEN) as mirror:
         ino = await mirror.ino("a")
@@ -185,9 +183,7 @@ async def test_a_name_that_stands_for_another_file(area: Area, what: str) -> Non
         assert await read(mirror, await mirror.ino(path)) == content(30, 2)
 
 
-async def test_where_opens_are_known_they_say_so(
-    files: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_opens_are_known_they_say(files: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     async with files.mounted(keeps=False) as mirror:
         expired: list[int] = []
         monkeypatch.setattr(mirror.cache.readers, "expire", expired.append)
@@ -197,9 +193,6 @@ async def test_where_opens_are_known_they_say_so(
             await read(mirror, ino)
         assert mirror.kernel.entries == []
         assert set(expired) == {ino}, "threads would go on opening it"
-
-
-# What was opened is touched in the source.
 
 
 @pytest.fixture(autouse=True)
@@ -236,9 +229,6 @@ async def test_what_was_opened_locally_is_touched_once(files: Area) -> None:
         assert mirror.posix.faults.calls["open"] == before + 1
         assert touches(mirror) == (1, 0)
         assert mirror.source.counters.read_bytes == 60, "a touch is not reading"
-
-
-async def test_what_stays_open_is_touched_every_time(files: Area) -> None:
     async with resident(files) as (mirror, touch):
         handle = await mirror.open("a")
         await mirror.idle()
@@ -275,9 +265,7 @@ async def test_what_fails_is_counted_and_no_reason_to_stop(files: Area, gone: bo
         assert not touch.used
 
 
-async def test_a_source_that_hangs_is_left_alone(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hanging_source_is_left_alone(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     names = area.write_files(MOST_GIVEN_UP + 4, 10)
     async with resident(area, *names) as (mirror, touch):
         for name in names:

@@ -276,9 +276,7 @@ async def test_what_a_power_cut_could_bring_back_is_not_punched_before(
         assert mirror.states(inos) == ["resident", "remote", "resident", "remote"]
 
 
-async def test_one_that_a_power_cut_could_bring_back_is_enough(
-    area: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_may_return_is_enough(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     async with copied(area, 1, of=4) as (mirror, names, inos):
         await mirror.cache.accounts.sync()
         inos += await copy(mirror, names[1:])
@@ -403,9 +401,7 @@ async def test_a_disk_that_does_not_give_one_back_keeps_the_others(
 
 
 @pytest.mark.parametrize("call", ["replicas.put_replica", "segments.begin_segments"])
-async def test_a_move_that_cannot_be_recorded_leaves_nothing(
-    area: Area, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+async def test_a_move_not_recorded(area: Area, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     names = area.write_files(2)
     async with area.mounted([FAST, ALL_ROOM]) as mirror:
         inos = [await mirror.copied(name) for name in names]

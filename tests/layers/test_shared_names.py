@@ -15,17 +15,8 @@ import trio
 from monarchfs.metadata import shared_names, statahead
 from monarchfs.metadata.refresh import Refresh
 from monarchfs.metadata.tree import Entry
+from monarchfs.peers import messages
 from monarchfs.peers import names as peer_names
-from monarchfs.peers.messages import (
-    MOST_NAMES,
-    NamesQuestion,
-    decode_listing,
-    decode_names,
-    decode_names_question,
-    encode_listing,
-    encode_names,
-    encode_names_question,
-)
 from monarchfs.peers.names import NameService
 from monarchfs.types import (
     ROOT_INO,
@@ -93,8 +84,8 @@ class Owner:
         if self.silent or self.lies is not None:
             await trio.lowlevel.checkpoint()
             return self.lies
-        question = self._question(directory, names[:MOST_NAMES], most_age_ns, lane)
-        return decode_names(encode_names(await self._copies.answer(question)))
+        question = self._question(directory, names[: messages.MOST_NAMES], most_age_ns, lane)
+        return messages.decode_names(messages.encode_names(await self._copies.answer(question)))
 
     async def list(
         self, _owner: int, directory: DirRef, most_age_ns: int, lane: Lane
@@ -104,13 +95,15 @@ class Owner:
             return self.listing
         question = self._question(directory, [], most_age_ns, lane)
         answer = await self._copies.listing(question)
-        return None if answer is None else decode_listing(encode_listing(answer))
+        return None if answer is None else messages.decode_listing(messages.encode_listing(answer))
 
     def _question(
         self, directory: DirRef, some: Names, most_age_ns: int, lane: Lane
-    ) -> NamesQuestion:
-        question = NamesQuestion(*directory[:2], some, max(0, most_age_ns), lane is Lane.DEMAND)
-        return decode_names_question(encode_names_question(question))
+    ) -> messages.NamesQuestion:
+        question = messages.NamesQuestion(
+            *directory[:2], some, max(0, most_age_ns), lane is Lane.DEMAND
+        )
+        return messages.decode_names_question(messages.encode_names_question(question))
 
 
 def beside(area: Area) -> Area:
@@ -239,9 +232,6 @@ async def test_what_has_no_known_age_is_for_immutable_alone(many: Area) -> None:
         a.index.nodes.record_found_each(d, told, mount_ns)
         many.write("d/0007", b"changed")
         assert await go_through(b) == SIZES | {b"0007": 7}
-
-
-async def test_with_open_no_peer_is_asked(many: Area) -> None:
     async with pair(many, OPEN) as (_, b, owner):
         assert await go_through(b) == SIZES
         assert owner.questions == 0
@@ -283,9 +273,8 @@ async def test_an_older_answer_takes_back_nothing_that_was_found_since(
         monkeypatch.setattr(owner, "ask", answer_late)
         await b.tree.names.find_each(parent, [b"0007"], Lane.BACKGROUND)
         known = b.tree.known.lookup(parent, b"0007")
-        assert known is None or (known.node.stat.size if isinstance(known, Entry) else 0) == len(
-            now
-        )
+        size = known.node.stat.size if isinstance(known, Entry) else 0
+        assert known is None or size == len(now)
 
 
 async def test_a_refresh_asks_the_source_whatever_peers_say(many: Area, hours: Hours) -> None:

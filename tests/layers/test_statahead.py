@@ -332,9 +332,7 @@ async def test_a_directory_that_cannot_be_listed_is_not_listed_again_and_again(m
             await d.mirror.tree.directories.open(d.ino)
 
 
-async def test_a_hanging_listing_holds_up_nobody(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_hanging_list_holds_up_nobody(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directories, "AHEAD_SECONDS", 0.1)
     async with looked_up(many, deadline=0.1) as d:
         mirror = d.mirror
@@ -382,9 +380,7 @@ async def test_a_name_that_was_missing_before_is_seen(
         assert await d.lacks(b"never")
 
 
-async def test_names_that_are_known_bring_others(
-    many: Area, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_names_that_are_known_bring_more(many: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     """To those who answer look-ups by themselves."""
     monkeypatch.setattr(sibling_names, "PAUSE_SECONDS", 0.0)
     async with listed(many, mode=IMMUTABLE) as d:
@@ -438,7 +434,7 @@ async def test_attributes_that_files_have_are_seen(many: Area) -> None:
 
 
 @pytest.mark.parametrize("attribute", [ACL, b"security.x"])
-async def test_lists_may_not_tell_all(
+async def test_lists_tell_not_all(
     many: Area, monkeypatch: pytest.MonkeyPatch, attribute: bytes
 ) -> None:
     """A file system that gives attributes that its listxattr leaves out: ACLs, or others, of which
@@ -502,9 +498,7 @@ async def test_attributes_are_asked_for_once(files: Area) -> None:
             again.xattrs.known(ino, b"user.none")
 
 
-async def test_what_was_asked_in_the_tick_of_a_change_is_asked_again(
-    files: Area, hours: Hours
-) -> None:
+async def test_what_was_asked_in_a_changes_tick_is_asked_again(files: Area, hours: Hours) -> None:
     async with files.mount(mode=TTL, ttl=60) as mirror:
         for later in (0.0, 0.5):
             hours.pass_by(later)

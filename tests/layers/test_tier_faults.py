@@ -81,9 +81,7 @@ def cannot_be_read(tier_path: str) -> list[int]:
         ("large", "finish_part", 0),
     ],
 )
-async def test_a_copy_that_cannot_be_written(
-    files: Area, name: str, call: str, after: int, code: int
-) -> None:
+async def test_a_copy_not_written(files: Area, name: str, call: str, after: int, code: int) -> None:
     async with files.mount() as mirror:
         mirror.tier.faults.fail(call, code, after=after)
         assert await mirror.read_file(name, 300_000) == DATA[name]

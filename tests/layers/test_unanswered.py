@@ -48,9 +48,7 @@ async def known_a_ttl_ago(files: Area, hours: Hours) -> AsyncIterator[tuple[Mirr
 
 
 @pytest.mark.parametrize("what", ["a name", "attributes", "attributes for an open", "a listing"])
-async def test_what_is_known_is_served_when_the_deadline_is_over(
-    files: Area, clock: MockClock, hours: Hours, what: str
-) -> None:
+async def test_known_after_deadline(files: Area, clock: MockClock, hours: Hours, what: str) -> None:
     async with known_a_ttl_ago(files, hours) as (mirror, ino):
         gate = mirror.posix.faults.gate(*METADATA)
         answers = []
@@ -96,9 +94,7 @@ async def test_a_long_listing_is_no_silence(files: Area, clock: MockClock, hours
         assert mirror.metrics.stale_answers == 0
 
 
-async def test_how_long_others_are_waited_for_meanwhile(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_how_long_others_have(clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as storage targets are known. tests/mount/test_hang.py has readers wait for some."""
     monkeypatch.setattr(unanswered, "MOST_UNEXPLAINED", 3)
     questions = Unanswered()

@@ -103,8 +103,6 @@ async def test_what_a_listing_numbers_is_not_taken_for_a_file(
             await check(mirror, area, {**tree, "a/new": b"so that the directory is listed again"})
 
 
-# Names that a look-up finds and no listing has.
-
 SNAPSHOT = b".snapshot"
 
 

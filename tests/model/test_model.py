@@ -18,16 +18,8 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import trio
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
 
 from monarchfs.cache import health, replicas
 from monarchfs.cache import tiers as cache_tiers
@@ -76,8 +68,8 @@ steps = 0
 
 def while_mounted(**given: Any) -> Callable[[Step], Step]:
     """A rule for as long as there is a mount."""
-    as_rule: Any = rule(**given)
-    return lambda step: precondition(lambda self: self.mount is not None)(as_rule(step))
+    as_rule: Any = stateful.rule(**given)
+    return lambda step: stateful.precondition(lambda self: self.mount is not None)(as_rule(step))
 
 
 @dataclass
@@ -89,7 +81,7 @@ class Opened:
     file: File | None
 
 
-class Model(RuleBasedStateMachine):
+class Model(stateful.RuleBasedStateMachine):
     """See the rules. ``mount`` is None while nothing is mounted."""
 
     directory: Path
@@ -134,7 +126,7 @@ class Model(RuleBasedStateMachine):
 
         return read
 
-    @initialize(
+    @stateful.initialize(
         mode=st.sampled_from(FreshnessMode),
         eviction=st.sampled_from(EvictionPolicy),
         capacities=st.lists(
@@ -218,8 +210,8 @@ class Model(RuleBasedStateMachine):
             mount.unmount()
         self.synced_index = mount.synced_index or self.synced_index
 
-    @precondition(lambda self: self.mount is None)
-    @rule(
+    @stateful.precondition(lambda self: self.mount is None)
+    @stateful.rule(
         kind=st.sampled_from(["reboot", "reboot", "lost", "deleted", "cut", "wiped"]),
         which=WHICH,
         old_index=st.booleans(),
@@ -272,8 +264,8 @@ class Model(RuleBasedStateMachine):
             set_aside(str(self.area.state))
         self.synced_index = None
 
-    @precondition(lambda self: self.mount is None)
-    @rule()
+    @stateful.precondition(lambda self: self.mount is None)
+    @stateful.rule()
     def remount(self) -> None:
         self.come_up()
 
@@ -491,7 +483,7 @@ class Model(RuleBasedStateMachine):
             self.at.do_now(self.mirror.cache.accounts.drop, ino, "the test says so")
             self.at.wait_idle()
 
-    @precondition(lambda self: not self.source_fails)
+    @stateful.precondition(lambda self: not self.source_fails)
     @while_mounted(which=WHICH, directory=st.booleans(), pin=st.booleans())
     def pin(self, which: int, directory: bool, pin: bool) -> None:
         paths = self.source.directory_paths() if directory else self.source.file_paths()
@@ -499,7 +491,7 @@ class Model(RuleBasedStateMachine):
             index = self.mirror.cache.index
             self.at.do_now(index.pins.pin if pin else index.pins.unpin, node.ino)
 
-    @precondition(lambda self: not self.source_fails)
+    @stateful.precondition(lambda self: not self.source_fails)
     @while_mounted(which=WHICH)
     def want(self, which: int) -> None:
         node = self.find(which, self.source.file_paths())
@@ -531,7 +523,7 @@ class Model(RuleBasedStateMachine):
             self.at.do(self.mirror.cache.maintain)
             self.at.wait_idle()
 
-    @precondition(lambda self: self.mode is FreshnessMode.TTL)
+    @stateful.precondition(lambda self: self.mode is FreshnessMode.TTL)
     @while_mounted(seconds=st.sampled_from([1.0, 40.0, 61.0]))
     def let_time_pass(self, seconds: float) -> None:
         self.hours.pass_by(seconds)
@@ -570,8 +562,8 @@ class Model(RuleBasedStateMachine):
     def may_edit(self) -> bool:
         return self.mount is None or self.mode is not FreshnessMode.IMMUTABLE
 
-    @precondition(may_edit)
-    @rule(
+    @stateful.precondition(may_edit)
+    @stateful.rule(
         kind=st.sampled_from(["overwrite", "grow", "truncate", "replace", "delete", "chmod"]),
         which=WHICH,
         size=SIZES,
@@ -595,8 +587,8 @@ class Model(RuleBasedStateMachine):
                 (self.area.source / path).chmod(0o640 if size % 2 else 0o600)
         self.source.edited()
 
-    @precondition(may_edit)
-    @rule(kind=st.sampled_from("ffffdlst"), which=WHICH, name=NAMES, size=SIZES)
+    @stateful.precondition(may_edit)
+    @stateful.rule(kind=st.sampled_from("ffffdlst"), which=WHICH, name=NAMES, size=SIZES)
     def create(self, kind: str, which: int, name: str, size: int) -> None:
         directories = ["", *(f"{path}/" for path in self.source.directory_paths())]
         path = directories[which % len(directories)] + name
@@ -620,8 +612,8 @@ class Model(RuleBasedStateMachine):
             os.link(self.area.source / other, target)
         self.source.edited()
 
-    @precondition(may_edit)
-    @rule(
+    @stateful.precondition(may_edit)
+    @stateful.rule(
         kind=st.sampled_from(["rename", "rename", "move", "swap", "remove"]),
         which=WHICH,
         to=WHICH,
@@ -651,7 +643,7 @@ class Model(RuleBasedStateMachine):
             (self.area.source / path).rename(self.area.source / target)
         self.source.edited()
 
-    @precondition(lambda self: self.mode is FreshnessMode.OPEN)
+    @stateful.precondition(lambda self: self.mode is FreshnessMode.OPEN)
     @while_mounted(which=WHICH, times=st.integers(1, 3))
     def race(self, which: int, times: int) -> None:
         """Written and read again and again within a tick, by the clock as it is."""
@@ -682,7 +674,7 @@ class Model(RuleBasedStateMachine):
 
     # -- what always holds
 
-    @invariant()
+    @stateful.invariant()
     def promises(self) -> None:
         """Capacities are kept, and what is needed stays."""
         global steps
@@ -741,7 +733,7 @@ def test_the_model(tmp_path: Path) -> None:
         Model.directory = tmp_path / str(next(number))
         return Model()
 
-    run_state_machine_as_test(
+    stateful.run_state_machine_as_test(
         machine,  # type: ignore[arg-type]  # any callable will do, its documentation says
         settings=settings(
             max_examples=EXAMPLES or 40,

@@ -17,23 +17,12 @@ import pytest
 
 from monarchfs.cache.store.segments import SMALL_BYTES
 from monarchfs.supervisor.backing import MOST_IDS, BackingRefused, check, find_beneath
-from tests.support import surroundings
+from tests.support import mounting, surroundings
 from tests.support.fake_mounts import NOBODY, Area, interpreter_for
-from tests.support.mounting import (
-    REPOSITORY,
-    Bench,
-    as_user,
-    assert_one_line,
-    needs_mounts,
-    processes_about,
-    requires_root,
-    run,
-    wait_for,
-)
 from tests.support.programs import execute
 from tests.support.trees import write_files
 
-HOSTILE = str(REPOSITORY / "tests" / "hostile" / "worker.py")
+HOSTILE = str(mounting.REPOSITORY / "tests" / "hostile" / "worker.py")
 OURS, DEVICE, INO = 1000, 5, 7
 
 
@@ -90,7 +79,7 @@ def test_only_what_lies_beneath_is_found(tmp_path: Path) -> None:
     os.close(directory)
 
 
-@requires_root
+@mounting.requires_root
 def test_no_other_file_system_is_entered(tmp_path: Path) -> None:
     point = tmp_path / "mounted"
     point.mkdir()
@@ -113,7 +102,7 @@ for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_TRUNC):
 """
 
 
-@needs_mounts
+@mounting.needs_mounts
 def test_a_hostile_worker(root_work: Area) -> None:
     area, python = root_work.path, interpreter_for(NOBODY)
     shutil.chown(area / "mnt", NOBODY)
@@ -125,22 +114,24 @@ def test_a_hostile_worker(root_work: Area) -> None:
         return execute([python, "-I", HOSTILE, "cli", *arguments], cwd=area)
 
     storage = [*root_work.storage, "--user", NOBODY]
-    assert run("mount", f"{area}/src", f"{area}/mnt", *storage).returncode == 0
-    assert run("umount", f"{area}/mnt").returncode == 0
+    assert mounting.run("mount", f"{area}/src", f"{area}/mnt", *storage).returncode == 0
+    assert mounting.run("umount", f"{area}/mnt").returncode == 0
     (dataset,) = (area / "tier").iterdir()
     (dataset / "theirs").write_text("root's")
     done = ours("mount", "src", "mnt", *storage, "--data-path", "passthrough")
     assert done.returncode == 0, done.stderr
     try:
         supervisor = next(
-            pid for pid in processes_about(str(area)) if os.stat(f"/proc/{pid}").st_uid == 0
+            pid
+            for pid in mounting.processes_about(str(area))
+            if os.stat(f"/proc/{pid}").st_uid == 0
         )
 
         def attacked() -> dict[str, Any] | None:
             now: dict[str, Any] = json.loads(ours("status", "mnt", "--json").stdout)
             return now if "found" in now else None
 
-        report = wait_for(attacked, "the attack to end", 60)
+        report = mounting.wait_for(attacked, "the attack to end", 60)
         found = report["found"]
         assert found.pop("some of each") == {"ids": [True, False, True], "error": "EINVAL"}
         assert found.pop("nothing") == {"ids": [], "error": ""}
@@ -160,7 +151,7 @@ def test_a_hostile_worker(root_work: Area) -> None:
             "no tier": "EXDEV",
         }
         # Its answers to opens: the kernel reads what was accepted, and never asks for more.
-        reader = as_user(NOBODY, [python, "-I", "-c", OPEN, str(area / "mnt" / "any")])
+        reader = mounting.as_user(NOBODY, [python, "-I", "-c", OPEN, str(area / "mnt" / "any")])
         done = subprocess.run(reader, capture_output=True, text=True, timeout=60, check=False)
         assert done.stdout.split("\n")[:4] == [
             repr(b"the worker's own file"), *("EROFS",) * 3
@@ -173,9 +164,9 @@ def test_a_hostile_worker(root_work: Area) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@needs_mounts
+@mounting.needs_mounts
 @pytest.mark.parametrize(("layers", "works"), [(1, True), (2, False)])
-def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> None:
+def test_a_tier_on_other_file_systems(work: mounting.Bench, layers: int, works: bool) -> None:
     """As in a container, whose root is an overlay; the kernel allows one file system below."""
     content = bytes(SMALL_BYTES + 1)  # no less is passed through
     write_files(work.path / "src", {"file": content})
@@ -197,7 +188,9 @@ def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> 
         tier, passing = f"{below}/tier=100M", ("--data-path", "passthrough")
         if not works:
             done = work.try_to_mount(work.path / "src", "--tier", tier, *passing)
-            assert_one_line(done, 1, "lies on more file systems than the kernel allows: use")
+            mounting.assert_one_line(
+                done, 1, "lies on more file systems than the kernel allows: use"
+            )
         mount = work.mount(work.path / "src", *(passing if works else ()), tiers=[tier])
         for passed in (0, 1):
             assert (mount.path / "file").read_bytes() == content
@@ -205,7 +198,7 @@ def test_a_tier_on_other_file_systems(work: Bench, layers: int, works: bool) -> 
             assert report["files"]["resident"] == 1
             assert report["data_path"] == ("passthrough" if works else "relay")
             # An open is counted after its answer.
-            wait_for(
+            mounting.wait_for(
                 lambda: mount.status()["served"]["passthrough_opens"] == passed * works,  # noqa: B023
                 "the open to be passed through" if passed else "no open to be passed through",
             )

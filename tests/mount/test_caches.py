@@ -20,55 +20,49 @@ import pytest
 
 from monarchfs.cli.main import main
 from monarchfs.config.places import dataset_id
+from tests.support import mounting
 from tests.support.fake_mounts import NOBODY, interpreter_for
-from tests.support.mounting import (
-    MONARCHFS,
-    Bench,
-    Mount,
-    as_user,
-    asked,
-    assert_one_line,
-    requires_mounts,
-    run,
-    wait_for,
-)
 from tests.support.programs import execute
 from tests.support.trees import write_files
 
-pytestmark = [*requires_mounts, pytest.mark.timeout(120)]
+pytestmark = [*mounting.requires_mounts, pytest.mark.timeout(120)]
 
 FILES = 3
 BIN = pwd.getpwnam("bin").pw_uid
 
 
 @pytest.fixture
-def work(work: Bench) -> Bench:
+def work(work: mounting.Bench) -> mounting.Bench:
     write_files(work.path / "src", {f"f{number}": b"%d" % number * 5000 for number in range(FILES)})
     (work.path / "tier").mkdir()
     (work.path / "other").mkdir()
     return work
 
 
-def mounted(work: Bench, state: str = "state", *options: str, tier: str = "tier") -> Mount:
+def mounted(
+    work: mounting.Bench, state: str = "state", *options: str, tier: str = "tier"
+) -> mounting.Mount:
     """All of it copied."""
     arguments = ("--state-dir", f"{work.path}/{state}", "--prefetch", "all", *options)
     mount = work.mount(work.path / "src", *arguments, tiers=[f"{work.path}/{tier}=100M"])
     mount.wait_idle()
     # A new index knows what lies there once somebody looked.
-    wait_for(lambda: mount.status()["tiers"][0]["files"] == FILES, "all copies")
+    mounting.wait_for(lambda: mount.status()["tiers"][0]["files"] == FILES, "all copies")
     return mount
 
 
-def ended(mount: Mount) -> None:
+def ended(mount: mounting.Mount) -> None:
     done = mount.umount()
     assert done.returncode == 0, done.stderr
 
 
-def cache(work: Bench, *arguments: str, code: int = 0, user: str | None = None) -> dict[str, Any]:
+def cache(
+    work: mounting.Bench, *arguments: str, code: int = 0, user: str | None = None
+) -> dict[str, Any]:
     """What the command says, looking into the tiers of the test."""
     tiers = ("--tier", f"{work.path}/tier", "--tier", f"{work.path}/other", "--json")
     if user is not None:
-        done = run("cache", *arguments, *tiers, user=user)
+        done = mounting.run("cache", *arguments, *tiers, user=user)
         returned, out, errors = done.returncode, done.stdout, done.stderr
     else:  # in this process: that takes half the time
         with redirect_stdout(StringIO()) as said, redirect_stderr(StringIO()) as complaint:
@@ -79,11 +73,11 @@ def cache(work: Bench, *arguments: str, code: int = 0, user: str | None = None) 
     return found
 
 
-def of_test(work: Bench, said: dict[str, Any]) -> list[dict[str, Any]]:
+def of_test(work: mounting.Bench, said: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in said["caches"] if one["source"] == f"{work.path}/src"]
 
 
-def test_caches_are_listed_and_removed(work: Bench) -> None:
+def test_caches_are_listed_and_removed(work: mounting.Bench) -> None:
     """Root's, mounted, and a user's; the user sees and removes nothing of root's."""
     interpreter_for("bin")
     one = mounted(work, "one")
@@ -102,7 +96,7 @@ def test_caches_are_listed_and_removed(work: Bench) -> None:
     assert str(one.path) in cache(work, "remove", f"{work.path}/src", "--yes", code=1)["error"]
     assert len(of_test(work, cache(work, "list"))) == 2
     # Nobody can be asked.
-    assert_one_line(run("cache", "remove", f"{work.path}/two"), 2, "--yes")
+    mounting.assert_one_line(mounting.run("cache", "remove", f"{work.path}/two"), 2, "--yes")
     assert [row["uid"] for row in of_test(work, cache(work, "list", user="bin"))] == [BIN]
     cache(work, "remove", f"{work.path}/one", "--yes", code=1, user="bin")
     # Somebody else's file in the state directory stays, and with it the directory.
@@ -111,16 +105,16 @@ def test_caches_are_listed_and_removed(work: Bench) -> None:
     assert row["removed"]
     assert os.listdir(work.path / "two") == ["notes.txt"]
     assert len(list((work.path / "tier").iterdir())) == 1
-    assert f"in use by {one.path}" in run("cache", "show", str(one.path)).stdout
+    assert f"in use by {one.path}" in mounting.run("cache", "show", str(one.path)).stdout
     ended(one)
     # Not used for a second, once that second is over.
     old = ("prune", f"{work.path}/src", "--older-than", "1s", "--yes")
-    wait_for(lambda: cache(work, *old)["caches"], "it to be old")
+    mounting.wait_for(lambda: cache(work, *old)["caches"], "it to be old")
     assert list((work.path / "tier").iterdir()) == []
     assert not (work.path / "one").exists()
 
 
-def test_stranded_copies_are_pruned(work: Bench) -> None:
+def test_stranded_copies_are_pruned(work: mounting.Bench) -> None:
     """Of a state directory that is gone, and of another --tier, also under the running mount."""
     ended(mounted(work, "gone"))
     shutil.move(work.path / "tier", work.path / "before")
@@ -140,7 +134,8 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     assert command.startswith("monarchfs cache remove ")
     assert main([*shlex.split(command)[1:], "--yes"]) == 0
     assert len(list((work.path / "tier").iterdir())) == 1
-    assert any("monarchfs cache prune" in note for note in asked("gc", "--dry-run")["notes"])
+    notes = mounting.asked("gc", "--dry-run")["notes"]
+    assert any("monarchfs cache prune" in note for note in notes)
     pruned = cache(work, "prune", f"{work.path}/src", "--yes")["caches"]
     assert all(row["removed"] for row in pruned)
     assert list((work.path / "tier").iterdir()) == []
@@ -154,7 +149,7 @@ def test_stranded_copies_are_pruned(work: Bench) -> None:
     assert list((work.path / "other").iterdir()) == []
 
 
-def test_what_is_only_called_like_a_directory_of_copies_is_none(work: Bench) -> None:
+def test_what_is_only_called_like_a_directory_of_copies_is_none(work: mounting.Bench) -> None:
     ended(mounted(work))
     shutil.rmtree(work.path / "state")
     (made,) = (work.path / "tier").iterdir()
@@ -167,7 +162,7 @@ def test_what_is_only_called_like_a_directory_of_copies_is_none(work: Bench) -> 
     assert [row for row in said["caches"] if row["tiers"][0]["tier"] == f"{work.path}/tier"] == []
 
 
-def test_links_lead_root_nowhere(work: Bench) -> None:
+def test_links_lead_root_nowhere(work: mounting.Bench) -> None:
     """A user's state directory and tiers name, or are links to, what is root's."""
     precious = work.path / "precious"
     (precious / "index").mkdir(parents=True, mode=0o700)
@@ -194,7 +189,7 @@ os.mkfifo("state/worker.log")
 """
     own.mkdir()
     os.chown(own, BIN, BIN)
-    subprocess.run(as_user("bin", [interpreter_for("bin"), "-c", script]), check=True)
+    subprocess.run(mounting.as_user("bin", [interpreter_for("bin"), "-c", script]), check=True)
     before = sorted(precious.rglob("*"))
     # Root's own directory, by way of a link of theirs.
     (precious / "lock").write_text((own / "state" / "lock").read_text())
@@ -209,7 +204,7 @@ os.mkfifo("state/worker.log")
     assert not (own / "u" / name).exists()
 
 
-def test_who_is_at_a_terminal_is_asked(work: Bench) -> None:
+def test_who_is_at_a_terminal_is_asked(work: mounting.Bench) -> None:
     state = work.path / "state"
     state.mkdir(mode=0o700)
     holder = {"pid": 1, "mountpoint": "/m", "source": "/gone", "dataset_id": "", "tiers": []}
@@ -217,7 +212,7 @@ def test_who_is_at_a_terminal_is_asked(work: Bench) -> None:
     for answer, code in (("n", 1), ("y", 0)):
         ours, theirs = os.openpty()
         os.write(ours, answer.encode() + b"\n")
-        done = execute([*MONARCHFS, "cache", "remove", str(state)], stdin=theirs)
+        done = execute([*mounting.MONARCHFS, "cache", "remove", str(state)], stdin=theirs)
         os.close(ours)
         os.close(theirs)
         assert done.returncode == code, done.stderr
@@ -225,10 +220,7 @@ def test_who_is_at_a_terminal_is_asked(work: Bench) -> None:
         assert state.exists() == (answer == "n")
 
 
-# Whose a directory in a tier is
-
-
-def copied(mount: Mount) -> int:
+def copied(mount: mounting.Mount) -> int:
     """How many files this mount has read from the source."""
     return int(mount.status()["prefetch"]["completed"])
 
@@ -237,24 +229,24 @@ def directories(tier: Path) -> list[Path]:
     return sorted(path for path in tier.iterdir() if path.is_dir())
 
 
-def test_two_state_directories_share_no_copies(work: Bench) -> None:
+def test_two_state_directories_share_no_copies(work: mounting.Bench) -> None:
     """Not even where the other one's cannot be seen, as from another container."""
     one = mounted(work, "one")
     (work.path / "one").rename(work.path / "hidden")
     other = mounted(work, "two")
     assert copied(other) == FILES
-    assert run("evict", str(other.path)).returncode == 0
-    wait_for(lambda: other.status()["tiers"][0]["files"] == 0, "the copies to be removed")
+    assert mounting.run("evict", str(other.path)).returncode == 0
+    mounting.wait_for(lambda: other.status()["tiers"][0]["files"] == 0, "the copies to be removed")
     assert one.status()["tiers"][0]["files"] == FILES
     (work.path / "hidden").rename(work.path / "one")
     for mount in (one, other):
         ended(mount)
     for state, files in (("one", FILES), ("two", 0)):
-        report = asked("fsck", f"{work.path}/{state}")
+        report = mounting.asked("fsck", f"{work.path}/{state}")
         assert (report["findings"], report["tiers"][0]["files"]) == ({}, files)
 
 
-def test_nobody_else_can_be_first(work: Bench) -> None:
+def test_nobody_else_can_be_first(work: mounting.Bench) -> None:
     """In a directory that everybody may write to, another user has made what could be guessed."""
     interpreter_for("bin")
     tier = work.path / "tier"
@@ -264,7 +256,7 @@ def test_nobody_else_can_be_first(work: Bench) -> None:
         name = dataset_id(source, uid)
         squatted = [tier / name, tier / f"{name}-{'0' * 16}"]
         for path in squatted:
-            subprocess.run(as_user(NOBODY, ["mkdir", "-m", "777", str(path)]), check=True)
+            subprocess.run(mounting.as_user(NOBODY, ["mkdir", "-m", "777", str(path)]), check=True)
         mount = mounted(work, f"state{uid}", *options)
         own = [path for path in directories(tier) if path.stat().st_uid == uid]
         assert [path.stat().st_mode & 0o777 for path in own] == [0o700]
@@ -276,7 +268,7 @@ def test_nobody_else_can_be_first(work: Bench) -> None:
         ended(mount)
 
 
-def test_copies_are_found_again(work: Bench) -> None:
+def test_copies_are_found_again(work: mounting.Bench) -> None:
     """After the loss of the index, of the state directory, and by another one once that is gone."""
     ended(mounted(work))
     (before,) = directories(work.path / "tier")
@@ -308,10 +300,10 @@ def test_copies_are_found_again(work: Bench) -> None:
     assert copied(mount) == FILES
     ended(mount)
     assert len(directories(work.path / "tier")) == 2
-    assert asked("fsck", f"{work.path}/another")["findings"] == {}
+    assert mounting.asked("fsck", f"{work.path}/another")["findings"] == {}
 
 
-def test_a_directory_that_is_not_ours_any_more(work: Bench) -> None:
+def test_a_directory_that_is_not_ours_any_more(work: mounting.Bench) -> None:
     tier = work.path / "tier"
     ended(mounted(work))
     for spoilt in ("link", "file", "foreign", "open", "fifo"):

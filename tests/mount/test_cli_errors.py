@@ -25,20 +25,11 @@ from monarchfs.fuse.mountinfo import Mount as Entry
 from monarchfs.supervisor.probe import OpenedSource, seems_unmounted
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.types import OperationError
-from tests.support import on_disk
+from tests.support import mounting, on_disk
 from tests.support.fake_mounts import NOBODY, Area, area, assert_refused, device_mode
-from tests.support.mounting import (
-    ENVIRONMENT,
-    MONARCHFS,
-    Bench,
-    FaultySource,
-    assert_one_line,
-    needs_mounts,
-    requires_mounts,
-    run,
-)
+from tests.support.mounting import run
 
-pytestmark = requires_mounts
+pytestmark = mounting.requires_mounts
 
 
 def mount_words(*arguments: str) -> list[str]:
@@ -104,9 +95,7 @@ REFUSED: list[tuple[list[str], int, str]] = [
     REFUSED,
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_what_cannot_be_mounted(
-    odd_things: Area, arguments: list[str], code: int, words: str
-) -> None:
+def test_what_is_not_mounted(odd_things: Area, arguments: list[str], code: int, words: str) -> None:
     assert_refused(odd_things, mount_words(*arguments), code, words)
 
 
@@ -253,13 +242,13 @@ def test_names_may_stand_before_and_behind_options() -> None:
     assert (parsed.name, parsed.yes, parsed.tier) == (["a", "b", "c"], True, ["/t"])
 
 
-def test_a_mount_is_no_source(work: Bench) -> None:
+def test_a_mount_is_no_source(work: mounting.Bench) -> None:
     (work.path / "source" / "below").mkdir(parents=True)
     (work.path / "other").mkdir()
     mount = work.mount(work.path / "source")
     for path in (mount.path, mount.path / "below"):
         words = (str(path), f"{work.path}/other", "--state-dir", f"{work.path}/another")
-        assert_one_line(run("mount", *words), 2, "is a mount of monarchfs")
+        mounting.assert_one_line(run("mount", *words), 2, "is a mount of monarchfs")
 
 
 # A dataset whose file system is not mounted on this node: an empty directory beside others
@@ -291,8 +280,8 @@ def test_what_lies_beside_it_tells(mounts: list[Entry], beside: str | None) -> N
     assert seems_unmounted(source(device=9), mounts) is None
 
 
-def test_an_unmounted_source_is_told_and_refused_where_files_are_required(
-    work: Bench, faulty: FaultySource
+def test_an_unmounted_source_is_told_or_refused(
+    work: mounting.Bench, faulty: mounting.FaultySource
 ) -> None:
     dataset = work.path / "dataset"
     dataset.mkdir()
@@ -300,7 +289,7 @@ def test_an_unmounted_source_is_told_and_refused_where_files_are_required(
     umount = ("umount", f"{work.path}/mnt")
 
     for form in (["--require-files"], ["-o", "require_files"]):
-        assert_one_line(work.try_to_mount(dataset, *form), 1, says)
+        mounting.assert_one_line(work.try_to_mount(dataset, *form), 1, says)
         assert not (work.path / "state").exists()
     done = work.try_to_mount(dataset)
     assert (done.returncode, done.stderr.count("\n"), says in done.stderr) == (0, 1, True)
@@ -315,7 +304,7 @@ def test_an_unmounted_source_is_told_and_refused_where_files_are_required(
     assert (done.returncode, done.stderr) == (0, "")
     assert run(*umount).returncode == 0
     done = work.try_to_mount(f"{work.path}/datast/below")
-    assert_one_line(done, 2, f"did you mean {dataset}/below?")
+    mounting.assert_one_line(done, 2, f"did you mean {dataset}/below?")
 
 
 ODD = b"a\x1b[31m\nb\xff\xe2\x80\xae\x07c"
@@ -338,8 +327,8 @@ class Oddities:
 
     def run(self, *words: str, code: int = 0) -> str:
         """What a command prints, which is nothing that a terminal would obey."""
-        command = [*MONARCHFS, *words]
-        done = subprocess.run(command, capture_output=True, cwd=self.path, env=ENVIRONMENT)
+        command = [*mounting.MONARCHFS, *words]
+        done = subprocess.run(command, capture_output=True, cwd=self.path, env=mounting.ENVIRONMENT)
         assert done.returncode == code, (words[0], done.stderr)
         for output in (done.stdout, done.stderr):
             for line in output.decode(errors="surrogateescape").splitlines():
@@ -360,8 +349,8 @@ def texts(value: object) -> Iterator[str]:
             yield from texts(inner)
 
 
-@needs_mounts
-def test_every_command_shows_them_escaped_and_gives_them_back(work: Bench) -> None:
+@mounting.needs_mounts
+def test_every_command_shows_them_escaped_and_gives_them_back(work: mounting.Bench) -> None:
     odd = Oddities(work.path)
     source, point, file = os.fspath(odd.source), os.fspath(odd.point), odd.file
     shown = r"a\x1b[31m"

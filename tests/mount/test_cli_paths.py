@@ -79,9 +79,7 @@ def test_the_bar_of_fsck() -> None:
     assert bar(30, 10, 4) == bar(0, 0, 4) == "[####] 100%"
 
 
-def test_lines_for_a_log(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_to_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     so_far = {"files": 2000, "bytes": 4 << 20, "resident": 1000, "resident_bytes": 1 << 20}
     ask_module._lines()(so_far)
     assert capsys.readouterr().err == "", "not that often"
@@ -119,9 +117,7 @@ def test_progress_comes_before_the_result(daemon: Start) -> None:
     assert seen == [{"checked": count} for count in (1, 1, 2)]
 
 
-def test_many_paths_go_in_several_requests(
-    daemon: Start, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_many_paths_are_several_requests(daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
     """Counts are added up, and of errors the first is told."""
 
     def serve(connection: socket.socket) -> None:

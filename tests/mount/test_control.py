@@ -31,22 +31,15 @@ from monarchfs.supervisor.reports import ANSWER_SECONDS
 from monarchfs.types import OperationError
 from monarchfs.worker import commands
 from monarchfs.worker.bootstrap import CHANNEL_BYTES
+from tests.support import mounting
 from tests.support.fake_daemon import Daemon, Serve
 from tests.support.fake_mounts import NOBODY, Area, interpreter_for, registered, status
-from tests.support.mounting import (
-    REPOSITORY,
-    Bench,
-    as_user,
-    assert_one_line,
-    needs_mounts,
-    requires_root,
-    wait_for,
-)
 from tests.support.programs import Running, execute
 from tests.support.timing import Stopwatch
 from tests.support.trees import write_files
+from tests.unit.test_messages import VALUES
 
-DOCUMENT = (REPOSITORY / "docs" / "CONTROL.md").read_text()
+DOCUMENT = (mounting.REPOSITORY / "docs" / "CONTROL.md").read_text()
 
 
 def test_the_document_has_every_command_and_the_limits() -> None:
@@ -76,11 +69,11 @@ print(peers.may_ask(listener.accept()[0], os.geteuid()), flush=True)
 """
 
 
-@requires_root
+@mounting.requires_root
 def test_root_may_ask_also_from_outside_of_a_user_namespace(place: Path) -> None:
     """There, users cannot be told apart."""
     namespace = ("unshare", "--user", "--map-current-user")
-    probe = as_user(NOBODY, [*namespace, "true"])
+    probe = mounting.as_user(NOBODY, [*namespace, "true"])
     if subprocess.run(probe, capture_output=True, check=False).returncode != 0:
         pytest.skip(
             "needs user namespaces of ordinary users: sysctl user.max_user_namespaces, no chroot"
@@ -88,8 +81,8 @@ def test_root_may_ask_also_from_outside_of_a_user_namespace(place: Path) -> None
     python = interpreter_for(NOBODY)
     place.chmod(0o777)
     path = f"{place}/socket"
-    command = as_user(NOBODY, [*namespace, python, "-c", ASKED, path])
-    with Running(command, cwd=REPOSITORY) as asked:
+    command = mounting.as_user(NOBODY, [*namespace, python, "-c", ASKED, path])
+    with Running(command, cwd=mounting.REPOSITORY) as asked:
         try:
             assert asked.line() == "ready\n"
             with socket.socket(socket.AF_UNIX) as client:
@@ -129,11 +122,7 @@ def test_odd_requests_are_refused(content: bytes) -> None:
         messages.decode_request(content)
 
 
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
+JSON_VALUES = VALUES | st.text()
 
 
 @given(
@@ -183,8 +172,8 @@ def assert_refused(answer: bytes) -> str:
     return str(reply["error"])
 
 
-@needs_mounts
-def test_slow_and_silent_clients_keep_nobody_out(root_work: Area) -> None:
+@mounting.needs_mounts
+def test_slow_and_silent_clients_and_a_supervisor_that_hangs(root_work: Area) -> None:
     root_work.mount()
     path = registered(root_work).socket_path
     with ExitStack() as stack:
@@ -192,7 +181,7 @@ def test_slow_and_silent_clients_keep_nobody_out(root_work: Area) -> None:
         for client in idle:
             client.settimeout(10)
             # With a time limit, it fails at once where too many wait already.
-            wait_for(lambda: client.connect_ex(path) == 0, "a place in the backlog")  # noqa: B023
+            mounting.wait_for(lambda: client.connect_ex(path) == 0, "a place in the backlog")  # noqa: B023
             client.sendall(b'{"comm')
         started = Stopwatch()
         assert status(root_work)["state"] == "serving"
@@ -205,6 +194,21 @@ def test_slow_and_silent_clients_keep_nobody_out(root_work: Area) -> None:
         for byte in b'{"command": "status"}\n':
             slow.send(bytes([byte]))
         assert json.loads(slow.recv(1 << 16))["ok"] is True
+    # A supervisor that hangs keeps no command for ever.
+    supervisor = registered(root_work).entry.supervisor_pid
+    os.kill(supervisor, signal.SIGSTOP)
+    try:
+        started = Stopwatch()
+        done = root_work.run("status", "mnt", "--json")
+        assert started.elapsed() > 4
+        started.check(9)
+        report = json.loads(done.stdout)
+        assert (done.returncode, report["state"]) == (1, "silent")
+        assert "within 5 s" in report["error"]
+        assert "monarchfs umount" in report["error"]
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+    assert status(root_work)["state"] == "serving"
 
 
 ASKING = """
@@ -223,10 +227,12 @@ sys.stdout.write(line.decode())
 
 
 def as_nobody(path: str, request: str) -> subprocess.CompletedProcess[str]:
-    return execute(as_user(NOBODY, [interpreter_for(NOBODY), "-I", "-c", ASKING, path, request]))
+    return execute(
+        mounting.as_user(NOBODY, [interpreter_for(NOBODY), "-I", "-c", ASKING, path, request])
+    )
 
 
-@needs_mounts
+@mounting.needs_mounts
 def test_only_the_owner_and_root_may_ask(root_work: Area) -> None:
     root_work.mount()
     path = registered(root_work).socket_path
@@ -240,7 +246,7 @@ def test_only_the_owner_and_root_may_ask(root_work: Area) -> None:
     assert status(root_work)["state"] == "serving"
 
 
-@needs_mounts
+@mounting.needs_mounts
 def test_only_the_supervisors_user_may_stand_by(root_work: Area) -> None:
     """The user of a mount that root made may ask for much, as root may, but does not get its
     descriptors."""
@@ -255,7 +261,7 @@ def test_only_the_supervisors_user_may_stand_by(root_work: Area) -> None:
     assert "cannot be handed over" in assert_refused(refused.stdout.encode())
 
 
-@needs_mounts
+@mounting.needs_mounts
 def test_a_worker_that_hangs_is_reported_in_time(root_work: Area) -> None:
     root_work.mount(mode="patient")
     worker = status(root_work)["worker"]["pid"]
@@ -269,10 +275,10 @@ def test_a_worker_that_hangs_is_reported_in_time(root_work: Area) -> None:
         assert report["worker"]["pid"] == worker
         assert report["uptime_seconds"] >= report["age_seconds"] > 1
     started = Stopwatch()
-    assert_one_line(root_work.run("refresh", "mnt"), 1, "worker does not answer")
+    mounting.assert_one_line(root_work.run("refresh", "mnt"), 1, "worker does not answer")
     started.check(2)
     os.kill(worker, signal.SIGCONT)
-    wait_for(lambda: status(root_work)["state"] == "serving", "the worker to answer again")
+    mounting.wait_for(lambda: status(root_work)["state"] == "serving", "the worker to answer again")
     assert status(root_work)["age_seconds"] < 1
     assert root_work.run("refresh", "mnt").returncode == 0
     # And it stops nobody from unmounting.
@@ -282,28 +288,9 @@ def test_a_worker_that_hangs_is_reported_in_time(root_work: Area) -> None:
     started.check(8)
 
 
-@needs_mounts
-def test_a_supervisor_that_hangs_keeps_no_command_for_ever(root_work: Area) -> None:
-    root_work.mount()
-    supervisor = registered(root_work).entry.supervisor_pid
-    os.kill(supervisor, signal.SIGSTOP)
-    try:
-        started = Stopwatch()
-        done = root_work.run("status", "mnt", "--json")
-        assert started.elapsed() > 4
-        started.check(9)
-        report = json.loads(done.stdout)
-        assert (done.returncode, report["state"]) == (1, "silent")
-        assert "within 5 s" in report["error"]
-        assert "monarchfs umount" in report["error"]
-    finally:
-        os.kill(supervisor, signal.SIGCONT)
-    assert status(root_work)["state"] == "serving"
-
-
-@needs_mounts
-def test_pins_hold_what_is_found_later_and_say_so(
-    work: Bench, capsys: pytest.CaptureFixture[str]
+@mounting.needs_mounts
+def test_pins_hold_what_is_found_later(
+    work: mounting.Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {"dir/inner/a": b"content", "dir/b": b"content"}
     mount = work.mount(write_files(work.path / "source", files), "--prefetch", "none")
@@ -338,9 +325,6 @@ def test_a_command_with_a_mistake_in_it_costs_only_itself(caplog: pytest.LogCapt
         trio.run(commands.answer_client, broken, {"command": "x"}, theirs.detach())
         assert "unexpectedly" in assert_refused(ours.recv(4096))
     assert "KeyError" in caplog.text
-
-
-# A client and a daemon that is not what it should be
 
 
 def drip(connection: socket.socket) -> None:
@@ -402,7 +386,7 @@ def test_a_client_survives_any_daemon(place: Path, name: str) -> None:
         evil.close()
 
 
-def test_a_full_backlog_is_waited_for(tmp_path: Path) -> None:
+def test_a_full_backlog_and_what_is_no_socket(tmp_path: Path) -> None:
     path = tmp_path / "full.sock"
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -417,9 +401,6 @@ def test_a_full_backlog_is_waited_for(tmp_path: Path) -> None:
         threading.Timer(0.2, lambda: listener.accept()[0].close()).start()
         with control_client.Connection(str(path), 10):
             pass
-
-
-def test_what_is_no_socket(tmp_path: Path) -> None:
     (tmp_path / "directory").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "broken link").symlink_to("loop.sock")

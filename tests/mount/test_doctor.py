@@ -37,20 +37,8 @@ from monarchfs.supervisor.identity import in_first_user_namespace
 from monarchfs.supervisor.recover import FoundMount
 from monarchfs.system.memory import UNLIMITED, MemoryHeadroom
 from monarchfs.types import Space, TierSize
-from tests.support import surroundings
+from tests.support import mounting, surroundings
 from tests.support.fake_mounts import NOBODY, device_mode
-from tests.support.mounting import (
-    MONARCHFS,
-    Bench,
-    FaultySource,
-    asked,
-    assert_one_line,
-    kill_each,
-    needs_mounts,
-    requires_root,
-    run,
-    wait_for,
-)
 from tests.support.programs import Running
 from tests.support.trees import write_files
 
@@ -190,9 +178,7 @@ JUDGED: list[tuple[Check, Severity, dict[str, object] | str]] = [
 
 
 @pytest.mark.parametrize(("check", "expected", "said"), JUDGED)
-def test_what_is_judged_by_itself(
-    check: Check, expected: Severity, said: dict[str, object] | str
-) -> None:
+def test_what_stands_alone(check: Check, expected: Severity, said: dict[str, object] | str) -> None:
     assert check.state is expected
     assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
     assert check.remedy or expected is not PROBLEM
@@ -263,7 +249,7 @@ NAMES = {
 
 
 def doctor(*arguments: str, user: str | None = None, timeout: float = 60) -> dict[str, Any]:
-    done = run("doctor", *arguments, "--json", user=user, timeout=timeout)
+    done = mounting.run("doctor", *arguments, "--json", user=user, timeout=timeout)
     assert done.stderr == "", done.stderr
     assert done.stdout.count("\n") == 1
     result: dict[str, Any] = json.loads(done.stdout)
@@ -281,13 +267,13 @@ def by_name(result: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def src(work: Bench) -> Path:
+def src(work: mounting.Bench) -> Path:
     (work.path / "file").write_bytes(b"no TOML, no directory")
     return write_files(work.path / "src", {"f": b"x" * 5000})
 
 
-@needs_mounts
-def test_a_machine_that_can_mount(work: Bench, src: Path) -> None:
+@mounting.needs_mounts
+def test_a_machine_that_can_mount(work: mounting.Bench, src: Path) -> None:
     before = sorted(work.path.rglob("*"))
     result = doctor(str(src), "--tier", f"{work.path}/tier=100M", "--state-dir", f"{work.path}/s")
     assert result["can_mount"] is True
@@ -307,9 +293,9 @@ def test_a_machine_that_can_mount(work: Bench, src: Path) -> None:
     assert any("time is up" in check["detail"] for check in result["checks"])
 
 
-@needs_mounts
-def test_without_libcurl_only_sharing_is_a_problem(
-    work: Bench, src: Path, monkeypatch: pytest.MonkeyPatch
+@mounting.needs_mounts
+def test_without_libcurl_nothing_shares(
+    work: mounting.Bench, src: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (work.path / "empty").touch()
     (work.path / "mnt").mkdir()
@@ -319,23 +305,23 @@ def test_without_libcurl_only_sharing_is_a_problem(
     (library,) = set(re.findall(r"/\S+/libcurl\.so\.4\S*", Path("/proc/self/maps").read_text()))
     hidden = f'mount --bind {work.path}/empty {library} && exec "$@"'
     unshare = ["unshare", "--mount", "--propagation", "private", "sh", "-c", hidden, "sh"]
-    monkeypatch.setattr("tests.support.mounting.MONARCHFS", [*unshare, *MONARCHFS])
+    monkeypatch.setattr("tests.support.mounting.MONARCHFS", [*unshare, *mounting.MONARCHFS])
     tier = ("--tier", f"{work.path}/tier=100M")
     sharing = ("--peers", "a=127.0.0.1,b=127.0.0.1:9467", "--peer-name=a")
-    assert run("plan", str(src), "--json", "--quick", *tier).returncode == 0
+    assert mounting.run("plan", str(src), "--json", "--quick", *tier).returncode == 0
     assert by_name(doctor("--quick", *tier), "mount")["state"] == "ok"
     result = doctor("--quick", *tier, *sharing)
     (problem,) = [check for check in result["checks"] if check["state"] == "problem"]
     assert problem["name"] == "libcurl"
     assert "libcurl.so.4: file too short" in problem["detail"]
     words = (str(src), f"{work.path}/mnt", "--state-dir", f"{work.path}/state", *tier, *sharing)
-    done = run("mount", *words, "--peer-key", f"{work.path}/key")
-    assert_one_line(done, 1, "peers need libcurl, which cannot be loaded: ")
+    done = mounting.run("mount", *words, "--peer-key", f"{work.path}/key")
+    mounting.assert_one_line(done, 1, "peers need libcurl, which cannot be loaded: ")
     assert "file too short: apt-get install libcurl4" in done.stderr
 
 
-@needs_mounts
-def test_as_an_ordinary_user(work: Bench, src: Path) -> None:
+@mounting.needs_mounts
+def test_as_an_ordinary_user(work: mounting.Bench, src: Path) -> None:
     surroundings.skip_unless(NOBODY)
     (work.path / "t").mkdir()
     shutil.chown(work.path / "t", NOBODY)
@@ -354,8 +340,8 @@ def test_as_an_ordinary_user(work: Bench, src: Path) -> None:
     assert "ask the administrator" in by_name(result, "device")["remedy"]
 
 
-@needs_mounts
-def test_mounts_of_ours(work: Bench, src: Path) -> None:
+@mounting.needs_mounts
+def test_mounts_of_ours(work: mounting.Bench, src: Path) -> None:
     mount = work.mount(src)
     tier = ("--tier", f"{work.path}/other=10M")
     result = doctor(f"{mount.path}/f", "--quick", *tier)
@@ -364,7 +350,7 @@ def test_mounts_of_ours(work: Bench, src: Path) -> None:
     assert by_name(result, "mounts")["alive"] >= 1
 
 
-def examined(work: Bench) -> list[Check]:
+def examined(work: mounting.Bench) -> list[Check]:
     me = User("me", os.geteuid(), os.getegid(), tuple(os.getgroups()))
     config = Config("", "", (), f"{work.path}/state", f"{work.path}/run/x", "0" * 16, me)
     places = DefaultPlaces(f"{work.path}/cache", f"{work.path}/run/x")
@@ -372,7 +358,7 @@ def examined(work: Bench) -> list[Check]:
     return [step for step in steps if isinstance(step, Check)]
 
 
-def test_sockets_and_caches_from_the_past(work: Bench) -> None:
+def test_sockets_and_caches_from_the_past(work: mounting.Bench) -> None:
     for name in ("run", "cache/state/one", "cache/state/two"):
         (work.path / name).mkdir(parents=True, mode=0o700)
     with socket.socket(socket.AF_UNIX) as dead, socket.socket(socket.AF_UNIX) as alive:
@@ -392,8 +378,8 @@ def test_sockets_and_caches_from_the_past(work: Bench) -> None:
         assert (check.numbers["path"], check.state) == (f"{work.path}/{path}", WARNING)
 
 
-def test_a_check_that_hangs_or_breaks_stops_no_other(
-    work: Bench, monkeypatch: pytest.MonkeyPatch
+def test_a_check_that_fails_stops_no_other(
+    work: mounting.Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hang() -> list[Check]:
         os.read(os.pipe()[0], 1)
@@ -427,13 +413,13 @@ PROBLEMS = [
 ]
 
 
-@needs_mounts
+@mounting.needs_mounts
 @pytest.mark.parametrize(("arguments", "expected"), PROBLEMS)
 def test_what_cannot_be_mounted_is_one_problem_each(
-    work: Bench, src: Path, arguments: list[str], expected: dict[str, str]
+    work: mounting.Bench, src: Path, arguments: list[str], expected: dict[str, str]
 ) -> None:
     before = sorted(work.path.rglob("*"))
-    done = run("doctor", "--quick", *(a.replace("{}", str(work.path)) for a in arguments))
+    done = mounting.run("doctor", "--quick", *(a.replace("{}", str(work.path)) for a in arguments))
     assert (done.returncode, done.stderr) == (1, "")
     problems = [line.split(maxsplit=2) for line in done.stdout.splitlines() if "problem " in line]
     assert {name for _, name, _ in problems} == expected.keys()
@@ -443,16 +429,16 @@ def test_what_cannot_be_mounted_is_one_problem_each(
     assert sorted(work.path.rglob("*")) == before
 
 
-@needs_mounts
-def test_a_bug_report_has_what_answers_and_names_no_files(
-    work: Bench, faulty: FaultySource
+@mounting.needs_mounts
+def test_a_bug_report_has_what_answers_and_no_names(
+    work: mounting.Bench, faulty: mounting.FaultySource
 ) -> None:
     mount, file = work.mount(faulty.path, "--profile", "shards"), work.path / "report.tar.gz"
     with open(work.path / "state/worker.log", "a") as log:
         log.write(f"b'd/hidden-name' '{faulty.path}/d/hidden-name': {os.strerror(5)}\n")
 
     def reported(*words: str) -> tuple[dict[str, str], dict[str, str]]:
-        told = asked("bugreport", str(mount.path), "-o", str(file), *words)
+        told = mounting.asked("bugreport", str(mount.path), "-o", str(file), *words)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         with tarfile.open(file) as archive:
             files = {Path(name).name: archive.extractfile(name) for name in archive.getnames()}
@@ -469,14 +455,16 @@ def test_a_bug_report_has_what_answers_and_names_no_files(
     own, _, all_stacks = texts["python-stacks.txt"].partition("Current thread 0x")
     assert own.startswith("Stack (most recent call first)"), "of other threads only with the GIL"
     assert all("worker/__main__.py" in stacks for stacks in (own, all_stacks))
-    with Running([*MONARCHFS, "bugreport", str(mount.path), "-o", str(file)]) as interrupted:
-        wait_for(file.exists, "the report to begin")
+    with Running(
+        [*mounting.MONARCHFS, "bugreport", str(mount.path), "-o", str(file)]
+    ) as interrupted:
+        mounting.wait_for(file.exists, "the report to begin")
         interrupted.send_signal(signal.SIGINT)
         assert interrupted.wait(30) == -signal.SIGINT
     assert not file.exists()
     # Its daemon is dead, and the source hangs.
-    kill_each(work._processes())
-    wait_for(lambda: not work._processes(), "the daemon to be dead")
+    mounting.kill_each(work._processes())
+    mounting.wait_for(lambda: not work._processes(), "the daemon to be dead")
     os.kill(faulty.process.pid, signal.SIGSTOP)
     try:
         texts, troubles = reported("--with-names")
@@ -495,7 +483,7 @@ def test_a_bug_report_has_what_answers_and_names_no_files(
     assert remedy.startswith(f"monarchfs umount {mount.path}")
 
 
-@requires_root
+@mounting.requires_root
 def test_root_reports_a_users_mount_with_the_users_rights(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("secret")
     (part,) = [one for one in bugreport.PARTS if one.name == "logs.txt"]
@@ -521,7 +509,7 @@ broken
 
 
 @pytest.fixture
-def directory(work: Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(work: mounting.Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of the file system; ``second`` beside it may become the same one. All is made in ``work``,
     with fewer names."""
     for name in ("site", "second"):
@@ -533,8 +521,10 @@ def directory(work: Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
     return work.path / "site"
 
 
-@needs_mounts
-def test_all_is_well(work: Bench, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@mounting.needs_mounts
+def test_all_is_well(
+    work: mounting.Bench, directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     second = work.path / "second"
     subprocess.run(["mount", "--bind", str(directory), str(second)], check=True)
     before = sorted(work.path.rglob("*"))
@@ -556,9 +546,9 @@ def test_all_is_well(work: Bench, directory: Path, capsys: pytest.CaptureFixture
     assert sorted(work.path.rglob("*")) == before
 
 
-@needs_mounts
+@mounting.needs_mounts
 def test_problems_are_told_and_the_rest_is_tried(
-    work: Bench,
+    work: mounting.Bench,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -582,12 +572,14 @@ def test_problems_are_told_and_the_rest_is_tried(
         assert os.listdir(directory) == []
 
 
-@needs_mounts
-def test_what_is_refused(work: Bench, directory: Path) -> None:
-    assert_one_line(run("selftest", f"{directory}/no"), 2, f"{directory}/no is no directory")
-    assert_one_line(run("selftest", "/proc"), 2, "cannot write to /proc: ")
-    done = run("selftest", str(directory), "--tier", "/proc")
-    assert_one_line(done, 2, "cannot write to /proc: ")
+@mounting.needs_mounts
+def test_what_is_refused(work: mounting.Bench, directory: Path) -> None:
+    mounting.assert_one_line(
+        mounting.run("selftest", f"{directory}/no"), 2, f"{directory}/no is no directory"
+    )
+    mounting.assert_one_line(mounting.run("selftest", "/proc"), 2, "cannot write to /proc: ")
+    done = mounting.run("selftest", str(directory), "--tier", "/proc")
+    mounting.assert_one_line(done, 2, "cannot write to /proc: ")
     assert os.listdir(directory) == []
 
 

@@ -92,9 +92,7 @@ def test_a_file_that_was_deleted_goes_on_for_who_has_it_open(work: Bench) -> Non
 
 
 @pytest.mark.parametrize("prefetch", ["none", "access"])
-def test_changes_within_one_tick_of_the_clock(
-    work: Bench, ext4: Callable[..., Path], prefetch: str
-) -> None:
+def test_changes_within_one_tick(work: Bench, ext4: Callable[..., Path], prefetch: str) -> None:
     """Two writes of the same size that leave the same times: each open sees what it should. The
     source's times are whole seconds: inodes of 128 bytes have no room for more (ext4(5)). Others
     give each time that somebody saw to one change only, since Linux 6.13."""

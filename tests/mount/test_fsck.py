@@ -24,14 +24,7 @@ from monarchfs.cache.store.checksum import checksum
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cli.main import main
 from monarchfs.config import User
-from monarchfs.supervisor.directories import (
-    Holder,
-    InUse,
-    read_holder,
-    take_lock,
-    write_holder,
-    write_record,
-)
+from monarchfs.supervisor import directories
 from monarchfs.types import ROOT_INO, Replica, ReplicaState, SourceStat, TierFile
 from tests.support import on_disk
 from tests.support.fake_mounts import NOBODY, interpreter_for
@@ -65,19 +58,19 @@ class Cache:
         self.path, self.state = path, path / "state"
         self.dataset = path / "tier" / f"{DATASET}-{DATASET}"
         self.segment = self.dataset / "segments" / f"{SEGMENT:016x}"
-        self.holder = Holder(1, "/mnt/data", "/lustre/data", DATASET, (f"{path}/tier",))
+        self.holder = directories.Holder(1, "/mnt/data", "/lustre/data", DATASET, (f"{path}/tier",))
         self.state.mkdir(mode=0o700)
         self.dataset.mkdir(parents=True, mode=0o700)
         with self.locked() as (state, lock):
-            write_holder(lock, self.holder)
-            write_record(state, ME, {f"{path}/tier": self.dataset.name})
+            directories.write_holder(lock, self.holder)
+            directories.write_record(state, ME, {f"{path}/tier": self.dataset.name})
 
     @contextmanager
     def locked(self) -> Iterator[tuple[int, int]]:
         with ExitStack() as cleanup:
             state = os.open(self.state, os.O_RDONLY | os.O_DIRECTORY)
             cleanup.callback(os.close, state)
-            lock = take_lock(state, ME)
+            lock = directories.take_lock(state, ME)
             cleanup.callback(os.close, lock)
             yield state, lock
 
@@ -189,7 +182,7 @@ def fsck(cache: Cache, capfd: pytest.CaptureFixture[str]) -> Fsck:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("shared", [0, 3])
-def test_nothing_is_wrong(
+def test_all_is_well(
     cache: Cache, fsck: Fsck, capfd: pytest.CaptureFixture[str], shared: int
 ) -> None:
     cache.fill(5, shared)
@@ -227,7 +220,7 @@ def test_nothing_is_wrong(
         f"{cache.state}: nothing wrong",
     ]
     with cache.locked() as (_, lock):
-        assert read_holder(lock) == cache.holder, "the lock says what it said before"
+        assert directories.read_holder(lock) == cache.holder, "the lock says what it said before"
 
 
 def partial(cache: Cache, size: int = 1 << 20) -> tuple[int, Replica]:
@@ -407,9 +400,7 @@ def test_a_link_in_the_place_of_a_segment(cache: Cache, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_segment_that_no_record_knows_is_taken_over(
-    cache: Cache, fsck: Fsck, whole: bool
-) -> None:
+def test_a_segment_without_a_record_is_taken_over(cache: Cache, fsck: Fsck, whole: bool) -> None:
     cache.fill(2, 4)
     spoil_shared(cache, 1)
     if whole:
@@ -593,8 +584,13 @@ def test_what_is_refused(cache: Cache, capfd: pytest.CaptureFixture[str]) -> Non
         (cache.state / "lock").write_text(text)
         refused("does not say", "mount it once")
     with cache.locked() as (_, lock):
-        write_holder(lock, Holder(77, "/mnt", "/src", DATASET, (), checking=True))
-        with pytest.raises(InUse, match=r"monarchfs fsck \(process 77\)"), cache.locked():
+        directories.write_holder(
+            lock, directories.Holder(77, "/mnt", "/src", DATASET, (), checking=True)
+        )
+        with (
+            pytest.raises(directories.InUse, match=r"monarchfs fsck \(process 77\)"),
+            cache.locked(),
+        ):
             pass
 
 
@@ -648,6 +644,6 @@ def test_interrupted_in_the_middle(cache: Cache, fsck: Fsck) -> None:
         _, complaint = process.communicate(timeout=20)
     assert (process.returncode, complaint) == (-signal.SIGINT, "monarchfs: interrupted\n")
     with cache.locked() as (_, held):
-        assert read_holder(held) == cache.holder
+        assert directories.read_holder(held) == cache.holder
     assert fsck("--repair")["findings"]["missing"] < 300
     assert_well(cache, fsck)

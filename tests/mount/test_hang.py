@@ -65,7 +65,7 @@ def cached(path: Path | str, seconds: float) -> str | None:
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "ttl=0.1", "open"])
-def test_statx_that_need_not_ask_waits_for_nothing(
+def test_statx_without_asking_never_waits(
     work: Bench, faulty: FaultySource, freshness: str
 ) -> None:
     (faulty.backing / "seen").mkdir()
@@ -192,9 +192,7 @@ heal; finish hung; close holder
 killed in any case."""
 
 
-def test_hundreds_of_reads_of_what_is_not_kept_hang_and_are_answered_in_the_end(
-    work: Bench,
-) -> None:
+def test_hundreds_of_reads_of_what_is_not_kept_hang_and_are_answered_late(work: Bench) -> None:
     """They do not keep others waiting, once it is seen that they hang, and a worker that is killed
     meanwhile takes none of them along."""
     play(work, NOT_KEPT)

@@ -142,9 +142,7 @@ def test_a_limit_that_is_too_low_is_named_before_anything_is_made(
 
 
 @pytest.mark.parametrize("command", ["mount", "plan", "run"])
-def test_where_no_process_can_be_started_a_line_says_so(
-    work: Bench, src: Path, command: str
-) -> None:
+def test_where_no_process_can_start_a_line_says_so(work: Bench, src: Path, command: str) -> None:
     more = {"mount": [str(src)], "run": ["--", "echo", "ran"]}.get(command, [])
     done = run_after(hard("NPROC", 1), command, str(src), *more, user=without_processes())
     assert (done.returncode, "ran" in done.stdout) == (1, False)

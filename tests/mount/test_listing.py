@@ -302,9 +302,7 @@ def squashfuse(image: Path, source: Path, order: Iterable[str], *options: str) -
 @surroundings.program("squashfuse")
 @surroundings.program("mksquashfs", "squashfs-tools")
 @pytest.mark.parametrize("kind", ["squashfuse", "unheard-of"])
-def test_no_file_has_the_copy_of_another_that_had_its_number(
-    work: Bench, place: Place, kind: str
-) -> None:
+def test_no_file_has_the_copy_of_one_with_its_number(work: Bench, place: Place, kind: str) -> None:
     """All have one size and time."""
     contents = {f"d{n % 3}/f{n}": b"%099d" % n for n in range(60)}
     large = {f"large{n}": b"%d" % n * (2 << 20) for n in range(4)}

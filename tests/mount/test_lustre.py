@@ -97,9 +97,7 @@ def test_nothing_but_a_reader_recalls(work: Bench, backing: Path, lustre: Lustre
     wait_for(lambda: asked("status", point)["files"]["resident"] == 5, "them to be copied")
 
 
-def test_a_small_file_that_is_copied_ahead_is_asked_for_once(
-    work: Bench, backing: Path, lustre: Lustre
-) -> None:
+def test_what_is_copied_ahead_is_asked_for_once(work: Bench, backing: Path, lustre: Lustre) -> None:
     """One open brings its attributes and its bytes."""
     for number in range(300):
         write(backing / f"{number % 3}" / f"{number}", 3000)

@@ -46,9 +46,7 @@ def source(work: Bench) -> Path:
 
 
 @pytest.mark.parametrize("freshness", ["immutable", "open"])
-def test_a_strange_tree_looks_the_same_cold_and_warm(
-    work: Bench, source: Path, freshness: str
-) -> None:
+def test_a_strange_tree_is_true_cold_and_warm(work: Bench, source: Path, freshness: str) -> None:
     trees.strange_tree(source)
     mount = work.mount(source, "--freshness", freshness)
     assert trees.differences(source, mount.path) == []
@@ -184,15 +182,10 @@ def test_hdf5_and_numpy_read_as_they_do_from_disk(mounted: Mount) -> None:
     assert (np.load(mounted.path / "a.npy", mmap_mode="r") == ARRAY).all()
     with h5py.File(mounted.path / "a.h5", "r") as file:
         assert (file["x"][:] == ARRAY).all()
-
-
-def test_statfs_is_the_sources(mounted: Mount) -> None:
+    # And statfs(2) is the source's.
     here, there = os.statvfs(mounted.source), os.statvfs(mounted.path)
     assert (there.f_blocks, there.f_frsize) == (here.f_blocks, here.f_frsize)
     assert there.f_namemax == here.f_namemax
-
-
-# What differs on purpose
 
 
 @contextmanager

@@ -16,16 +16,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from monarchfs.fuse import mountinfo
 from monarchfs.fuse.connection import CONTROL, FuseConnection, connection_of_mount, is_dead
 from monarchfs.fuse.mount import mount
-from monarchfs.fuse.mountinfo import (
-    Mount,
-    find_mount,
-    mount_of,
-    parse_mountinfo,
-    read_mountinfo,
-    resolve_mountpoint,
-)
 from monarchfs.fuse.unmount import Unmount, Unmounted, unmount_bounded, unmount_call
 from monarchfs.system.bounded import Answer, bounded_call
 from monarchfs.types import OperationError, UsageError
@@ -47,40 +40,39 @@ SAMPLE = (
 
 
 def test_mountinfo_is_taken_apart() -> None:
-    mounts = parse_mountinfo(SAMPLE)
+    mounts = mountinfo.parse_mountinfo(SAMPLE)
     assert [mount.mount_id for mount in mounts] == [22, 27, 42, 43, 44]
     ours = mounts[2]
     point, options = "/mnt/a b\\c\t\udcff", "ro,user_id=1000,group_id=1000,allow_other"
     where = (42, 27, 0, 300, "/", point, "ro,nosuid")
-    assert ours == Mount(*where, "fuse.monarchfs", "/d s,x\n", options)
+    assert ours == mountinfo.Mount(*where, "fuse.monarchfs", "/d s,x\n", options)
     assert ours.user_id == 1000
     assert mounts[1].user_id is None
 
 
-def test_names_of_mount_points_are_resolved(tmp_path: Path) -> None:
+def test_mount_points_are_resolved_and_never_asked(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "absolute").symlink_to(tmp_path / "link")
     (tmp_path / "loop").symlink_to("loop")
     base = os.path.realpath(tmp_path)
-    assert resolve_mountpoint(f"{tmp_path}/absolute/../real/./x//y/") == f"{base}/real/x/y"
-    assert resolve_mountpoint(f"{tmp_path}/absolute/x") == f"{base}/real/x"
-    assert resolve_mountpoint(f"{tmp_path}/loop").startswith(base)
-    assert resolve_mountpoint("/") == "/"
-
-
-def test_a_mount_point_is_never_asked(tmp_path: Path) -> None:
-    """A name that is in the mount table is not followed, though a symbolic link is there."""
+    assert (
+        mountinfo.resolve_mountpoint(f"{tmp_path}/absolute/../real/./x//y/") == f"{base}/real/x/y"
+    )
+    assert mountinfo.resolve_mountpoint(f"{tmp_path}/absolute/x") == f"{base}/real/x"
+    assert mountinfo.resolve_mountpoint(f"{tmp_path}/loop").startswith(base)
+    assert mountinfo.resolve_mountpoint("/") == "/"
+    # A name that is in the mount table is not followed, though a symbolic link is there.
     base = os.path.realpath(tmp_path)
     (tmp_path / "link").symlink_to("/")
-    fake = Mount(1, 1, 0, 1, "/", f"{base}/link", "ro", "fuse.monarchfs", "/s", "ro")
-    mounts = [*read_mountinfo(), fake]
-    assert resolve_mountpoint(f"{base}/link", mounts) == f"{base}/link"
-    assert resolve_mountpoint(f"{base}/x/../link/in", mounts) == f"{base}/link/in"
+    fake = mountinfo.Mount(1, 1, 0, 1, "/", f"{base}/link", "ro", "fuse.monarchfs", "/s", "ro")
+    mounts = [*mountinfo.read_mountinfo(), fake]
+    assert mountinfo.resolve_mountpoint(f"{base}/link", mounts) == f"{base}/link"
+    assert mountinfo.resolve_mountpoint(f"{base}/x/../link/in", mounts) == f"{base}/link/in"
 
 
-def one(number: int, parent: int, point: str, fstype: str = "ext4") -> Mount:
-    return Mount(number, parent, 0, number, "/", point, "", fstype, "", "")
+def one(number: int, parent: int, point: str, fstype: str = "ext4") -> mountinfo.Mount:
+    return mountinfo.Mount(number, parent, 0, number, "/", point, "", fstype, "", "")
 
 
 ROOT = one(1, 0, "/")
@@ -100,10 +92,10 @@ ROOT = one(1, 0, "/")
         ([], None),
     ],
 )
-def test_the_mount_on_a_path_is_the_one_that_the_kernel_would_meet(
-    mounts: list[Mount], expected: int | None
+def test_the_mount_on_a_path_is_the_kernels(
+    mounts: list[mountinfo.Mount], expected: int | None
 ) -> None:
-    found = find_mount("/a/m", mounts)
+    found = mountinfo.find_mount("/a/m", mounts)
     assert (found and found.mount_id) == expected
 
 
@@ -116,10 +108,10 @@ def test_the_mount_of_a_path_is_not_its_longest_prefix(tmp_path: Path) -> None:
     try:
         deep.mkdir(parents=True)
         subprocess.run(["mount", "--bind", tmp_path, deep], check=True)
-        assert (mount_of(str(deep)) or ROOT).mountpoint == str(deep)
+        assert (mountinfo.mount_of(str(deep)) or ROOT).mountpoint == str(deep)
         subprocess.run(["mount", "--bind", tmp_path, top], check=True)
         (tmp_path / "m").mkdir()
-        assert (mount_of(str(deep)) or ROOT).mountpoint == str(top)
+        assert (mountinfo.mount_of(str(deep)) or ROOT).mountpoint == str(top)
         subprocess.run(["umount", top], check=True)
         subprocess.run(["umount", deep], check=True)
     finally:
@@ -136,9 +128,6 @@ def test_a_bounded_calls_errors_arrive() -> None:
     ):
         with pytest.raises(kind, match=words):
             bounded_call(call, timeout=10, overdue="late")
-
-
-def test_a_bounded_call_that_hangs_is_left() -> None:
     reading, writing = os.pipe()
     ours, theirs = socket.socketpair()
     started = Stopwatch()
@@ -158,13 +147,11 @@ def test_a_bounded_call_that_hangs_is_left() -> None:
 
 
 @needs_mounts
-def test_unmounting_where_no_process_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unmounting_without_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = "/data, with\\odd na\nme"
     device = mount(source=source, mountpoint=str(tmp_path), uid=0, gid=0, allow_other=False)
     assert (os.get_inheritable(device), os.get_blocking(device)) == (False, False)
-    mounted = find_mount(str(tmp_path))
+    mounted = mountinfo.find_mount(str(tmp_path))
     assert mounted is not None
     assert (mounted.source, mounted.fstype) == (source, "fuse.monarchfs")
     assert "default_permissions" not in mounted.super_options
@@ -180,11 +167,11 @@ def test_unmounting_where_no_process_can_be_started(
 def reuse_a_number(tmp_path: Path) -> None:
     """In a mount namespace with the connections' control files."""
 
-    def made(name: str) -> tuple[int, Mount]:
+    def made(name: str) -> tuple[int, mountinfo.Mount]:
         (tmp_path / name).mkdir()
         at = str(tmp_path / name)
         device = mount(source=name, mountpoint=at, uid=0, gid=0, allow_other=False)
-        mounted = find_mount(at)
+        mounted = mountinfo.find_mount(at)
         assert mounted is not None
         return device, mounted
 
@@ -193,7 +180,7 @@ def reuse_a_number(tmp_path: Path) -> None:
     assert connection.waiting is not None
     attempt = Unmount(connection, time.monotonic() + 5)
     assert unmount_call(first.mountpoint) == 0
-    others: list[tuple[int, Mount]] = []
+    others: list[tuple[int, mountinfo.Mount]] = []
     guard = time.monotonic() + 30
     for number in count():
         others.append(made(str(number)))
@@ -213,7 +200,7 @@ def reuse_a_number(tmp_path: Path) -> None:
         late.abort()
         assert not late.lives
     for other, mounted in others:
-        assert find_mount(mounted.mountpoint) == mounted
+        assert mountinfo.find_mount(mounted.mountpoint) == mounted
         assert not is_dead(other)
         os.close(other)
         assert unmount_call(mounted.mountpoint) == 0

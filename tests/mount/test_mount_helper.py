@@ -15,26 +15,19 @@ from contextlib import nullcontext
 import pytest
 
 from monarchfs.cli import mount_helper
-from tests.support import surroundings, trees
+from tests.support import mounting, surroundings, trees
 from tests.support.fake_mounts import device_mode, interpreter_for
-from tests.support.mounting import (
-    REPOSITORY,
-    Bench,
-    fuse_mounts,
-    processes_about,
-    requires_mounts,
-    wait_for,
-)
+from tests.support.mounting import REPOSITORY
 from tests.support.programs import execute
 
-pytestmark = [*requires_mounts, surroundings.requires_namespaces]
+pytestmark = [*mounting.requires_mounts, surroundings.requires_namespaces]
 
 AS_NOBODY = "setpriv --reuid=nobody --regid=nogroup --clear-groups"
 NAMESPACE = ["unshare", "--mount", "--propagation", "private"]
 
 
 @pytest.fixture
-def place(work: Bench) -> Iterator[Bench]:
+def place(work: mounting.Bench) -> Iterator[mounting.Bench]:
     """A source, a mount point, and a directory with the helper that stands in for /sbin."""
     contents = {"file": b"of the source", "program": b"#!/bin/sh\necho ran\n"}
     (trees.write_files(work.path / "source", contents) / "program").chmod(0o755)
@@ -49,10 +42,10 @@ def place(work: Bench) -> Iterator[Bench]:
     helper.write_text(f'#!/bin/sh\nexec {python} -I -c {shlex.quote(start)} "$@"\n')
     helper.chmod(0o755)
     yield work
-    wait_for(lambda: not processes_about(str(work.path)), "the daemon to end", 10)
+    mounting.wait_for(lambda: not mounting.processes_about(str(work.path)), "the daemon to end", 10)
 
 
-def run_there(work: Bench, script: str) -> subprocess.CompletedProcess[str]:
+def run_there(work: mounting.Bench, script: str) -> subprocess.CompletedProcess[str]:
     """A shell script in a mount namespace with the helper; ``$D`` is the test's directory."""
     sbin = os.path.realpath("/sbin")
     command = ["/bin/sh", "-eu", "-c", f"mount --bind {work.path}/sbin {sbin}\n{script}"]
@@ -115,7 +108,7 @@ fails() { if "$@"; then exit 1; fi; } 2>/dev/null
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_case(place: Bench, case: str) -> None:
+def test_case(place: mounting.Bench, case: str) -> None:
     if "a user" in case and not os.stat("/usr/bin/mount").st_mode & 0o4000:
         pytest.skip("needs mount(8) setuid root: chmod u+s /usr/bin/mount")
     with device_mode(0o666) if "a user" in case else nullcontext():
@@ -134,8 +127,8 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("words", "code", "reason"), FAILURES)
-def test_one_line_and_the_exit_code_of_mount(
-    place: Bench, words: str, code: int, reason: str
+def test_one_line_and_mounts_exit_code(
+    place: mounting.Bench, words: str, code: int, reason: str
 ) -> None:
     before = set(place.path.rglob("*"))
     # Directly, because some of these mount(8) itself would not let through.
@@ -145,10 +138,10 @@ def test_one_line_and_the_exit_code_of_mount(
     assert done.stderr.count("\n") == 1
     assert reason in done.stderr
     assert set(place.path.rglob("*")) == before
-    assert fuse_mounts(str(place.path)) == []
+    assert mounting.fuse_mounts(str(place.path)) == []
 
 
-def test_a_namespace_that_is_none(place: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_namespace(place: mounting.Bench, capsys: pytest.CaptureFixture[str]) -> None:
     source, point = str(place.path / "source"), str(place.path / "mnt")
     assert mount_helper.main([source, point, "-N", "4194999"]) == mount_helper.FAILED
     assert "give a PID" in capsys.readouterr().err

@@ -20,20 +20,11 @@ from monarchfs.cli.main import main
 from monarchfs.control.client import Connection
 from monarchfs.hints import find_mount
 from monarchfs.types import OperationError
-from tests.support import trees
-from tests.support.mounting import (
-    Bench,
-    Mount,
-    asked,
-    assert_refused,
-    requires_mounts,
-    run,
-    wait_for,
-)
+from tests.support import mounting, trees
 from tests.support.reading import Reader
 from tests.support.scenario import play, playing
 
-pytestmark = requires_mounts
+pytestmark = mounting.requires_mounts
 
 SIZE = 20_000
 
@@ -56,7 +47,7 @@ def job(*paths: str) -> Iterator[Reader]:
         yield process
 
 
-def window(mount: Mount) -> dict[str, Any]:
+def window(mount: mounting.Mount) -> dict[str, Any]:
     found: dict[str, Any] = mount.status()["window"]
     return found
 
@@ -65,7 +56,7 @@ DATA = "file d{0..2}/{0..39} 20000; settle\n"
 
 
 @pytest.mark.parametrize("freshness", [pytest.param("ttl=3600", marks=pytest.mark.smoke), "open"])
-def test_files_are_in_memory_before_they_are_opened(work: Bench, freshness: str) -> None:
+def test_files_are_in_memory_before_they_are_opened(work: mounting.Bench, freshness: str) -> None:
     """That of an immutable dataset is recorded. What a reader comes to while it is being asked for
     may be read twice; with ``open``, each open asks for the version, and so did the window."""
     script = f"""
@@ -118,11 +109,11 @@ order; until window.files >= 10; read; until window.orders = 0
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_case(work: Bench, case: str) -> None:
+def test_case(work: mounting.Bench, case: str) -> None:
     play(work, DATA + CASES[case])
 
 
-def test_the_window_stays_within_its_limit(work: Bench) -> None:
+def test_the_window_stays_within_its_limit(work: mounting.Bench) -> None:
     """Also with files larger than those that the C part reads otherwise."""
     with playing(work) as scenario:
         scenario.play("file {0..7} 3M; settle")
@@ -136,12 +127,12 @@ def test_the_window_stays_within_its_limit(work: Bench) -> None:
         assert mount.status()["source_io"]["read_bytes"] <= 10 * (3 << 20)
 
 
-def test_the_command_takes_paths_and_inode_numbers(work: Bench) -> None:
+def test_the_command_takes_paths_and_inode_numbers(work: mounting.Bench) -> None:
     """Lists that are wrong are refused; names that lead nowhere cost nothing."""
     with playing(work) as scenario:
         scenario.play(DATA + "mount --prefetch none --freshness ttl=3600")
         root = work.mounts[0].path
-        outside = run("order", str(root), "-", stdin="/etc/passwd\n")
+        outside = mounting.run("order", str(root), "-", stdin="/etc/passwd\n")
         assert (outside.returncode, outside.stdout) == (2, "")
         assert "is not below" in outside.stderr
         found = find_mount(root)
@@ -154,10 +145,10 @@ def test_the_command_takes_paths_and_inode_numbers(work: Bench) -> None:
 
         paths = work.path / "paths"
         paths.write_text("".join(f"{root}/d0/{n}\n" for n in range(20)))
-        assert run("order", str(root), str(paths)).stdout == "announced: 20 files\n"
+        assert mounting.run("order", str(root), str(paths)).stdout == "announced: 20 files\n"
         scenario.play("until window.files = 20")
         inodes = "".join(f"{(root / 'd1' / str(n)).stat().st_ino}\n" for n in range(20))
-        done = run("order", str(root), "-", "--inodes", "--json", stdin=inodes)
+        done = mounting.run("order", str(root), "-", "--inodes", "--json", stdin=inodes)
         assert json.loads(done.stdout) == {"files": 20}
         scenario.play("until window.files = 40; until window.orders = 2")
         scenario.play("read d0/{0..19} d1/{0..19}; until window.hits = 40")
@@ -174,7 +165,7 @@ def test_the_command_takes_paths_and_inode_numbers(work: Bench) -> None:
         scenario.play("until window.orders = 0")
 
 
-def test_the_window_of_a_killed_job_is_given_up_until_somebody_reads_on(work: Bench) -> None:
+def test_the_window_of_a_killed_job_is_given_up_until_one_reads_on(work: mounting.Bench) -> None:
     with playing(work) as scenario:
         scenario.play(DATA + "mount --prefetch none --freshness immutable")
         # What is as fast as memory is not fetched. 40 files are less than 1 MiB.
@@ -206,7 +197,7 @@ def shuffled(seed: int) -> Sequence[str]:
     return [str(n) for n in random.Random(seed).sample(range(MANY), MANY)]
 
 
-def test_an_order_that_nobody_announced(work: Bench) -> None:
+def test_an_order_that_nobody_announced(work: mounting.Bench) -> None:
     order = shuffled(1)
     with playing(work) as scenario:
         scenario.play(OF_MANY)
@@ -234,13 +225,13 @@ def test_an_order_that_nobody_announced(work: Bench) -> None:
         assert status["source_io"]["read_bytes"] - read_in_vain <= 2.2 * MANY * 4000
 
 
-def test_an_order_goes_on_with_the_next_worker(work: Bench) -> None:
+def test_an_order_goes_on_with_the_next_worker(work: mounting.Bench) -> None:
     order = shuffled(1)
     with playing(work) as scenario:
         scenario.play(OF_MANY.partition("mount")[0])
         # A worker that takes over distrusts what was changed in the last seconds before the mount.
         newest = max(path.stat().st_ctime for path in work.faulty[0].backing.iterdir())
-        wait_for(lambda: newest < time.time() - 2.1, "the files to be older")
+        mounting.wait_for(lambda: newest < time.time() - 2.1, "the files to be older")
         scenario.play("mount --prefetch none --freshness immutable; slow open seconds=0.001")
         (mount,) = work.mounts
         with job(*(f"{mount.path}/{name}" for name in order)):
@@ -272,12 +263,12 @@ FILES = 10
 CONTENTS = {f"dir/{number}": trees.random_bytes(200_000, number) for number in range(FILES)}
 
 
-def dataset(work: Bench) -> Path:
+def dataset(work: mounting.Bench) -> Path:
     return trees.write_files(work.path / "src", CONTENTS)
 
 
 @pytest.fixture
-def mount(work: Bench) -> Mount:
+def mount(work: mounting.Bench) -> mounting.Mount:
     """Four of the files fit, each of which takes 49 blocks; none is local."""
     options = ("--evict", "weighted", "--freshness", "immutable", "--prefetch", "access")
     return work.mount(dataset(work), *options, tier="816K")
@@ -290,7 +281,7 @@ def _nothing_failed_before() -> Iterator[None]:
     hints._failed.clear()
 
 
-def read(mount: Mount, *numbers: int) -> None:
+def read(mount: mounting.Mount, *numbers: int) -> None:
     """Each by itself, from below the page cache; and wait until it is copied, if it is."""
     for number in numbers:
         with (mount.path / "dir" / str(number)).open("rb", buffering=0) as file:
@@ -299,16 +290,16 @@ def read(mount: Mount, *numbers: int) -> None:
         mount.wait_idle()
 
 
-def local(mount: Mount) -> set[int]:
+def local(mount: mounting.Mount) -> set[int]:
     """And the tier holds no more than it may."""
     tier = mount.status()["tiers"][0]
     assert tier["used_bytes"] <= tier["capacity_bytes"]
-    found = asked("why", *(str(mount.path / "dir" / str(n)) for n in range(FILES)))
+    found = mounting.asked("why", *(str(mount.path / "dir" / str(n)) for n in range(FILES)))
     return {n for n, one in enumerate(found["paths"]) if one["state"] == "resident"}
 
 
-def test_heavy_files_stay_also_with_the_next_worker(
-    mount: Mount, work: Bench, tmp_path: Path
+def test_heavy_files_stay_with_the_next_worker(
+    mount: mounting.Mount, work: mounting.Bench, tmp_path: Path
 ) -> None:
     weights = tmp_path / "weights"
     weights.write_text("".join(f"{n}\tdir/{n}\n" for n in range(FILES)))
@@ -331,8 +322,8 @@ def test_heavy_files_stay_also_with_the_next_worker(
     assert os.listdir(work.path / "state" / "said") == []
 
 
-def test_files_are_named_as_elsewhere(
-    mount: Mount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_names_are_as_ever(
+    mount: mounting.Mount, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = tmp_path / "weights"
     weights.write_text(f"1\t{mount.path}/dir/../dir/1\n2\tdir/2\n1e3\tdir/nosuch\n0\tdir\n")
@@ -345,16 +336,18 @@ def test_files_are_named_as_elsewhere(
     assert capsys.readouterr().out == "weighed 9,000 files\n"
     for text, words in (("1\t../x\n", "line 1: ../x is not"), ("1\t\n", "line 1: a path is empty")):
         weights.write_text(text)
-        assert_refused(mount, capsys, ["weigh", "{mnt}", str(weights)], 2, words)
-    assert_refused(mount, capsys, ["weigh", "{mnt}", "/nosuch/file"], 1, "No such file")
+        mounting.assert_refused(mount, capsys, ["weigh", "{mnt}", str(weights)], 2, words)
+    mounting.assert_refused(mount, capsys, ["weigh", "{mnt}", "/nosuch/file"], 1, "No such file")
     assert not hints.weigh({tmp_path / "elsewhere": 1.0})
     assert not hints.weigh({})
 
 
 def test_where_no_policy_wants_weights_they_are_refused(
-    work: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    work: mounting.Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mount = work.mount(dataset(work))
     (tmp_path / "weights").write_text("1\tdir/1\n")
-    assert_refused(mount, capsys, ["weigh", "{mnt}", f"{tmp_path}/weights"], 1, "--evict weighted")
+    mounting.assert_refused(
+        mount, capsys, ["weigh", "{mnt}", f"{tmp_path}/weights"], 1, "--evict weighted"
+    )
     assert not hints.weigh({mount.path / "dir" / "1": 1.0})

@@ -17,17 +17,7 @@ from monarchfs.insight.survey import Survey, files_below, survey_and_fit
 from monarchfs.prefetch.copier import MAX_UNIT_BYTES
 from monarchfs.system.walk import BATCH
 from monarchfs.types import SourceStat, Space
-from tests.support.mounting import (
-    Bench,
-    FaultySource,
-    Mount,
-    asked,
-    assert_one_line,
-    needs_mounts,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support import mounting
 from tests.support.trees import strange_tree, write_files
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -83,9 +73,6 @@ def test_the_walk_finds_what_find_finds(tmp_path: Path) -> None:
     st = (flat / "4").stat()
     version = SourceStat.of(st, st.st_dev).version
     assert version.replica_name in {file.version.replica_name for file in files}
-
-
-def test_time_that_is_up_is_said(tmp_path: Path) -> None:
     for number in range(200):
         (tmp_path / f"{number}").touch()
     heard: list[object] = []
@@ -95,23 +82,27 @@ def test_time_that_is_up_is_said(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def place(work: Bench) -> Path:
+def place(work: mounting.Bench) -> Path:
     write_files(work.path / "src", {"f": b"x" * 5000})
     return work.path
 
 
-@requires_root
+@mounting.requires_root
 def test_a_source_that_the_user_may_not_read(place: Path) -> None:
     (place / "src").chmod(0o700)
-    done = run("plan", "--quick", str(place / "src"), "--user", "nobody", "--tier", f"{place}/t=1G")
-    assert_one_line(done, 1, "cannot be read by nobody")
+    done = mounting.run(
+        "plan", "--quick", str(place / "src"), "--user", "nobody", "--tier", f"{place}/t=1G"
+    )
+    mounting.assert_one_line(done, 1, "cannot be read by nobody")
 
 
-@needs_mounts
-def test_a_source_that_hangs_does_not_hang_the_plan(work: Bench, faulty: FaultySource) -> None:
+@mounting.needs_mounts
+def test_a_source_that_hangs_does_not_hang_the_plan(
+    work: mounting.Bench, faulty: mounting.FaultySource
+) -> None:
     faulty.faults(hang=["* *"])
     words = ("--quick", str(faulty.path), "--tier", f"{work.path}/t=1G")
-    assert_one_line(run("plan", *words, timeout=50), 1, "did not answer")
+    mounting.assert_one_line(mounting.run("plan", *words, timeout=50), 1, "did not answer")
 
 
 STEPPED_FILES = 24
@@ -130,11 +121,13 @@ def make_files(root: Path, sizes: list[int]) -> int:
     return sum(sizes)
 
 
-def planned_and_done(work: Bench, source: Path, files: int, *tiers: str) -> tuple[Any, Mount, Any]:
+def planned_and_done(
+    work: mounting.Bench, source: Path, files: int, *tiers: str
+) -> tuple[Any, mounting.Mount, Any]:
     """What the plan says; a mount with these tiers, and its status when each file was copied or
     refused: between two files it may look idle."""
     options = [option for tier in tiers for option in ("--tier", tier)]
-    planned = asked("plan", str(source), "--quick", *options)
+    planned = mounting.asked("plan", str(source), "--quick", *options)
     immutable = ("--prefetch", "all", "--freshness", "immutable")
     mount = work.mount(source, *immutable, tiers=list(tiers))
 
@@ -143,21 +136,21 @@ def planned_and_done(work: Bench, source: Path, files: int, *tiers: str) -> tupl
         copied = now["prefetch"]["completed"] + now["prefetch"]["refused"]
         return now if copied >= files and not now["files"]["copying"] else None
 
-    return planned, mount, wait_for(done, "all files to be copied or refused")
+    return planned, mount, mounting.wait_for(done, "all files to be copied or refused")
 
 
-def assert_known_to_the_next(mount: Mount, planned: Any, *tiers: str) -> Any:
+def assert_known_to_the_next(mount: mounting.Mount, planned: Any, *tiers: str) -> Any:
     """The next plan knows what is there."""
     assert mount.umount().returncode == 0
     options = [option for tier in tiers for option in ("--tier", tier)]
-    again = asked("plan", str(mount.source), "--quick", *options)
+    again = mounting.asked("plan", str(mount.source), "--quick", *options)
     assert again["cached_before"] == again["resident"] == planned["resident"]
     return again
 
 
-@needs_mounts
+@mounting.needs_mounts
 @pytest.mark.parametrize("shares", [(0.2, 0.36), (1.2,)], ids=str)
-def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
+def test_what_then_happens(work: mounting.Bench, shares: tuple[float, ...]) -> None:
     source, rng = work.path / "source", random.Random(7)
     size = make_files(
         source,
@@ -184,12 +177,12 @@ def test_what_then_happens(work: Bench, shares: tuple[float, ...]) -> None:
     shutil.rmtree(work.path / "copy")
 
 
-@needs_mounts
-def test_a_file_that_fits_in_part(work: Bench) -> None:
+@mounting.needs_mounts
+def test_a_file_that_fits_in_part(work: mounting.Bench) -> None:
     source = work.path / "source"
     make_files(source, [80 * MIB])
     planned, mount, _now = planned_and_done(work, source, 0, f"{work.path}/tier=40M")
-    wait_for(lambda: mount.status()["files"]["partial"], "a part")
+    mounting.wait_for(lambda: mount.status()["files"]["partial"], "a part")
     now = mount.wait_idle()
     assert planned["partial"]["files"] == now["files"]["partial"] == 1
     assert planned["resident"]["files"] == now["files"]["resident"] == 0
@@ -198,8 +191,8 @@ def test_a_file_that_fits_in_part(work: Bench) -> None:
     assert 0 <= left < MAX_UNIT_BYTES
 
 
-@needs_mounts
-def test_files_with_holes(work: Bench) -> None:
+@mounting.needs_mounts
+def test_files_with_holes(work: mounting.Bench) -> None:
     """Of 20 MiB each, with 2 MiB of blocks: three of five fit into 7 MiB."""
     source = work.path / "source"
     source.mkdir()
@@ -222,10 +215,10 @@ def test_files_with_holes(work: Bench) -> None:
 
 def test_measured_rates_make_times(place: Path) -> None:
     (place / "empty").mkdir()
-    found = asked("plan", str(place / "empty"), "--tier", f"{place}/t=1G")
+    found = mounting.asked("plan", str(place / "empty"), "--tier", f"{place}/t=1G")
     assert (found["files"], found["bytes"], found["rates"]) == (0, 0, None)
     (place / "empty").rmdir()
-    found = asked("plan", str(place / "src"), "--tier", f"{place}/t=1G", "--epochs", "3")
+    found = mounting.asked("plan", str(place / "src"), "--tier", f"{place}/t=1G", "--epochs", "3")
     assert found["rates"]["source_open_seconds"] > 0
     assert found["rates"]["tiers"][0]["write_bytes_per_second"] > 0
     seconds = found["seconds"]

@@ -160,9 +160,7 @@ def test_the_reads_are_those_of_the_reader(work: Bench) -> None:
         ("immutable", "relay", set()),
     ],
 )
-def test_who_answers_opens_of_local_files(
-    work: Bench, freshness: str, path: str, answers: set[AnsweredBy]
-) -> None:
+def test_who_answered(work: Bench, freshness: str, path: str, answers: set[AnsweredBy]) -> None:
     """The kernel alone, if they cannot change: such opens are said to be hidden."""
     mount = mounted(work, path, "--freshness", freshness)
     assert run("warm", str(mount.path), "--wait").returncode == 0

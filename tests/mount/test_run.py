@@ -283,9 +283,6 @@ exec "$@"
         assert (done.returncode, done.stdout) == (code, out)
         assert "/etc/monarchfs.toml" in done.stderr
         assert done.stderr.count("\n") == 1
-
-
-def test_where_user_namespaces_are_forbidden_the_command_runs(users: Place) -> None:
     done = _in_chroot(users, users.wrapper(), "cat", "source/file")
     assert done.stdout == "content"
     assert "is read without a cache: you may not make a user namespace here" in done.stderr
@@ -342,9 +339,6 @@ def test_stopping_run_stops_the_command_and_continuing_continues_it(users: Place
     running.terminate()
     running.communicate(timeout=WAIT_SECONDS)
     assert running.returncode == 143
-
-
-# Several, and what is left
 
 
 def test_other_options_and_other_jobs(users: Place) -> None:
@@ -465,9 +459,6 @@ def test_a_mount_is_what_it_is(mount: Mount, kind: str) -> None:
     assert inside(kind, umount).endswith("is not mounted\n")
     assert mount.status()["state"] == "serving"
     assert (mount.path / "file").read_text() == "content"
-
-
-# Several jobs on a node
 
 
 FILES, LARGE = 16, 2

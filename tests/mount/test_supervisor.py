@@ -103,9 +103,7 @@ def test_the_umask_of_a_service_shuts_nobody_out(root_work: Area) -> None:
     assert dataset.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_mount_on_the_same_place_with_the_same_state_or_in_it_is_refused(
-    root_work: Area,
-) -> None:
+def test_a_second_mount_on_the_same_place_or_with_its_state_is_refused(root_work: Area) -> None:
     root_work.mount()
     (root_work.path / "other").mkdir()
     in_use = f"is in use by the mount of {root_work.path}/src on {root_work.path}/mnt: "
@@ -261,9 +259,7 @@ def test_in_the_foreground(work: Area) -> None:
 
 
 @pytest.mark.parametrize(("options", "code"), [(["-f"], 1), ([], -signal.SIGINT)])
-def test_a_signal_during_the_start_takes_everything_back(
-    root_work: Area, options: list[str], code: int
-) -> None:
+def test_a_signal_at_the_start_ends_it(root_work: Area, options: list[str], code: int) -> None:
     before = root_work.files()
     process = start_mount(root_work, mode="silent", options=options)
     wait_for(lambda: (root_work.path / "state" / "index").exists(), "the worker")
@@ -409,9 +405,6 @@ def test_what_lies_over_a_mount_is_said_and_left_alone(root_work: Area) -> None:
     assert os.stat(work.path / "mnt")
     umount(work)
     assert_unmounted(work)
-
-
-# One worker after another
 
 
 as_root = pytest.mark.parametrize("fake_area", [None], ids=["root"], indirect=True)

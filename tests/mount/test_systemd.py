@@ -21,17 +21,9 @@ import pytest
 
 from monarchfs.config.settings import is_known_option, split_options
 from monarchfs.supervisor.notify_systemd import ServiceManager
-from tests.support import surroundings, trees
+from tests.support import mounting, surroundings, trees
 from tests.support.fake_mounts import interpreter_for
-from tests.support.mounting import (
-    MONARCHFS,
-    REPOSITORY,
-    WAIT_SECONDS,
-    Bench,
-    free_port,
-    needs_mounts,
-    wait_for,
-)
+from tests.support.mounting import REPOSITORY
 from tests.support.processes import status_of
 from tests.support.programs import execute
 from tests.support.systemd import Booted, booted
@@ -121,13 +113,15 @@ def test_examples_have_known_options() -> None:
     assert example["OPTIONS"][0] in DOCUMENT
 
 
-@needs_mounts
+@mounting.needs_mounts
 def test_the_units_command_has_no_empty_word_without_options(tmp_path: Path) -> None:
     values = {"SOURCE": "/nowhere", "MOUNTPOINT": str(tmp_path), "OPTIONS": ""}
     command, *words = shlex.split(directives("monarchfs@.service")["ExecStart"][0])
     assert command == COMMAND
     # ``${NAME}`` is one word, whatever is in it.
-    done = execute([*MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words)])
+    done = execute(
+        [*mounting.MONARCHFS, *(values[w[2:-1]] if w.startswith("${") else w for w in words)]
+    )
     assert done.returncode == 2
     assert done.stderr == "monarchfs: source /nowhere does not exist: name an existing directory\n"
 
@@ -140,7 +134,7 @@ class Manager:
         self.socket.bind("\0" + address[1:] if address.startswith("@") else address)
         self.environment = {"NOTIFY_SOCKET": address}
 
-    def next(self, seconds: float = WAIT_SECONDS) -> str | None:
+    def next(self, seconds: float = mounting.WAIT_SECONDS) -> str | None:
         """The next message; None if none comes in time."""
         self.socket.settimeout(seconds)
         try:
@@ -162,9 +156,9 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
     manager.socket.close()
 
 
-@needs_mounts
+@mounting.needs_mounts
 def test_a_daemon_says_nothing_to_the_manager_of_who_started_it(
-    work: Bench, manager: Manager, monkeypatch: pytest.MonkeyPatch
+    work: mounting.Bench, manager: Manager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prolog has slurmd's $NOTIFY_SOCKET."""
     monkeypatch.setenv("NOTIFY_SOCKET", manager.environment["NOTIFY_SOCKET"])
@@ -209,9 +203,6 @@ def test_a_status_is_one_line(manager: Manager) -> None:
     abstract.socket.close()
 
 
-# Under a systemd that is a first process
-
-
 FILES = 6
 UNIT = "monarchfs@mnt-data.service"
 POINT = "/mnt/data"
@@ -221,7 +212,7 @@ POINT = "/mnt/data"
 def system() -> Iterator[Booted]:
     """One for all tests here, with everything installed as an administrator does it."""
     with booted() as running:
-        if running.run(*MONARCHFS, "--version", check=False).returncode != 0:
+        if running.run(*mounting.MONARCHFS, "--version", check=False).returncode != 0:
             pytest.skip(
                 "needs a Python on the root file system: make setup PYTHON=/usr/bin/python3"
             )
@@ -285,7 +276,7 @@ def test_a_unit_is_active_when_its_mount_answers(mounted: Booted) -> None:
     serving = {"StatusText": f"serving {mounted.work}/src on {POINT}", "SubState": "running"}
     assert_shown(mounted, UNIT, ActiveState="active", NRestarts="0", **serving)
     same_bytes(mounted)
-    wait_for(lambda: status(mounted)["files"]["resident"] >= FILES, "everything to be copied")
+    mounting.wait_for(lambda: status(mounted)["files"]["resident"] >= FILES, "all to be copied")
     same_bytes(mounted)
     mounted.monarchfs("evict", POINT)
 
@@ -303,7 +294,7 @@ def test_a_unit_is_active_when_its_mount_answers(mounted: Booted) -> None:
     # A worker that dies is the supervisor's matter.
     os.kill(worker(), signal.SIGKILL)
     same_bytes(mounted)
-    wait_for(lambda: status(mounted)["worker"]["restarts"] == 1, "another worker")
+    mounting.wait_for(lambda: status(mounted)["worker"]["restarts"] == 1, "another worker")
     assert_shown(mounted, UNIT, NRestarts="0", ActiveState="active")
     # And one that hangs: whoever stops the unit has it killed.
     os.kill(worker(), signal.SIGSTOP)
@@ -324,7 +315,7 @@ def test_a_supervisor_that_hangs_or_dies_is_started_again(
         first = main_pid(system, unit)
         os.kill(first, number)
         again = {"NRestarts": "1", "ActiveState": "active"}
-        wait_for(lambda: system.show(unit, *again) == again, f"{unit} to be started again")
+        mounting.wait_for(lambda: system.show(unit, *again) == again, f"{unit} to be started again")
         assert not Path(f"/proc/{first}").exists()
         assert main_pid(system, unit) != first
         same_bytes(system, point)
@@ -334,7 +325,7 @@ def test_a_supervisor_that_hangs_or_dies_is_started_again(
 
 def test_stopping_unmounts_though_somebody_sits_in_the_mount(mounted: Booted) -> None:
     """And what was copied is there for the next start. To unmount by hand is a clean end, too."""
-    wait_for(lambda: status(mounted)["files"]["resident"] >= FILES, "everything to be copied")
+    mounting.wait_for(lambda: status(mounted)["files"]["resident"] >= FILES, "all to be copied")
     holder = "monarchfs-test-holder.service"
     mounted.run("systemd-run", f"--unit={holder}", "--working-directory=/mnt/data", "sleep", "600")
     try:
@@ -348,7 +339,7 @@ def test_stopping_unmounts_though_somebody_sits_in_the_mount(mounted: Booted) ->
     same_bytes(mounted)
     assert status(mounted)["source_io"]["read_bytes"] == 0
     mounted.monarchfs("umount", POINT)
-    wait_for(lambda: mounted.state(UNIT) == "inactive", "the unit to be inactive")
+    mounting.wait_for(lambda: mounted.state(UNIT) == "inactive", "the unit to be inactive")
     assert_shown(mounted, UNIT, NRestarts="0", Result="success")
 
 
@@ -358,10 +349,7 @@ def test_wrong_usage_is_not_tried_again(system: Booted) -> None:
     assert system.run("systemctl", "start", unit, check=False).returncode != 0
     assert_shown(system, unit, ActiveState="failed", NRestarts="0", ExecMainStatus="2")
     system.run("systemctl", "reset-failed", unit)
-
-
-def test_names_that_are_escaped(system: Booted) -> None:
-    """`%f` is the path again; spaces, quotation marks, dollars and percent signs are kept."""
+    # `%f` is the path again; spaces, quotation marks, dollars and percent signs are kept.
     source = system.work / "it's $HOME, 100%"
     source.mkdir()
     (source / "file").write_bytes(b"bytes")
@@ -388,12 +376,12 @@ def test_a_mount_unit_is_what_fstab_says(system: Booted) -> None:
         assert system.state("mnt-imagenet.mount") == "active"
         same_bytes(system, "/mnt/imagenet")
         there = ("test", "-e", f"/proc/{status(system, '/mnt/imagenet')['worker']['pid']}")
-    wait_for(lambda: system.run(*there, check=False).returncode == 1, "the daemon's end")
+    mounting.wait_for(lambda: system.run(*there, check=False).returncode == 1, "the daemon's end")
 
 
 def test_the_exporter_sees_what_the_service_mounts(mounted: Booted) -> None:
     """Restricted as it is; and mounts of ordinary users, whose sockets are in /tmp."""
-    port = free_port()
+    port = mounting.free_port()
     unit = "monarchfs-exporter.service"
     mounted.drop_in(unit, f"[Service]\nEnvironment=LISTEN=127.0.0.1:{port}\n")
     mounted.run("systemctl", "start", unit)
@@ -421,7 +409,7 @@ def test_the_timer_clears_a_dead_mount(system: Booted) -> None:
     system.monarchfs("mount", f"{system.work}/src", "/mnt/dead", *storage)
     pid = json.loads(system.run("sh", "-c", "cat /run/monarchfs/*.json").stdout)["supervisor_pid"]
     os.kill(system.outside(str(pid)), signal.SIGKILL)
-    wait_for(
+    mounting.wait_for(
         lambda: system.run("ls", "/mnt/dead", check=False).returncode != 0, "the mount to be dead"
     )
     # Its squeue asks a controller.
@@ -434,8 +422,8 @@ def test_the_timer_clears_a_dead_mount(system: Booted) -> None:
     system.drop_in(timer, "[Timer]\nOnActiveSec=1ms\nAccuracySec=1ms\nRandomizedDelaySec=0\n")
     system.run("systemctl", "start", timer)
     try:
-        wait_for(lambda: not is_mounted(system, "/mnt/dead"), "gc to have unmounted it")
-        wait_for(lambda: system.state(service) == "inactive", "gc to have ended")
+        mounting.wait_for(lambda: not is_mounted(system, "/mnt/dead"), "gc to have unmounted it")
+        mounting.wait_for(lambda: system.state(service) == "inactive", "gc to have ended")
         assert_shown(system, service, Result="success", ExecMainStatus="0")
         shown = system.run("systemctl", "show", "--property=TimersMonotonic", timer).stdout
         assert "OnUnitInactiveUSec=1h" in shown
@@ -456,7 +444,7 @@ def test_what_a_prolog_mounts_outlives_slurmd(system: Booted) -> None:
         f'roots = ["{work}"]\ntier = ["{work}/tier-job=100M"]\noptions = "reserve_percent=1"\n'
         f'log = "{work}/slurm.log"\nreport_dir = "{work}/reports"\ncache_dir = "{work}/cache"\n',
     )
-    monarchfs = Path(MONARCHFS[0]).parent / "monarchfs"
+    monarchfs = Path(mounting.MONARCHFS[0]).parent / "monarchfs"
     job = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_UID": str(pwd.getpwnam("nobody").pw_uid),
@@ -469,7 +457,7 @@ def test_what_a_prolog_mounts_outlives_slurmd(system: Booted) -> None:
     # A service that runs a prolog and stays, as slurmd.service would.
     script = f"{REPOSITORY}/slurm/prolog; touch {work}/prolog-done; exec sleep 600"
     system.run("systemd-run", "--unit=slurmd", *settings, "sh", "-c", script)
-    wait_for(lambda: (work / "prolog-done").exists(), "the prolog's end")
+    mounting.wait_for(lambda: (work / "prolog-done").exists(), "the prolog's end")
     scopes = system.run("systemctl", "list-units", "--plain", "--no-legend", "--type=scope").stdout
     (scope,) = re.findall(r"^(monarchfs-\S+\.scope) +loaded active running", scopes, re.M)
     assert_shown(system, scope, Slice="monarchfs.slice")
@@ -484,5 +472,5 @@ def test_what_a_prolog_mounts_outlives_slurmd(system: Booted) -> None:
     words = [f"{name}={value}" for name, value in job.items()]
     system.run("env", *words, f"{REPOSITORY}/slurm/epilog")
     assert not is_mounted(system, point)
-    wait_for(lambda: system.state(scope) != "active", "the scope to be gone")
+    mounting.wait_for(lambda: system.state(scope) != "active", "the scope to be gone")
     assert (work / "reports" / "7.here.json").exists()

@@ -4,35 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monarchfs.cache.placement.events import (
-    Abandoned,
-    Accessed,
-    Action,
-    Dropped,
-    Evict,
-    Evicted,
-    EvictionFailed,
-    EvictionReason,
-    Grant,
-    Known,
-    Loaded,
-    Move,
-    Moved,
-    MoveFailed,
-    Owner,
-    Place,
-    PlacementEvent,
-    RefusalReason,
-    Refuse,
-    Resumed,
-    RoomWanted,
-    Stored,
-    Suspended,
-    TierBack,
-    TierLost,
-    TierSeen,
-    Wanted,
-)
+from monarchfs.cache.placement import events
 from monarchfs.cache.placement.ledger import reservation
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.cache.placement.victims import MOST_EXAMINED
@@ -54,15 +26,15 @@ from tests.placement.tools import (
 from tests.support.accounts import check_accounts, writable_bytes
 
 
-def no_room(ino: int, missing: int) -> Refuse:
-    return Refuse(ino, RefusalReason.NO_ROOM, missing)
+def no_room(ino: int, missing: int) -> events.Refuse:
+    return events.Refuse(ino, events.RefusalReason.NO_ROOM, missing)
 
 
-def no_tier(ino: int) -> Refuse:
-    return Refuse(ino, RefusalReason.NO_TIER, 0)
+def no_tier(ino: int) -> events.Refuse:
+    return events.Refuse(ino, events.RefusalReason.NO_TIER, 0)
 
 
-Steps = list[tuple[PlacementEvent, Action | None]]
+Steps = list[tuple[events.PlacementEvent, events.Action | None]]
 
 DISK = Space(100 * MIB, 15 * MIB, 1000, 500)
 COUNTED, WITHOUT_INODES = Space(GIB, GIB, 100, 12), Space(GIB, GIB, 0, 0)
@@ -72,136 +44,139 @@ STORIES: dict[str, tuple[list[int], Steps]] = {
     "whole, to the fastest tier with room; else to the next, and a smaller one still fits": (
         [MIB, GIB],
         [
-            (Wanted(20, 600 * KIB), placed(20, 0, 600 * KIB)),
-            (Wanted(21, 600 * KIB), placed(21, 1, 600 * KIB)),
-            (Wanted(22, 300 * KIB), placed(22, 0, 300 * KIB)),
+            (events.Wanted(20, 600 * KIB), placed(20, 0, 600 * KIB)),
+            (events.Wanted(21, 600 * KIB), placed(21, 1, 600 * KIB)),
+            (events.Wanted(22, 300 * KIB), placed(22, 0, 300 * KIB)),
         ],
     ),
     "a tier is filled to its last block and no further": (
         [10 * BLOCK],
         [
-            (Wanted(20, 9 * BLOCK), placed(20, 0, 9 * BLOCK)),
-            (Wanted(21, 0), no_room(21, BLOCK)),
-            (Stored([(20, 9 * BLOCK)]), None),
-            (Wanted(21, 0), placed(21, 0, 0)),
+            (events.Wanted(20, 9 * BLOCK), placed(20, 0, 9 * BLOCK)),
+            (events.Wanted(21, 0), no_room(21, BLOCK)),
+            (events.Stored([(20, 9 * BLOCK)]), None),
+            (events.Wanted(21, 0), placed(21, 0, 0)),
         ],
     ),
     "a refusal says how many bytes are missing where there is most room": (
         [MIB, 2 * MIB],
-        [(Wanted(20, 3 * MIB), no_room(20, MIB + BLOCK)), (Wanted(21, KIB), placed(21, 0, KIB))],
+        [
+            (events.Wanted(20, 3 * MIB), no_room(20, MIB + BLOCK)),
+            (events.Wanted(21, KIB), placed(21, 0, KIB)),
+        ],
     ),
     "what was loaded counts also beyond a capacity that is smaller now": (
         [10 * MIB],
         [
-            (Loaded(0, 3, 10 * MIB), None),
-            (TierSeen(0, 4 * MIB, ROOMY), None),
-            (Wanted(20, 0), no_room(20, 6 * MIB + BLOCK)),
+            (events.Loaded(0, 3, 10 * MIB), None),
+            (events.TierSeen(0, 4 * MIB, ROOMY), None),
+            (events.Wanted(20, 0), no_room(20, 6 * MIB + BLOCK)),
         ],
     ),
-    "without a tier": ([], [(Wanted(20, 1), no_tier(20))]),
+    "without a tier": ([], [(events.Wanted(20, 1), no_tier(20))]),
     "a lost tier takes nothing until it is back": (
         [GIB],
         [
-            (Loaded(0, 1, MIB), None),
-            (Resumed(20, 0, MIB), None),
-            (TierLost(0, "gone"), None),
-            (Wanted(21, 1), no_tier(21)),
-            (RoomWanted(20, MIB), no_tier(20)),
-            (TierBack(0), None),
-            (Wanted(21, 1), placed(21, 0, 1)),
+            (events.Loaded(0, 1, MIB), None),
+            (events.Resumed(20, 0, MIB), None),
+            (events.TierLost(0, "gone"), None),
+            (events.Wanted(21, 1), no_tier(21)),
+            (events.RoomWanted(20, MIB), no_tier(20)),
+            (events.TierBack(0), None),
+            (events.Wanted(21, 1), placed(21, 0, 1)),
         ],
     ),
     "a large file is placed in part where there is most room": (
         [20 * MIB, 40 * MIB],
         [
-            (Wanted(20, 64 * MIB), Place(20, 1, 0, False)),
-            (RoomWanted(20, 30 * MIB), Grant(20, 30 * MIB)),
-            (RoomWanted(20, 30 * MIB), no_room(20, 20 * MIB + 2 * BLOCK)),
-            (Wanted(21, 64 * MIB), Place(21, 0, 0, False)),
+            (events.Wanted(20, 64 * MIB), events.Place(20, 1, 0, False)),
+            (events.RoomWanted(20, 30 * MIB), events.Grant(20, 30 * MIB)),
+            (events.RoomWanted(20, 30 * MIB), no_room(20, 20 * MIB + 2 * BLOCK)),
+            (events.Wanted(21, 64 * MIB), events.Place(21, 0, 0, False)),
         ],
     ),
     "no part of a file below the minimum": (
         [20 * MIB],
-        [(Wanted(20, 64 * MIB - 1), no_room(20, 44 * MIB + BLOCK))],
+        [(events.Wanted(20, 64 * MIB - 1), no_room(20, 44 * MIB + BLOCK))],
     ),
     "no part in a sliver": (
         [16 * MIB - 1],
-        [(Wanted(20, 64 * MIB), no_room(20, 48 * MIB + BLOCK + 1))],
+        [(events.Wanted(20, 64 * MIB), no_room(20, 48 * MIB + BLOCK + 1))],
     ),
     "a partial copy at rest counts what it occupies": (
         [40 * MIB],
         [
-            (Wanted(20, GIB), Place(20, 0, 0, False)),
-            (RoomWanted(20, 30 * MIB), Grant(20, 30 * MIB)),
-            (Suspended(20, 5 * MIB), None),
-            (Resumed(20, 0, 5 * MIB), None),
-            (RoomWanted(20, 35 * MIB - BLOCK + 1), no_room(20, BLOCK)),
-            (RoomWanted(20, 35 * MIB - BLOCK), Grant(20, 35 * MIB - BLOCK)),
-            (Wanted(21, 0), no_room(21, BLOCK)),
+            (events.Wanted(20, GIB), events.Place(20, 0, 0, False)),
+            (events.RoomWanted(20, 30 * MIB), events.Grant(20, 30 * MIB)),
+            (events.Suspended(20, 5 * MIB), None),
+            (events.Resumed(20, 0, 5 * MIB), None),
+            (events.RoomWanted(20, 35 * MIB - BLOCK + 1), no_room(20, BLOCK)),
+            (events.RoomWanted(20, 35 * MIB - BLOCK), events.Grant(20, 35 * MIB - BLOCK)),
+            (events.Wanted(21, 0), no_room(21, BLOCK)),
         ],
     ),
     "the last part of a file system stays free; what was written or is leaving is counted once": (
         [GIB],
         [
-            (TierSeen(0, 80 * MIB, DISK), None),
-            (Wanted(20, 5 * MIB), no_room(20, BLOCK)),
-            (Wanted(20, 5 * MIB - BLOCK), placed(20, 0, 5 * MIB - BLOCK)),
-            (Stored([(20, 5 * MIB)]), None),
-            (Wanted(21, 0), no_room(21, BLOCK)),
-            (Dropped(20, 0, 5 * MIB), None),
-            (Wanted(21, 5 * MIB), no_room(21, BLOCK)),
-            (TierSeen(0, 80 * MIB, DISK._replace(free_bytes=10 * MIB)), None),
-            (Wanted(21, 0), placed(21, 0, 0)),
-            (Abandoned(21), None),
-            (Evicted(20), None),
-            (TierSeen(0, 80 * MIB, DISK), None),
-            (Wanted(21, 5 * MIB), no_room(21, BLOCK)),
+            (events.TierSeen(0, 80 * MIB, DISK), None),
+            (events.Wanted(20, 5 * MIB), no_room(20, BLOCK)),
+            (events.Wanted(20, 5 * MIB - BLOCK), placed(20, 0, 5 * MIB - BLOCK)),
+            (events.Stored([(20, 5 * MIB)]), None),
+            (events.Wanted(21, 0), no_room(21, BLOCK)),
+            (events.Dropped(20, 0, 5 * MIB), None),
+            (events.Wanted(21, 5 * MIB), no_room(21, BLOCK)),
+            (events.TierSeen(0, 80 * MIB, DISK._replace(free_bytes=10 * MIB)), None),
+            (events.Wanted(21, 0), placed(21, 0, 0)),
+            (events.Abandoned(21), None),
+            (events.Evicted(20), None),
+            (events.TierSeen(0, 80 * MIB, DISK), None),
+            (events.Wanted(21, 5 * MIB), no_room(21, BLOCK)),
         ],
     ),
     "what others eat of the last part is missing too": (
         [GIB],
         [
-            (TierSeen(0, 80 * MIB, DISK._replace(free_bytes=8 * MIB)), None),
-            (Wanted(20, 0), no_room(20, 2 * MIB + BLOCK)),
+            (events.TierSeen(0, 80 * MIB, DISK._replace(free_bytes=8 * MIB)), None),
+            (events.Wanted(20, 0), no_room(20, 2 * MIB + BLOCK)),
         ],
     ),
     "what a copy has written is not missing twice": (
         [GIB],
         [
-            (TierSeen(0, GIB, DISK._replace(free_bytes=60 * MIB)), None),
-            (Wanted(20, 20 * MIB - BLOCK), placed(20, 0, 20 * MIB - BLOCK)),
-            (TierSeen(0, GIB, DISK._replace(free_bytes=40 * MIB), 20 * MIB), None),
-            (Wanted(21, 30 * MIB - BLOCK), placed(21, 0, 30 * MIB - BLOCK)),
-            (Wanted(22, 0), no_room(22, BLOCK)),
+            (events.TierSeen(0, GIB, DISK._replace(free_bytes=60 * MIB)), None),
+            (events.Wanted(20, 20 * MIB - BLOCK), placed(20, 0, 20 * MIB - BLOCK)),
+            (events.TierSeen(0, GIB, DISK._replace(free_bytes=40 * MIB), 20 * MIB), None),
+            (events.Wanted(21, 30 * MIB - BLOCK), placed(21, 0, 30 * MIB - BLOCK)),
+            (events.Wanted(22, 0), no_room(22, BLOCK)),
         ],
     ),
     "inodes are promised like bytes": (
         [GIB, GIB],
         [
-            (TierSeen(0, GIB, COUNTED), None),
-            (TierSeen(1, GIB, COUNTED._replace(free_inodes=11)), None),
-            (Wanted(20, 1), placed(20, 0, 1)),
-            (Stored([(20, BLOCK)]), None),
-            (Wanted(21, 1), placed(21, 0, 1)),
-            (Wanted(22, 1), placed(22, 1, 1)),
-            (Wanted(23, 1), Refuse(23, RefusalReason.NO_INODES, 0)),
-            (Wanted(24, 100 * MIB), Refuse(24, RefusalReason.NO_INODES, 0)),
-            (Abandoned(22), None),
-            (Wanted(23, 1), placed(23, 1, 1)),
+            (events.TierSeen(0, GIB, COUNTED), None),
+            (events.TierSeen(1, GIB, COUNTED._replace(free_inodes=11)), None),
+            (events.Wanted(20, 1), placed(20, 0, 1)),
+            (events.Stored([(20, BLOCK)]), None),
+            (events.Wanted(21, 1), placed(21, 0, 1)),
+            (events.Wanted(22, 1), placed(22, 1, 1)),
+            (events.Wanted(23, 1), events.Refuse(23, events.RefusalReason.NO_INODES, 0)),
+            (events.Wanted(24, 100 * MIB), events.Refuse(24, events.RefusalReason.NO_INODES, 0)),
+            (events.Abandoned(22), None),
+            (events.Wanted(23, 1), placed(23, 1, 1)),
         ],
     ),
     "a resumed copy needs no inode": (
         [GIB],
         [
-            (Loaded(0, 1, MIB), None),
-            (TierSeen(0, GIB, COUNTED._replace(free_inodes=11)), None),
-            (Resumed(20, 0, MIB), None),
-            (Wanted(21, 1), placed(21, 0, 1)),
+            (events.Loaded(0, 1, MIB), None),
+            (events.TierSeen(0, GIB, COUNTED._replace(free_inodes=11)), None),
+            (events.Resumed(20, 0, MIB), None),
+            (events.Wanted(21, 1), placed(21, 0, 1)),
         ],
     ),
     "a file system that counts no inodes has no limit of them": (
         [GIB],
-        [(TierSeen(0, GIB, WITHOUT_INODES), None), (Wanted(20, 1), placed(20, 0, 1))],
+        [(events.TierSeen(0, GIB, WITHOUT_INODES), None), (events.Wanted(20, 1), placed(20, 0, 1))],
     ),
 }
 
@@ -216,78 +191,85 @@ def test_where_files_go(story: str) -> None:
 
 def test_tiers_are_tried_in_the_order_given_and_once_they_were_seen() -> None:
     placement = Placement([7, 3], FakeLookup())
-    assert run(placement, Wanted(20, 0)) == [no_tier(20)]
-    seen = [TierSeen(tier, GIB, ROOMY) for tier in (3, 7)]
-    assert run(placement, *seen, Wanted(20, KIB)) == [placed(20, 7, KIB)]
-
-
-def test_the_least_size_of_a_file_that_is_placed_in_part_is_given() -> None:
+    assert run(placement, events.Wanted(20, 0)) == [no_tier(20)]
+    seen = [events.TierSeen(tier, GIB, ROOMY) for tier in (3, 7)]
+    assert run(placement, *seen, events.Wanted(20, KIB)) == [placed(20, 7, KIB)]
     small = Placement([0], FakeLookup(), partial_min_bytes=17 * MIB, eviction=EvictionPolicy.KEEP)
-    small.handle(TierSeen(0, 16 * MIB, ROOMY))
-    assert run(small, Wanted(20, 17 * MIB)) == [Place(20, 0, 0, False)]
+    small.handle(events.TierSeen(0, 16 * MIB, ROOMY))
+    assert run(small, events.Wanted(20, 17 * MIB)) == [events.Place(20, 0, 0, False)]
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        Wanted(20, 1),
-        Resumed(20, 0, 1),
-        Resumed(30, 0, 5 * MIB),
-        Stored([(99, 1)]),
-        Suspended(99, 1),
-        RoomWanted(99, 1),
-        Dropped(99, 0, 2 * MIB),
-        Evicted(20),
-        EvictionFailed(20),
-        Moved(20, 1),
-        MoveFailed(20),
-        Accessed(20, 5),
-        Known(20, 5),
-        Loaded(0, 1, 1),
-        Loaded(5, 1, 1),
-        TierSeen(5, 1, ROOMY),
-        TierLost(5, "gone"),
+        events.Wanted(20, 1),
+        events.Resumed(20, 0, 1),
+        events.Resumed(30, 0, 5 * MIB),
+        events.Stored([(99, 1)]),
+        events.Suspended(99, 1),
+        events.RoomWanted(99, 1),
+        events.Dropped(99, 0, 2 * MIB),
+        events.Evicted(20),
+        events.EvictionFailed(20),
+        events.Moved(20, 1),
+        events.MoveFailed(20),
+        events.Accessed(20, 5),
+        events.Known(20, 5),
+        events.Loaded(0, 1, 1),
+        events.Loaded(5, 1, 1),
+        events.TierSeen(5, 1, ROOMY),
+        events.TierLost(5, "gone"),
     ],
 )
-def test_a_contradiction_is_an_error_and_changes_nothing(event: PlacementEvent) -> None:
+def test_a_contradiction_is_an_error_and_changes_nothing(event: events.PlacementEvent) -> None:
     placement = placement_of(GIB)
-    run(placement, Loaded(0, 1, MIB), Wanted(20, MIB))
+    run(placement, events.Loaded(0, 1, MIB), events.Wanted(20, MIB))
     with pytest.raises(ValueError, match=r"tier|inode"):
         placement.handle(event)
     check_accounts(placement)
-    assert run(placement, Stored([(20, MIB)]), Dropped(21, 0, MIB), Dropped(20, 0, MIB)) == []
-    run(placement, Evicted(20), Evicted(21))
+    assert (
+        run(
+            placement,
+            events.Stored([(20, MIB)]),
+            events.Dropped(21, 0, MIB),
+            events.Dropped(20, 0, MIB),
+        )
+        == []
+    )
+    run(placement, events.Evicted(20), events.Evicted(21))
     assert placement.ledger(0).usage == (0, GIB)
 
 
-OUTDATED, POLICY = EvictionReason.OUTDATED, EvictionReason.POLICY
-PRESSURE = EvictionReason.PRESSURE
+OUTDATED, POLICY = events.EvictionReason.OUTDATED, events.EvictionReason.POLICY
+PRESSURE = events.EvictionReason.PRESSURE
 TRACKING = [EvictionPolicy.LRU, EvictionPolicy.SIEVE]
 
 
-def wanted(node: Node, ino: int, blocks: int, evicts: bool = True) -> list[Action]:
+def wanted(node: Node, ino: int, blocks: int, evicts: bool = True) -> list[events.Action]:
     """A file whose reservation is so many blocks."""
-    return node.run(Wanted(ino, (blocks - 1) * BLOCK, evicts))
+    return node.run(events.Wanted(ino, (blocks - 1) * BLOCK, evicts))
 
 
-def refused(ino: int, blocks: int) -> Refuse:
-    return Refuse(ino, RefusalReason.NO_ROOM, blocks * BLOCK)
+def refused(ino: int, blocks: int) -> events.Refuse:
+    return events.Refuse(ino, events.RefusalReason.NO_ROOM, blocks * BLOCK)
 
 
-def goes(ino: int, reason: EvictionReason = POLICY, tier: int = 0, blocks: int = 10) -> Evict:
-    return Evict(ino, tier, blocks * BLOCK, reason)
+def goes(
+    ino: int, reason: events.EvictionReason = POLICY, tier: int = 0, blocks: int = 10
+) -> events.Evict:
+    return events.Evict(ino, tier, blocks * BLOCK, reason)
 
 
-def move(ino: int, tier: int, to: int, blocks: int) -> Move:
-    return Move(ino, tier, to, reservation(blocks * BLOCK))
+def move(ino: int, tier: int, to: int, blocks: int) -> events.Move:
+    return events.Move(ino, tier, to, reservation(blocks * BLOCK))
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_the_coldest_go_for_a_file_that_was_opened_and_no_more_of_them_than_needed(
+def test_no_more_of_the_coldest_go_for_an_opened_file_than_needed(
     eviction: EvictionPolicy,
 ) -> None:
     node = full_node(eviction)
-    node.run(Accessed(20, 0), Accessed(22, 0))
+    node.run(events.Accessed(20, 0), events.Accessed(22, 0))
     assert wanted(node, 50, 20) == [goes(21), goes(23), placed(50, 0, 19 * BLOCK)]
 
 
@@ -318,20 +300,17 @@ def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None
     node.lookup.replicas[20] = (0, 10 * BLOCK)
     assert wanted(node, 51, 10) == [refused(51, 10)]
     assert evicted(node.shrink(99)) == [21]
-
-
-def test_empty_files_go_for_inodes_only() -> None:
     node = Node(10 * BLOCK, eviction=EvictionPolicy.LRU)
     for ino in (20, 21, 22):
-        node.run(Wanted(ino, 0, True), Stored([(ino, 0)]))
+        node.run(events.Wanted(ino, 0, True), events.Stored([(ino, 0)]))
     node.store(23, 10)
     assert evicted(wanted(node, 50, 5)) == [23]
-    node.run(Abandoned(50), Evicted(23))
-    node.run(TierSeen(0, 10 * BLOCK, Space(GIB, GIB, 100, 10)))
+    node.run(events.Abandoned(50), events.Evicted(23))
+    node.run(events.TierSeen(0, 10 * BLOCK, Space(GIB, GIB, 100, 10)))
     assert wanted(node, 51, 1) == [goes(20, blocks=0), placed(51, 0, 0)]
     # No file may be made before one is gone.
     assert writable_bytes(node.placement.ledger(0), 0) == 0
-    node.run(Evicted(20))
+    node.run(events.Evicted(20))
     assert writable_bytes(node.placement.ledger(0), 0) > 0
 
 
@@ -347,73 +326,80 @@ def big_node(eviction: EvictionPolicy) -> Node:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_a_large_file_of_up_to_a_quarter_of_the_tier_is_placed_whole(
+def test_a_large_file_of_up_to_a_quarter_of_a_tier_is_whole(
     eviction: EvictionPolicy,
 ) -> None:
     node = big_node(eviction)
-    assert evicted(node.run(Wanted(50, 100 * MIB - BLOCK, True))) == [20, 21, 22]
+    assert evicted(node.run(events.Wanted(50, 100 * MIB - BLOCK, True))) == [20, 21, 22]
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_a_larger_one_pushes_others_out_of_no_more_than_a_quarter(eviction: EvictionPolicy) -> None:
     node = big_node(eviction)
-    assert node.run(Wanted(50, GIB, True)) == [
+    assert node.run(events.Wanted(50, GIB, True)) == [
         goes(20, blocks=BIG // BLOCK),
-        Place(50, 0, 0, False),
+        events.Place(50, 0, 0, False),
     ]
     step = 20 * MIB - BLOCK
-    answers = [node.run(RoomWanted(50, step)) for _ in range(6)]
+    answers = [node.run(events.RoomWanted(50, step)) for _ in range(6)]
     # The last step makes it 120 of 400 MiB: it may use what is free, but push out nobody.
     assert [evicted(answer) for answer in answers] == [[], [], [21], [], [22], []]
-    assert [answer[-1] for answer in answers] == [Grant(50, step)] * 6
-    assert node.run(RoomWanted(50, step)) == [Refuse(50, RefusalReason.NO_ROOM, 20 * MIB)]
+    assert [answer[-1] for answer in answers] == [events.Grant(50, step)] * 6
+    assert node.run(events.RoomWanted(50, step)) == [
+        events.Refuse(50, events.RefusalReason.NO_ROOM, 20 * MIB)
+    ]
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
 def test_a_part_that_a_scan_wanted_grows_at_nobodys_cost(eviction: EvictionPolicy) -> None:
     node = big_node(eviction)
-    assert node.run(Wanted(50, GIB))[-1] == Refuse(50, RefusalReason.NO_ROOM, GIB + BLOCK)
+    assert node.run(events.Wanted(50, GIB))[-1] == events.Refuse(
+        50, events.RefusalReason.NO_ROOM, GIB + BLOCK
+    )
     node.lookup.stale.add(25)
-    assert evicted(node.run(Wanted(50, GIB))) == [25]
-    grown = node.run(RoomWanted(50, BIG - BLOCK), RoomWanted(50, MIB))
-    assert grown == [Grant(50, BIG - BLOCK), Refuse(50, RefusalReason.NO_ROOM, MIB + BLOCK)]
+    assert evicted(node.run(events.Wanted(50, GIB))) == [25]
+    grown = node.run(events.RoomWanted(50, BIG - BLOCK), events.RoomWanted(50, MIB))
+    assert grown == [
+        events.Grant(50, BIG - BLOCK),
+        events.Refuse(50, events.RefusalReason.NO_ROOM, MIB + BLOCK),
+    ]
     node.lookup.stale.add(26)
-    assert evicted(node.run(RoomWanted(50, MIB))) == [26]
+    assert evicted(node.run(events.RoomWanted(50, MIB))) == [26]
 
 
-def owned(node: Node, ino: int, blocks: int, owner: Owner, *, evicts: bool = True) -> list[Action]:
-    return node.run(Wanted(ino, (blocks - 1) * BLOCK, evicts, owner))
+def owned(
+    node: Node, ino: int, blocks: int, owner: events.Owner, *, evicts: bool = True
+) -> list[events.Action]:
+    return node.run(events.Wanted(ino, (blocks - 1) * BLOCK, evicts, owner))
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)
 @pytest.mark.parametrize("evicts", [False, True])
-def test_foreign_replicas_go_for_a_file_that_this_node_owns_under_every_policy(
-    eviction: EvictionPolicy, evicts: bool
-) -> None:
+def test_foreign_replicas_go_for_owned_files(eviction: EvictionPolicy, evicts: bool) -> None:
     node = full_node(eviction)
     node.lookup.owned_elsewhere |= {22, 27}
-    assert owned(node, 50, 20, Owner.THIS_NODE, evicts=evicts) == [
+    assert owned(node, 50, 20, events.Owner.THIS_NODE, evicts=evicts) == [
         goes(22),
         goes(27),
         placed(50, 0, 19 * BLOCK),
     ]
     # Its own go by the policy alone.
-    gone = evicted(owned(node, 51, 10, Owner.THIS_NODE, evicts=evicts))
+    gone = evicted(owned(node, 51, 10, events.Owner.THIS_NODE, evicts=evicts))
     assert gone == ([20] if evicts and eviction is not EvictionPolicy.KEEP else [])
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)
-def test_no_replica_of_a_file_that_this_node_owns_goes_for_a_foreign_one(
+def test_no_replica_of_a_file_of_ours_goes_for_a_foreign_one(
     eviction: EvictionPolicy,
 ) -> None:
     node = full_node(eviction)
     node.lookup.owned_elsewhere |= {24, 26, 50, 51}
-    actions = owned(node, 50, 20, Owner.OTHER_NODE)
+    actions = owned(node, 50, 20, events.Owner.OTHER_NODE)
     if eviction is EvictionPolicy.KEEP:
         assert actions == [refused(50, 20)]
     else:
         assert evicted(actions) == [24, 26]
-    assert owned(node, 51, 10, Owner.OTHER_NODE) == [refused(51, 10)]
+    assert owned(node, 51, 10, events.Owner.OTHER_NODE) == [refused(51, 10)]
 
 
 def test_a_part_of_a_file_that_this_node_owns_grows_at_the_cost_of_foreign_replicas() -> None:
@@ -421,14 +407,14 @@ def test_a_part_of_a_file_that_this_node_owns_grows_at_the_cost_of_foreign_repli
     node.store(20, 100 * MIB // BLOCK)
     node.store(21, 100 * MIB // BLOCK)
     node.lookup.owned_elsewhere.add(21)
-    for ino, owner in ((50, Owner.OTHER_NODE), (51, Owner.THIS_NODE)):
+    for ino, owner in ((50, events.Owner.OTHER_NODE), (51, events.Owner.THIS_NODE)):
         assert not owned(node, ino, 2 * GIB // BLOCK, owner)[0].whole  # type: ignore[union-attr]
         room = node.placement.ledger(0).room_bytes()
-        assert node.run(RoomWanted(ino, room - BLOCK)) == [Grant(ino, room - BLOCK)]
-        actions = node.run(RoomWanted(ino, 50 * MIB))
-        assert evicted(actions) == ([] if owner is Owner.OTHER_NODE else [21])
+        assert node.run(events.RoomWanted(ino, room - BLOCK)) == [events.Grant(ino, room - BLOCK)]
+        actions = node.run(events.RoomWanted(ino, 50 * MIB))
+        assert evicted(actions) == ([] if owner is events.Owner.OTHER_NODE else [21])
         node.gone(actions)
-        node.run(Abandoned(ino))
+        node.run(events.Abandoned(ino))
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)
@@ -439,7 +425,7 @@ def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPo
     # What is leaving is not missing again.
     assert node.shrink(75) == []
     assert evicted(node.shrink(65)) == [23]
-    node.run(*(Evicted(ino) for ino in (20, 21, 22, 23)))
+    node.run(*(events.Evicted(ino) for ino in (20, 21, 22, 23)))
     assert node.shrink(65) == []
 
 
@@ -449,16 +435,16 @@ def test_others_files_push_replicas_out_of_the_last_part(eviction: EvictionPolic
 
     def seen(free: int, written: int = 0) -> list[int]:
         space = Space(1000 * BLOCK, free * BLOCK, 0, 0)
-        return evicted(node.run(TierSeen(0, 100 * BLOCK, space, written * BLOCK)))
+        return evicted(node.run(events.TierSeen(0, 100 * BLOCK, space, written * BLOCK)))
 
     assert seen(100) == []
     assert seen(85) == [20, 21]
     # They are not gone yet.
     assert seen(85) == []
-    node.run(Evicted(20), Evicted(21))
+    node.run(events.Evicted(20), events.Evicted(21))
     assert seen(105) == []
     # Nothing goes for what a copy has written a moment ago.
-    node.run(Wanted(50, 4 * BLOCK))
+    node.run(events.Wanted(50, 4 * BLOCK))
     assert seen(101) == []
     assert seen(98, written=4) == []
     assert seen(94, written=4) == [22]
@@ -476,23 +462,17 @@ def test_under_pressure_replicas_move_down_where_there_is_room() -> None:
     assert node.placement.ledger(2).used_bytes == 10 * BLOCK
     # 29 is leaving still.
     assert node.placement.ledger(0).usage[0] == 90 * BLOCK
-
-
-def test_without_room_below_or_in_great_need_replicas_do_not_move() -> None:
     node = full_node(EvictionPolicy.LRU, 5)
     assert node.shrink(80, demote=True) == [goes(ino, PRESSURE) for ino in (20, 21)]
     node = full_node(EvictionPolicy.LRU, 1000)
     assert evicted(node.shrink(75, demote=False)) == [20, 21, 22]
     node = full_node(EvictionPolicy.LRU, 1000)
     assert evicted(node.shrink(70, demote=True)) == [20, 21, 22]
-
-
-def test_a_demotion_that_fails_ends_in_eviction_if_the_need_is_still_there() -> None:
     node = full_node(EvictionPolicy.KEEP, 1000)
     node.shrink(85, demote=True)
-    assert node.run(MoveFailed(20)) == [goes(20, PRESSURE)]
-    node.run(TierSeen(0, 100 * BLOCK, ROOMY))
-    assert node.run(MoveFailed(21)) == []
+    assert node.run(events.MoveFailed(20)) == [goes(20, PRESSURE)]
+    node.run(events.TierSeen(0, 100 * BLOCK, ROOMY))
+    assert node.run(events.MoveFailed(21)) == []
     assert node.placement.ledger(1).usage[0] == node.placement.ledger(1).reserved_bytes == 0
 
 
@@ -501,13 +481,13 @@ def test_what_is_opened_moves_up_where_there_is_room(eviction: EvictionPolicy) -
     node = full_node(eviction, 50, 1000)
     node.store(40, 40)
     node.store(41, 40)
-    assert node.run(Accessed(41, 2), Accessed(40, 1), Accessed(25, 0)) == []
+    assert node.run(events.Accessed(41, 2), events.Accessed(40, 1), events.Accessed(25, 0)) == []
     node.gone(node.shrink(50))
     node.shrink(100)
-    (action,) = node.run(Accessed(41, 2))
+    (action,) = node.run(events.Accessed(41, 2))
     assert action == move(41, 2, 0, 40)
     # It is on its way.
-    assert node.run(Accessed(41, 2)) == []
+    assert node.run(events.Accessed(41, 2)) == []
     assert node.placement.ledger(2).usage[0] == 40 * BLOCK
     node.moved(action)
     assert node.placement.ledger(2).usage[0] == 0
@@ -517,66 +497,51 @@ def test_what_is_opened_moves_up_where_there_is_room(eviction: EvictionPolicy) -
 def swapping_node(slow_blocks: int) -> Node:
     node = full_node(EvictionPolicy.LRU, slow_blocks)
     node.store(40, 10)
-    node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
+    node.run(*(events.Accessed(ino, 0) for ino in range(21, 30)))
     # A move reserves a block more than the replica occupies.
     node.shrink(101)
     return node
-
-
-def test_with_lru_a_hotter_replica_takes_the_place_of_the_coldest() -> None:
-    node = swapping_node(1000)
-    # 20 was not opened since 40 was stored.
-    (down,) = node.run(Accessed(40, 1))
-    assert down == move(20, 0, 1, 10)
-    assert node.run(Accessed(40, 1)) == []
-    (up,) = node.moved(down)
-    assert up == Move(40, 1, 0, 11 * BLOCK)
 
 
 def test_without_room_below_the_coldest_goes() -> None:
     node = swapping_node(10)
     node.lookup.replicas[20] = (0, 11 * BLOCK)
     node.shrink(102)
-    assert node.run(Accessed(40, 1)) == [goes(20, blocks=11), move(40, 1, 0, 10)]
-
-
-def test_outdated_replicas_make_way_before_others() -> None:
+    assert node.run(events.Accessed(40, 1)) == [goes(20, blocks=11), move(40, 1, 0, 10)]
+    node = swapping_node(1000)
+    # 20 was not opened since 40 was stored.
+    (down,) = node.run(events.Accessed(40, 1))
+    assert down == move(20, 0, 1, 10)
+    assert node.run(events.Accessed(40, 1)) == []
+    (up,) = node.moved(down)
+    assert up == events.Move(40, 1, 0, 11 * BLOCK)
     node = swapping_node(1000)
     node.lookup.stale.add(25)
     node.lookup.replicas[25] = (0, 11 * BLOCK)
     node.shrink(100)
-    assert node.run(Accessed(40, 1)) == [goes(25, OUTDATED, blocks=11), move(40, 1, 0, 10)]
-
-
-def test_outdated_replicas_that_are_not_enough_go_together_with_the_coldest() -> None:
+    assert node.run(events.Accessed(40, 1)) == [goes(25, OUTDATED, blocks=11), move(40, 1, 0, 10)]
     node = full_node(EvictionPolicy.LRU, 1000)
     node.store(40, 15)
-    node.run(*(Accessed(ino, 0) for ino in range(22, 30)))
+    node.run(*(events.Accessed(ino, 0) for ino in range(22, 30)))
     node.lookup.stale.add(20)
-    assert node.run(Accessed(40, 1)) == []
+    assert node.run(events.Accessed(40, 1)) == []
     node.lookup.stale = {25}
-    assert node.run(Accessed(40, 1)) == [goes(25, OUTDATED), goes(20), move(40, 1, 0, 15)]
+    assert node.run(events.Accessed(40, 1)) == [goes(25, OUTDATED), goes(20), move(40, 1, 0, 15)]
 
 
 def test_what_was_not_opened_twice_does_not_change_places() -> None:
     node = swapping_node(1000)
-    node.run(Accessed(20, 0))
-    assert node.run(Accessed(40, 1)) == []
+    node.run(events.Accessed(20, 0))
+    assert node.run(events.Accessed(40, 1)) == []
     sieve = full_node(EvictionPolicy.SIEVE, 1000)
     sieve.store(40, 10)
-    assert sieve.run(Accessed(40, 1), Accessed(40, 1)) == []
-
-
-def test_replicas_whose_sizes_do_not_allow_it_do_not_change_places() -> None:
+    assert sieve.run(events.Accessed(40, 1), events.Accessed(40, 1)) == []
     node = full_node(EvictionPolicy.LRU, 1000)
     node.store(40, 20)
-    node.run(*(Accessed(ino, 0) for ino in range(21, 30)))
-    assert node.run(Accessed(40, 1)) == []
-
-
-def test_what_made_room_for_another_that_is_gone_by_then_is_all_that_moves() -> None:
+    node.run(*(events.Accessed(ino, 0) for ino in range(21, 30)))
+    assert node.run(events.Accessed(40, 1)) == []
     node = swapping_node(1000)
-    (down,) = node.run(Accessed(40, 1))
+    (down,) = node.run(events.Accessed(40, 1))
     del node.lookup.replicas[40]
-    node.run(Dropped(40, 1, 10 * BLOCK))
+    node.run(events.Dropped(40, 1, 10 * BLOCK))
     assert node.moved(down) == []

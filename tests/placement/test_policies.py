@@ -126,7 +126,7 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 @settings(max_examples=300, deadline=None)
-def test_nothing_is_lost_or_invented_whatever_is_told(
+def test_nothing_is_lost_or_invented(
     operations: list[tuple[str, int, int, list[bool]]],
 ) -> None:
     for policy in (Lru(), Sieve(), Weighted()):
@@ -179,9 +179,7 @@ class Counts:
 
 @given(st.lists(st.integers(0, 12), max_size=300), st.integers(1, 8))
 @settings(max_examples=200, deadline=None)
-def test_by_opens_the_one_that_was_opened_least_goes_if_that_is_much_less(
-    trace: list[int], capacity: int
-) -> None:
+def test_by_opens_the_one_opened_much_less_goes(trace: list[int], capacity: int) -> None:
     policy, model, held = Weighted(), Counts(), set[int]()
     for ino in trace:
         model.count(ino)
@@ -213,9 +211,7 @@ def opened(node: Node, ino: int) -> bool:
 
 @given(st.integers(0, 1_000_000), st.integers(1, 40), st.integers(1, 40), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_where_each_file_is_read_once_an_epoch_nothing_goes(
-    seed: int, files: int, held: int, given_equal: bool
-) -> None:
+def test_one_read_an_epoch_evicts_none(seed: int, files: int, held: int, given_equal: bool) -> None:
     """Whatever the order, and wherever the ageing falls: what does not fit is missed, no more."""
     rng, node = random.Random(seed), Node(held * 10 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
     if given_equal:
@@ -268,9 +264,6 @@ def test_a_large_file_goes_before_only_what_weighs_less() -> None:
         opened(node, ino)
     assert evicted(node.run(Wanted(50, 29 * BLOCK, True))) == []
     assert sorted(evicted(node.run(Wanted(50, 19 * BLOCK, True)))) == [20, 21]
-
-
-def test_pinned_files_do_not_hide_those_that_may_go() -> None:
     files = 2_500
     node = Node(files * 10 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
     node.run(Weighed([(20 + files - 1, 1.0), (10_000, 2.0)]))
@@ -286,9 +279,6 @@ def test_pinned_files_do_not_hide_those_that_may_go() -> None:
     node.run(Weighed([(10_001, 3.0)]))
     opened(node, 10_001)
     assert len({10_000, 10_001} & set(node.lookup.replicas)) == 2
-
-
-def test_the_heavier_file_moves_up_and_the_lightest_of_all_goes() -> None:
     node = Node(21 * BLOCK, 21 * BLOCK, eviction=EvictionPolicy.WEIGHTED)
     node.run(Weighed([(20, 3.0), (21, 4.0), (22, 1.0), (23, 9.0)]))
     for ino in (20, 21, 22, 23):

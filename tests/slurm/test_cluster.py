@@ -221,9 +221,7 @@ def test_the_jobs_of_an_array_use_one_mount_that_lingers(slurm: Cluster, tell: T
     tell("8 tasks, 1 mount made, 7 came to it")
 
 
-def test_a_source_that_hangs_delays_a_job_for_no_longer_than_the_deadline(
-    slurm: Cluster, tell: Tell
-) -> None:
+def test_a_source_that_hangs_delays_a_job_until_the_deadline(slurm: Cluster, tell: Tell) -> None:
     backing, point = slurm.base / "backing", slurm.base / "frozen"
     backing.mkdir()
     point.mkdir()

@@ -12,15 +12,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.config.model import User
-from monarchfs.slurm.records import (
-    Busy,
-    locked,
-    make_directory,
-    prepare,
-    read_record,
-    write_record,
-    write_text,
-)
+from monarchfs.slurm import records
 from monarchfs.slurm.shares import Share, every_share, share_key, shares_of, uid_of
 from monarchfs.slurm.site import Site
 from monarchfs.types import OperationError
@@ -35,7 +27,7 @@ KEY = share_key("/data", ALICE)
 @pytest.fixture
 def layout(tmp_path: Path) -> Site:
     places = Site(str(tmp_path / "run"), str(tmp_path / "cache"))
-    prepare(places)
+    records.prepare(places)
     return places
 
 
@@ -74,9 +66,7 @@ def test_jobs_come_and_go(layout: Site) -> None:
     assert 0 <= share.idle_seconds() < 60
     share.clear()
     assert every_share(layout) == []
-
-
-def test_a_share_in_use_is_not_cleared(layout: Site) -> None:
+    # One that is in use is not cleared.
     share = Share(layout, KEY)
     share.enter(1)
     os.mkdir(share.mountpoint("/data"))
@@ -95,19 +85,16 @@ def test_a_mount_points_name_is_plain(layout: Site, name: str) -> None:
 
 def test_a_lock_is_waited_for_but_not_for_ever(layout: Site) -> None:
     path = layout.lock("x")
-    with locked(path, 0.0):
+    with records.locked(path, 0.0):
         watch = Stopwatch()
-        with pytest.raises(Busy), locked(path, time.monotonic() + 0.2):
+        with pytest.raises(records.Busy), records.locked(path, time.monotonic() + 0.2):
             pass
         assert watch.elapsed() >= 0.2
         watch.check(2)
-    with locked(path, 0.0):
+    with records.locked(path, 0.0):
         pass
-
-
-def test_a_planted_link_is_no_lock(layout: Site) -> None:
     os.symlink("/etc/passwd", layout.lock("x"))
-    with pytest.raises(OSError, match="symbolic link"), locked(layout.lock("x"), 0.0):
+    with pytest.raises(OSError, match="symbolic link"), records.locked(layout.lock("x"), 0.0):
         pass
 
 
@@ -120,25 +107,25 @@ def test_directories_that_others_can_change_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     for name in ("open", "foreign", "link"):
         with pytest.raises(OperationError, match="root can change"):
-            make_directory(f"{tmp_path}/{name}", 0o755)
+            records.make_directory(f"{tmp_path}/{name}", 0o755)
 
 
 def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
     path = str(tmp_path / "record")
-    assert read_record(path) is None
-    write_record(path, {"a": 1})
-    assert read_record(path) == {"a": 1}
+    assert records.read_record(path) is None
+    records.write_record(path, {"a": 1})
+    assert records.read_record(path) == {"a": 1}
     # Left by a process of this number that was killed while it wrote.
     (tmp_path / f".record.{os.getpid()}").write_text("{")
-    write_record(path, {"a": 2})
-    assert read_record(path) == {"a": 2}
+    records.write_record(path, {"a": 2})
+    assert records.read_record(path) == {"a": 2}
     assert os.listdir(tmp_path) == ["record"]
     for garbage in ("", "[]", "{", "[" * 100_000, "\udcff"):
-        write_text(path, garbage)
-        assert read_record(path) is None
+        records.write_text(path, garbage)
+        assert records.read_record(path) is None
     os.unlink(path)
     os.symlink("/etc/passwd", path)
-    assert read_record(path) is None
+    assert records.read_record(path) is None
 
 
 WORKER = """

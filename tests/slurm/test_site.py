@@ -128,23 +128,17 @@ def test_a_warning_stays_on_its_line(warning: str) -> None:
     assert lines.startswith("export MONARCHFS_WARNING=")
 
 
-def test_a_mistake_is_no_error() -> None:
+def test_mistakes_sums_and_variables() -> None:
     job = job_from({**JOB, "SLURM_JOB_COMMENT": "monarchfs=relative"})
     assert job.requests == ()
     assert job.mistake is not None
     assert "name a directory by its whole path" in job.mistake
-
-
-def test_the_plugin_and_the_comment_are_added_up() -> None:
     environ = {**JOB, "SLURM_JOB_COMMENT": "monarchfs=/b,/a", "SPANK_MONARCHFS": "/a:name=X"}
     wanted = datasets_of(Site(), job_from(environ))
     assert [(one.request.path, one.variable) for one in wanted] == [
         ("/a", "MONARCHFS_DATA_X"),
         ("/b", "MONARCHFS_DATA_B"),
     ]
-
-
-def test_variables_are_plain_and_each_is_another() -> None:
     comment = "monarchfs=/x/image-net.v1,/y/image_net_v1,/z/ümlaut,/z/...x,/z/\\,\\,"
     wanted = datasets_of(Site(), job_from({**JOB, "SLURM_JOB_COMMENT": comment}))
     assert [one.variable for one in wanted] == [
@@ -175,8 +169,6 @@ def test_a_nodes_name_is_safe_in_a_files_name(name: str) -> None:
     assert node not in ("", ".", "..", name)
     assert "/" not in node
 
-
-# Nodes that share
 
 KEY = "1c4b0f3fd05d3f6d1a55"
 SHARING = Job(7, 1000, "alice", "", "main", "n02", nodes=3, node_list="n[01-03]")
@@ -224,9 +216,6 @@ def test_the_port_is_one_of_the_sites() -> None:
     for last in (2000, 2009):
         site = Site(peer_ports=(2000, last))
         assert {port_of(site, f"{n:020x}") for n in range(100)} == set(range(2000, last + 1))
-
-
-def test_slurm_says_which_nodes() -> None:
     environ = {**JOB, "SLURM_JOB_NUM_NODES": "2"}
     for name in ("SLURM_NODELIST", "SLURM_JOB_NODELIST"):
         assert job_from({**environ, name: "n[1-2]"}).node_list == "n[1-2]"
@@ -295,9 +284,7 @@ def test_a_mount_of_an_earlier_job_shares_with_the_nodes_of_the_next_one(
     assert bool(caplog.records) == (not listed)
 
 
-def test_without_a_key_or_another_node_nothing_is_said(
-    site: Site, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_key_or_others_it_is_silent(site: Site, caplog: pytest.LogCaptureFixture) -> None:
     assert sharing_options(replace(site, peer_key=None), SHARING, KEY) == []
     assert sharing_options(site, ON_ONE_NODE, KEY) == []
     assert not caplog.records

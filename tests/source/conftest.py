@@ -11,8 +11,7 @@ import pytest
 from monarchfs.source import PosixSource
 from tests.support.asynchronous import nursery as nursery
 from tests.support.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
-from tests.support.faults import FaultySource
-from tests.support.open_directories import keep_no_directories
+from tests.support.faults import FaultySource, keep_no_directories
 from tests.support.processes import nothing_left_open as nothing_left_open
 
 

@@ -14,14 +14,12 @@ import pytest
 from monarchfs.source import PosixSource
 from monarchfs.types import DirectoryChanged, DirRef, SourceChanged
 from tests.source.tools import everything, open_descriptors, ref
+from tests.support.faults import close_directories
 from tests.support.flipping import Bait, at_each_call
-from tests.support.open_directories import close_directories
 from tests.support.surroundings import mounted_tmpfs, requires_root
 
 
-def test_a_component_that_becomes_a_link_between_any_two_calls_never_leads_outside(
-    root: Path, tmp_path: Path, posix: PosixSource
-) -> None:
+def test_a_late_link_never_leads_outside(root: Path, tmp_path: Path, posix: PosixSource) -> None:
     bait = Bait(root, tmp_path / "outside", os.geteuid())
     for top, data in ((tmp_path / "outside", b"secret"), (bait.way, b"public")):
         (top / "b").mkdir(parents=True)
@@ -43,9 +41,7 @@ def test_a_component_that_becomes_a_link_between_any_two_calls_never_leads_outsi
     assert set(read) == {b"public", None}
 
 
-def test_a_cached_directory_goes_on_meaning_the_old_one_until_forgotten(
-    root: Path, posix: PosixSource
-) -> None:
+def test_a_cached_directory_is_the_old_one_until_forgotten(root: Path, posix: PosixSource) -> None:
     (root / "d" / "e").mkdir(parents=True)
     (root / "d" / "e" / "old").touch()
     old = ref(root, b"d/e")
@@ -68,7 +64,7 @@ def test_a_cached_directory_goes_on_meaning_the_old_one_until_forgotten(
         posix.stat(old, b"old")
 
 
-def test_a_directory_that_was_found_can_be_used_when_it_is_replaced_at_once(
+def test_a_found_directory_can_be_used_when_replaced_at_once(
     root: Path, posix: PosixSource
 ) -> None:
     (root / "d").mkdir()
@@ -82,9 +78,7 @@ def test_a_directory_that_was_found_can_be_used_when_it_is_replaced_at_once(
 
 
 @pytest.mark.parametrize("replacement", ["nothing", "file", "directory"])
-def test_a_directory_that_is_gone_is_a_changed_source(
-    root: Path, posix: PosixSource, replacement: str
-) -> None:
+def test_one_that_is_gone_is_a_change(root: Path, posix: PosixSource, replacement: str) -> None:
     (root / "d").mkdir()
     gone = ref(root, b"d")
     (root / "keeps the inode number").mkdir()
@@ -143,9 +137,7 @@ def test_paths_longer_than_path_max(root: Path, posix: PosixSource) -> None:
     assert error.value.errno == errno.ENAMETOOLONG
 
 
-def test_the_walk_starts_at_the_nearest_known_ancestor(
-    root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_walks_start(root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = "/".join("d" for _ in range(100))
     for name in "ab":
         (root / deep / name).mkdir(parents=True)
@@ -178,7 +170,7 @@ def test_many_threads_share_few_directory_handles(root: Path, root_fd: int) -> N
     close_directories(posix)
 
 
-def test_a_stale_directory_is_opened_again(
+def test_a_stale_one_is_reopened(
     root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (root / "d").mkdir()
@@ -206,9 +198,7 @@ def test_a_removed_directory_is_not_one_without_names(root: Path, posix: PosixSo
 
 
 @requires_root
-def test_another_file_system_with_the_same_number_is_another_directory(
-    root: Path, posix: PosixSource
-) -> None:
+def test_the_same_number_elsewhere_is_another_directory(root: Path, posix: PosixSource) -> None:
     """The roots of two tmpfs have the same st_ino, as those of subvolumes of btrfs."""
     point = root / "a"
     point.mkdir()

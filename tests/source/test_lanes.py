@@ -36,9 +36,7 @@ async def hang(source: Source, lane: Lane = DEMAND) -> None:
     await source.call(lane, source.posix.access, source.root, b"file", os.R_OK)
 
 
-async def test_lanes_do_not_wait_for_each_other(
-    hanging: FaultySource, nursery: trio.Nursery
-) -> None:
+async def test_lanes_do_not_wait_for_others(hanging: FaultySource, nursery: trio.Nursery) -> None:
     source = Source(hanging, demand_threads=1, background_threads=1)
     gate = hanging.faults.gate("access")
     nursery.start_soon(hang, source, BACKGROUND)
@@ -46,9 +44,7 @@ async def test_lanes_do_not_wait_for_each_other(
     assert (await source.call(DEMAND, source.posix.stat, source.root, b"file")).size == 8
 
 
-async def test_stuck_calls_lend_their_slots_and_take_them_back(
-    hanging: FaultySource, nursery: trio.Nursery
-) -> None:
+async def test_stuck_calls_lend_their_slots(hanging: FaultySource, nursery: trio.Nursery) -> None:
     source = Source(hanging, demand_threads=2, background_threads=1, stuck_seconds=0.05)
     await nursery.start(source.watch)
     gate = hanging.faults.gate("access")
@@ -102,9 +98,7 @@ def test_lending_is_bounded_and_serves_demand_first() -> None:
     assert (demand.limiter.total_tokens, background.limiter.total_tokens) == (4, 2)
 
 
-async def test_responding_goes_by_the_deadline(
-    hanging: FaultySource, nursery: trio.Nursery
-) -> None:
+async def test_responding_goes_by_a_deadline(hanging: FaultySource, nursery: trio.Nursery) -> None:
     source = Source(hanging, deadline=0.05)
     assert source.responding
     gate = hanging.faults.gate("access")
@@ -181,9 +175,7 @@ async def test_a_source_that_was_disconnected_is_asked_once_more(
             await batches.__anext__()
 
 
-async def test_a_listing_cancelled_as_it_waits_for_a_slot_closes_its_directory(
-    hanging: FaultySource, nursery: trio.Nursery
-) -> None:
+async def test_a_cancelled_listing_closes_it(hanging: FaultySource, nursery: trio.Nursery) -> None:
     source = Source(hanging, demand_threads=1)
     before = open_descriptors()
     async with aclosing(source.list(source.root, DEMAND, batch=1)) as batches:
@@ -315,9 +307,7 @@ class Awkward(MonarchError):
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "bad", "name"), SourceChanged("changed"), Awkward(1, 2)]
 )
-async def test_every_caller_gets_the_error_in_its_own_raise(
-    error: Exception, nursery: trio.Nursery
-) -> None:
+async def test_every_caller_has_its_own_error(error: Exception, nursery: trio.Nursery) -> None:
     flights = SingleFlight(nursery)
     seen = []
 

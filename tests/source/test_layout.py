@@ -124,8 +124,6 @@ def test_no_bytes_are_harmful(start: bytes, rest: bytes) -> None:
             assert 0 < layout.span(offset, MIB) <= MIB
 
 
-# -- what the C part reads out of it
-
 BODIES = st.sampled_from(
     [
         plain([7]),
@@ -153,9 +151,7 @@ def released_in_c(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes],
 
 @surroundings.program("cc", "gcc")
 @given(VALUES, st.integers(0, 1 << 10))
-def test_the_c_part_knows_what_lies_in_an_archive(
-    released_in_c: Callable[[bytes], bool], value: bytes, length: int
-) -> None:
+def test_archives_in_c(released_in_c: Callable[[bytes], bool], value: bytes, length: int) -> None:
     for part in (value, value[:length]):
         layout = parse(part)
         assert released_in_c(part) == (layout is not None and layout.released)

@@ -193,9 +193,7 @@ def test_advice_that_is_not_taken_costs_no_read(
     posix.close(fd)
 
 
-def test_short_reads_are_gone_on_with(
-    root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_go_on(root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch) -> None:
     data = os.urandom(10_000)
     (root / "f").write_bytes(data)
     fd, st = posix.open(ref(root), b"f")
@@ -230,9 +228,7 @@ def test_open_waits_for_a_lease_as_any_reader_would(root: Path, posix: PosixSour
     assert broken
 
 
-def test_which_listings_have_all_names_that_a_look_up_finds(
-    root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complete_listings(root: Path, posix: PosixSource, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "Name").write_bytes(b"")
     (root / "nAME").write_bytes(b"")  # another file
     for kind, known in ((0xEF53, None), (0x0BD00BD0, True), (0x6969, False), (FUSE, False)):

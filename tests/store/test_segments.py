@@ -265,9 +265,7 @@ PAGE = 4096
     segment_bytes=st.sampled_from([PAGE, 8 * PAGE, 8 * PAGE + 1, 10 * PAGE - 1]),
     align=st.sampled_from([PAGE, 2 * PAGE]),
 )
-def test_records_have_places_of_their_own(
-    steps: list[list[int] | None], segment_bytes: int, align: int
-) -> None:
+def test_records_have_places(steps: list[list[int] | None], segment_bytes: int, align: int) -> None:
     """Sizes to place, or None to seal. Without room a segment is not gone on with."""
     numbers = count(1)
     allocator = Allocator(segment_bytes, align, lambda: next(numbers))
@@ -290,9 +288,6 @@ def test_records_have_places_of_their_own(
     for ranges in taken.values():
         assert [0, *(end for _, end in ranges)][:-1] == [offset for offset, _ in ranges]
         assert ranges[-1][1] <= segment_bytes or len(ranges) == 1
-
-
-# The lists beside segments
 
 
 LIST = f"{FILE}.list"

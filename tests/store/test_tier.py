@@ -23,23 +23,12 @@ from monarchfs.cache.store.place import find_again
 from monarchfs.core.units import Unit
 from monarchfs.types import SourceStat, SourceVersion, TierFile
 from monarchfs.worker import opening
-from tests.store.tools import (
-    BLOCK,
-    KIB,
-    NAME,
-    code_of,
-    content,
-    files_below,
-    mode_of,
-    name_of,
-    needs_root,
-    open_tier,
-    whole,
-)
+from tests.store import tools
+from tests.store.tools import NAME, name_of
 from tests.support.on_disk import Place, cached_pages, spoil
 
 GOOD = checksum(b"good")
-MIB = 1024 * KIB
+MIB = 1024 * tools.KIB
 
 
 def test_each_field_of_the_version_is_in_the_name() -> None:
@@ -47,35 +36,32 @@ def test_each_field_of_the_version_is_in_the_name() -> None:
     others = [base._replace(**{field: 2}) for field in SourceVersion._fields]
     shifted = [SourceVersion(1, 11, 1, 1, 1), SourceVersion(11, 1, 1, 1, 1)]
     assert len({each.replica_name for each in [base, *others, *shifted]}) == 8
-
-
-def test_a_checksum_is_that_of_a_digest_for_each_block() -> None:
-    data = os.urandom(2 * BLOCK + 1)
-    blocks = [data[:BLOCK], data[BLOCK:-1], data[-1:]]
+    data = os.urandom(2 * tools.BLOCK + 1)
+    blocks = [data[: tools.BLOCK], data[tools.BLOCK : -1], data[-1:]]
     assert digests(data) == b"".join(xxh3_64_digest(block) for block in blocks)
     assert checksum(memoryview(data)) == combine(digests(data)) == xxh3_64_intdigest(digests(data))
 
 
 def test_a_whole_replica_is_written_opened_and_removed(path: Path, tier: Tier) -> None:
     data = os.urandom(10_000)
-    assert tier.files.write_whole(NAME, data) == (12 * KIB, checksum(data))
-    assert files_below(path) == {whole(data)}
-    assert mode_of(path / whole(data)) == 0o600
-    assert mode_of(path / "ab") == 0o700
+    assert tier.files.write_whole(NAME, data) == (12 * tools.KIB, checksum(data))
+    assert tools.files_below(path) == {tools.whole(data)}
+    assert tools.mode_of(path / tools.whole(data)) == 0o600
+    assert tools.mode_of(path / "ab") == 0o700
 
     fd = tier.files.open(NAME, checksum(data), 10_000)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd, b"x")
     assert not os.get_inheritable(fd)
     assert read_full(fd, 0, 10_000) == data
-    assert tier.files.allocated(fd) == 12 * KIB
+    assert tier.files.allocated(fd) == 12 * tools.KIB
     os.close(fd)
 
     tier.files.remove(NAME, checksum(data) ^ 1)
-    assert files_below(path) == {whole(data)}
+    assert tools.files_below(path) == {tools.whole(data)}
     for _ in range(2):
         tier.files.remove(NAME, checksum(data))
-    assert files_below(path) == set()
+    assert tools.files_below(path) == set()
     with pytest.raises(ReplicaLost):
         tier.files.open(NAME, checksum(data), 10_000)
 
@@ -83,23 +69,23 @@ def test_a_whole_replica_is_written_opened_and_removed(path: Path, tier: Tier) -
 def test_writing_again_replaces(path: Path, tier: Tier) -> None:
     tier.files.write_whole(NAME, b"good")
     tier.files.mark_synced([(NAME, GOOD)])
-    place = path / whole(b"good")
+    place = path / tools.whole(b"good")
     first = os.lstat(place).st_ino
     fd = tier.files.open(NAME, GOOD, 4)
     tier.files.write_whole(NAME, b"good")
     assert os.lstat(place).st_ino != first
-    assert mode_of(place) == 0o600  # its data are not on the disk yet
+    assert tools.mode_of(place) == 0o600  # its data are not on the disk yet
     assert read_full(fd, 0, 4) == b"good"
     os.close(fd)
 
 
 def test_a_part_is_sparse_filled_and_finished(path: Path, tier: Tier) -> None:
-    size = 7 * BLOCK + 1000
-    middle = 4 * BLOCK
+    size = 7 * tools.BLOCK + 1000
+    middle = 4 * tools.BLOCK
     data = os.urandom(size)
     fd = tier.files.create_part(NAME, size)
     assert tier.files.allocated(fd) == 0
-    assert files_below(path) == {f"parts/{NAME.hex()}"}
+    assert tools.files_below(path) == {f"parts/{NAME.hex()}"}
     with pytest.raises(FileExistsError):
         tier.files.create_part(NAME, size)
     with pytest.raises(FileExistsError):
@@ -109,14 +95,14 @@ def test_a_part_is_sparse_filled_and_finished(path: Path, tier: Tier) -> None:
     os.close(fd)
 
     fd = tier.files.open_part(NAME, size)
-    assert 3 * BLOCK <= tier.files.allocated(fd) < 4 * BLOCK
+    assert 3 * tools.BLOCK <= tier.files.allocated(fd) < 4 * tools.BLOCK
     assert read_full(fd, middle, size - middle) == data[middle:]
     first = tier.files.write(fd, 0, memoryview(data)[:middle])
     assert combine(first + last) == checksum(data)
     tier.sync()
     assert tier.files.finish_part(fd, NAME, checksum(data)) == tier.files.allocated(fd) >= size
     os.close(fd)
-    assert files_below(path) == {whole(data)}
+    assert tools.files_below(path) == {tools.whole(data)}
     fd = tier.files.open(NAME, checksum(data), size)
     assert read_full(fd, 0, size) == data
     os.close(fd)
@@ -135,17 +121,17 @@ def test_only_the_file_that_was_written_is_finished(path: Path, tier: Tier) -> N
         tier.files.finish_part(fd, NAME, GOOD)
     os.close(fd)
     os.close(other)
-    assert files_below(path) == {f"parts/{NAME.hex()}"}
+    assert tools.files_below(path) == {f"parts/{NAME.hex()}"}
 
 
 @pytest.mark.parametrize(("pattern", "chunks"), [("zzzz", 0), ("xzzx", 2), ("zzx", 1), ("zs", 1)])
 def test_chunks_of_zeros_stay_holes(tier: Tier, pattern: str, chunks: int) -> None:
-    chunk, slack = 64 * KIB, 2 * 4 * KIB
+    chunk, slack = 64 * tools.KIB, 2 * 4 * tools.KIB
     kinds = {"z": bytes(chunk), "x": b"\1" * chunk, "s": bytes(chunk - 1) + b"\1"}
     data = b"".join(kinds[kind] for kind in pattern) + bytes(100)
-    fd = tier.files.create_part(NAME, BLOCK + len(data))
-    assert tier.files.write(fd, BLOCK, data) == digests(data)
-    assert read_full(fd, 0, BLOCK + len(data)) == bytes(BLOCK) + data
+    fd = tier.files.create_part(NAME, tools.BLOCK + len(data))
+    assert tier.files.write(fd, tools.BLOCK, data) == digests(data)
+    assert read_full(fd, 0, tools.BLOCK + len(data)) == bytes(tools.BLOCK) + data
     os.fsync(fd)
     assert chunks * chunk <= tier.files.allocated(fd) <= chunks * chunk + slack
     os.close(fd)
@@ -156,7 +142,7 @@ def test_writes_go_on_after_short_ones(tier: Tier, monkeypatch: pytest.MonkeyPat
     real_pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: real_pwrite(fd, view[:777], at))
     tier.files.write_whole(NAME, data)
-    assert content(tier, data) == data
+    assert tools.content(tier, data) == data
 
 
 def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tier) -> None:
@@ -166,7 +152,7 @@ def test_directories_that_were_cleaned_away_are_made_again(path: Path, tier: Tie
     with pytest.raises(ReplicaLost):
         tier.files.open(NAME, GOOD, 4)
     tier.files.write_whole(NAME, b"good")
-    assert content(tier, b"good") == b"good"
+    assert tools.content(tier, b"good") == b"good"
     tier.probe()
 
     shutil.rmtree(path)
@@ -208,10 +194,10 @@ def test_files_are_listed_in_order_with_what_they_are(path: Path, tier: Tier) ->
     tier.files.write_whole(b"\xac" * 16, b"not here")
     tier.sync()
     tier.files.mark_synced([(name_of(5), checksum(b"x" * 5)), (name_of(6), 0)])
-    assert mode_of(path / whole(b"x" * 5, name_of(5))) == 0o400
-    (path / whole(b"x" * 7, name_of(7))).chmod(0o444)  # whoever did that, it was not us
+    assert tools.mode_of(path / tools.whole(b"x" * 5, name_of(5))) == 0o400
+    (path / tools.whole(b"x" * 7, name_of(7))).chmod(0o444)  # whoever did that, it was not us
     expected = [
-        TierFile(name_of(n), checksum(data), len(data), 4 * KIB if data else 0, n == 5)
+        TierFile(name_of(n), checksum(data), len(data), 4 * tools.KIB if data else 0, n == 5)
         for n, data in [(3, b"another"), *((n, b"x" * n) for n in range(20))]
     ]
     found = tier.files.complete(0xAB)
@@ -242,14 +228,14 @@ def test_only_proper_names_are_listed(path: Path, tmp_path: Path, tier: Tier) ->
     for file in foreign:
         (path / file).parent.mkdir(exist_ok=True)
         (path / file).touch()
-    before = files_below(path)
+    before = tools.files_below(path)
     assert [file.name for file in tier.files.complete(0xAB)] == [NAME]
     assert [part._replace(made_ns=0) for part in tier.files.parts()] == [
         TierFile(NAME, 0, 4, 0, False)
     ]
     tier.files.discard(bytes.fromhex(proper))
     tier.probe()
-    assert files_below(path) == before
+    assert tools.files_below(path) == before
 
 
 def test_discarding_takes_all_of_a_name_and_nothing_else(path: Path, tier: Tier) -> None:
@@ -257,13 +243,13 @@ def test_discarding_takes_all_of_a_name_and_nothing_else(path: Path, tier: Tier)
     for data in (b"good", b"evil", b""):
         tier.files.write_whole(NAME, data)
         tier.files.write_whole(name_of(8), data)
-        kept.append(whole(data, name_of(8)))
+        kept.append(tools.whole(data, name_of(8)))
     tier.files.mark_synced([(NAME, GOOD)])
     os.close(tier.files.create_part(NAME, 100))
     os.close(tier.files.create_part(name_of(8), 100))
     for name in (NAME, NAME, b"\0" * 16):
         tier.files.discard(name)
-        assert files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
+        assert tools.files_below(path) == {*kept, f"parts/{name_of(8).hex()}"}
     assert not (path / "00").exists()
 
 
@@ -286,12 +272,10 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
 
 
 @pytest.mark.parametrize("direct", ["as it is", "set", "read"])
-def test_every_byte_is_verified(
-    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, direct: str
-) -> None:
+def test_all_verified(path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch, direct: str) -> None:
     if direct != "as it is":
         refuse_direct(monkeypatch, direct)
-    for size in (0, 1, 4096, BLOCK, MIB - 1, MIB, MIB + 1, 3 * MIB + 12_345):
+    for size in (0, 1, 4096, tools.BLOCK, MIB - 1, MIB, MIB + 1, 3 * MIB + 12_345):
         data = os.urandom(size)
         _, total = tier.files.write_whole(NAME, data)
         paced: list[int] = []
@@ -299,9 +283,9 @@ def test_every_byte_is_verified(
         assert sum(paced) == size
         assert all(0 < count <= MIB for count in paced)
         for at in {0, size // 2, size - 1} if size else set():
-            spoil(Place(path / whole(data), 0), at)
+            spoil(Place(path / tools.whole(data), 0), at)
             assert not tier.files.verify(NAME, total, size), (size, at)
-            spoil(Place(path / whole(data), 0), at)
+            spoil(Place(path / tools.whole(data), 0), at)
         assert tier.files.verify(NAME, total, size), size
 
 
@@ -312,12 +296,10 @@ def test_what_is_not_there_cannot_be_verified(path: Path, tier: Tier) -> None:
     with pytest.raises(ReplicaLost, match="Has 4 bytes instead of 5"):
         tier.files.verify(NAME, GOOD, 5)
     with pytest.raises(ReplicaLost, match="Ends at 0 instead of 4"):
-        tier.files.verify(NAME, GOOD, 4, lambda _: os.truncate(path / whole(b"good"), 0))
+        tier.files.verify(NAME, GOOD, 4, lambda _: os.truncate(path / tools.whole(b"good"), 0))
 
 
-def test_a_disk_that_does_not_give_the_bytes_is_no_answer(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_gives_none_is_no_answer(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     tier.files.write_whole(NAME, b"good")
     failing = Mock(side_effect=OSError(errno.EIO, "Input/output error"))
     monkeypatch.setattr(os, "preadv", failing)
@@ -342,11 +324,11 @@ def test_verifying_leaves_nothing_in_the_page_cache(
     data = os.urandom(4 * MIB)
     _, total = tier.files.write_whole(NAME, data)
     tier.sync()
-    with open(path / whole(data), "rb") as file:
+    with open(path / tools.whole(data), "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert cached(path / whole(data)) == 0
+    assert cached(path / tools.whole(data)) == 0
     assert tier.files.verify(NAME, total, len(data))
-    assert cached(path / whole(data)) == 0
+    assert cached(path / tools.whole(data)) == 0
 
     # Also where reads are short, and where it is ended on the way.
     whole_reads = os.preadv
@@ -355,14 +337,12 @@ def test_verifying_leaves_nothing_in_the_page_cache(
     paced: Iterator[list[int]] = iter(([], []))
     with pytest.raises(StopIteration):
         tier.files.verify(NAME, total, len(data), lambda count: next(paced).append(count))
-    assert cached(path / whole(data)) == 0
+    assert cached(path / tools.whole(data)) == 0
 
 
-def test_a_probe_leaves_nothing_and_removes_what_a_crash_left(
-    path: Path, tmp_path: Path, tier: Tier
-) -> None:
+def test_a_probe_removes_what_it_or_a_crash_left(path: Path, tmp_path: Path, tier: Tier) -> None:
     tier.probe()
-    assert files_below(path) == set()
+    assert tools.files_below(path) == set()
     (tmp_path / "elsewhere").touch()
     for name in (".probe-0123456789abcdef", ".probe-0"):
         (path / "parts" / name).touch()
@@ -371,13 +351,11 @@ def test_a_probe_leaves_nothing_and_removes_what_a_crash_left(
         (path / "parts" / name).touch()
     (path / "parts" / ".probe-1").symlink_to(tmp_path / "elsewhere")
     tier.probe()
-    assert files_below(path) == {f"parts/{name}" for name in [*others, ".probe-1"]}
+    assert tools.files_below(path) == {f"parts/{name}" for name in [*others, ".probe-1"]}
     assert (tmp_path / "elsewhere").exists()
 
 
-def test_a_probe_reports_what_fails(
-    path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_probe_says_what_fails(path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("pwrite", "fsync", "pread"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
@@ -388,7 +366,7 @@ def test_a_probe_reports_what_fails(
         with pytest.raises(OSError, match="Other bytes than were written") as error:
             tier.probe()
         assert error.value.errno == errno.EIO
-    assert files_below(path) == set()
+    assert tools.files_below(path) == set()
     tier.probe()
 
 
@@ -412,9 +390,7 @@ def test_reading_at_once_is_all_or_nothing(tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("answer", [errno.EAGAIN, errno.EOPNOTSUPP, 0, 5])
-def test_what_is_only_partly_in_memory_is_not_read_at_once(
-    tier: Tier, monkeypatch: pytest.MonkeyPatch, answer: int
-) -> None:
+def test_what_is_partly_in_memory(tier: Tier, monkeypatch: pytest.MonkeyPatch, answer: int) -> None:
     def preadv(fd: int, buffers: object, offset: int, flags: int) -> int:
         assert flags == os.RWF_NOWAIT
         if answer > 5:
@@ -454,15 +430,15 @@ def test_a_unit_that_finds_no_room_says_so(tmp_path: Path) -> None:
         os.close(full)
 
 
-@needs_root
+@tools.needs_root
 def test_no_room_leaves_nothing_behind(small: Path) -> None:
-    tier = open_tier(small)
-    data = os.urandom(5 * BLOCK)
+    tier = tools.open_tier(small)
+    data = os.urandom(5 * tools.BLOCK)
     assert tier.files.write_whole(name_of(1), data) == (len(data), checksum(data))
     with pytest.raises(OSError, match="No space left") as error:
         tier.files.write_whole(name_of(2), data)
     assert error.value.errno == errno.ENOSPC
-    assert files_below(small) == {whole(data, name_of(1))}
+    assert tools.files_below(small) == {tools.whole(data, name_of(1))}
 
     fd = tier.files.create_part(name_of(3), len(data))
     with pytest.raises(OSError, match="No space left"):
@@ -472,37 +448,37 @@ def test_no_room_leaves_nothing_behind(small: Path) -> None:
         tier.probe()
     tier.files.remove_part(name_of(3))
     space = tier.space()
-    assert space.total_bytes == 1024 * KIB
-    assert space.free_bytes == 1024 * KIB - 5 * BLOCK
+    assert space.total_bytes == 1024 * tools.KIB
+    assert space.free_bytes == 1024 * tools.KIB - 5 * tools.BLOCK
     assert space.total_inodes == 64
     assert space.free_inodes == 64 - 4  # the root, parts, a fan-out directory, a replica
     tier.close()
 
 
-@needs_root
+@tools.needs_root
 def test_no_inodes_leaves_nothing_behind(small: Path) -> None:
-    tier = open_tier(small)
+    tier = tools.open_tier(small)
     stored = 0
     while tier.space().free_inodes >= 2:  # a replica may need a fan-out directory as well
         tier.files.write_whole(bytes([stored]) * 16, b"x")
         stored += 1
     for number in range(tier.space().free_inodes):
         (small / f"filler {number}").touch()
-    before = files_below(small)
+    before = tools.files_below(small)
     with pytest.raises(OSError, match="No space left"):
         tier.files.write_whole(bytes([stored]) * 16, b"x")
     assert stored > 20
-    assert files_below(small) == before
+    assert tools.files_below(small) == before
     tier.close()
 
 
-@needs_root
+@tools.needs_root
 def test_a_read_only_tier_serves_and_refuses(small: Path) -> None:
-    tier = open_tier(small)
+    tier = tools.open_tier(small)
     _, total = tier.files.write_whole(NAME, b"good")
     tier.close()
     subprocess.run(["mount", "-o", "remount,ro", small], check=True)
-    tier = open_tier(small)
+    tier = tools.open_tier(small)
     fd = tier.files.open(NAME, total, 4)
     assert read_nowait(fd, 0, 4, memory_backed=tier.memory_backed) == b"good"
     os.close(fd)
@@ -524,9 +500,9 @@ def test_a_read_only_tier_serves_and_refuses(small: Path) -> None:
     tier.close()
 
 
-@needs_root
+@tools.needs_root
 def test_memory_is_known_as_such_and_a_sync_reports_errors(small: Path, disk: Path) -> None:
-    tier = open_tier(small)
+    tier = tools.open_tier(small)
     in_memory = tier.memory_backed
     tier.sync()
     fd = os.open(disk, os.O_RDONLY)
@@ -539,11 +515,11 @@ def test_memory_is_known_as_such_and_a_sync_reports_errors(small: Path, disk: Pa
         tier.sync()
 
 
-@needs_root
+@tools.needs_root
 def test_a_file_system_that_counts_nothing_has_no_room(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "ramfs", "none", tmp_path], check=True)
     try:
-        tier = open_tier(tmp_path)
+        tier = tools.open_tier(tmp_path)
         with pytest.raises(OSError, match="has no size"):
             tier.space()
         tier.close()
@@ -551,7 +527,7 @@ def test_a_file_system_that_counts_nothing_has_no_room(tmp_path: Path) -> None:
         subprocess.run(["umount", tmp_path], check=True)
 
 
-KINDS = ["symlink", "fifo", "directory", "socket", pytest.param("foreign", marks=needs_root)]
+KINDS = ["symlink", "fifo", "directory", "socket", pytest.param("foreign", marks=tools.needs_root)]
 LONG = b"good" * 1024
 ONE, TWO = 0x1, 0xFEDC_BA98_7654_3210
 ROW = TierFile(name_of(1), 1, 4096, 4096, True, 0, TWO, 0)
@@ -579,9 +555,9 @@ def test_in_place_of_files(
     files, segments = tier.files, tier.segments
     assert segments.write_each([(TWO, 0, LONG)]) == [checksum(LONG)]
     (path / "ab").mkdir()
-    part, unfinished = path / "parts" / NAME.hex(), path / whole(b"good", name_of(9))
+    part, unfinished = path / "parts" / NAME.hex(), path / tools.whole(b"good", name_of(9))
     places = {
-        path / whole(b"good"): b"good",
+        path / tools.whole(b"good"): b"good",
         part: b"good",
         unfinished: b"good",
         path / f"segments/{ONE:016x}": LONG,
@@ -623,7 +599,7 @@ def test_in_place_of_files(
         files.finish_part(fd, name_of(9), GOOD)
     os.close(fd)
     files.remove_part(name_of(9))
-    assert code_of(*segments.write_each([(ONE, 0, b"bad")])) == errno.EEXIST
+    assert tools.code_of(*segments.write_each([(ONE, 0, b"bad")])) == errno.EEXIST
     with pytest.raises(OSError, match=r"\.list"):
         segments.lists.append(TWO, [ROW])
     assert files.complete(0xAB) == files.parts() == []
@@ -647,7 +623,7 @@ def test_in_place_of_files(
 
 @pytest.mark.parametrize("kind", ["symlink", "fifo"])
 def test_in_place_of_directories(path: Path, tmp_path: Path, kind: str) -> None:
-    tier = open_tier(path)
+    tier = tools.open_tier(path)
     tier.files.write_whole(NAME, b"good")
     tier.segments.write_each([(ONE, 0, LONG)])
     tier.close()
@@ -658,11 +634,11 @@ def test_in_place_of_directories(path: Path, tmp_path: Path, kind: str) -> None:
         directory.rename(elsewhere / directory.name)
         plant(directory, kind, elsewhere / directory.name)
     before = [os.lstat(directory) for directory in planted]
-    tier = open_tier(path)
+    tier = tools.open_tier(path)
     files, segments = tier.files, tier.segments
     with pytest.raises(NotADirectoryError):
         files.write_whole(name_of(9), b"good")
-    assert code_of(*segments.write_each([(TWO, 0, b"bad")])) == errno.ENOTDIR
+    assert tools.code_of(*segments.write_each([(TWO, 0, b"bad")])) == errno.ENOTDIR
     for use in (
         lambda: files.open(NAME, GOOD, 4),
         lambda: files.verify(NAME, GOOD, 4),
@@ -682,15 +658,15 @@ def test_in_place_of_directories(path: Path, tmp_path: Path, kind: str) -> None:
     assert segments.blocks(ONE) == 0
     tier.close()
     assert [os.lstat(directory) for directory in planted] == before
-    assert files_below(elsewhere) == {whole(b"good"), f"segments/{ONE:016x}"}
-    assert mode_of(elsewhere / whole(b"good")) == 0o600
+    assert tools.files_below(elsewhere) == {tools.whole(b"good"), f"segments/{ONE:016x}"}
+    assert tools.mode_of(elsewhere / tools.whole(b"good")) == 0o600
     assert (elsewhere / f"segments/{ONE:016x}").read_bytes() == LONG
     assert list((path / "parts").iterdir()) == []
 
 
 def test_in_place_of_the_directory_of_parts(path: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
-    tier = open_tier(path)
+    tier = tools.open_tier(path)
     os.close(tier.files.create_part(NAME, 4))
     (path / "parts").rename(elsewhere)
     (elsewhere / ".probe-0").touch()
@@ -698,7 +674,7 @@ def test_in_place_of_the_directory_of_parts(path: Path, tmp_path: Path) -> None:
     other.mkdir()
     (other / "parts").symlink_to(elsewhere)
     with pytest.raises(NotADirectoryError):
-        open_tier(other)
+        tools.open_tier(other)
     fd = os.open(other, os.O_DIRECTORY)
     assert tier.reopen(fd)
     os.close(fd)
@@ -715,5 +691,5 @@ def test_in_place_of_the_directory_of_parts(path: Path, tmp_path: Path) -> None:
     tier.files.discard(NAME)
     assert tier.files.parts() == []
     tier.close()
-    assert files_below(elsewhere) == {NAME.hex(), ".probe-0"}
+    assert tools.files_below(elsewhere) == {NAME.hex(), ".probe-0"}
     assert (other / "parts").is_symlink()

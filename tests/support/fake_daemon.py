@@ -110,9 +110,6 @@ def only_these(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sta
             one.close()
 
 
-# Fixed states.
-
-
 def healthy() -> Report:
     """The report of a mount that serves and copies nothing; its keys are those of a real one."""
     report: Report = json.loads(Path(__file__).with_name("status.json").read_text())

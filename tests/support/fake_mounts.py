@@ -92,9 +92,7 @@ class Area:
         return found
 
     def assert_nothing_runs(self) -> None:
-        mounting.wait_for(
-            lambda: not mounting.processes_about(str(self.path)), "processes to end", 5
-        )
+        mounting.wait_for(lambda: not mounting.processes_about(str(self.path)), "all to end", 5)
         mounting.wait_for(lambda: not self.workers(), "workers to end", 5)
         assert mounting.fuse_mounts(str(self.path)) == []
 

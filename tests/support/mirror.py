@@ -14,6 +14,7 @@ from typing import Any
 
 import trio
 
+from monarchfs import types
 from monarchfs.cache.accounts import Accounts, CacheOptions
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.index import Index
@@ -33,23 +34,9 @@ from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.small_files import SmallFiles
 from monarchfs.source.source import Source
 from monarchfs.system.memory import MemoryHeadroom
-from monarchfs.types import (
-    ROOT_INO,
-    Data,
-    EvictionPolicy,
-    FreshnessMode,
-    Lane,
-    Node,
-    Replica,
-    ReplicaState,
-    SourceStat,
-    TierSize,
-    TierTotals,
-)
 from tests.layers.whole import RecordingKernel, WholeReaders, WholeReads
 from tests.support.accounts import check_accounts
-from tests.support.faults import FaultySource, FaultyTier
-from tests.support.open_directories import keep_no_directories
+from tests.support.faults import FaultySource, FaultyTier, keep_no_directories
 from tests.support.timing import WAIT_SECONDS, Stopwatch
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -98,7 +85,7 @@ class Area:
         """Until no file could be changed without its version changing."""
         root = self.source.stat().st_dev
         for path in self.source.rglob("*"):
-            version = SourceStat.of(path.lstat(), root).version
+            version = types.SourceStat.of(path.lstat(), root).version
             await until(lambda: version.past_racy_window(time.time_ns()), "the clock to tick")  # noqa: B023
 
     @asynccontextmanager
@@ -108,7 +95,7 @@ class Area:
         *,
         keeps: bool = True,
         copies: bool = True,
-        mode: FreshnessMode = FreshnessMode.IMMUTABLE,
+        mode: types.FreshnessMode = types.FreshnessMode.IMMUTABLE,
         ttl: float = 60.0,
         deadline: float = 5.0,
         copy_workers: int = 2,
@@ -116,7 +103,7 @@ class Area:
         floor: float = 1.0,
         boot_id: bytes = b"first boot",
         partial_min_bytes: int = 2 * MIB,
-        eviction: EvictionPolicy = EvictionPolicy.KEEP,
+        eviction: types.EvictionPolicy = types.EvictionPolicy.KEEP,
         headroom: Callable[[], MemoryHeadroom] | None = None,
         shares: bool = True,
         sound: bool = True,
@@ -149,7 +136,7 @@ class Area:
                 accounts = Accounts(
                     index,
                     [
-                        (tier, TierSize(bytes=capacity))
+                        (tier, types.TierSize(bytes=capacity))
                         for tier, capacity in zip(opened, tiers, strict=True)
                     ],
                     metrics,
@@ -234,7 +221,7 @@ class Mirror:
             workers=self.workers,
             rate=self.rate,
             floor=self.floor,
-            trusts_times=self.freshness.mode is FreshnessMode.IMMUTABLE,
+            trusts_times=self.freshness.mode is types.FreshnessMode.IMMUTABLE,
         )
         self.tree = Tree(
             *(index, self.source, self.freshness, self.metrics, nursery),
@@ -287,9 +274,9 @@ class Mirror:
 
     # -- what the kernel would do
 
-    async def walk(self, path: str) -> Node | None:
+    async def walk(self, path: str) -> types.Node | None:
         """The node at a path, None where there is none. Raises OSError."""
-        node = self.index.nodes.node(ROOT_INO)
+        node = self.index.nodes.node(types.ROOT_INO)
         for name in path.encode().split(b"/") if path else ():
             assert node is not None
             found = await self.tree.names.lookup(node.ino, name)
@@ -298,7 +285,7 @@ class Mirror:
             node = found.node
         return node
 
-    async def node(self, path: str) -> Node:
+    async def node(self, path: str) -> types.Node:
         node = await self.walk(path)
         assert node is not None, path
         return node
@@ -313,7 +300,7 @@ class Mirror:
         return self.files.known_open(ino) or await self.files.open(ino)
 
     async def read(self, handle: FileHandle, offset: int, size: int) -> bytes:
-        data: Data | None = handle.known_read(offset, size)
+        data: types.Data | None = handle.known_read(offset, size)
         if data is None:
             data = await handle.read(offset, size)
         return bytes(data)
@@ -346,10 +333,10 @@ class Mirror:
         ino = (self.area.source / path).stat().st_ino
         return sum(read.size for read in self.posix.reads if read.ino == ino)
 
-    def record(self, ino: int) -> Replica | None:
+    def record(self, ino: int) -> types.Replica | None:
         return self.index.replicas.replica(ino)
 
-    def replica(self, ino: int) -> Replica:
+    def replica(self, ino: int) -> types.Replica:
         found = self.record(ino)
         assert found is not None
         return found
@@ -408,9 +395,9 @@ class Mirror:
             records = [r for _ino, r in self.index.replicas.all() if r.tier == tier.id]
             sharing = [r for r in records if r.segment]
             own = {_file_name(r): r for r in records if not r.segment}
-            parts = {name for name, r in own.items() if r.state is ReplicaState.PARTIAL}
+            parts = {name for name, r in own.items() if r.state is types.ReplicaState.PARTIAL}
             whole = own.keys() - parts
-            found = sum(r.state is ReplicaState.FOUND for r in records)
+            found = sum(r.state is types.ReplicaState.FOUND for r in records)
             assert {file.name for file in (path / "parts").iterdir()} == parts
             assert {file.name for file in path.glob("??/*")} == whole
             occupied = {
@@ -436,7 +423,7 @@ class Mirror:
                 assert held == in_segments[segment]
             blocks = sum(r.allocated_bytes for r in records)
             assert self.placement.ledger(tier.id).usage[0] == blocks, (own, tier.id)
-            totals = self.index.replicas.tier_totals().get(tier.id, TierTotals())
+            totals = self.index.replicas.tier_totals().get(tier.id, types.TierTotals())
             assert totals == (len(whole) + len(sharing) - found, len(parts), found, blocks)
 
     def reason(self, ino: int) -> str:
@@ -448,7 +435,7 @@ class Mirror:
         return [self.residency.state(ino) for ino in inos]
 
     async def want(self, path: str, priority: int = Priority.SCANNED) -> None:
-        node = await self.tree.names.find(ROOT_INO, path.encode(), Lane.BACKGROUND)
+        node = await self.tree.names.find(types.ROOT_INO, path.encode(), types.Lane.BACKGROUND)
         assert node is not None
         self.copier.jobs.want(node.ino, Priority(priority))
 
@@ -457,9 +444,9 @@ class Mirror:
             await self.want(path)
 
 
-def _file_name(replica: Replica) -> str:
+def _file_name(replica: types.Replica) -> str:
     """That of a replica which is no record of a segment."""
-    is_part = replica.state is ReplicaState.PARTIAL
+    is_part = replica.state is types.ReplicaState.PARTIAL
     return replica.name.hex() + ("" if is_part else f".{replica.checksum:016x}")
 
 

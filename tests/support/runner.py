@@ -231,9 +231,6 @@ def mounted(area: Area, **options: Any) -> Runner:
     return Runner(area, **options)
 
 
-# -- what the kernel would do
-
-
 walk = Mirror.walk
 
 

@@ -47,18 +47,10 @@ from monarchfs.control.registration import Registered
 from monarchfs.exporter import wire
 from monarchfs.hints import find_mount
 from monarchfs.metrics.names import Values
-from tests.support import surroundings
+from tests.support import observation, surroundings
 from tests.support.dataset import Dataset, bytes_of
 from tests.support.mounting import Bench, Mount, run, wait_for
-from tests.support.observation import (
-    Expected,
-    Observed,
-    counters,
-    recorded,
-    state,
-    under_way,
-    unmet,
-)
+from tests.support.observation import state
 from tests.support.processes import open_slots, state_of
 from tests.support.reading import COMMAND, Reader, digest
 from tests.support.timing import Late, Stopwatch
@@ -84,7 +76,7 @@ class Scenario:
     worker as far as the scenario knows."""
 
     def __init__(self, work: Bench, *options: str, apart: bool = False) -> None:
-        self.observed: dict[str, Observed] = {}
+        self.observed: dict[str, observation.Observed] = {}
         self._work = work
         self._options = options
         self._apart = apart
@@ -99,7 +91,7 @@ class Scenario:
         self._tells_opens = True
         self._chance = random.Random(7)
         self._paused = 0
-        self._base: Observed = {}
+        self._base: observation.Observed = {}
         self._readers: dict[str, Reader] = {}
         self._waited_for: dict[str, list[str]] = {}
 
@@ -473,7 +465,7 @@ class Scenario:
     def check(self, *label: str) -> None:
         """Wait until nothing is under way, and note what happened since the last check."""
         self._rest()
-        now = counters(self._source.counts(), self._mnt.status(), self._metrics())
+        now = observation.counters(self._source.counts(), self._mnt.status(), self._metrics())
         found = {key: value - self._base.get(key, 0) for key, value in now.items()}
         found |= state(self._mnt.status())
         self._base = now
@@ -486,7 +478,7 @@ class Scenario:
 
         def at_rest() -> bool:
             left.clear()
-            left.update(under_way(self._metrics()))
+            left.update(observation.under_way(self._metrics()))
             return not left
 
         try:
@@ -549,11 +541,11 @@ class Scenario:
 class Script:
     def __init__(self, text: str) -> None:
         self.lines: list[str] = []
-        self.expected: dict[str, list[Expected]] = {}
+        self.expected: dict[str, list[observation.Expected]] = {}
         label = ""
         for line in textwrap.dedent(text).strip("\n").splitlines():
             if line.startswith(" "):
-                self.expected[label].append(Expected.parse(line))
+                self.expected[label].append(observation.Expected.parse(line))
                 continue
             self.lines.append(line)
             if found := _CHECK.search(line):
@@ -569,12 +561,12 @@ class Script:
                 found += [f"  {expected.text()}" for expected in self.expected[label[1].strip()]]
         return "\n".join(found) + "\n"
 
-    def record(self, observed: Mapping[str, Observed]) -> None:
+    def record(self, observed: Mapping[str, observation.Observed]) -> None:
         for label, lines in self.expected.items():
-            self.expected[label] = recorded(lines, observed[label])
+            self.expected[label] = observation.recorded(lines, observed[label])
 
 
-def play(work: Bench, text: str, *options: str) -> dict[str, Observed]:
+def play(work: Bench, text: str, *options: str) -> dict[str, observation.Observed]:
     """Carry out a scenario, and see that what its checks name was observed; all that was."""
     script = Script(text)
     observed = perform(work, script, *options)
@@ -583,7 +575,7 @@ def play(work: Bench, text: str, *options: str) -> dict[str, Observed]:
     return observed
 
 
-def perform(work: Bench, script: Script, *options: str) -> dict[str, Observed]:
+def perform(work: Bench, script: Script, *options: str) -> dict[str, observation.Observed]:
     with playing(work, *options) as scenario:
         for line in script.lines:
             scenario.play(line)
@@ -601,9 +593,11 @@ def playing(work: Bench, *options: str, apart: bool = False) -> Iterator[Scenari
         scenario.tear_down()
 
 
-def differences(script: Script, observed: Mapping[str, Observed], *, complete: bool) -> list[str]:
+def differences(
+    script: Script, observed: Mapping[str, observation.Observed], *, complete: bool
+) -> list[str]:
     return [
         f"{label}: {words}"
         for label, lines in script.expected.items()
-        for words in unmet(lines, observed[label], complete=complete)
+        for words in observation.unmet(lines, observed[label], complete=complete)
     ]

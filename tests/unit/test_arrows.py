@@ -89,9 +89,6 @@ def test_the_table_has_every_unit_and_only_what_it_imports() -> None:
         if (unit, other) not in used
     ]
     assert not unused
-
-
-def test_a_module_imports_only_what_it_may() -> None:
     wrong = [
         f"{file} imports {name}"
         for unit, file, name in imports()
@@ -99,9 +96,6 @@ def test_a_module_imports_only_what_it_may() -> None:
         if unit_of(name.split(".")[1:]) not in MAY_IMPORT[unit] | {unit, "__version__"}
     ]
     assert not wrong
-
-
-def test_no_module_imports_itself_by_way_of_others() -> None:
     modules = {module_of(path): path for path in PACKAGE.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for _unit, file, name in imports():
@@ -121,9 +115,6 @@ def test_a_c_file_includes_only_what_it_may() -> None:
         if against := {other for other in others if unit_of(other.split("/")) not in allowed}:
             wrong[name] = against
     assert not wrong
-
-
-def test_no_c_file_includes_itself_by_way_of_others() -> None:
     TopologicalSorter(INCLUDES).prepare()
 
 
@@ -133,7 +124,7 @@ def module_of(path: Path) -> str:
     )
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_libraries_are_declared_and_few_load_them() -> None:
     """Another package may bring it, and leave it out one day."""
     text = (PACKAGE.parent / "pyproject.toml").read_text("utf-8")
     lists = re.findall(r"^(?:dependencies|darshan) = \[(.*?)\]$", text, re.MULTILINE | re.DOTALL)
@@ -142,16 +133,8 @@ def test_what_is_imported_is_declared() -> None:
     # The last one is the type checker's.
     others = imported - sys.stdlib_module_names - {"monarchfs", "tomllib", "typing_extensions"}
     assert others == {name.replace("-", "_") for name in declared}
-
-
-def test_a_library_has_one_user() -> None:
     used = {(name.split(".")[0], unit) for unit, _f, name in imports()}
-    assert {(library, unit) for library, unit in used if library in ONLY_USER} == {
-        *ONLY_USER.items()
-    }
-
-
-def test_the_supervisor_and_the_command_line_stay_light() -> None:
+    assert {one for one in used if one[0] in ONLY_USER} == {*ONLY_USER.items()}
     for unit, file, name in imports():
         light = unit == "system" and Path(file).stem not in WITH_TRIO
         if light or unit in ("supervisor", "cli", "control", "config", "text", "hints"):

@@ -87,9 +87,7 @@ REFUSED: list[tuple[Callable[[object], object], str, list[object]]] = [
 
 
 @pytest.mark.parametrize(("parse", "value", "texts"), UNDERSTOOD)
-def test_values_that_are_understood(
-    parse: Callable[[object], object], value: object, texts: list[object]
-) -> None:
+def test_accepted(parse: Callable[[object], object], value: object, texts: list[object]) -> None:
     for text in texts:
         assert parse(text) == value, text
 
@@ -166,9 +164,6 @@ def test_what_a_mount_option_says_last_counts_and_user_with_a_value_is_ours() ->
     assert merge(from_mount_options(["noexec"])).noexec
     assert not merge(from_mount_options(["noexec,exec"])).noexec
     assert merge(from_mount_options(["user=alice"])).user == "alice"
-
-
-def test_options_are_divided_at_commas_that_are_not_escaped() -> None:
     for text, words in (
         (r"ro,tier=/a\,b\\c=1G,,x-y", ["ro", r"tier=/a,b\c=1G", "x-y"]),
         ('tier="/a,b=1G",ro', ["tier=/a,b=1G", "ro"]),
@@ -201,9 +196,7 @@ def test_escaped_options_are_split_as_they_were(words: list[str]) -> None:
         ("metrics_port = 9464.5", ["line 1: "]),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_with_line_and_key(
-    tmp_path: Path, content: str, words: list[str]
-) -> None:
+def test_errors_are_told_by_line_and_key(tmp_path: Path, content: str, words: list[str]) -> None:
     file = tmp_path / "bad.toml"
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
@@ -281,9 +274,6 @@ def test_the_user_behind_sudo_is_the_default(monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_user(None, {"SUDO_UID": "junk"}).uid == 0
     monkeypatch.setattr(os, "geteuid", lambda: 1234567)
     assert resolve_user(None, {"SUDO_UID": "0"}).uid == 1234567
-
-
-# From the environment and a user's own file
 
 
 @pytest.fixture
@@ -369,9 +359,6 @@ def test_the_variable_of_tiers_takes_several() -> None:
     assert [tier.path for tier in settings_from(parse(), environ=environ).tier or ()] == [
         *("/dev/shm", "/scr,atch")
     ]
-
-
-def test_what_slurms_jobs_are_told_is_no_setting() -> None:
     told = {"MONARCHFS_ROOT": "/run/x", "MONARCHFS_DATA_PATH": "/run/y", "MONARCHFS_WARNING": "no"}
     assert settings_from(parse(), environ=told) == Settings()
     assert read_personal(told, None).unknown == ()
@@ -383,9 +370,7 @@ def test_what_slurms_jobs_are_told_is_no_setting() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sudo"), [(["--user", NOBODY], ""), (["-o", f"user={NOBODY}"], ""), ([], "1000")]
 )
-def test_root_takes_nothing_from_whom_it_acts_for(
-    home: Path, arguments: list[str], sudo: str
-) -> None:
+def test_root_takes_nothing_of_whom_it_helps(home: Path, arguments: list[str], sudo: str) -> None:
     write(home / "monarchfs.toml", "copy_workers = 2\n")
     environ = {
         "HOME": str(home.parent),

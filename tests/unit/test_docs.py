@@ -159,10 +159,7 @@ def test_the_readme_has_all_documents() -> None:
     readme = (REPOSITORY / "README.md").read_text()
     for document in (REPOSITORY / "docs").glob("*.md"):
         assert f"(docs/{document.name})" in readme, document.name
-
-
-def test_pip_is_not_given_our_name() -> None:
-    """There is no release of ours on the index: what has the name there is somebody else's."""
+    # There is no release of ours on the index: what has the name there is somebody else's.
     documents = (*ABOUT_USE, REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md")
     for path in (*documents, *(REPOSITORY / "monarchfs").rglob("*.py")):
         named = re.search(r"pip install [^\n]*(?<![\w./-])monarchfs(?![\w/-])", path.read_text())
@@ -237,9 +234,6 @@ def test_the_tests_that_promises_name_exist(document: str) -> None:
 def test_the_tests_that_are_run_with_the_oldest_libraries_exist() -> None:
     (paths,) = re.findall(r"^ +(tests/.*)$", (REPOSITORY / ".ci/packaging").read_text(), re.M)
     execute(["bash", "-c", f"ls -d {paths}"], cwd=REPOSITORY, check=True)
-
-
-def test_every_promise_and_every_hostile_surface_names_one() -> None:
     semantics, security = (
         (REPOSITORY / "docs" / name).read_text() for name in ("SEMANTICS.md", "SECURITY.md")
     )

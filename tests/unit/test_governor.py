@@ -120,14 +120,11 @@ def test_it_gives_way_to_others_and_comes_back(floor: float, readers: int, share
     assert copies.governor.reason is None
 
 
-def test_our_own_load_never_becomes_the_usual_however_long_it_lasts() -> None:
+def test_the_usual_load_is_others_that_stay_and_never_our_own() -> None:
     copies, others = node(), Party(600, 620, 4)
     simulate(Source(), [copies, others], 620)
     assert copies.rate(0, 600) > 0.98 * BANDWIDTH
     assert others.rate(605, 620) == pytest.approx(BANDWIDTH * 4 / 5, rel=0.05)
-
-
-def test_others_that_stay_become_the_usual_and_both_have_a_share() -> None:
     copies, others = node(), Party(10, readers=4)
     simulate(Source(), [copies, others], 300)
     assert copies.rate(20, 60) < 0.25 * BANDWIDTH
@@ -209,7 +206,7 @@ CHANGES = st.tuples(st.sampled_from("car"), st.integers(0, 15), st.integers(1, 8
 
 
 @given(st.lists(CHANGES, max_size=40))
-def test_chunks_are_claimed_once_and_only_what_arrived_is_saved(
+def test_chunks_are_claimed_once_and_saved_if_arrived(
     changes: list[tuple[str, int, int]],
 ) -> None:
     """What is claimed arrives or is released."""
@@ -263,9 +260,7 @@ def test_the_queue_gives_each_file_once_by_best_priority(jobs: list[tuple[int, P
     st.integers(0, 5),
     st.integers(0, 5),
 )
-def test_a_look_at_the_next_ones_leaves_the_others_in_their_order(
-    jobs: list[tuple[int, Priority]], count: int, taken: int
-) -> None:
+def test_a_look_leaves_the_order(jobs: list[tuple[int, Priority]], count: int, taken: int) -> None:
     queues = CopyQueue(), CopyQueue()
     for queue in queues:
         by_ino = [CopyJob(ino) for ino in range(10)]
@@ -289,9 +284,6 @@ def test_a_sequential_reader_gets_a_growing_window() -> None:
     assert max(windows) > 16
     assert max(stops) >= 40
     assert sum(stop > chunk + 1 for chunk, stop in enumerate(stops)) < 12, "not in portions"
-
-
-def test_a_reader_that_jumps_gets_none_and_starts_anew() -> None:
     ahead = Readahead(32)
     for chunk in range(20):
         ahead.advance(chunk, chunk + 1)
@@ -301,7 +293,7 @@ def test_a_reader_that_jumps_gets_none_and_starts_anew() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 8)), max_size=60))
-def test_it_never_asks_for_less_than_the_read_or_more_than_the_window(
+def test_it_asks_for_the_read_at_least_and_the_window_at_most(
     reads: list[tuple[int, int]],
 ) -> None:
     ahead = Readahead(16)
@@ -318,7 +310,7 @@ def test_it_never_asks_for_less_than_the_read_or_more_than_the_window(
         )
     )
 )
-def test_what_waits_is_never_more_than_was_opened_and_one_file(
+def test_no_more_waits_than_was_opened_and_one_file(
     events: list[tuple[str, int, int]],
 ) -> None:
     some = Allowance()

@@ -145,6 +145,12 @@ def test_an_open_that_is_carried_out_twice_is_one_handle(table: int) -> None:
     assert slots.add(7, 102 | handle_table.RESENT) != answer
     assert slots.add(7, 100) != answer  # not a repetition: the kernel says so where it is one
     assert len(slots) == 3
+    size = os.fstat(table).st_size
+    for wrong in (0, size - 1, size + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(table, wrong)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(table, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
 
 
 def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
@@ -164,23 +170,11 @@ def test_a_handle_that_was_taken_over_is_released_once(table: int) -> None:
     assert first.released == 2
 
 
-def test_its_memory_cannot_shrink_under_its_users(table: int) -> None:
-    size = os.fstat(table).st_size
-    for wrong in (0, size - 1, size + 1):
-        with pytest.raises(PermissionError):
-            os.ftruncate(table, wrong)
-    with pytest.raises(PermissionError):
-        fcntl.fcntl(table, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-
-
 @pytest.mark.parametrize("free_opens", [True, False])
 def test_auto_has_the_worker_read_many_small_files_whose_opens_are_free(free_opens: bool) -> None:
     for files, size in ((0, 0), (100, 100 << 30)):
         assert kernel_reads(files, size, free_opens=free_opens)
     assert kernel_reads(1_000_000, 110_000_000_000, free_opens=free_opens) is not free_opens
-
-
-# Counts that go on from what an earlier worker has counted
 
 
 SIZE = 64 << 10
@@ -257,6 +251,11 @@ def test_one_killed_while_it_saves_leaves_what_was_saved_before(memory: int) -> 
     # All of the second one but its last store.
     os.pwrite(memory, saved[:8], 0)
     assert metrics_of(restored(memory)).local_opens == 3
+    parts = counted()
+    for number in range(2000):
+        metrics_of(parts).tier_failed(f"/tiers/{number}", errno.EIO)
+    with pytest.raises(ValueError, match="too many"):
+        PersistentCounts(memory, parts).save()
 
 
 def put(memory: int, document: bytes, length: int | None = None) -> None:
@@ -295,11 +294,3 @@ def test_what_another_release_has_otherwise_is_passed_over(memory: int) -> None:
     metrics_of(expected).local_opens = 2
     metrics_of(expected).copy_errors.by_name["EIO"] = 1
     assert repr(plain(restored(memory))) == repr(plain(expected))
-
-
-def test_more_than_fits_is_said(memory: int) -> None:
-    parts = counted()
-    for number in range(2000):
-        metrics_of(parts).tier_failed(f"/tiers/{number}", errno.EIO)
-    with pytest.raises(ValueError, match="too many"):
-        PersistentCounts(memory, parts).save()

@@ -36,9 +36,6 @@ def test_a_failed_write_takes_it_out_but_what_it_holds_is_served() -> None:
     assert health.since == 5.0
     assert health.readable
     assert not health.failed(6.0, error(errno.EIO), reading=False), "it is out already"
-
-
-def test_one_lost_replica_and_errors_of_the_process_say_nothing_of_the_tier() -> None:
     health = Health()
     for code in (errno.ESTALE, errno.EACCES, *NOT_THE_TIERS):
         assert not health.failed(0.0, error(code), reading=True)
@@ -47,7 +44,7 @@ def test_one_lost_replica_and_errors_of_the_process_say_nothing_of_the_tier() ->
     assert health.reason is None
 
 
-def test_it_is_probed_after_a_second_and_then_less_and_less_often() -> None:
+def test_it_is_probed_less_and_less_often_also_if_it_fails_again_at_once() -> None:
     health = Health()
     health.failed(0.0, error(errno.EDQUOT), reading=False)
     now, waits = 0.0, []
@@ -62,9 +59,7 @@ def test_it_is_probed_after_a_second_and_then_less_and_less_often() -> None:
     assert waits[0] == FIRST_PROBE_SECONDS
     assert waits == sorted(waits)
     assert waits[-1] == LAST_PROBE_SECONDS
-
-
-def test_one_that_fails_again_at_once_is_probed_later() -> None:
+    # One that fails again at once.
     health = Health()
     health.failed(0.0, error(errno.EDQUOT), reading=False)
     assert health.probed(1.0, None)
@@ -160,9 +155,7 @@ def expected(rows: list[comparison.Row], files: list[TierFile]) -> set[compariso
 
 
 @given(rows_of_names, files_of_names)
-def test_the_merge_finds_what_looking_up_finds(
-    rows: list[comparison.Row], files: list[TierFile]
-) -> None:
+def test_the_merge_finds_what_lookups_do(rows: list[comparison.Row], files: list[TierFile]) -> None:
     found = comparison.compare(rows, files)
     assert len(found) == len(set(found))
     assert set(found) == expected(rows, files)
@@ -218,9 +211,6 @@ def test_each_foreign_replica_is_found_once_wherever_the_last_search_ended() -> 
     assert len(set(first)) == 7
     assert set(again) == foreign
     assert len(again) == 40
-
-
-def test_a_search_in_vain_is_short_and_not_repeated_before_one_is_stored() -> None:
     replicas = FakeReplicas(names_of(b"o", 3 * MOST_NAMES))
     lookup = lookup_of(replicas)
     for _ in range(5):

@@ -11,20 +11,11 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from monarchfs.system.memory import (
-    UNLIMITED,
-    MemoryHeadroom,
-    MemoryProbe,
-    hierarchy_of,
-    levels,
-    machine_memory,
-    parse_groups,
-    parse_mountinfo,
-)
+from monarchfs.system import memory
 
 MIB = 1024 * 1024
 V1_UNLIMITED = 9223372036854771712
-MACHINE = MemoryHeadroom(8000 * MIB, 16000 * MIB, "machine")
+MACHINE = memory.MemoryHeadroom(8000 * MIB, 16000 * MIB, "machine")
 
 V2_MOUNT = "30 23 0:26 {root} /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
 V1_MOUNT = "35 31 0:32 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
@@ -77,8 +68,8 @@ class Tree:
         lines = [f"{name} {count * MIB}" for name, count in stat.items()]
         self.write(f"{directory}/memory.stat", "\n".join(lines))
 
-    def read(self) -> MemoryHeadroom:
-        return MemoryProbe(str(self.root), lambda: (8000 * MIB, 16000 * MIB)).read()
+    def read(self) -> memory.MemoryHeadroom:
+        return memory.MemoryProbe(str(self.root), lambda: (8000 * MIB, 16000 * MIB)).read()
 
 
 @pytest.fixture
@@ -88,15 +79,18 @@ def tree(tmp_path: Path) -> Tree:
 
 def test_without_groups_the_machine_limits(tree: Tree, tmp_path: Path) -> None:
     assert tree.read() == MACHINE
-    assert MemoryProbe(str(tmp_path / "nothing"), lambda: (5, 7)).read() == (5, 7, "machine")
+    assert memory.MemoryProbe(str(tmp_path / "nothing"), lambda: (5, 7)).read() == (5, 7, "machine")
 
 
 @pytest.mark.parametrize("error", [OSError(), ValueError(), KeyError("MemTotal"), RuntimeError()])
 def test_a_machine_that_does_not_tell(tree: Tree, error: Exception) -> None:
     fails = Mock(side_effect=error)
-    probe = MemoryProbe(str(tree.root), fails)
-    assert probe.read() == (UNLIMITED, UNLIMITED, "nothing known")
-    assert MemoryProbe(str(tree.root / "nothing"), fails).read().available_bytes == UNLIMITED
+    probe = memory.MemoryProbe(str(tree.root), fails)
+    assert probe.read() == (memory.UNLIMITED, memory.UNLIMITED, "nothing known")
+    assert (
+        memory.MemoryProbe(str(tree.root / "nothing"), fails).read().available_bytes
+        == memory.UNLIMITED
+    )
     # No limit in version 1 is none.
     tree.mounts(V1_MOUNT.format(root="/"))
     tree.groups("4:memory:/job")
@@ -130,7 +124,7 @@ def test_the_group_is_asked_for_each_time(tree: Tree) -> None:
     tree.v2("/a", str(10 * MIB))
     tree.v2("/b", str(20 * MIB))
     tree.in_v2("/")
-    probe = MemoryProbe(str(tree.root), lambda: (8000 * MIB, 16000 * MIB))
+    probe = memory.MemoryProbe(str(tree.root), lambda: (8000 * MIB, 16000 * MIB))
     for group, limit in (("/a", 10), ("/b", 20), ("/c", None), ("/b (deleted)", None)):
         tree.groups(f"0::{group}")
         assert probe.read() == ((limit * MIB, limit * MIB, f"cgroup {group}") if limit else MACHINE)
@@ -217,9 +211,9 @@ def test_groups_that_make_no_sense(tree: Tree, line: str) -> None:
 
 def test_this_machine() -> None:
     total = psutil.virtual_memory().total
-    available, of_machine = machine_memory()
+    available, of_machine = memory.machine_memory()
     assert 0 < available < of_machine == total
-    room = MemoryProbe().read()
+    room = memory.MemoryProbe().read()
     assert 0 <= room.available_bytes <= room.limit_bytes
     assert room.available_bytes < total
     assert room.limited_by == "machine" or room.limited_by.startswith("cgroup /")
@@ -234,12 +228,14 @@ print(*MemoryProbe().read())
 
 
 def test_a_real_group() -> None:
-    own = parse_groups(Path("/proc/self/cgroup").read_bytes()).get(2, b"")
-    hierarchy = hierarchy_of(parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()), 2, own)
+    own = memory.parse_groups(Path("/proc/self/cgroup").read_bytes()).get(2, b"")
+    hierarchy = memory.hierarchy_of(
+        memory.parse_mountinfo(Path("/proc/self/mountinfo").read_bytes()), 2, own
+    )
     if hierarchy is None:
         pytest.skip("needs control groups, version 2: mount -t cgroup2 none /sys/fs/cgroup")
     # Beside our own group: one that holds processes may not hand out controllers.
-    mine = Path(os.fsdecode(hierarchy.mount_point + next(levels(own, hierarchy.root))))
+    mine = Path(os.fsdecode(hierarchy.mount_point + next(memory.levels(own, hierarchy.root))))
     parent = mine if own == hierarchy.root else mine.parent
     if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
         pytest.skip("needs version 2 of the memory controller: boot with cgroup_no_v1=memory")

@@ -111,9 +111,6 @@ def test_what_makes_sense_comes_through() -> None:
     files = [[1, "ab/abc.0123", 5]]
     assert parse(say(event="back", number=1, files=files)) == Back(1, (Offer(1, "ab/abc.0123", 5),))
     assert parse(say(event="unback", number=1, ids=[2, -1, "3", True])) == Unback(1, (2,))
-
-
-def test_a_part_that_makes_no_sense_is_left_out_and_counted() -> None:
     said = b"""{"event": "status", "number": 3, "status": {"state": 1, "worker": [1], "tiers": [2],
         "passthrough": null, "files": {"known": NaN, "resident": 1e999, "partial": 4},
         "new": [1, -Infinity, 18446744073709551616]}}"""
@@ -184,9 +181,7 @@ def test_a_workers_log_is_bounded(tmp_path: Path, beside: str) -> None:
     assert sorted(os.listdir(tmp_path)) == ["other", "worker.log", "worker.log.1"]
 
 
-def test_what_a_log_cannot_take_is_lost_and_raises_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_log_cannot_take_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full, its file server gone, or closing says so; and others rotate the file."""
     path, handler = tmp_path / "log", log_file_handler(f"{tmp_path}/log", ME)
     assert isinstance(handler, logging.StreamHandler)
@@ -213,9 +208,7 @@ def test_what_a_log_cannot_take_is_lost_and_raises_nothing(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", ["syslog", "stderr"])
-def test_a_log_that_nobody_reads_holds_up_nobody(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_waits_for_a_log(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as syslog,

@@ -28,12 +28,22 @@ from monarchfs.fuse.protocol import (
 from monarchfs.fuse.session import hooks
 from monarchfs.metadata.tree import Entry
 from monarchfs.types import Node, SourceStat
-from tests.support.fuse_init import LINUX_6_18, request
 
 ENTRY_BYTES = 128
+# What Linux 6.18 sent on /dev/fuse: 104 bytes, minor 45, INIT_EXT and flags2 set.
+LINUX_6_18 = bytes.fromhex(
+    "680000001a0000000200000000000000000000000000000000000000000000000000000000000000"
+    "070000002d00000000000200fbffff73fd050000" + "00" * 44
+)
 
 library = ctypes.CDLL(hooks.__file__)
 library.names_enter.restype = ctypes.c_bool
+
+
+def request(flags: int, *, unique: int = 2, max_readahead: int = 131072) -> bytes:
+    body = struct.pack("=IIIII44x", 7, 31, max_readahead, flags & 0xFFFFFFFF, flags >> 32)
+    header = IN_HEADER.pack(IN_HEADER.size + len(body), FUSE_INIT, unique, 0, 0, 0, 0, 0, 0)
+    return header + body
 
 
 def answered(parent: int, name: bytes) -> bytes | None:
@@ -60,9 +70,6 @@ def test_what_does_not_fit_is_not_answered() -> None:
     hooks.names_put(1, b"n" * 256, 100.0, False, node_of(5))
     assert answered(1, b"late") is None
     assert answered(1, b"n" * 256) is None
-
-
-def test_a_found_name() -> None:
     packed = packing.entry(Entry(node_of(2**50, size=10**13), 1.5, 365 * 86_400.0))
     assert len(packed) == 40 + 88
     assert struct.unpack_from("=QQQQII", packed) == (2**50, 0, 1, 365 * 86_400, 500_000_000, 0)

@@ -113,9 +113,7 @@ def in_turns(numbers: list[int], readers: int, batch: int, rng: random.Random) -
     st.sampled_from([0.0, 0.5, 0.9]),
     st.integers(0, 1000),
 )
-def test_readers_that_take_turns_are_followed(
-    readers: int, batch: int, share: float, seed: int
-) -> None:
+def test_taking_turns_is_followed(readers: int, batch: int, share: float, seed: int) -> None:
     rng = random.Random(seed)
     numbers = list(range(600))
     rng.shuffle(numbers)
@@ -158,9 +156,6 @@ def test_files_that_others_read_do_not_end_an_order() -> None:
         reading.open(100_000 + number)
     assert not reading.given_up
     assert reading.order.ended
-
-
-def test_opens_of_other_files_are_looked_for_ever_more_rarely() -> None:
     order, searches = order_of(range(100)), 0
     for number in range(1000, 41000):
         if order.strayed(1000 + number):
@@ -180,9 +175,6 @@ def test_what_nobody_opens_is_given_up_when_readers_are_far() -> None:
     assert all((ino - 1000) % 3 == 0 for ino in reading.wasted)
     assert len(reading.wasted) > LAG // 4
     assert reading.order.fetched_bytes <= DISTANCE + 32 * SIZE
-
-
-def test_what_comes_next_is_awaited_until_it_was_opened_or_nobody_reads_on() -> None:
     names = LAG + 100
     order = order_of(list(range(1, names + 1)))
     far = []
@@ -319,9 +311,6 @@ def test_orders_are_kept_until_they_are_over(tmp_path: Path) -> None:
     said.keep_weights([(1, 1.0)], replace=True)
     said.clear()
     assert (said.orders(), said.weights(), files_of(tmp_path)) == ([], None, [])
-
-
-def test_what_another_mount_left_or_was_half_written_is_removed(tmp_path: Path) -> None:
     said = KeptHints(str(tmp_path), 1)
     said.keep_order(KeptOrder("one", b"a", 1, 1))
     said.keep_weights([(1, 1.0)], replace=True)
@@ -335,9 +324,7 @@ def test_what_another_mount_left_or_was_half_written_is_removed(tmp_path: Path) 
     assert (later.orders(), later.weights(), files_of(tmp_path)) == ([], None, [])
 
 
-def test_what_cannot_be_kept_costs_nobody_anything(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_kept_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / DIRECTORY).write_text("no directory")
     said = KeptHints(str(tmp_path), 1)
     said.keep_order(KeptOrder("one", b"a", 1, 1))

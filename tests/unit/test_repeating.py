@@ -62,7 +62,7 @@ for path in sys.argv[2:]:
 @pytest.mark.parametrize(
     ("options", "cases"), [("", list(CASES)), ("-n2", ["late", "late_and_wrong"])]
 )
-def test_only_what_failed_by_a_limit_of_time_is_run_again(
+def test_only_what_ran_out_of_time_is_run_again(
     tmp_path: Path, options: str, cases: list[str]
 ) -> None:
     paths = [tmp_path / f"test_{case}.py" for case in cases]

@@ -20,19 +20,10 @@ from hypothesis import strategies as st
 
 from monarchfs.config import User
 from monarchfs.fuse.handle_table import make_table
+from monarchfs.supervisor import restart_policy
 from monarchfs.supervisor.directories import LOCK, take_lock
 from monarchfs.supervisor.failover import Reaper
 from monarchfs.supervisor.launch import Descriptors, WorkerProcess
-from monarchfs.supervisor.restart_policy import (
-    KILLED_PAUSE_SECONDS,
-    LONG_LIFE_SECONDS,
-    LONGEST_NOT_STARTED_SECONDS,
-    MOST_EARLY,
-    MOST_IN_SAFE_MODE,
-    PAUSES_SECONDS,
-    RETRY_SECONDS,
-    RestartPolicy,
-)
 from monarchfs.supervisor.takeover import MOST_STANDBYS, Handover, StandbyConnection, Standbys
 from monarchfs.supervisor.vital_signs import (
     ASLEEP_SECONDS,
@@ -69,19 +60,19 @@ IDLE = Life(5.0, answered=False, waited=False)
 USELESS = Life(5.0, answered=False, waited=True)
 NEVER_READY = Life(None, answered=False, waited=False)
 EARLY = Life(0.1, answered=True, waited=True)
-LONG = Life(LONG_LIFE_SECONDS, answered=True, waited=True)
+LONG = Life(restart_policy.LONG_LIFE_SECONDS, answered=True, waited=True)
 AT_ONCE = Verdict(safe=False)
 SAFE = Verdict(safe=True)
 END = Verdict(safe=True, pause_seconds=None)
 
 
-def verdict_of(policy: RestartPolicy, life: Life) -> Verdict:
+def verdict_of(policy: restart_policy.RestartPolicy, life: Life) -> Verdict:
     pause = policy.died(**life._asdict())
     return Verdict(policy.safe, pause)
 
 
-def after(*lives: Life, policy: RestartPolicy | None = None) -> list[Verdict]:
-    deaths = policy or RestartPolicy()
+def after(*lives: Life, policy: restart_policy.RestartPolicy | None = None) -> list[Verdict]:
+    deaths = policy or restart_policy.RestartPolicy()
     return [verdict_of(deaths, life) for life in lives]
 
 
@@ -91,27 +82,28 @@ def test_what_worked_is_replaced_at_once_however_often() -> None:
 
 @pytest.mark.parametrize("life", [USELESS, NEVER_READY])
 def test_lives_without_use(life: Life) -> None:
-    pauses = [Verdict(False, seconds) for seconds in PAUSES_SECONDS]
-    in_safe_mode = [Verdict(True, seconds) for seconds in PAUSES_SECONDS[1:]]
+    pauses = [Verdict(False, seconds) for seconds in restart_policy.PAUSES_SECONDS]
+    in_safe_mode = [Verdict(True, seconds) for seconds in restart_policy.PAUSES_SECONDS[1:]]
     assert after(*[life] * 7) == [*pauses, SAFE, *in_safe_mode, END]
 
 
 def test_short_lives_are_a_loop_whatever_they_answered() -> None:
-    verdicts = after(*[EARLY] * (MOST_EARLY + MOST_IN_SAFE_MODE))
-    assert verdicts[: MOST_EARLY - 1] == [AT_ONCE] * (MOST_EARLY - 1)
-    assert verdicts[MOST_EARLY - 1] == SAFE
+    verdicts = after(*[EARLY] * (restart_policy.MOST_EARLY + restart_policy.MOST_IN_SAFE_MODE))
+    assert verdicts[: restart_policy.MOST_EARLY - 1] == [AT_ONCE] * (restart_policy.MOST_EARLY - 1)
+    assert verdicts[restart_policy.MOST_EARLY - 1] == SAFE
     assert verdicts[-1] == END
-
-
-def test_safe_mode_is_not_left_by_itself() -> None:
     verdicts = after(*[USELESS] * 4, GOOD, LONG, GOOD)
     assert [(v.safe, v.pause_seconds is None) for v in verdicts[3:]] == [(True, False)] * 4
+    last = after(*[USELESS] * 4, *[USELESS, USELESS, LONG] * 3)[-1]
+    assert last.safe
+    assert last.pause_seconds is not None
+    assert after(*[USELESS] * 4, *[USELESS, GOOD] * 3)[-2] == END
 
 
 def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> None:
-    deaths = RestartPolicy()
+    deaths = restart_policy.RestartPolicy()
     lasted = []
-    for _ in range(3 + len(RETRY_SECONDS)):
+    for _ in range(3 + len(restart_policy.RETRY_SECONDS)):
         while not deaths.safe:
             verdict = verdict_of(deaths, USELESS)
         lasted.append(deaths.retry_seconds)
@@ -121,27 +113,14 @@ def test_a_try_that_fails_leads_back_to_safe_mode_at_once_and_for_longer() -> No
         assert verdict_of(deaths, USELESS) == SAFE
         lasted.append(deaths.retry_seconds)
         deaths.tried()
-    assert lasted[: len(RETRY_SECONDS)] == list(RETRY_SECONDS)
-    assert set(lasted[len(RETRY_SECONDS) :]) == {RETRY_SECONDS[-1]}
-
-
-def test_a_try_that_lives_long_is_none_any_more() -> None:
-    deaths = RestartPolicy()
+    assert lasted[: len(restart_policy.RETRY_SECONDS)] == list(restart_policy.RETRY_SECONDS)
+    assert set(lasted[len(restart_policy.RETRY_SECONDS) :]) == {restart_policy.RETRY_SECONDS[-1]}
+    deaths = restart_policy.RestartPolicy()
     after(*[USELESS] * 4, policy=deaths)
     deaths.tried()
     assert after(LONG, USELESS, policy=deaths) == [AT_ONCE] * 2
-    assert deaths.retry_seconds == RETRY_SECONDS[0]
-
-
-def test_a_long_life_in_safe_mode_ends_its_count() -> None:
-    last = after(*[USELESS] * 4, *[USELESS, USELESS, LONG] * 3)[-1]
-    assert last.safe
-    assert last.pause_seconds is not None
-    assert after(*[USELESS] * 4, *[USELESS, GOOD] * 3)[-2] == END
-
-
-def test_a_worker_that_is_replaced_on_purpose_leaves_safe_mode() -> None:
-    deaths = RestartPolicy()
+    assert deaths.retry_seconds == restart_policy.RETRY_SECONDS[0]
+    deaths = restart_policy.RestartPolicy()
     after(*[USELESS] * 5, policy=deaths)
     assert deaths.safe
     deaths.replaced()
@@ -154,17 +133,14 @@ KILLED = Life(None, answered=False, waited=True, killed=True)
 def test_one_that_is_killed_is_followed_at_once_or_soon_for_ever() -> None:
     verdicts = after(*[KILLED] * 200)
     assert verdicts[0] == AT_ONCE
-    assert verdicts[1:] == [Verdict(False, KILLED_PAUSE_SECONDS)] * 199
-    assert KILLED_PAUSE_SECONDS <= 0.25
+    assert verdicts[1:] == [Verdict(False, restart_policy.KILLED_PAUSE_SECONDS)] * 199
+    assert restart_policy.KILLED_PAUSE_SECONDS <= 0.25
     # Also one that serves, however short: what it did says how soon.
     assert after(*[EARLY._replace(killed=True)] * 200) == [AT_ONCE] * 200
-
-
-def test_one_that_cannot_be_started_is_tried_again_for_ever() -> None:
-    deaths = RestartPolicy()
+    deaths = restart_policy.RestartPolicy()
     pauses = [deaths.not_started() for _ in range(200)]
     assert pauses[:3] == [0.5, 1.0, 2.0]
-    assert pauses[4:] == [LONGEST_NOT_STARTED_SECONDS] * 196
+    assert pauses[4:] == [restart_policy.LONGEST_NOT_STARTED_SECONDS] * 196
     assert after(NEVER_READY, GOOD, policy=deaths) == [AT_ONCE] * 2
     assert deaths.not_started() == 0.5
 
@@ -184,11 +160,9 @@ def test_what_a_worker_lacks_only_now(error: Exception, passes: bool) -> None:
 
 
 @given(st.lists(st.booleans(), max_size=30), st.lists(st.sampled_from([USELESS, EARLY, GOOD])))
-def test_kills_change_nothing_of_what_follows_other_deaths(
-    kills: list[bool], row: list[Life]
-) -> None:
+def test_kills_change_nothing_of_what_other_deaths_do(kills: list[bool], row: list[Life]) -> None:
     """A crash loop is one, whether somebody kills workers meanwhile or not."""
-    with_kills, without = RestartPolicy(), RestartPolicy()
+    with_kills, without = restart_policy.RestartPolicy(), restart_policy.RestartPolicy()
     kills += [False] * len(row)
     for life in row:
         while kills.pop(0):
@@ -201,7 +175,7 @@ def test_kills_change_nothing_of_what_follows_other_deaths(
 
 LIVES = st.builds(
     Life,
-    st.one_of(st.none(), st.floats(0, 2 * LONG_LIFE_SECONDS)),
+    st.one_of(st.none(), st.floats(0, 2 * restart_policy.LONG_LIFE_SECONDS)),
     answered=st.booleans(),
     waited=st.booleans(),
     killed=st.booleans(),
@@ -210,13 +184,13 @@ LIVES = st.builds(
 
 @given(st.lists(LIVES, max_size=60))
 def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life]) -> None:
-    deaths, row, verdict = RestartPolicy(), 0, AT_ONCE
+    deaths, row, verdict = restart_policy.RestartPolicy(), 0, AT_ONCE
     for life in lives:
         verdict = verdict_of(deaths, life)
         if life.killed:
             assert verdict.pause_seconds is not None
-            assert verdict.pause_seconds <= KILLED_PAUSE_SECONDS
-            row = 0 if (life.seconds or 0.0) >= LONG_LIFE_SECONDS else row
+            assert verdict.pause_seconds <= restart_policy.KILLED_PAUSE_SECONDS
+            row = 0 if (life.seconds or 0.0) >= restart_policy.LONG_LIFE_SECONDS else row
             continue
         bad = life.seconds is None or life.seconds < 0.5 or (life.waited and not life.answered)
         row = row + 1 if bad else 0
@@ -224,10 +198,10 @@ def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life
             assert verdict.safe
             assert bad
             return
-        assert 0 <= verdict.pause_seconds <= max(PAUSES_SECONDS)
+        assert 0 <= verdict.pause_seconds <= max(restart_policy.PAUSES_SECONDS)
         if not bad:
-            assert verdict.pause_seconds in (0, *PAUSES_SECONDS[1:])
-        assert row < MOST_EARLY + MOST_IN_SAFE_MODE
+            assert verdict.pause_seconds in (0, *restart_policy.PAUSES_SECONDS[1:])
+        assert row < restart_policy.MOST_EARLY + restart_policy.MOST_IN_SAFE_MODE
 
 
 class Signs(NamedTuple):
@@ -330,8 +304,6 @@ def test_who_was_stopped_with_it_does_not_blame_it() -> None:
     busy = Signs(7, 3, stuck_since=5)
     assert looks((0.5, busy), (3600.0, busy._replace(beats=8))) == []
 
-
-def test_threads_that_are_all_busy_for_long() -> None:
     def steps(stuck: int) -> list[tuple[float, Signs]]:
         return [(0.5, Signs(n, 3, stuck_since=stuck)) for n in range(30)]
 
@@ -451,9 +423,7 @@ def test_requests_are_repeated_when_the_worker_before_is_gone(quiet: bool) -> No
     assert (mount.resend.call_count, reaper.waits) == (1, False)
 
 
-def test_a_lock_whose_file_was_removed_meanwhile_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_of_a_removed_file_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that gives up removes the file. The next one locks another file."""
     real = fcntl.flock
 

@@ -25,19 +25,9 @@ from monarchfs.cli.output import format_share
 from monarchfs.cli.status import report_lines
 from monarchfs.cli.watch import History, MountsView, draw, number
 from monarchfs.system.sizes import format_bytes, format_seconds
-from tests.support import surroundings
+from tests.support import mounting, surroundings
 from tests.support.fake_daemon import changed, healthy
-from tests.support.mounting import (
-    MONARCHFS,
-    Bench,
-    Mount,
-    bench,
-    needs_mounts,
-    requires_fuse,
-    requires_root,
-    run,
-    wait_for,
-)
+from tests.support.mounting import wait_for
 from tests.support.processes import parent_of
 from tests.support.timing import Stopwatch
 from tests.support.trees import write_files
@@ -139,7 +129,7 @@ class Terminal:
         self.before = termios.tcgetattr(self.slave)
         kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LINES")}
         self.process = subprocess.Popen(
-            ["setsid", "--ctty", *MONARCHFS, *arguments],
+            ["setsid", "--ctty", *mounting.MONARCHFS, *arguments],
             stdin=self.slave,
             stdout=self.slave,
             stderr=self.slave,
@@ -204,8 +194,8 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[Bench, Mount]]:
-    with bench() as work:
+def served() -> Iterator[tuple[mounting.Bench, mounting.Mount]]:
+    with mounting.bench() as work:
         source = write_files(work.path / "source", {f"file{n}": bytes(100_000) for n in range(5)})
         mount = work.mount(source)
         subprocess.run(f"cat {mount.path}/* >/dev/null", shell=True, check=True)
@@ -214,12 +204,12 @@ def served() -> Iterator[tuple[Bench, Mount]]:
 
 
 @pytest.fixture
-def mounted(served: tuple[Bench, Mount]) -> Mount:
+def mounted(served: tuple[mounting.Bench, mounting.Mount]) -> mounting.Mount:
     return served[1]
 
 
-@needs_mounts
-def test_the_terminal_is_left_as_it_was(mounted: Mount) -> None:
+@mounting.needs_mounts
+def test_the_terminal_is_left_as_it_was(mounted: mounting.Mount) -> None:
     for end in ("ctrl-c", "SIGTERM"):
         with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
             screen.wait_for("5 resident")
@@ -234,8 +224,8 @@ def test_the_terminal_is_left_as_it_was(mounted: Mount) -> None:
             assert screen.process.returncode == expected
 
 
-@needs_mounts
-def test_another_size_of_the_terminal_and_no_colours(mounted: Mount) -> None:
+@mounting.needs_mounts
+def test_another_size_of_the_terminal_and_no_colours(mounted: mounting.Mount) -> None:
     with terminal("status", "--watch", "60", str(mounted.path), NO_COLOR="1") as screen:
         screen.wait_for("5 resident")
         screen.forget()
@@ -254,8 +244,8 @@ def test_another_size_of_the_terminal_and_no_colours(mounted: Mount) -> None:
         assert b"\x1b" not in screen.output
 
 
-@needs_mounts
-def test_keys_are_heard_while_nothing_answers(mounted: Mount) -> None:
+@mounting.needs_mounts
+def test_keys_are_heard_while_nothing_answers(mounted: mounting.Mount) -> None:
     with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
         screen.wait_for("5 resident")
         supervisor = parent_of(mounted.worker_pid())
@@ -270,9 +260,9 @@ def test_keys_are_heard_while_nothing_answers(mounted: Mount) -> None:
             os.kill(supervisor, signal.SIGCONT)
 
 
-@needs_mounts
-def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Mount) -> None:
-    command = [*MONARCHFS, "status", str(mounted.path), "--watch", "0.1"]
+@mounting.needs_mounts
+def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: mounting.Mount) -> None:
+    command = [*mounting.MONARCHFS, "status", str(mounted.path), "--watch", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -282,7 +272,7 @@ def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Moun
         assert process.stderr.read() == b""
     assert all(f"{mounted.path} serving: local" in text for text in texts)
     assert "files/s" in texts[2]
-    command = [*MONARCHFS, "status", "--watch=0.1", "--json", str(mounted.path)]
+    command = [*mounting.MONARCHFS, "status", "--watch=0.1", "--json", str(mounted.path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for _ in range(2):
@@ -291,9 +281,9 @@ def test_lines_where_there_is_no_terminal_and_objects_for_programs(mounted: Moun
         assert process.wait(60) == 0
 
 
-@needs_mounts
-def test_a_worker_that_hangs_and_a_mount_that_goes_and_comes_back(
-    served: tuple[Bench, Mount],
+@mounting.needs_mounts
+def test_a_worker_that_hangs_and_a_mount_that_comes_back(
+    served: tuple[mounting.Bench, mounting.Mount],
 ) -> None:
     work, mounted = served
     with terminal("status", str(mounted.path), "--watch", "0.2") as screen:
@@ -341,7 +331,7 @@ def ended(
 ) -> tuple[int, str, str]:
     """A command: its exit code, what it printed and its standard error."""
     done = subprocess.run(
-        ["sh", "-c", shell, "sh", *MONARCHFS, *arguments],
+        ["sh", "-c", shell, "sh", *mounting.MONARCHFS, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
@@ -364,15 +354,15 @@ def through(end: str, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.fixture
-def storage(work: Bench) -> list[str]:
+def storage(work: mounting.Bench) -> list[str]:
     write_files(work.path / "source", {"file": b"content"})
     (work.path / "mnt").mkdir()
     return work.storage("10M")
 
 
-@needs_mounts
+@mounting.needs_mounts
 @pytest.mark.parametrize("end", ENDS)
-def test_run_ends_as_its_command_did(work: Bench, storage: list[str], end: str) -> None:
+def test_run_ends_as_its_command_did(work: mounting.Bench, storage: list[str], end: str) -> None:
     options = [*storage, "--report", "--json", "/dev/full"]
     command = ["--", "sh", "-c", f"echo ran >>{work.path}/ran; exit 3"]
     assert through(end, "run", f"{work.path}/source", *options, *command) == (3, "")
@@ -385,9 +375,11 @@ def test_run_ends_as_its_command_did(work: Bench, storage: list[str], end: str) 
     assert through(end, "status", "/nowhere") == (1, "")
 
 
-@needs_mounts
+@mounting.needs_mounts
 @pytest.mark.parametrize("end", ["full", "all closed", "no reader"])
-def test_a_mount_is_made_and_served_all_the_same(work: Bench, storage: list[str], end: str) -> None:
+def test_a_mount_is_made_and_served_all_the_same(
+    work: mounting.Bench, storage: list[str], end: str
+) -> None:
     source, point = work.path / "source", work.path / "mnt"
     options = [*storage, "--log-level", "debug"]
     try:
@@ -395,13 +387,15 @@ def test_a_mount_is_made_and_served_all_the_same(work: Bench, storage: list[str]
         assert (point / "file").read_text() == "content"
         assert through(end, "warm", f"{point}", "--wait")[0] == 0
     finally:
-        assert run("umount", f"{point}").returncode == 0
+        assert mounting.run("umount", f"{point}").returncode == 0
 
 
-@needs_mounts
-def test_a_mount_in_the_foreground_logs_to_a_full_disk(work: Bench, storage: list[str]) -> None:
+@mounting.needs_mounts
+def test_a_mount_in_the_foreground_logs_to_a_full_disk(
+    work: mounting.Bench, storage: list[str]
+) -> None:
     point = work.path / "mnt"
-    command = [*MONARCHFS, "mount", f"{work.path}/source", f"{point}", *storage]
+    command = [*mounting.MONARCHFS, "mount", f"{work.path}/source", f"{point}", *storage]
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(
             [*command, "--foreground", "--log-level", "debug"],
@@ -413,7 +407,7 @@ def test_a_mount_in_the_foreground_logs_to_a_full_disk(work: Bench, storage: lis
     try:
         wait_for(lambda: process.poll() is not None or os.path.ismount(point), "the mount")
         assert (point / "file").read_text() == "content"
-        assert run("umount", f"{point}").returncode == 0
+        assert mounting.run("umount", f"{point}").returncode == 0
         assert process.wait(20) == 0
     finally:
         process.kill()
@@ -424,9 +418,9 @@ def test_a_mount_in_the_foreground_logs_to_a_full_disk(work: Bench, storage: lis
     "line",
     [
         *("--version", "gc --help", "completion bash", "status", "status --json"),
-        pytest.param("exporter --once", marks=requires_root),
+        pytest.param("exporter --once", marks=mounting.requires_root),
         # Where nothing can be mounted there is a problem to tell of, and that alone fails.
-        pytest.param("doctor --json --quick", marks=requires_fuse),
+        pytest.param("doctor --json --quick", marks=mounting.requires_fuse),
     ],
 )
 def test_output_that_cannot_be_written_is_told_in_one_line(line: str) -> None:
