@@ -1,7 +1,5 @@
 """Fixtures shared by all tests, and what is said at their end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path

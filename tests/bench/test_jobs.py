@@ -1,7 +1,5 @@
 """Jobs of MONARCH's experiment, of DLIO and of the loaders: their data, and all ways to it."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Measurements at sizes that take seconds: that they measure what they say, and leave nothing
 behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -2,8 +2,6 @@
 afterwards. A machine under load is slower than told, so that only lower bounds of time are tested;
 bench/calibrate.py measures the upper ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What is measured, saved, compared, and told by the exit code; reports and pictures."""
 
-from __future__ import annotations
-
 import signal
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator, Mapping, Sequence

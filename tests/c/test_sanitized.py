@@ -1,8 +1,6 @@
 """The C part in programs of its own: under sanitizers, and killed at any instruction; and whether
 it can be built elsewhere."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -7,8 +7,6 @@ counts (gcc's ``--coverage``); each Python process of the copy is measured by co
 that is killed leaves no counts, and the programs of tests/c are not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What the exporter's privileged part finds, and what hostile users can put in its way."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

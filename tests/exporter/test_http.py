@@ -1,7 +1,5 @@
 """The exporter's HTTP: what it answers, and what clients cannot do to it."""
 
-from __future__ import annotations
-
 import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,8 +1,6 @@
 """Metrics of real mounts, from the exporter of a node and from a mount's own port: of several
 users, coming, going, hanging, dead, lying. What was done is what is counted."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

@@ -1,7 +1,5 @@
 """What is shipped for Prometheus, tried with Prometheus: rules, configuration, dashboard."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

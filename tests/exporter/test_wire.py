@@ -1,8 +1,6 @@
 """What a mount says of itself, on its way to the node's exporter: kept whole, believed little; and
 the names and counts behind it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -6,8 +6,6 @@ Everything happens in a mount and pid namespace of its own, in which all but one
 read-only. A difference is printed with the shortest history of calls that was found to lead to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing as processes
 import os

@@ -4,8 +4,6 @@ A call is a tuple: its name and its arguments, plain values, so that a history c
 and run again. Descriptors and maps are named by a slot; a call on an empty one does nothing.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

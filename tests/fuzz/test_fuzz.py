@@ -1,7 +1,5 @@
 """A short run of the fuzzer, always the same but for the timing."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.support import surroundings

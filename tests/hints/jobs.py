@@ -4,8 +4,6 @@ Each defines ``epochs_of(files, count)``: the numbers of the files, in the order
 read, of each epoch. `PRELUDE` has what all share, `COMMON` what those of a framework do.
 """
 
-from __future__ import annotations
-
 PRELUDE = """
 import json, random, sys
 from monarchfs import hints

@@ -1,7 +1,5 @@
 """A sampler that announces what it draws is the sampler that it was; hints never disturb a job."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import logging

@@ -4,8 +4,6 @@ The source is slow, and a tier has room for half of the files. Most of the other
 when a loader opens them, and nothing is read twice.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

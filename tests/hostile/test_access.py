@@ -1,8 +1,6 @@
 """A user gets through the mount exactly what that user gets in the source, and nobody else gets
 anything: modes, POSIX ACLs, supplementary groups, and a source that root may not enter."""
 
-from __future__ import annotations
-
 import grp
 import json
 import os

@@ -3,8 +3,6 @@
 What it may have the kernel read is in tests/mount/test_backing.py.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

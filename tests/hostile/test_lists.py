@@ -1,7 +1,5 @@
 """Lists of paths (--prefetch FILE): whatever is in one, nothing outside of the source is read."""
 
-from __future__ import annotations
-
 import os
 import resource
 import tempfile

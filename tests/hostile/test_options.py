@@ -1,7 +1,5 @@
 """Options from everywhere (command line, -o, fstab, TOML): understood, or refused in one line."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Callable

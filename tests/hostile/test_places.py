@@ -4,8 +4,6 @@ Root mounts for an ordinary user, whose directories these are: nothing is follow
 is changed, and nobody waits for ever.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import pwd

@@ -2,8 +2,6 @@
 nobody; nothing of root's is given away, changed or removed, and nothing is made, mounted or
 unmounted where the user could not have made it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -3,8 +3,6 @@
 What single requests are answered is in tests/mount/test_control.py.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Another user takes the names in /tmp first that a user's mounts would use."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -1,7 +1,5 @@
 """What `monarchfs analyze` says of jobs whose limits are known."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable, Iterator

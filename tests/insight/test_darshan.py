@@ -1,7 +1,5 @@
 """``monarchfs analyze --darshan``: logs that pydarshan ships, and what is said of a job's reads."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

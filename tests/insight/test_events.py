@@ -1,7 +1,5 @@
 """Events of a mount: what ``monarchfs top`` makes of them, and the file of a recording."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 

@@ -4,8 +4,6 @@ given, in a virtual machine with Debian's minimum and the bundle, and has it try
     python -m tests.kernels [--kernel FILE --modules DIRECTORY] [--json] [SUITE ...]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -3,8 +3,6 @@ fuse3 and the bundle, whose Python runs this. Prints a line for each: ``ok`` or 
 name, what was seen, seconds.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Asynchronous tests, each in its own trio run; nothing is left open after any test."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 with the supervisor's half of it. In the place of the kernel and of the C part, what keeps the
 answers, or holds every open to their rules."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

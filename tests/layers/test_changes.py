@@ -1,8 +1,6 @@
 """Names, attributes and listings: how often the source is asked, what changes there, what the mount
 then says, and what a refresh does about it."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,8 +1,6 @@
 """What is copied next, how many at once and together, what a file that fails or a source that hangs
 holds up, and what it does not."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Room: who goes when a tier is full, who never goes, and that it is never more than full."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 from unittest.mock import Mock

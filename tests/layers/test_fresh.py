@@ -1,8 +1,6 @@
 """Files that change or fail in the source: what an open, an open file and a new open show, in each
 mode; only the source's own errors reach a reader, and no replica is ever a mixture of versions."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

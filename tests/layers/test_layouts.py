@@ -1,7 +1,5 @@
 """Copies go by where Lustre has the bytes, and bring nothing back from tape."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import Counter

@@ -1,8 +1,6 @@
 """Opening files that are not local, have changed, or without a word to the mount; what
 ``--touch-source`` touches then."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

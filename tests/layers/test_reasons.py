@@ -1,7 +1,5 @@
 """Why a file is not resident: every reason, brought about."""
 
-from __future__ import annotations
-
 import errno
 import os
 

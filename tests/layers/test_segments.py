@@ -1,7 +1,5 @@
 """Small replicas, which share files: where they lie, how they go, and what a crash leaves."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

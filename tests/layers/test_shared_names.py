@@ -1,7 +1,5 @@
 """Names that another node of the job has asked for: two mounts of one source in one process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress

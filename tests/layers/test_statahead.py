@@ -1,8 +1,6 @@
 """Going through a directory name by name: how often the source is asked for attributes, in how many
 batches; extended attributes and rights."""
 
-from __future__ import annotations
-
 import errno
 import os
 import random

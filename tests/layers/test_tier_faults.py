@@ -1,7 +1,5 @@
 """A tier in trouble is never the reader's trouble: right bytes, an error counted, nothing left."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """A source that does not answer: what is known is served, where the mount promises that."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

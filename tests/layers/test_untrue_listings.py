@@ -1,8 +1,6 @@
 """Sources whose listings do not say what a look-up says: other inode numbers (d_ino), as overlays
 of two file systems and subvolumes of btrfs have them; and fewer names (.snapshot)."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

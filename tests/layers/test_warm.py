@@ -1,7 +1,5 @@
 """Having files copied before anybody opens them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Sequence

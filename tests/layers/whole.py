@@ -2,8 +2,6 @@
 forget, and threads of Python that read small files as a whole (as _misses.c does), on a source in
 which a test puts faults."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

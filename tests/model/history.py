@@ -1,7 +1,5 @@
 """A source that is edited, and what it held when."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

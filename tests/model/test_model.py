@@ -3,8 +3,6 @@
 ``MONARCHFS_MODEL_EXAMPLES`` asks for so many random examples instead of the few fixed ones.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

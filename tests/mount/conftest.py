@@ -1,7 +1,5 @@
 """What several tests on real mounts begin with."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

@@ -1,8 +1,6 @@
 """What the supervisor lets the kernel read in the daemon's place: its rules, and a worker that
 tries to get round them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

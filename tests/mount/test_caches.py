@@ -3,8 +3,6 @@
 Whose a directory in a tier is: no two mounts share one, nobody else can be first, and what an
 earlier mount copied is found again."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -5,8 +5,6 @@ in order, and of one version where the file was replaced. Bytes whose version wa
 that version, whatever comes next.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import itertools

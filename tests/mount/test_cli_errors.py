@@ -1,8 +1,6 @@
 """Bad input: one line that names the thing and the remedy, the right exit code, nothing left.
 Names of any bytes: no output moves a cursor or begins a line, and JSON gives them back."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

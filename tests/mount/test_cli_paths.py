@@ -5,8 +5,6 @@ What they print is in tests/golden/commands, what the daemon does in tests/layer
 tests/layers/test_reasons.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

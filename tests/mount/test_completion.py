@@ -1,7 +1,5 @@
 """Completion in real shells: bash where its answers are read, others where they are installed."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

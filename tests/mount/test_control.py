@@ -1,7 +1,5 @@
 """The control socket: who may ask, what is refused, what hangs, and what is written about it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -4,8 +4,6 @@ Each test has a process of its own die at a named point: before or after a call 
 a tier. A process that has imported everything is asked for those, because it forks in no time.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,8 +1,6 @@
 """Who answers opens and reads of local files: the kernel (passthrough), or the C part, with opens
 and without; and small files that the C part copies ahead of their readers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

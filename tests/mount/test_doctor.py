@@ -1,8 +1,6 @@
 """``monarchfs doctor``: what findings mean, what is found on real machines, and bad input; and
 ``monarchfs selftest``."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """What changes in the source, seen through a real mount and the kernel's caches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """``monarchfs fsck``: each thing that can be wrong is found, put right, and gone afterwards."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

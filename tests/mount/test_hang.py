@@ -1,7 +1,5 @@
 """A source that hangs stalls only what needs it, and a slow tier only who reads from it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

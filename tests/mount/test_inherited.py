@@ -1,7 +1,5 @@
 """What a command has from its caller: signals that are ignored or blocked, a umask, limits."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

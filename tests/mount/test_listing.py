@@ -2,8 +2,6 @@
 whose listings say other inode numbers (d_ino) than stat(2) does (overlays of two file systems,
 subvolumes of btrfs), and sources whose inode numbers change."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Threads of a low priority: what they run, and that readers do not wait for them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,8 +1,6 @@
 """What a real Lustre showed, on an emulated one: files in its archive, layouts of any size, and how
 many reads a copy is."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator

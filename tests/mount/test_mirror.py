@@ -1,8 +1,6 @@
 """A reader cannot tell the mount from the source, but where it differs on purpose: as
 docs/SEMANTICS.md says."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """mountinfo, names of mount points, and calls that may hang."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shlex

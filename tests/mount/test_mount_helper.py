@@ -3,8 +3,6 @@
 That place is /sbin of a mount namespace of the test's own: nothing of it is seen outside.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Mounts as on Linux 4.18: without the system calls and the settings of FUSE that came later."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

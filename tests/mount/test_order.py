@@ -1,8 +1,6 @@
 """What a job announces: files that are fetched ahead of their readers in its order, and weights of
 files, on a real mount."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """``monarchfs plan``: the arithmetic, the walk, bad input, and what a mount then really does."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import subprocess

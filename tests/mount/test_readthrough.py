@@ -1,8 +1,6 @@
 """What is read from the source, and how often: counted by the source itself. The first epochs,
 a second mount, a file larger than its tier and a full disk are recorded (`tests/scenarios`)."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.mounting import Bench, requires_mounts

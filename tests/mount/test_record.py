@@ -1,7 +1,5 @@
 """``monarchfs record`` and ``top``: what they say a mount saw is what readers did."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

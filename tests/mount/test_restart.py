@@ -1,7 +1,5 @@
 """Real workers that die, hang and are replaced, under processes that read."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

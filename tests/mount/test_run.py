@@ -1,8 +1,6 @@
 """``monarchfs run``: what its command sees and gets, who else does, and what is left afterwards;
 several jobs on a node: one mount, which outlives the job that made it."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

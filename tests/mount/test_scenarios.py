@@ -2,8 +2,6 @@
 when they were recorded. ``pytest --record-scenarios`` writes them anew; `tests.support.scenario`
 says how they read. A number that may differ says why."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

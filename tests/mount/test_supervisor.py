@@ -2,8 +2,6 @@
 after another: who waits gets his answer, or an error. Real ones that die are in
 `tests.mount.test_restart`."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,8 +1,6 @@
 """The units: systemd's own word on them, what they allow is what is needed, and sd_notify(3); and
 under a systemd that is a first process: started, watched, killed, stopped."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -6,8 +6,6 @@ In a copy of the tree, each bug is put in alone, the C part that it is in is bui
 are run that should find it. At the end, tests that failed are run without any, and have to pass.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -6,8 +6,6 @@ file has once, with "-", and what becomes of that, with "+" (parts of lines will
 should find it.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

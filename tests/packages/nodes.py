@@ -1,7 +1,5 @@
 """Nodes with nothing but an old or new Debian and fuse3: no Python, no compiler, no network."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -1,7 +1,5 @@
 """The commands that the documents show, each run in a root over this machine's (documents.sh)."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys

@@ -1,8 +1,6 @@
 """What ``make bundle``, ``deb``, ``rpm`` and ``wheelhouse`` make, on nodes without Python, compiler
 and network; the modulefile; and as text, Spack's packages and the definition of the container."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Any sequence of events, beside a model of the disks: what lies there never breaks a promise."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

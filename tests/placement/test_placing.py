@@ -1,7 +1,5 @@
 """Where files are placed, what goes for them, and what moves, as lists of actions."""
 
-from __future__ import annotations
-
 import pytest
 
 from monarchfs.cache.placement import events

@@ -1,7 +1,5 @@
 """The eviction policies, against plain models."""
 
-from __future__ import annotations
-
 import random
 import tracemalloc
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """A placement over imagined tiers, and the look-up of what lies there."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from monarchfs.cache.placement import events

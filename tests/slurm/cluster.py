@@ -6,8 +6,6 @@ power cut is to a machine.
 Nothing of it is seen outside, and nothing is left when the first processes are gone.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import secrets

@@ -1,8 +1,6 @@
 """Jobs of ordinary users on a real cluster: ``make cluster``, or ``python -m
 tests.slurm.test_cluster [NAME...]``. Takes one to two minutes, as root; nothing is left of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Prolog and epilog on this machine, without Slurm: what they do, and what they survive."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Reports of jobs: what is counted, and who may read it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

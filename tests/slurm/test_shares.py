@@ -1,7 +1,5 @@
 """Sets of jobs, kept by many processes at once."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess

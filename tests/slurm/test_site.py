@@ -1,8 +1,6 @@
 """What jobs may write, and what is made of it; which of their mounts share with other nodes; the
 site's configuration, and what an administrator installs."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

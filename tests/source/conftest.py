@@ -1,7 +1,5 @@
 """A real directory as the source, and nothing left open after a test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

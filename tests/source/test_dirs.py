@@ -1,7 +1,5 @@
 """The way to a directory: nothing escapes, nothing leaks, deep trees are cheap."""
 
-from __future__ import annotations
-
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor

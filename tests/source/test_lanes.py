@@ -1,8 +1,6 @@
 """Calls into the source: those that are stuck lend their slots, those that are cancelled leave
 nothing open, and those that want the same share an answer."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

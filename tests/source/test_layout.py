@@ -1,7 +1,5 @@
 """Lustre layouts, as lustre_idl.h lays them out."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 import subprocess

@@ -1,7 +1,5 @@
 """The blocking functions, on files of every kind, and reads past the page cache."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math

@@ -3,8 +3,6 @@
 pthread_create(3) fails by the limit of processes of a user who is not root.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What the tests of the source share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

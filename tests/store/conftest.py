@@ -1,7 +1,5 @@
 """A real directory as the tier, and nothing left open after a test."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Segments on real file systems: what is written and read, noted, given back, refused."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Tiers on real directories: what they take, list, verify, try and read, without room as well; and
 what has one of our names there and is not ours: refused, never followed, never changed."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """What holds of placement's accounts at any moment."""
 
-from __future__ import annotations
-
 from monarchfs.cache.placement.ledger import Ledger
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.cache.placement.traffic import MOST_MOVES, Traffic

@@ -1,7 +1,5 @@
 """Tests that are coroutines: the conftest of a folder takes the hook and the fixtures from here."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """A copy of the tree, in which files may be changed and tests run, with workers of the copy."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

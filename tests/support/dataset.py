@@ -1,7 +1,5 @@
 """The source of a scenario: its files, what they held, and what goes wrong with it."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import os

@@ -1,7 +1,5 @@
 """A socket that answers as a test wants, in place of a daemon's; a mount in fixed states."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """Mounts whose worker is a fake: everything around the worker is real."""
 
-from __future__ import annotations
-
 import math
 import os
 import pwd

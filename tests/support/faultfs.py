@@ -18,8 +18,6 @@ there are at once; ``rate`` is shared by all reads. What a message leaves out is
 cached by the kernel, so that each one is seen and counted as it was made.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """A source and a tier that fail, or wait, when a test says so."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

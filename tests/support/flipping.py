@@ -4,8 +4,6 @@
 two system calls of this process, for each two of them: what a race would hit by luck.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """Texts that are reviewed as texts: what is printed stands in tests/golden."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An index, as tests fill it: a name at a time."""
 
-from __future__ import annotations
-
 from monarchfs.cache.index import Index
 from monarchfs.types import Node, SourceStat
 

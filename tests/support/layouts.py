@@ -1,7 +1,5 @@
 """Bytes of Lustre layouts, as lustre_idl.h lays them out."""
 
-from __future__ import annotations
-
 import struct
 
 MIB = 1 << 20

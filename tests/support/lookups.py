@@ -1,7 +1,5 @@
 """How the tests of the tree ask for names and count what the source was asked."""
 
-from __future__ import annotations
-
 import errno
 import time
 from collections.abc import Iterator

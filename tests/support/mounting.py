@@ -1,7 +1,5 @@
 """Real mounts for tests: starting, asking, ending, and seeing that nothing is left."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -10,8 +10,6 @@ OPENDIR for which the source is asked fails then with EAGAIN, and the next one i
 what is known: that way this kernel drops none.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

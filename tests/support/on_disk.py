@@ -1,7 +1,5 @@
 """Where copies lie on the disk: in files of their own, or in segments beside others."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

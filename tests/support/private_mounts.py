@@ -1,7 +1,5 @@
 """``monarchfs run`` as root and as an ordinary user, in a place of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import pwd

@@ -1,7 +1,5 @@
 """What the kernel says of processes: of a mount's worker, of this one."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

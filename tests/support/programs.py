@@ -1,7 +1,5 @@
 """Running other programs."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from os import PathLike

@@ -1,7 +1,5 @@
 """Prometheus' server in tests: the shipped configuration, made quick, and how it is started."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

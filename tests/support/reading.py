@@ -4,8 +4,6 @@ It answers JSON lines on standard input, ``[CALL, ARGUMENT...]``, with a JSON li
 output: ``{"result": ...}``, ``{"error": ERRNO}`` by its name, or ``{"wrong": TEXT}``.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

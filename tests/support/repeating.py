@@ -6,8 +6,6 @@ messages. All other failures stand, and so does any error at a test's end: a wro
 sanitizer's report, a leak or a hang (pytest-timeout) is never repeated.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Generator

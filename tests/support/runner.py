@@ -1,8 +1,6 @@
 """A mount that lives in a thread of its own, so that a test can do one thing after another with it,
 and that can be left as a process leaves that is killed."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Awaitable, Callable, Sequence

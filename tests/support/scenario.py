@@ -20,8 +20,6 @@ than the source's. At the end the whole tree has the source's bytes and attribut
 when it is told to, ``fsck --checksum`` finds nothing, and `Bench` nothing that was left behind.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import operator

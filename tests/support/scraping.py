@@ -1,7 +1,5 @@
 """Asking a mount for its metrics, as Prometheus does, and taking the answer apart."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from contextlib import closing

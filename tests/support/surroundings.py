@@ -1,8 +1,6 @@
 """What the machine under the tests lets them do. Where it does not, a test is skipped with one line
 that names the remedy; `not_tested` puts those lines together."""
 
-from __future__ import annotations
-
 import os
 import pty
 import pwd

@@ -1,8 +1,6 @@
 """A systemd that is the first process of namespaces of its own: this machine's files below a layer
 of the test's own (overlayfs), with units of nobody else, and gone with its first process."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

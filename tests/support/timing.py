@@ -1,7 +1,5 @@
 """Bounds of time that a busy machine keeps as well."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

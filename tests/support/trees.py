@@ -1,7 +1,5 @@
 """Directory trees with everything a mirror can get wrong, and their comparison."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """Who may import whom, as docs/ARCHITECTURE.md says."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

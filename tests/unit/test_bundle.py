@@ -1,8 +1,6 @@
 """What makes the bundle, without making one: how its programs find it, what the check of its files
 sees, what it takes from the package index. `tests/packages` tries a whole one."""
 
-from __future__ import annotations
-
 import os
 import re
 import sysconfig

@@ -1,7 +1,5 @@
 """Settings: values, layers, files, the environment, for whom they count, what workers are told."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

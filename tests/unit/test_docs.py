@@ -1,7 +1,5 @@
 """The documents and man pages say what the program can do, and promises name their tests."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import shlex

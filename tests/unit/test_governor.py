@@ -1,7 +1,5 @@
 """What is copied, in what order, and how copies give way to others: in simulated sources, too."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

@@ -1,7 +1,5 @@
 """What outlives a worker: the table of open files, against a dictionary, and counts."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

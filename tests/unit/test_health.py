@@ -1,8 +1,6 @@
 """Tiers: when one is out of service, probed, and put back; whether it is as the index says; which
 replicas of other nodes go first."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """How much memory may be used, from trees of files as the kernel shows them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

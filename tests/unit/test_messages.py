@@ -1,7 +1,5 @@
 """What a worker's words become: one of a few types, whatever they are; and that logs stay short."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

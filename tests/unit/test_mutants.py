@@ -1,7 +1,5 @@
 """The bugs that ``tests.mutants`` puts in still fit the code and the tests."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What the kernel is told: names, from the table of the C part, and in FUSE_INIT (linux/fuse.h)."""
 
-from __future__ import annotations
-
 import ctypes
 import struct
 

@@ -1,7 +1,5 @@
 """Orders of files, announced or learned: who reads in one is followed, others cost little."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence

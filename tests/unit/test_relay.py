@@ -1,7 +1,5 @@
 """The threads of the C part, with a socket in the place of the kernel."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """What tests stand on: what is run once more, and what a scenario expects."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What follows a worker's death, when one is taken to hang, and what standbys know: no mounts."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -12,8 +12,6 @@ error and an exit code that is not 0 are marked. Commands run in this process, i
 ``<dir>`` with files of every kind; they leave it as it was. ``pytest --update-golden`` writes what
 follows anew: review the difference."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

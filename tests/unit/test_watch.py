@@ -1,8 +1,6 @@
 """``status``: rates from reports, words for people, the screen at any width, a terminal left as it
 was; and any command whose output cannot be written."""
 
-from __future__ import annotations
-
 import copy
 import fcntl
 import io
