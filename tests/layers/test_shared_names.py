@@ -230,6 +230,9 @@ async def test_what_has_no_known_age_is_for_immutable_alone(many: Area) -> None:
         a.index.nodes.record_found_each(d, told, mount_ns)
         many.write("d/0007", b"changed")
         assert await go_through(b) == SIZES | {b"0007": 7}
+
+
+async def test_with_open_no_peer_is_asked(many: Area) -> None:
     async with pair(many, OPEN) as (_, b, owner):
         assert await go_through(b) == SIZES
         assert owner.questions == 0

@@ -91,8 +91,8 @@ def test_a_lock_is_waited_for_but_not_for_ever(layout: Site) -> None:
         watch.check(2)
     with records.locked(path, 0.0):
         pass
-    os.symlink("/etc/passwd", layout.lock("x"))
-    with pytest.raises(OSError, match="symbolic link"), records.locked(layout.lock("x"), 0.0):
+    os.symlink("/etc/passwd", layout.lock("y"))
+    with pytest.raises(OSError, match="symbolic link"), records.locked(layout.lock("y"), 0.0):
         pass
 
 
