@@ -34,6 +34,7 @@ from monarchfs.cache.index import Index, LastClose, last_close, problems, remove
 from monarchfs.cache.store.allocator import allocated
 from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.files import FAN_OUTS
+from monarchfs.cache.store.segments import within
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.system.limits import explained
@@ -425,8 +426,7 @@ class TierCheck:
             record = self._index.replicas.replica(ino)
             if record is None:
                 continue
-            end = offset + record.size
-            if not any(start <= offset and end <= stop for start, stop in data):
+            if not within(data, offset, record.size):
                 self._handle(comparison.MissingFile(ino, record))
                 continue
             self.gap_bytes -= record.allocated_bytes

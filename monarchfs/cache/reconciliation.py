@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import trio
 
@@ -24,6 +24,7 @@ from monarchfs.cache.removals import Removals
 from monarchfs.cache.segments import SegmentRecords
 from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.files import FAN_OUTS
+from monarchfs.cache.store.segments import within
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_comparison import Finding, Row
 from monarchfs.cache.tier_threads import TierThreads
@@ -34,7 +35,9 @@ from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, Ti
 
 log = logging.getLogger(__name__)
 
-LOST_BATCH = 256
+BATCH = 256
+"""Records without a checkpoint: some milliseconds."""
+
 QUIET_SECONDS = 0.05
 """Between two looks whether the copies into a tier have ended."""
 SAMPLED = 8
@@ -198,7 +201,7 @@ class Reconciliation:
         partial: list[Row] = []
         for fan_out in range(FAN_OUTS):
             files = await self._threads.run(tier.files.complete, fan_out)
-            rows = self._rows(tier, bytes([fan_out]))
+            rows = await self._rows(tier, bytes([fan_out]))
             partial += [row for row in rows if row[2].state is ReplicaState.PARTIAL]
             await self._mend(tier, found.compare(rows, files))
             await trio.lowlevel.checkpoint()
@@ -231,7 +234,7 @@ class Reconciliation:
         """Forget what a reboot took: replicas whose data were never synced."""
         # This drops the records of all tiers: no other tier is counted before.
         async with self._dropping:
-            while lost := self._index.replicas.lost_in_reboot(LOST_BATCH):
+            while lost := self._index.replicas.lost_in_reboot(BATCH):
                 for ino, record in lost:
                     await self._drop(ino, record)
                 self._metrics.replicas_lost += len(lost)
@@ -256,16 +259,18 @@ class Reconciliation:
                 return
         self._index.replicas.file_gone(record.tier, record.name)
 
-    def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
+    async def _rows(self, tier: Tier, prefix: bytes) -> list[Row]:
         """The records of files of a fan-out directory."""
         rows: list[Row] = []
         after = b""
-        while names := self._index.replicas.names(tier.id, prefix, after, 1024):
+        while names := self._index.replicas.names(tier.id, prefix, after, BATCH):
+            records = self._index.replicas.replicas_of([ino for _, ino in names])
             for name, ino in names:
-                record = self._index.replicas.replica(ino)
+                record = records.get(ino)
                 if record is not None and not record.segment:
                     rows.append((name, ino, record))
             after = names[-1][0]
+            await trio.lowlevel.checkpoint()
         return rows
 
     async def _mend(self, tier: Tier, findings: list[Finding]) -> None:
@@ -307,13 +312,21 @@ class Reconciliation:
 
     async def _adopt(self, tier: Tier, orphans: list[TierFile]) -> None:
         """Count complete files that no record knows: whoever opens their version has them."""
-        proven = [file for file in orphans if file.synced or tier.memory_backed]
+        proven: list[TierFile] = []
         for file in orphans:
+            if file.synced or tier.memory_backed:
+                proven.append(file)
+                continue
             # Without a record nobody knows whether a reboot came before its data reached the disk.
-            if file not in proven:
-                self._removed[tier.id] += 1
-                await self._threads.run(tier.files.remove, file.name, file.checksum)
-        self._found[tier.id] += len(self._index.replicas.record_found_files(tier.id, proven))
+            self._removed[tier.id] += 1
+            await self._threads.run(tier.files.remove, file.name, file.checksum)
+        await self._record_found(tier, proven)
+
+    async def _record_found(self, tier: Tier, files: Sequence[TierFile]) -> None:
+        for at in range(0, len(files), BATCH):
+            inos = self._index.replicas.record_found_files(tier.id, files[at : at + BATCH])
+            self._found[tier.id] += len(inos)
+            await trio.lowlevel.checkpoint()
 
     async def _look_at_segments(self, tier: Tier) -> None:
         """Forget records whose bytes are not there; take over segments that are not known."""
@@ -322,13 +335,13 @@ class Reconciliation:
             # In this order: what is recorded has its bytes.
             records = self._index.segments.segment_records(tier.id, segment)
             data = await self._threads.run(_data_ranges, tier, segment)
-            for offset, ino in records:
-                record = self._index.replicas.replica(ino)
-                if record is None or (record.segment, record.offset) != (segment, offset):
-                    continue
-                end = offset + record.size
-                if not any(start <= offset and end <= stop for start, stop in data):
-                    self._forget_lost(tier, ino)
+            for at in range(0, len(records), BATCH):
+                offsets = {ino: offset for offset, ino in records[at : at + BATCH]}
+                for ino, record in self._index.replicas.replicas_of(list(offsets)).items():
+                    still = (record.segment, record.offset) == (segment, offsets[ino])
+                    if still and not within(data, record.offset, record.size):
+                        self._forget_lost(tier, ino)
+                await trio.lowlevel.checkpoint()
         for segment in await self._threads.run(tier.segments.found):
             if segment not in known:
                 await self._adopt_segment(tier, segment)
@@ -341,7 +354,7 @@ class Reconciliation:
             await self._threads.run(tier.segments.remove, segment)
             return
         self._index.segments.begin_segments(tier.id, [segment])
-        self._found[tier.id] += len(self._index.replicas.record_found_files(tier.id, sound))
+        await self._record_found(tier, sound)
 
     def load(self, tier: Tier) -> None:
         """Tell placement what the tier holds, by the records and what counts without one."""

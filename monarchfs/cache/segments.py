@@ -317,12 +317,15 @@ def _punch_gaps(tier: Tier, segment: int, gaps: Sequence[Range]) -> None:
     ranges: list[Range] = []
     align = tier.segments.align
     data = [(start, allocated(stop, align)) for start, stop in tier.segments.data_ranges(segment)]
+    at = 0  # both rise
     for offset, length in gaps:
-        end = offset + length if length else max((stop for _, stop in data), default=offset)
-        ranges += [
-            (max(offset, start), min(end, stop) - max(offset, start))
-            for start, stop in data
-            if start < end and stop > offset
-        ]
+        end = offset + length if length or not data else data[-1][1]
+        while at < len(data) and data[at][0] < end:
+            start, stop = data[at]
+            if stop > offset:
+                ranges.append((max(offset, start), min(end, stop) - max(offset, start)))
+            if stop > end:
+                break
+            at += 1
     if ranges:
         tier.segments.punch(segment, ranges)

@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 import pytest
 import trio
 
+from monarchfs.cache import reconciliation
 from monarchfs.cache.index import set_aside
+from monarchfs.cache.index.replicas import Replicas
 from monarchfs.cache.reconciliation import Reconciliation
 from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.replica_files import ReplicaFiles
@@ -95,6 +97,42 @@ async def test_what_a_power_cut_takes_although_its_record_says_that_it_was_synce
         assert mirror.bytes_read("small") == len(SMALL)
         assert set(served) == {None, *([mirror.tier.dir_fd] if looked_at else [])}
         assert served[0] is None, "threads of the C part do not look"
+
+
+async def test_many_small_copies_are_looked_at_in_turns(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ranges(list[tuple[int, int]]):
+        __iter__ = None  # type: ignore[assignment]
+
+    class Turns(trio.abc.Instrument):
+        count = 0
+
+        def after_io_wait(self, timeout: float) -> None:
+            self.count += 1
+
+    monkeypatch.setattr(reconciliation, "BATCH", 1)
+    look = reconciliation._data_ranges
+    monkeypatch.setattr(reconciliation, "_data_ranges", lambda *of: Ranges(look(*of)))
+    async with files.mounted() as mirror:
+        await mirror.copied("small")
+        await mirror.copied("other")
+        await mirror.cache.accounts.sync()
+    async with files.mounted(boot_id=b"second boot") as mirror:
+        await mirror.idle()
+        assert await mirror.state("small") == "resident"
+    set_aside(str(files.state))
+    trio.lowlevel.add_instrument(turns := Turns())
+    record, recorded = Replicas.record_found_files, set[int]()
+
+    def noted(*of: Any) -> list[int]:
+        recorded.add(turns.count)
+        return record(*of)
+
+    monkeypatch.setattr(Replicas, "record_found_files", noted)
+    async with files.mounted() as mirror:
+        await mirror.idle()
+    assert len(recorded) == 2
 
 
 async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: Area) -> None:

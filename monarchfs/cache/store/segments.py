@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -257,13 +257,7 @@ class SegmentFiles:
     def present(self, segment: int) -> list[TierFile]:
         """What is ``noted``, except what was given back since. Does not read the data."""
         data = self.data_ranges(segment)
-        starts = [start for start, _ in data]
-        found = []
-        for row in self.noted(segment):
-            at = bisect_right(starts, row.offset) - 1
-            if at >= 0 and row.offset + row.size <= data[at][1]:
-                found.append(row)
-        return found
+        return [row for row in self.noted(segment) if within(data, row.offset, row.size)]
 
     def frees_punched(self) -> bool:
         """Whether the file system frees the blocks that ``punch`` takes out of a file, by trial."""
@@ -333,6 +327,12 @@ class SegmentFiles:
                 "%s: could not give back %d bytes at %d of %s/%s: %s",
                 self.path, length, offset, _DIRECTORY, file, os.strerror(code),
             )  # fmt: skip
+
+
+def within(data: Sequence[tuple[int, int]], offset: int, size: int) -> bool:
+    """Whether ``size`` bytes from ``offset`` on lie in one of these ``data_ranges``."""
+    at = bisect_left(data, (offset + 1, 0)) - 1
+    return at >= 0 and offset + size <= data[at][1]
 
 
 def _is_missing(error: OSError) -> bool:
