@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from monarchfs.cache.index import LastClose, last_close, problems
+from monarchfs.cache.index.recovery import mark_open
 from monarchfs.control.registration import decode_registration
 from monarchfs.fuse.handle_table import (
     HandleTable,
@@ -101,6 +102,7 @@ def bytes_of(value: int | bytes) -> bytes:
 def test_the_index(tmp_path: Path) -> None:
     make.load_index((FROZEN / "index.txt").read_text(), tmp_path)
     assert problems(str(tmp_path)) == []
+    mark_open(str(tmp_path))
     index = open_index(tmp_path)
     nodes = index.nodes.nodes_of(range(30))
     stats = {18: make.OLD, 20: make.LINK_STAT, 21: make.FAR_STAT, 22: make.NEW}

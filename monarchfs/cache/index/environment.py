@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 
-from monarchfs.cache.index import disk, records
+from monarchfs.cache.index import disk, records, recovery
 from monarchfs.cache.index.disk import DATA_FILE, Preallocation
 from monarchfs.cache.index.records import FIRST_ID, FORMAT, ID, SCHEMA_VERSION
 from monarchfs.types import IndexUnusable, IndexWriteError
@@ -110,6 +110,7 @@ class Environment:
         self._lmdb, self.db, self.next_id = _open(path, source_id, map_bytes)
         self._data = os.open(os.path.join(path, DATA_FILE), os.O_RDWR | os.O_CLOEXEC)
         self._headroom = Preallocation(self._data)
+        self._state_directory = os.path.dirname(path)
         self._source_id = source_id
         self._reader: Any = None
         self._looker: Any = None
@@ -355,6 +356,7 @@ class Environment:
         except OSError as error:
             # The kernel has dropped what it could not write, and the next sync would succeed.
             self._unsynced = error.strerror
+            recovery.remove_mark(self._state_directory)
         if self._unsynced is not None:
             raise IndexWriteError(f"syncing the index failed: {self._unsynced}")
 

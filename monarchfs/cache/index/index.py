@@ -75,6 +75,8 @@ class Index:
             or recovery.is_suspect(directory)
         )
         path = Path(directory, INDEX_DIRECTORY)
+        if left is LastClose.CRASHED:
+            recovery.forget_pages(directory)
         if suspicious and left is not LastClose.NEW and not recovery.check_in_child(directory):
             raise IndexUnusable(f"the index in {path} is damaged")
         recovery.forget_suspicion(directory)
@@ -105,6 +107,8 @@ class Index:
             or recovery.has_set_aside(directory)
         ):
             index.environment.skip_numbers()
+        if left is LastClose.CRASHED:
+            index.replicas.end_boot()
         return index
 
     def close(self, *, clean: bool = True) -> None:

@@ -51,7 +51,8 @@ class LastClose(Enum):
     KILLED = "killed"
     """Not closed, but the machine has run since then: what was committed is in its page cache."""
     CRASHED = "crashed"
-    """Not closed, and the machine was restarted since, or nothing is known: pages may be lost."""
+    """Not closed, and the machine was restarted since, a sync failed, or nothing is known: pages
+    may be lost."""
 
 
 def last_close(directory: str) -> LastClose:
@@ -98,6 +99,20 @@ def mark_closed(directory: str) -> None:
     """Durably set the mark of a clean close, after the sync and the close. Raises OSError."""
     data = Path(directory, INDEX_DIRECTORY, DATA_FILE).stat()
     _write_mark(directory, f"clean {data.st_size} {data.st_mtime_ns}")
+
+
+def remove_mark(directory: str) -> None:
+    """A sync failed: pages may be lost, although the machine runs on. Best effort: the disk may
+    fail at this, too."""
+    with contextlib.suppress(OSError):
+        os.unlink(Path(directory, INDEX_DIRECTORY, _MARK))
+
+
+def forget_pages(directory: str) -> None:
+    """Have the index read from the disk again: the kernel may still have pages in memory that it
+    could not write. Raises OSError."""
+    with open(Path(directory, INDEX_DIRECTORY, DATA_FILE), "rb") as data:
+        os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_mark(directory: str, text: str) -> None:

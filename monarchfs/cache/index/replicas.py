@@ -91,6 +91,12 @@ class Replicas:
         self._swept_to = b""
         return known is not None
 
+    def end_boot(self) -> None:
+        """Pages may be lost: the next ``begin_boot`` says that the machine was restarted, whether
+        it was or not."""
+        if self._env.get(self._env.db.meta, META_BOOT_ID) is not None:
+            self._env.write(lambda txn: txn.put(META_BOOT_ID, b"", db=self._env.db.meta))
+
     def replica(self, ino: int) -> Replica | None:
         """The replica of ``ino``, if there is one that counts."""
         value = self._look(ID.pack(ino))
