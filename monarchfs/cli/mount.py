@@ -67,7 +67,7 @@ def mount_with(
     run = partial(mount_and_supervise, spec, worker_command=worker_command)
     if settings.foreground:
         os.chdir("/")
-        return run(report=lambda: None)
+        return run(report=lambda *_: None)
     for number in ending_signals():
         signal.signal(number, signal.default_int_handler)  # each ends the daemon, as Ctrl-C does
     timeout = settings.start_timeout_seconds + _PARENT_GRACE_SECONDS

@@ -12,7 +12,7 @@ offset type    header
 0      u64     MAGIC
 8      u32     how many slots there are
 12     u32     slots from this one on were never used
-16     u64     beats: rises while the worker's event loop turns
+16     u64     beats: rises while the worker's event loop turns, or it checks its index
 24     u64     answered: rises with each request that was answered
 32     u64     the index gives out inode numbers from here on, and never one twice
 40     u64     how many relay threads there are

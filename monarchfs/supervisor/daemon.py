@@ -9,6 +9,7 @@ import select
 import signal
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 
 from monarchfs.system.inherited import close_all_but, drop_streams
 from monarchfs.system.limits import explained
@@ -16,9 +17,9 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 
 log = logging.getLogger(__name__)
 
-Report = Callable[[], None]
-"""Called once by the supervisor when the mount answers. Raises OperationError if who waits for that
-is gone."""
+Report = Callable[..., None]
+"""Called once by the supervisor when the mount answers; before, with False, while that takes long
+but goes on. Raises OperationError if who waits for that is gone."""
 
 _GONE_SECONDS = 5.0
 
@@ -37,8 +38,9 @@ def run_in_background(
     """Runs ``run(report)`` in a daemon; returns its process number when it has called ``report``.
     The daemon has no descriptor of this process but 0 to 2 and those in ``keep``.
 
-    A MonarchError that ``run`` raises earlier is raised here. After ``timeout`` seconds the daemon
-    is killed, not waited for (it may hang in the kernel), and OperationError(``overdue``) raised.
+    A MonarchError that ``run`` raises earlier is raised here. ``timeout`` seconds after it began or
+    last reported, the daemon is killed, not waited for (it may hang in the kernel), and
+    OperationError(``overdue``) raised.
     KeyboardInterrupt ends the daemon. For processes of one thread, because it forks.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC)
@@ -52,7 +54,7 @@ def run_in_background(
         _become_daemon(run, writing, keep)
     os.close(writing)
     try:
-        message = _read_until(reading, time.monotonic() + timeout)
+        message = _read(reading, timeout)
     except TimeoutError:
         os.kill(pid, signal.SIGKILL)
         raise OperationError(overdue) from None
@@ -78,7 +80,7 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
         os.chdir("/")
         # The caller's descriptors (a lock of a batch script, say) must not live as long as we do.
         close_all_but({pipe, *keep})
-        code = run(lambda: _report(pipe))
+        code = run(partial(_report, pipe))
     except UsageError as error:
         _tell(pipe, {"usage": str(error)})
     except MonarchError as error:
@@ -92,15 +94,17 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
         os._exit(code)
 
 
-def _report(pipe: int) -> None:
+def _report(pipe: int, answers: bool = True) -> None:
     """Lets go of the terminal, then tells the parent: a caller who waits for the end of our output
     must not wait longer."""
-    drop_streams()
+    if answers:
+        drop_streams()
     try:
-        os.write(pipe, json.dumps({"ok": True}).encode())
+        os.write(pipe, json.dumps({"ok": True}).encode() if answers else b" ")
     except BrokenPipeError:
         raise OperationError("the process that asked for the mount is gone") from None
-    os.close(pipe)
+    if answers:
+        os.close(pipe)
 
 
 def _tell(pipe: int, message: dict[str, object]) -> None:
@@ -111,13 +115,13 @@ def _tell(pipe: int, message: dict[str, object]) -> None:
         log.error("cannot report %s: %s", message, error.strerror)
 
 
-def _read_until(pipe: int, deadline: float) -> dict[str, str | bool] | dict[str, str]:
+def _read(pipe: int, timeout: float) -> dict[str, str | bool] | dict[str, str]:
     content = b""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    while poll.poll(max(0, (deadline - time.monotonic()) * 1000)):
+    while poll.poll(timeout * 1000):
         part = os.read(pipe, 1 << 16)
-        content += part
+        content += part.lstrip()
         if not part:
             return dict(json.loads(content)) if content else {}
     raise TimeoutError

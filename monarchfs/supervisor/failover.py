@@ -13,7 +13,7 @@ LEAVING  was told to, for another one            ENDING, if it takes too long; S
 ENDING   was killed                              STARTING the other, if there is one; else a death
 PAUSING  is dead                                 STARTING the next one
 STARTING answers FUSE_INIT again: the kernel has QUIETING, when it did; ENDING, if it takes too
-         an answer, so this one is dropped       long
+         an answer, so this one is dropped       long, but for the check of its index
 QUIETING waits until those before it run no      JOINING, soon in any case: the kernel is asked to
          more: nobody would answer what they     repeat what they took and did not answer
          take now                                (``protocol.RESEND``)
@@ -146,6 +146,7 @@ class Failover:
         self._restart_policy = RestartPolicy()
         self._until = 0.0
         self._ready_by = 0.0
+        self._beats = 0
         self._hurried = False
         self._retry_at = 0.0
         self._vital_signs: VitalSigns | None = None
@@ -205,6 +206,8 @@ class Failover:
         if self.phase in _LIVING and self.worker.has_ended(now):
             self._died(f"the worker {self.worker.describe_end()}", now)
             return
+        if self.phase is Phase.STARTING:
+            self._see_check(now)
         match self.phase:
             case Phase.SERVING:
                 self._load_ahead(now)
@@ -245,11 +248,16 @@ class Failover:
 
     # -- the first worker
 
-    def serve_first(self, deadline: float) -> None:
+    def serve_first(self, deadline: float, goes_on: Callable[[], object]) -> None:
         """Waits until a worker serves. Raises OperationError, for who mounts, if none does by
-        ``deadline`` (time.monotonic())."""
+        ``deadline`` (time.monotonic()). While one checks its index, that is put off, and
+        ``goes_on`` called; it may raise OperationError, too."""
+        beats = self._beats
         while not self.serves:
             now = time.monotonic()
+            if self._beats != beats:
+                beats, deadline = self._beats, now + self._mount.config.start_timeout_seconds
+                goes_on()
             if now >= deadline:
                 late = "answer FUSE_INIT" if self.phase is Phase.STARTING else "become ready"
                 self._failed(f"the worker did not {late} in time")
@@ -296,6 +304,7 @@ class Failover:
         if waits:
             worker.channel.send({"do": "begin", "restarts": self.restarts})
         self.worker = worker
+        self._beats = self._mount.vitals()[0]
         self._hurried = False
         self._ready_by = time.monotonic() + self._mount.config.start_timeout_seconds
         self._enter(Phase.STARTING, self._ready_by)
@@ -306,6 +315,14 @@ class Failover:
             worker.init.send(self._mount.handover.init_request)
         except OSError as error:
             log.debug("the new worker takes no FUSE_INIT: %s", error)  # it is dead, as will be seen
+
+    def _see_check(self, now: float) -> None:
+        """A worker that is not told to serve yet beats only while it checks its index: for as long
+        as that goes on, it may take its time."""
+        beats, _answered, _stuck_since = self._mount.vitals()
+        if beats != self._beats:
+            self._beats = beats
+            self._ready_by = self._until = now + self._mount.config.start_timeout_seconds
 
     def _on_init(self) -> None:
         try:

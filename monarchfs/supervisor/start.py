@@ -12,9 +12,10 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 
 from monarchfs.config import Config
@@ -70,7 +71,7 @@ def mount_and_supervise(
     log_to_stderr(spec.settings.log_level)
     command = worker_command or module_command("monarchfs.worker")
     with ExitStack() as undo, _interruptible() if owner is None else nullcontext():
-        supervisor = _start(spec, command, deadline, undo)
+        supervisor = _start(spec, command, deadline, partial(report, False), undo)
         supervisor.obey(owner)
         report()
         # From here on the supervisor itself puts things back, and what it keeps (the state
@@ -101,7 +102,13 @@ def take_over(
     return supervisor.run()
 
 
-def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitStack) -> Supervisor:
+def _start(
+    spec: MountSpec,
+    command: Sequence[str],
+    deadline: float,
+    goes_on: Callable[[], object],
+    undo: ExitStack,
+) -> Supervisor:
     config, what = checked(spec, deadline, undo)
     if spec.source_fd is not None:
         os.close(spec.source_fd)
@@ -153,7 +160,7 @@ def _start(spec: MountSpec, command: Sequence[str], deadline: float, undo: ExitS
     mounted = Mounted(handover, command, connection, backing, peer_server, output)
     failover = Failover(mounted)
     undo.callback(failover.close, 1.0)
-    failover.serve_first(deadline)
+    failover.serve_first(deadline, goes_on)
     _read_ahead(connection.number)
     control_socket = ControlSocket(config, mount_ns, connection.number)
     undo.callback(control_socket.close)

@@ -44,7 +44,6 @@ async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
                 worker = Worker(bootstrap, channel, nursery, log_filter)
                 await nursery.start(worker.parts.source.watch)
                 nursery.start_soon(worker.parts.interrupts.watch)
-                nursery.start_soon(worker.beat)
                 await worker.start()
             except (OSError, MonarchError) as exc:
                 state_dir = f"/proc/self/fd/{bootstrap.state_fd}"

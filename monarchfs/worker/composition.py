@@ -308,10 +308,10 @@ class Composition:
             fuse_session.hooks.names_forget_ino,
             self._replica_changed,
         )
-        index = open_index(config, state_dir, posix.root.ino, on_change)
+        index = open_index(config, state_dir, posix.root.ino, on_change, table.beat)
         first = table.kernel_reads is None and not bootstrap.safe
         if first and forget_earlier_mounts(bootstrap, state_dir, index, posix):
-            index = open_index(config, state_dir, posix.root.ino, on_change)
+            index = open_index(config, state_dir, posix.root.ino, on_change, table.beat)
         # Even if the index was lost, numbers that the kernel knows are not given to other files.
         if table.numbers:
             index.environment.skip_numbers_after(table.numbers)

@@ -7,7 +7,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -127,24 +127,38 @@ def _numbers_stay(index: Index, source: PosixSource) -> bool:
     return 2 * same > told
 
 
-def open_index(config: Config, state_dir: str, root_ino: int, on_change: OnChange) -> Index:
+def open_index(
+    config: Config,
+    state_dir: str,
+    root_ino: int,
+    on_change: OnChange,
+    goes_on: Callable[[], object],
+) -> Index:
     """Open the index. One that cannot be used is set aside, and a new one is made. ``root_ino`` is
-    the inode number of the source's root directory."""
+    the inode number of the source's root directory; ``goes_on`` is called while it is checked."""
     try:
-        return _open_index_of_root(config, state_dir, root_ino, on_change)
+        return _open_index_of_root(config, state_dir, root_ino, on_change, goes_on)
     except IndexUnusable as exc:
         aside = set_aside(state_dir)
         told = f"{exc}: kept as {aside}, starting with an empty one"
         log.warning("%s", told.replace(state_dir, config.state_dir))
-        return _open_index_of_root(config, state_dir, root_ino, on_change)
+        return _open_index_of_root(config, state_dir, root_ino, on_change, goes_on)
 
 
 def _open_index_of_root(
-    config: Config, state_dir: str, root_ino: int, on_change: OnChange
+    config: Config,
+    state_dir: str,
+    root_ino: int,
+    on_change: OnChange,
+    goes_on: Callable[[], object],
 ) -> Index:
     # The commits of a killed process are complete in the page cache, so its index is sound.
     index = Index.open(
-        state_dir, source_id=config.dataset_id, trust_after_kill=True, on_change=on_change
+        state_dir,
+        source_id=config.dataset_id,
+        trust_after_kill=True,
+        on_change=on_change,
+        goes_on=goes_on,
     )
     try:
         known = index.nodes.node(ROOT_INO)

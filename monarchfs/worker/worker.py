@@ -84,7 +84,7 @@ class Worker:
         if handles := self.parts.answerer.take_over():
             log.info("took over %d open files", handles)
 
-    async def beat(self) -> None:
+    async def _beat(self) -> None:
         """Show the supervisor that the event loop runs, and store the counts, for ever."""
         while True:
             self.parts.handle_table.beat()
@@ -106,6 +106,7 @@ class Worker:
                         message["backing_ids"] if self.parts.kernel_reads else 0
                     )
                     self.parts.session.hand_over()
+                    self._nursery.start_soon(self._beat)
                     self._nursery.start_soon(self._begin_background)
                     await self._channel.send({"event": "ready"})
                 case "status":

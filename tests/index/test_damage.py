@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -276,15 +277,21 @@ def test_keys_of_a_wrong_length_are_found_out_by_the_quick_check(tmp_path: Path)
     assert problems(str(tmp_path)) == []
     with written(tmp_path) as (txn, tables):
         txn.put(b"short", b"", db=tables[b"pins"])
-    assert not check_in_child(str(tmp_path))
+    signs = list[None]()
+    assert not check_in_child(str(tmp_path), lambda: signs.append(None))
+    assert signs
     assert problems(str(tmp_path)) == ["table pins has keys of a wrong length"]
 
 
-def test_the_check_has_an_end(tmp_path: Path) -> None:
-    full(tmp_path)
-    assert not check_in_child(str(tmp_path), deadline_seconds=0.001)
-    (line,) = problems(str(tmp_path), deadline_seconds=0.001)
-    assert "did not end" in line
+def test_a_check_may_wait_for_the_disk_but_not_walk_without_an_end() -> None:
+    program = (
+        "from monarchfs.cache.index import check\n"
+        "check.STEP_ROWS, check.STEP_SECONDS = 1, 1\n"
+        "for _ in check.steps(range(9)): sum(range(4_000_000))\n"
+        "while True: pass"
+    )
+    done = execute([sys.executable, "-c", program])
+    assert (done.returncode, done.stdout) == (-signal.SIGXCPU, 9 * "\n")
 
 
 @pytest.mark.parametrize(
@@ -298,8 +305,8 @@ def test_what_cannot_be_checked_is_not_taken_for_damaged(tmp_path: Path, limit: 
         "from monarchfs.cache.index import check_in_child, problems\n"
         f"which, most = resource.{limit}\n"
         "prepare = lambda: resource.setrlimit(which, (most, most))\n"
-        "run = subprocess.run\n"
-        "subprocess.run = lambda *a, **k: run(*a, preexec_fn=prepare, **k)\n"
+        "run = subprocess.Popen\n"
+        "subprocess.Popen = lambda *a, **k: run(*a, preexec_fn=prepare, **k)\n"
         "for check in (check_in_child, problems):\n"
         "    try: print(check(sys.argv[1]))\n"
         "    except OSError as error: print(error.strerror)\n"
@@ -327,7 +334,7 @@ def test_an_unclean_close_asks_for_a_check(tmp_path: Path, monkeypatch: pytest.M
     open_index(tmp_path).close(clean=False)
     assert last_close(str(tmp_path)) is LastClose.KILLED
     answers = [False, True]
-    monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda _: answers.pop(0))
+    monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda *_: answers.pop(0))
     with pytest.raises(IndexUnusable, match="damaged"):
         open_index(tmp_path)
     open_index(tmp_path, trust=True).close(clean=False)
@@ -383,7 +390,7 @@ def test_a_suspect_index_is_checked_however_it_was_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = [False, True, True]
-    monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda _: answers.pop(0))
+    monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda *_: answers.pop(0))
     open_index(tmp_path, trust=True).close()
     mark_suspect(str(tmp_path))
     with pytest.raises(IndexUnusable, match="damaged"):

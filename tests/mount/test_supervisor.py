@@ -541,6 +541,13 @@ def test_one_that_never_gets_ready_is_replaced(work: Area) -> None:
 
 
 @as_root
+def test_one_that_checks_its_index_is_waited_for(work: Area) -> None:
+    """By the supervisor, and by who mounts."""
+    work.mount("-o", "start_timeout_seconds=5", mode="checking")
+    assert status(work)["worker"]["restarts"] == 0
+
+
+@as_root
 def test_a_hang_that_nobody_shows_is_noticed(work: Area) -> None:
     """The kernel does not say who waits (fusectl is not mounted), and all requests were taken."""
     work.mount(mode="unseen")

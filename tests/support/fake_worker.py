@@ -6,8 +6,8 @@ MODE is ``serve``; ``fail`` (says so); ``crash`` (ends with a line on stderr); `
 ready); ``silent-later`` (its successors); ``other`` (cannot take over); ``late`` (takes 2 s to end,
 and then leaves a file ``synced``); ``segv before``, ``segv after`` (the first worker dies of
 SIGSEGV before, or after, it answers INIT; with ``always`` behind it all do); ``starved`` (eight
-successors find a limit reached); ``mad`` (says what a
-control client has it say, see ``go_mad``).
+successors find a limit reached); ``checking`` (beats for 12 s before it answers INIT);
+``mad`` (says what a control client has it say, see ``go_mad``).
 
 Who looks up ``die``, ``die-always`` (also in safe mode) or ``freeze`` has it do so.
 
@@ -193,6 +193,9 @@ def main() -> int:
         file.write(b"made by the worker")
     for descriptor in (fds["source"], fds["state"], *fds["tiers"]):
         os.listdir(descriptor)
+    for beats in range(48 if mode == "checking" else 0):
+        os.pwrite(fds["handles"], struct.pack("=Q", beats), 16)
+        time.sleep(0.25)
     init.send(init_reply(init.recv(1 << 18)))
     told = json.loads(channel.recv(1 << 16))
     assert told["do"] == "serve", told

@@ -1,7 +1,9 @@
 """Walk an index: ``python -I -m monarchfs.cache.index.check [--deep] INDEX_DIRECTORY``.
 
 Exits 0 if it is sound, DAMAGED with lines on stdout if not; LMDB may also end the process by a
-signal. Other codes: it could not be read, for want of memory or descriptors, which says nothing.
+signal, and SIGXCPU does if it takes no end. It takes as long as the disk does, and says with empty
+lines that it goes on. Other codes: it could not be read, for want of memory or descriptors, which
+says nothing.
 Writes nothing. Without ``--deep``: every page can be read, also those of the list of free pages;
 every table has as many rows as it says, and their keys and values have the right lengths. With it,
 also: every record can be decoded, and the records agree with each other. An environment of another
@@ -11,14 +13,17 @@ program or schema version is only walked: whoever opens it says that it is not o
 from __future__ import annotations
 
 import errno
+import math
+import os
 import resource
 import struct
 import sys
+import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
 
@@ -39,7 +44,15 @@ from monarchfs.cache.index.records import (
 )
 from monarchfs.cache.index.recovery import DAMAGED
 
+T = TypeVar("T")
+
 MAX_LINES = 100
+
+STEP_ROWS = 10_000
+"""So many are walked between two signs that the check goes on: at most some seconds of a disk."""
+
+STEP_SECONDS = 20
+"""So much of the processor a step may take; thousands of times what it needs."""
 
 _TAKEN_BYTES = 16 << 20
 """Larger than any run of free pages, so that LMDB reads the whole list of them."""
@@ -83,7 +96,7 @@ def check(path: str, *, deep: bool) -> Iterator[str]:
         path, readonly=True, create=False, lock=False, max_dbs=64, readahead=True, map_size=0
     )
     with env.begin() as txn:
-        deque(txn.cursor(), maxlen=0)
+        deque(steps(islice(txn.cursor(), txn.stat()["entries"])), maxlen=0)
         if not _is_ours(env, txn):
             return
         tables = {name: env.open_db(name, txn=txn, create=False) for name in DATABASES}
@@ -94,9 +107,26 @@ def check(path: str, *, deep: bool) -> Iterator[str]:
                 yield line
         # Records of a table that cannot be walked say nothing.
         if deep and sound:
-            yield from inconsistencies(txn, tables)
+            yield from inconsistencies(txn, tables, lambda table: steps(txn.cursor(table)))
     env.close()
+    _go_on()
     _walk_free_pages(path)
+
+
+def steps(rows: Iterable[T]) -> Iterator[T]:
+    for count, row in enumerate(rows):
+        if count % STEP_ROWS == 0:
+            _go_on()
+        yield row
+
+
+def _go_on() -> None:
+    """Say so. What takes the processor without an end is damaged, what waits for a disk is not."""
+    os.write(sys.stdout.fileno(), b"\n")
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    end = math.ceil(time.process_time()) + STEP_SECONDS
+    end = end if most == resource.RLIM_INFINITY else min(end, most)
+    resource.setrlimit(resource.RLIMIT_CPU, (end, most))
 
 
 def _walk_free_pages(path: str) -> None:
@@ -127,7 +157,12 @@ def _walk(txn: Any, name: bytes, table: Any) -> Iterator[str]:
         ("values", lambda: txn.cursor(table).iternext(False, True), _VALUE_BYTES),
     )
     for what, walk, sizes in whats:
-        lengths = Counter(map(len, walk()))
+        # One more says that it is damaged: there may be a page with many parents.
+        rows, lengths, before = islice(walk(), entries + 1), Counter[int](), -1
+        while lengths.total() > before:
+            before = lengths.total()
+            _go_on()
+            lengths.update(map(len, islice(rows, STEP_ROWS)))
         if lengths.total() != entries:
             yield f"table {name.decode()} has {lengths.total()} {what} instead of {entries}"
         size = sizes.get(name)

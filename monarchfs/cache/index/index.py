@@ -53,11 +53,13 @@ class Index:
         trust_after_kill: bool = False,
         map_bytes: int = MAP_BYTES,
         on_change: OnChange = OnChange(),  # noqa: B008
+        goes_on: Callable[[], object] = lambda: None,
     ) -> Index:
         """Open the index in the state directory ``directory``, or create it there.
 
         ``source_id`` names the mirrored source; an index of another one is refused. Waits for the
-        disk, and for ``recovery.check_in_child`` if the index was not closed cleanly.
+        disk, and for ``recovery.check_in_child``, which calls ``goes_on``, if the index was not
+        closed cleanly.
         ``trust_after_kill`` skips that check if only the process died, not the machine, unless
         ``recovery.mark_suspect`` was called. To go on with an empty index, call
         ``recovery.set_aside`` and then this again. An index on a disk that is full, fails or is
@@ -77,7 +79,8 @@ class Index:
         path = Path(directory, INDEX_DIRECTORY)
         if left is LastClose.CRASHED:
             recovery.forget_pages(directory)
-        if suspicious and left is not LastClose.NEW and not recovery.check_in_child(directory):
+        sound = left is LastClose.NEW or not suspicious
+        if not sound and not recovery.check_in_child(directory, goes_on):
             raise IndexUnusable(f"the index in {path} is damaged")
         recovery.forget_suspicion(directory)
         try:

@@ -17,6 +17,7 @@ import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
@@ -36,9 +37,6 @@ _OURS = frozenset({DATA_FILE, "lock.mdb", _MARK, f"{_MARK}.new"})
 
 DAMAGED = 3
 """The exit code of the check of an index that is not sound."""
-
-CHECK_SECONDS = 20.0
-PROBLEMS_SECONDS = 600.0
 
 
 class LastClose(Enum):
@@ -154,56 +152,57 @@ def forget_suspicion(directory: str) -> None:
         os.unlink(Path(directory, _SUSPECT))
 
 
-def check_in_child(directory: str, *, deadline_seconds: float = CHECK_SECONDS) -> bool:
+def check_in_child(directory: str, goes_on: Callable[[], object] = lambda: None) -> bool:
     """Walk the index of the state directory ``directory`` in a child process: can it be read?
 
-    Blocks for about two seconds per million files, at most ``deadline_seconds`` (then: False).
-    Raises OSError if the directory cannot be opened, or the child cannot do its work.
+    Blocks for about two seconds per million files, more where the disk is slow, and calls
+    ``goes_on`` now and then. Raises OSError if the directory cannot be opened, or the child cannot
+    do its work.
     """
-    try:
-        return _run_check(directory, [], subprocess.DEVNULL, deadline_seconds).returncode == 0
-    except subprocess.TimeoutExpired:
-        return False
+    return _run_check(directory, [], goes_on)[0] == 0
 
 
-def problems(directory: str, *, deadline_seconds: float = PROBLEMS_SECONDS) -> list[str]:
+def problems(directory: str) -> list[str]:
     """What is wrong with the index of the state directory: lines for people, none if it is sound.
 
     Every record is decoded and held against the others, in a child process: about 30 seconds per
     million files. The index must not be open for writing. Raises OSError as ``check_in_child``.
     """
-    try:
-        done = _run_check(directory, ["--deep"], subprocess.PIPE, deadline_seconds)
-    except subprocess.TimeoutExpired:
-        return [f"the check of the index did not end within {deadline_seconds:.0f} seconds"]
-    lines = done.stdout.decode("utf-8", "backslashreplace").splitlines()
-    if done.returncode < 0:
-        lines.append(f"reading the index ended in {signal.Signals(-done.returncode).name}")
+    code, output = _run_check(directory, ["--deep"], lambda: None)
+    lines = output.decode("utf-8", "backslashreplace").splitlines()
+    if code < 0:
+        lines.append(f"reading the index ended in {signal.Signals(-code).name}")
     return lines
 
 
 def _run_check(
-    directory: str, options: list[str], output: int, deadline_seconds: float
-) -> subprocess.CompletedProcess[bytes]:
+    directory: str, options: list[str], goes_on: Callable[[], object]
+) -> tuple[int, bytes]:
+    """The child's exit code, and the lines that it said."""
     # The caller may know the directory only by /proc/self/fd/N, which is another one in the child.
     descriptor = os.open(Path(directory, INDEX_DIRECTORY), os.O_PATH | os.O_DIRECTORY)
-    path = f"/proc/self/fd/{descriptor}"
+    said = b""
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-m", "monarchfs.cache.index.check", *options, path],
+        with subprocess.Popen(
+            [
+                *(sys.executable, "-I", "-m", "monarchfs.cache.index.check", *options),
+                f"/proc/self/fd/{descriptor}",
+            ],
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd="/",
             pass_fds=(descriptor,),
-            timeout=deadline_seconds,
-            check=False,
-        )
+        ) as child:
+            assert child.stdout is not None
+            for line in child.stdout:
+                goes_on()
+                said += line.lstrip()
     finally:
         os.close(descriptor)
-    if done.returncode > 0 and done.returncode != DAMAGED:
+    if child.returncode > 0 and child.returncode != DAMAGED:
         raise OSError(errno.ENOMEM, "the index cannot be checked")
-    return done
+    return child.returncode, said
 
 
 def set_aside(directory: str) -> str | None:
