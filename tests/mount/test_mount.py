@@ -61,12 +61,11 @@ def test_mount_points_are_resolved_and_never_asked(tmp_path: Path) -> None:
     assert mountinfo.resolve_mountpoint(f"{tmp_path}/loop").startswith(base)
     assert mountinfo.resolve_mountpoint("/") == "/"
     # A name that is in the mount table is not followed, though a symbolic link is there.
-    base = os.path.realpath(tmp_path)
-    (tmp_path / "link").symlink_to("/")
-    fake = mountinfo.Mount(1, 1, 0, 1, "/", f"{base}/link", "ro", "fuse.monarchfs", "/s", "ro")
+    (tmp_path / "fake").symlink_to("/")
+    fake = mountinfo.Mount(1, 1, 0, 1, "/", f"{base}/fake", "ro", "fuse.monarchfs", "/s", "ro")
     mounts = [*mountinfo.read_mountinfo(), fake]
-    assert mountinfo.resolve_mountpoint(f"{base}/link", mounts) == f"{base}/link"
-    assert mountinfo.resolve_mountpoint(f"{base}/x/../link/in", mounts) == f"{base}/link/in"
+    assert mountinfo.resolve_mountpoint(f"{base}/fake", mounts) == f"{base}/fake"
+    assert mountinfo.resolve_mountpoint(f"{base}/x/../fake/in", mounts) == f"{base}/fake/in"
 
 
 def one(number: int, parent: int, point: str, fstype: str = "ext4") -> mountinfo.Mount:
