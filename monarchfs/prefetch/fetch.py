@@ -63,9 +63,9 @@ class Fetch:
         self._let_go()
 
     async def piece(self, offset: int, end: int) -> Data | None:
-        """What it brought of [offset, end), which begins in it; None where the source has another
-        version, and where that is not in memory any more. Raises the source's OSError, but for what
-        came before that."""
+        """What it brought of [offset, end), which begins in it; None where that is not in memory
+        any more, where the source has another version, and where it failed: who waits then asks
+        for itself, as a reader."""
         self.waiting += 1
         try:
             await self.done.wait()
@@ -77,10 +77,6 @@ class Fetch:
     def _piece(self, offset: int, end: int) -> Data | None:
         if self.unit is not None and (piece := self.unit.peek(offset, end)):
             return piece
-        if self.unit is not None and self.unit.is_stored(offset):
-            return None
-        if self.error is not None:
-            raise OSError(self.error.errno, self.error.strerror)
         if self.data is None:
             return None
         stop = min(end, self.end) - self.start

@@ -165,6 +165,13 @@ async def test_what_fails_is_retried(area: Area, clock: trio.testing.MockClock, 
         assert mirror.bytes_read(name) == size
 
 
+async def test_a_reader_of_a_file_being_copied_gets_one_more_try(area: Area) -> None:
+    (name,) = area.write_files(1, 3 * MIB)
+    async with area.mounted() as mirror:
+        mirror.posix.faults.fail("read", errno.EIO, times=2)
+        assert await mirror.read_file(name) == content(3 * MIB, 0)
+
+
 async def test_what_goes_on_failing_is_given_up(area: Area, clock: trio.testing.MockClock) -> None:
     """Counted once, though several reads of it fail at the same time."""
     (name,) = area.write_files(1, 16 * MIB)

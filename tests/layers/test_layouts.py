@@ -66,6 +66,28 @@ async def test_what_is_on_tape_stays_there(
         assert await mirror.read_file("taped") == content(size)
 
 
+async def test_a_reader_recalls_what_the_copier_is_about_to_leave_there(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    area.write("taped", content(3 * MIB))
+    read: list[bytes] = []
+    async with area.mounted() as mirror, trio.open_nursery() as readers:
+        give_layouts(mirror, {"taped": TAPED}, monkeypatch)
+        gate = mirror.posix.faults.gate("layout")
+        await mirror.want("taped")
+        await gate.arrived()
+        handle = await mirror.open("taped")
+
+        async def reader() -> None:
+            read.append(await mirror.read(handle, 0, 1000))
+            handle.release()
+
+        readers.start_soon(reader)
+        await trio.testing.wait_all_tasks_blocked()
+        gate.open()
+    assert read == [content(1000)]
+
+
 async def test_a_read_ends_where_a_stripe_does(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
     area.write("striped", content(16 * MIB))
     async with area.mount(copy_workers=1) as mirror:

@@ -194,6 +194,7 @@ class FaultySource(PosixSource):
     getxattr = met(PosixSource.getxattr, "getxattr")
     access = met(PosixSource.access, "access")
     statvfs = met(PosixSource.statvfs, "statvfs")
+    layout = met(PosixSource.layout, "layout")
 
     def open(self, directory: DirRef, name: bytes) -> tuple[int, SourceStat]:
         self.faults.meet("open")
