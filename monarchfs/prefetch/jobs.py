@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from bisect import insort
 from collections.abc import Container, Sequence
@@ -18,6 +17,7 @@ from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.open_first import OpenFirst
 from monarchfs.prefetch.queue import Batch, CopyJob, CopyQueue, Priority
+from monarchfs.source.source import TRANSIENT
 from monarchfs.system.listeners import Listeners
 from monarchfs.types import Archived, Node
 
@@ -25,9 +25,6 @@ log = logging.getLogger(__name__)
 
 RETRY_SECONDS = (1.0, 5.0, 25.0)
 """When a copy that failed in the source is tried again."""
-
-TRANSIENT = {errno.EIO, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EMFILE, errno.ENOTCONN}
-
 
 _NOTHING = CopyJob(0)
 """Of files of which nothing is to be known. Never changed."""

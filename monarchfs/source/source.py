@@ -56,6 +56,18 @@ _DISCONNECTED = frozenset({errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN})
 """What a client answers while it has no server: so does one of Lustre that was evicted, for up to
 two seconds (docs/LUSTRE.md)."""
 
+TRANSIENT = _DISCONNECTED | {
+    errno.EAGAIN,
+    errno.EHOSTDOWN,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EREMOTEIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+"""Errors of what may work in a moment. Whoever nobody waits for tries again then."""
+
 _TRIED_AGAIN = frozenset(
     {"stat", "found", "open", "read_for_reader", "read_once", "readlink", "access", "getxattr"}
 )

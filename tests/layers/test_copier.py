@@ -143,17 +143,22 @@ async def let_pass(mirror: Mirror, clock: trio.testing.MockClock, seconds: float
     await mirror.idle()
 
 
-@pytest.mark.parametrize("size", [10_000, 3 * MIB])
-async def test_what_fails_is_retried(area: Area, clock: trio.testing.MockClock, size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "code"), [(10_000, errno.EIO), (10_000, errno.ENFILE), (3 * MIB, errno.ESHUTDOWN)]
+)
+async def test_what_fails_is_retried(
+    area: Area, clock: trio.testing.MockClock, size: int, code: int
+) -> None:
     (name,) = area.write_files(1, size)
     async with area.mount(copy_workers=1) as mirror:
-        mirror.posix.faults.fail("read", errno.EIO, times=2)
+        mirror.posix.faults.fail("read", code, times=2)
         await mirror.want(name)
         await mirror.settled()
         assert mirror.posix.faults.calls["read"] == 1
         # As a thread of the data path asks, which has no event loop.
         reason = await trio.to_thread.run_sync(mirror.reason, await mirror.ino(name))
-        assert reason == "copying failed: Input/output error (just now; it is tried again in 1 s)"
+        error = os.strerror(code)
+        assert reason == f"copying failed: {error} (just now; it is tried again in 1 s)"
         await let_pass(mirror, clock, RETRY_SECONDS[0] + 0.01)
         assert mirror.posix.faults.calls["read"] == 2
         await let_pass(mirror, clock, RETRY_SECONDS[0] + 0.01)
