@@ -12,10 +12,12 @@ from random import Random
 
 import trio
 
+from monarchfs.metadata.directories import Row
 from monarchfs.metadata.tree import Tree
-from monarchfs.prefetch.jobs import CopyJobs
+from monarchfs.prefetch.jobs import RETRY_SECONDS, CopyJobs
 from monarchfs.prefetch.open_first import MOST_WAITING
 from monarchfs.prefetch.queue import Priority
+from monarchfs.source.source import TRANSIENT
 from monarchfs.system.listeners import Listeners
 from monarchfs.types import ROOT_INO, FileType, IndexWriteError, Lane, Node
 
@@ -84,41 +86,56 @@ class Scan:
         self.running = True
         if self._jitter_seconds:
             await trio.sleep(self._random.uniform(0, self._jitter_seconds))
-        # Of nodes that share, each begins with what it owns, and finds the rest at its owners.
-        own, others = deque([ROOT_INO]), deque[int]()
-        while directories := own or others:
+        before = self.failed
+        # Directories, each with where to go on in it, and how often that has failed. Of nodes that
+        # share, each begins with what it owns, and finds the rest at its owners.
+        own, others = deque([(ROOT_INO, 0, 0)]), deque[tuple[int, int, int]]()
+        again = deque[tuple[int, int, int]]()
+        while directories := own or others or again:
+            if directories is again:
+                await trio.sleep(RETRY_SECONDS[again[0][2] - 1])
+                own, again = again, own
             if self._jitter_seconds:
                 directories.rotate(-self._random.randrange(len(directories)))
-            ino = directories.popleft()
+            ino, cookie, failures = directories.popleft()
             try:
                 await self._tree.directories.open(ino, Lane.BACKGROUND)
+                while batch := await self._next_entries(ino, cookie):
+                    last_try = failures == len(RETRY_SECONDS)
+                    for found in await self._scan_batch(ino, batch, before, last_try=last_try):
+                        (own if self._tree.shared.serves(found) else others).append((found, 0, 0))
+                    cookie, failures = batch[-1][0].cookie, 0
             except (OSError, IndexWriteError) as exc:
-                self._skip(f"directory inode {ino}", exc)
-                continue
-            for found in await self._scan_directory(ino):
-                (own if self._tree.shared.serves(found) else others).append(found)
-        self.running = False
-        self.on_end()
+                if _may_pass(exc) and failures < len(RETRY_SECONDS):
+                    again.append((ino, cookie, failures + 1))
+                else:
+                    self._skip(f"directory inode {ino}", exc, before)
+        self._end(before)
 
     async def listed(self, paths: Iterable[bytes]) -> None:
         """Want these files in this order; paths are relative to the mount's root."""
         self.running = True
         before = self.failed
-        for path in paths:
-            await self._jobs.queue_below(QUEUE_LIMIT)
-            try:
-                node = await self._walk(path)
-            except (OSError, IndexWriteError) as exc:
-                self._skip_listed(path, exc, before)
-                continue
-            if node is None or node.stat is None or not node.stat.is_regular:
-                self._skip_listed(path, OSError(errno.ENOENT, "no such file"), before)
-                continue
-            self._jobs.want(node.ino, Priority.LISTED)
-        if self.failed > before:
-            log.warning("%d paths of the list were not prefetched", self.failed - before)
-        self.running = False
-        self.on_end()
+        for seconds in (*RETRY_SECONDS, None):
+            again = []
+            for path in paths:
+                await self._jobs.queue_below(QUEUE_LIMIT)
+                try:
+                    node = await self._walk(path)
+                    if node is None or node.stat is None or not node.stat.is_regular:
+                        raise FileNotFoundError(errno.ENOENT, "no such file")
+                except (OSError, IndexWriteError) as exc:
+                    if _may_pass(exc) and seconds is not None:
+                        again.append(path)
+                    else:
+                        self._skip(repr(path), exc, before)
+                else:
+                    self._jobs.want(node.ino, Priority.LISTED)
+            if seconds is None or not again:
+                break
+            await trio.sleep(seconds)
+            paths = again
+        self._end(before)
 
     async def _walk(self, path: bytes) -> Node | None:
         ino, node = ROOT_INO, None
@@ -131,46 +148,60 @@ class Scan:
             ino = node.ino
         return node
 
-    async def _scan_directory(self, ino: int) -> list[int]:
+    async def _next_entries(self, ino: int, cookie: int) -> list[Row]:
+        opens_bytes = self._jobs.open_first.most_bytes
+        await self._jobs.queue_below(MOST_WAITING if opens_bytes else QUEUE_LIMIT)
+        return self._tree.directories.entries(ino, cookie, BATCH)
+
+    async def _scan_batch(
+        self, ino: int, batch: Sequence[Row], before: int, *, last_try: bool
+    ) -> list[int]:
+        """Want the files among these entries; the directories. Raises OSError, IndexWriteError: of
+        errors of single names those that may pass, and not on the ``last_try``."""
+        wanted = [row for row in batch if row[0].type in WANTED and row[0].name not in SELF]
+        nodes = await self._tree.names.find_entries(
+            ino,
+            wanted,
+            Lane.BACKGROUND,
+            scanned=True,
+            opens_bytes=self._jobs.open_first.most_bytes,
+        )
+        self._jobs.open_first.note_found(nodes)
+        for at, (entry, *_) in enumerate(wanted):
+            if nodes[at] is None:  # it is gone, or failed
+                try:
+                    nodes[at] = await self._tree.names.find(ino, entry.name, Lane.BACKGROUND)
+                except (OSError, IndexWriteError) as exc:
+                    if _may_pass(exc) and not last_try:
+                        raise
+                    self._skip(f"{entry.name!r} in directory inode {ino}", exc, before)
+        if self._jitter_seconds:
+            self._random.shuffle(nodes)
         directories: list[int] = []
-        cookie = 0
-        while True:
-            opens_bytes = self._jobs.open_first.most_bytes
-            await self._jobs.queue_below(MOST_WAITING if opens_bytes else QUEUE_LIMIT)
-            batch = self._tree.directories.entries(ino, cookie, BATCH)
-            if not batch:
-                break
-            cookie = batch[-1][0].cookie
-            wanted = [row for row in batch if row[0].type in WANTED and row[0].name not in SELF]
-            try:
-                nodes = await self._tree.names.find_entries(
-                    ino, wanted, Lane.BACKGROUND, scanned=True, opens_bytes=opens_bytes
-                )
-            except (OSError, IndexWriteError) as exc:
-                self._skip(f"directory inode {ino}", exc)
-                break
-            self._jobs.open_first.note_found(nodes)
-            if self._jitter_seconds:
-                self._random.shuffle(nodes)
-            for node in nodes:
-                if node is None or node.stat is None:
-                    continue
-                if node.stat.is_directory:
-                    directories.append(node.ino)
-                elif node.stat.is_regular:
-                    self._jobs.want(node.ino, Priority.SCANNED)
+        for node in nodes:
+            if node is None or node.stat is None:
+                continue
+            if node.stat.is_directory:
+                directories.append(node.ino)
+            elif node.stat.is_regular:
+                self._jobs.want(node.ino, Priority.SCANNED)
         return directories
 
-    def _skip_listed(self, path: bytes, exc: Exception, before: int) -> None:
+    def _skip(self, what: str, exc: Exception, before: int) -> None:
         """The first few are named, all are counted: a list may be of another dataset altogether."""
-        if self.failed - before < _MOST_NAMED:
-            self._skip(repr(path), exc)
-        else:
-            self.failed += 1
-
-    def _skip(self, what: str, exc: Exception) -> None:
         self.failed += 1
-        log.warning("not prefetched: %s: %s", what, exc)
+        if self.failed - before <= _MOST_NAMED:
+            log.warning("not prefetched: %s: %s", what, exc)
+
+    def _end(self, before: int) -> None:
+        if self.failed > before:
+            log.warning("%d names were not prefetched", self.failed - before)
+        self.running = False
+        self.on_end()
+
+
+def _may_pass(exc: Exception) -> bool:
+    return isinstance(exc, OSError) and exc.errno in TRANSIENT
 
 
 SELF = (b".", b"..")

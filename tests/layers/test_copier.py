@@ -220,16 +220,33 @@ async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) ->
         assert mirror.metrics.copies_completed == len(wanted)
 
 
-async def test_a_directory_that_cannot_be_scanned_stops_nothing(area: Area) -> None:
-    for name in ("a", "d/b", "e/c"):
+@pytest.mark.parametrize(
+    ("all_of_it", "call", "code", "after", "times", "failed"),
+    [
+        (True, "found_each", errno.EACCES, 1, 1, 1),
+        (True, "found_each", errno.EIO, 1, 3, 0),
+        (True, "found", errno.EIO, 1, 6, 0),
+        (True, "found", errno.EIO, 0, 99, 3),
+        (True, "list", errno.ESHUTDOWN, 1, 3, 0),
+        (False, "found", errno.EIO, 1, 3, 0),
+        (False, "found", errno.EIO, 0, 99, 3),
+    ],
+)
+async def test_what_cannot_be_scanned_stops_nothing_and_is_tried_again(
+    area: Area, monkeypatch: pytest.MonkeyPatch,
+    all_of_it: bool, call: str, code: int, after: int, times: int, failed: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("monarchfs.prefetch.scan.RETRY_SECONDS", (0.0, 0.0, 0.0))
+    names = ("a", "d/b", "e/c")
+    for name in names:
         area.write(name, content(1000))
     async with area.mount() as mirror:
-        mirror.posix.faults.fail("found_each", errno.EIO, after=1, times=1)
+        mirror.posix.faults.fail(call, code, after=after, times=times)
         scan = Scan(mirror.tree, mirror.copier.jobs)
-        await scan.everything()
+        await (scan.everything() if all_of_it else scan.listed([n.encode() for n in names]))
         await mirror.settled()
-        assert scan.failed == 1
-        assert mirror.metrics.copies_completed == 2
+        assert scan.failed == failed
+        assert mirror.metrics.copies_completed == len(names) - failed
 
 
 @pytest.mark.parametrize("all_of_it", [True, False])
