@@ -221,6 +221,11 @@ class Fill:
             if version != self.copy.node.stat.version:
                 self.copy.see_version(version)
 
+    def close(self) -> None:
+        """Nobody has it open, and nothing of it is under way."""
+        if self._passing is not None:
+            self._passing.close()
+
     @property
     def fetching(self) -> bool:
         """Whether reads of the source are under way for it; after each, ``wake_copier``."""

@@ -135,6 +135,7 @@ class Fills:
         fill = self._files.get(ino)
         if fill is not None and fill.copy is copy:
             del self._files[ino]
+            fill.close()
             self._cache.readers.exclude(ino, excluded=False)
             self._jobs.on_step([ino])
 

@@ -127,6 +127,15 @@ async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) 
         assert mirror.bytes_read(name) == len(data)
 
 
+async def test_a_closed_file_keeps_nothing_that_passed_by(area: Area) -> None:
+    (name,) = area.write_files(1, 2 * MIB)
+    async with area.mounted([]) as mirror:
+        handle = await mirror.open(name)
+        passing = mirror.copier.jobs.files[handle.ino]._passing = mock.Mock()
+        handle.release()
+    passing.close.assert_called_once_with()
+
+
 async def go_on(mirror: Mirror, clock: trio.testing.MockClock, files: int) -> None:
     """The source was slow, and is spared for a while."""
     while mirror.metrics.copies_completed < files:

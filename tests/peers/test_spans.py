@@ -22,7 +22,7 @@ from monarchfs.peers.nodes import parse_nodes
 from monarchfs.peers.ownership import Ownership
 from monarchfs.peers.span_sharing import STALLED_SECONDS, SpanNodes
 from monarchfs.prefetch.chunks import PRESENT, ChunkMap
-from monarchfs.prefetch.passing import AHEAD_UNITS, MOST_UNITS, PassingReads
+from monarchfs.prefetch.passing import AHEAD_UNITS, IDLE_SECONDS, MOST_UNITS, PassingReads
 from monarchfs.prefetch.passing import UNIT_BYTES as PASSED_BYTES
 from monarchfs.prefetch.spans import BLOCK_BYTES, SPAN_BYTES, UNIT_BYTES, FileSpans
 from monarchfs.types import SourceVersion
@@ -281,7 +281,7 @@ def passing(spans: Spans, nursery: trio.Nursery) -> PassingReads:
     return PassingReads(copy, given, nursery)
 
 
-async def test_readers_at_different_places_fetch_nothing_ahead_and_little_is_kept() -> None:
+async def test_readers_at_different_places_fetch_nothing_ahead() -> None:
     spans = Spans()
     async with trio.open_nursery() as nursery:
         reads = passing(spans, nursery)
@@ -291,7 +291,28 @@ async def test_readers_at_different_places_fetch_nothing_ahead_and_little_is_kep
         await reads.read(13 * PASSED_BYTES, 13 * PASSED_BYTES + 10)
         await trio.testing.wait_all_tasks_blocked()
         assert sorted(spans.read_from[4:]) == [13 + n for n in range(AHEAD_UNITS + 1)]
-        assert len(reads._units) == MOST_UNITS
+
+
+@pytest.mark.parametrize("count", [30, 100])
+async def test_little_is_kept_and_each_unit_is_read_once_however_many_files_are_read(
+    count: int, clock: trio.testing.MockClock
+) -> None:
+    spans = Spans()
+    PassingReads._units.clear()
+    async with trio.open_nursery() as nursery:
+        each = [passing(spans, nursery) for _ in range(count)]
+        for at in range(0, 9 * PASSED_BYTES, PASSED_BYTES // 2):
+            for reads in each:
+                assert await reads.read(at, at + 10) == bytes(10)
+            assert len(PassingReads._units) <= min(MOST_UNITS, count * (2 + AHEAD_UNITS))
+        clock.jump(IDLE_SECONDS + 1)
+        await each[0].read(9 * PASSED_BYTES, 9 * PASSED_BYTES + 10)
+        await trio.testing.wait_all_tasks_blocked()
+        assert 9 + AHEAD_UNITS in spans.read_from
+    assert len(spans.read_from) <= count * (9 + AHEAD_UNITS) + AHEAD_UNITS
+    for reads in each:
+        reads.close()
+    assert not PassingReads._units
 
 
 async def test_what_the_owner_does_not_give_is_not_made_up() -> None:
