@@ -33,12 +33,15 @@ class NamedFiles:
             elif 0 < len(base) < 256 and base not in (b".", b".."):
                 directories.setdefault(above, []).append(base)
         for above, bases in directories.items():
-            with suppress(OSError, OperationError, IndexWriteError):
-                each = await self._tree.names.find_each(
-                    await self._directory(above), bases, Lane.BACKGROUND, publish=True
-                )
-                prefix = above + b"/" if above else b""
-                found.update((prefix + base, node) for base, node in zip(bases, each, strict=True))
+            prefix = above + b"/" if above else b""
+            for _try in range(1 + (above in self._directories)):
+                with suppress(OSError, OperationError, IndexWriteError):
+                    each = await self._tree.names.find_each(
+                        await self._directory(above), bases, Lane.BACKGROUND, publish=True
+                    )
+                    found |= {prefix + base: node for base, node in zip(bases, each, strict=True)}
+                    break
+                self._directories.pop(above, None)  # another one may be at its place by now
         return [node if is_file(node := found.get(name)) else None for name in names]
 
     async def _directory(self, path: bytes) -> int:

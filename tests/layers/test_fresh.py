@@ -15,9 +15,11 @@ from monarchfs.fs import racy_opens
 from monarchfs.fs.files import FileHandle
 from monarchfs.fuse import notify, session
 from monarchfs.fuse.notify import Notifier
+from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import UNSETTLED_SECONDS
 from monarchfs.metadata.tree import Missing
 from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.types import ROOT_INO, Data, FreshnessMode
 from tests.support.faults import close_directories
 from tests.support.lookups import IMMUTABLE, OPEN, TTL, Hours, asked, entry, names, stale
@@ -389,3 +391,16 @@ async def test_a_reader_that_is_killed_disturbs_nobody(area: Area, keeps: bool) 
         if keeps:
             assert mirror.bytes_read("f") <= 128 * KIB * 3
             assert mirror.residency.state(first.ino) == "partial"
+
+
+async def test_an_order_finds_the_files_of_a_directory_that_was_replaced(area: Area) -> None:
+    area.write("d/file", b"old")
+    async with area.mount(copies=False, mode=FreshnessMode.TTL, ttl=0.0) as mirror:
+        named = NamedFiles(mirror.tree, Finder(mirror.tree, []))
+        for size in (3, 5):
+            (node,) = await named.nodes([b"d/file"])
+            assert node is not None
+            assert node.stat.size == size
+            (area.source / "d").rename(area.source / f"before{size}")
+            area.write("d/file", b"newer")
+            close_directories(mirror.posix)
