@@ -27,6 +27,11 @@ OUT_OF_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 """What open(2) says of this process or this node, not of the file."""
 
 
+MOST_BYTES = 16 << 40
+"""Of a file that is copied: its map and its digests are in memory. A sparse file may be larger than
+all storage."""
+
+
 class Reservations:
     """Room for copies. Constant: ``keeps_foreign``, whether files that other nodes own are kept."""
 
@@ -120,7 +125,11 @@ class Reservations:
         return self.keeps_foreign or self._owner(node) is not Owner.OTHER_NODE
 
     def _may_keep(self, node: Node) -> bool:
-        """``keeps``, and a reason if it is not."""
+        """Whether ``keeps``, and it is not too large; a reason if it is not so."""
+        if node.stat.size > MOST_BYTES:
+            reason = f"copying failed: it is larger than {MOST_BYTES >> 40} TiB"
+            self._accounts.reasons.put(node.ino, Cause.FAILED, reason)
+            return False
         if not self.keeps(node):
             self._accounts.reasons.put(node.ino, Cause.FOREIGN, "the node that owns it keeps it")
             return False

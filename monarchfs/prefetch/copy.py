@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 class Copy:
     """A file's place in a tier, if there is room for it. ``Fill`` fetches and reads it.
 
-    Constant: ``node``, ``remote``, ``size``. Changing: the rest, on the event loop only. ``units``
-    are under way; so many chunks are ``_recorded``, -1 without a record.
+    Constant: ``node``, ``remote``, ``size``. Changing: the rest, on the event loop only. ``chunks``
+    are those of a copy under way, else none; so many are ``_recorded``, -1 without a record;
+    ``units`` are under way.
 
     It lives while it has handles, fetches under way (``busy``), or a place in the copier's
     background list; then ``settle`` puts it to rest and calls ``forget``.
@@ -61,7 +62,7 @@ class Copy:
         self.replica: OpenReplica | None = None
         self.busy = 0
         self._acquired: list[OpenReplica] = []
-        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
+        self.chunks = ChunkMap(0, chunk_bytes_for(self.size))
         self._recorded = -1
         self._cache = cache
         self._metrics = metrics
@@ -122,6 +123,8 @@ class Copy:
         self.threads.hide()
         if (resumed := reservation.resumed) is not None:
             self.chunks = ChunkMap(self.size, resumed.chunk_bytes, resumed.present)
+        else:
+            self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
         self._recorded = -1 if resumed is None else self.chunks.present_count
         self.reservation = reservation
         self.full = False
@@ -219,7 +222,7 @@ class Copy:
         self.threads.hide()
         self.state = State.DIRECT
         self.reservation = None
-        self.chunks = ChunkMap(self.size, chunk_bytes_for(self.size))
+        self.chunks = ChunkMap(0, chunk_bytes_for(self.size))
 
     def tier_failed(self, reservation: Reservation, exc: OSError, what: str) -> None:
         self._cache.writer.tier_failed(reservation, exc)

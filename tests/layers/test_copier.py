@@ -127,6 +127,19 @@ async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) 
         assert mirror.bytes_read(name) == len(data)
 
 
+async def test_of_a_file_that_is_too_large_there_is_no_map(
+    area: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monarchfs.cache.reservations.MOST_BYTES", 2 * MIB)
+    (name,) = area.write_files(1, 3 * MIB)
+    async with area.mounted() as mirror:
+        handle = await mirror.open(name)
+        assert await mirror.read(handle, MIB, MIB) == content(3 * MIB, 0)[MIB : 2 * MIB]
+        assert mirror.copier.jobs.files[handle.ino].copy.chunks.count == 0
+        assert "it is larger than" in mirror.reason(handle.ino)
+        handle.release()
+
+
 async def test_a_closed_file_keeps_nothing_that_passed_by(area: Area) -> None:
     (name,) = area.write_files(1, 2 * MIB)
     async with area.mounted([]) as mirror:
