@@ -444,6 +444,7 @@ async def test_lists_tell_not_all(
             return b"value"
         return real(path, asked, follow_symlinks=follow_symlinks)
 
+    await many.settled()
     async with listed(many) as d:
         monkeypatch.setattr(os, "getxattr", getxattr)
         await d.stat(d.order)
