@@ -246,25 +246,27 @@ class PosixSource:
         is taken; a caller that stops early closes the iterator. A batch of fewer is the last one,
         and with it nothing is open any more.
         """
-        with self._dirs.acquire(directory) as path_fd:
+        with (handle := self._dirs.acquire(directory)) as path_fd:
             # The descriptor in hand, not its path, and not ".", which needs search permission that
             # readdir(3) does not (proc(5), /proc/pid/fd: opening it opens the same file again).
             fd = os.open(_proc_path(path_fd, b""), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            device = self._device(os.fstat(fd))
-            entries: Batch = []
-            with os.scandir(fd) as scan:
-                for entry in scan:
-                    kind = _type_of(entry)
-                    name = os.fsencode(entry.name)
-                    if kind is None or len(name) > MOST_NAME_BYTES:
-                        continue
-                    entries.append(SourceEntry(name, kind, entry.inode(), device))
-                    if len(entries) >= batch:
-                        yield entries
-                        entries = []
-        finally:
-            os.close(fd)
+            try:
+                device = self._device(os.fstat(fd))
+                entries: Batch = []
+                with os.scandir(fd) as scan:
+                    for entry in scan:
+                        kind = _type_of(entry)
+                        name = os.fsencode(entry.name)
+                        if kind is None or len(name) > MOST_NAME_BYTES:
+                            continue
+                        entries.append(SourceEntry(name, kind, entry.inode(), device))
+                        if len(entries) >= batch:
+                            yield entries
+                            entries = []
+            finally:
+                os.close(fd)
+            if not entries and handle.is_gone(errno.ENOENT):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         if entries:
             yield entries
 

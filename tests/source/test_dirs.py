@@ -186,7 +186,12 @@ def test_a_stale_one_is_reopened(
 
 
 def test_a_removed_directory_is_not_one_without_names(root: Path, posix: PosixSource) -> None:
-    for call in (posix.open, posix.listxattr, lambda ref, name: posix.found_each(ref, [name])):
+    for call in (
+        posix.open,
+        posix.listxattr,
+        lambda ref, name: posix.found_each(ref, [name]),
+        lambda ref, _name: everything(posix, ref),
+    ):
         (root / "d").mkdir()
         directory = ref(root, b"d")
         posix.stat(directory, b"")
