@@ -352,7 +352,7 @@ class Answerer:
     async def _getattr(self, request: FuseRequest) -> Answer:
         started = now_ns()
         again = self._refused.again(request.node, request.thread)
-        with self._refused.noting(request.node, request.thread):
+        with self._refused.noting(request.node, request.thread, last=False):
             found = await self._files.attributes(request.node, again=again)
         self._durations.getattr_source.observe(now_ns() - started)
         return AnsweredBy.SOURCE, packing.attributes(found)

@@ -40,8 +40,9 @@ class EstaleRetries:
         return refused == ino or self._known.asked_ns(ino) >= at_ns - SHARED_NS
 
     @contextmanager
-    def noting(self, ino: int, thread: int) -> Iterator[None]:
-        """Around an answer to ``thread`` about ``ino``."""
+    def noting(self, ino: int, thread: int, *, last: bool = True) -> Iterator[None]:
+        """Around an answer to ``thread`` about ``ino``; the last one of a system call unless it is
+        asked for on the way to another (of attributes, for the rights that execve(2) needs)."""
         try:
             yield
         except OSError as exc:
@@ -51,5 +52,5 @@ class EstaleRetries:
                 if len(self._threads) > MOST_KEPT:
                     self._threads.popitem(last=False)
             raise
-        if self._threads:
+        if self._threads and last:
             self._threads.pop(thread, None)

@@ -136,7 +136,10 @@ async def test_whose_try_is_the_second(files: Area) -> None:
         long_ago_ns = node.fetched_ns - 2 * SHARED_NS
         record_found(mirror.index, other.parent, other.name, other.stat, b"", long_ago_ns)
         assert not refused.again(other.ino, 7)
-        # It is over with any other answer.
+        # It is over with any other answer, but for attributes: an open may follow.
+        with refused.noting(node.ino, 7, last=False):
+            pass
+        assert refused.again(node.ino, 7)
         with refused.noting(node.ino, 7):
             pass
         assert not refused.again(node.ino, 7)

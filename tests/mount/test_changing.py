@@ -38,6 +38,7 @@ MODES = {
     "open": ("--freshness", "open"),
     "open, relayed": ("--freshness", "open", "--data-path", "relay"),
     "open, nothing kept": ("--freshness", "open", "--prefetch", "none"),
+    "open, for all users": ("--freshness", "open", "-o", "allow_other"),
     "immutable": ("--freshness", "immutable", "--evict", "lru"),
 }
 
@@ -81,6 +82,7 @@ def change(source: Path, step: int) -> None:
         log.write(records([1000 + os.fstat(log.fileno()).st_size // RECORD]))
     if step % 2:
         (source / "d/new").write_bytes(version(step))
+        (source / "d/new").chmod(0o755)
         (source / "d/new").rename(source / "d/swapped")
         exchanged = AT_FDCWD, bytes(source / "e"), AT_FDCWD, bytes(source / "e.other")
         assert libc.renameat2(*exchanged, RENAME_EXCHANGE) == 0, ctypes.get_errno()
@@ -146,6 +148,9 @@ def read_each(root: Path, errors: Counter[str], found: list[str]) -> None:
             assert os.access(path, os.R_OK), "it may not be read"
         with call("getxattr"):
             os.getxattr(path, "user.monarchfs.state")
+        if name == "d/swapped":
+            with call("exec"), pytest.raises(OSError, match="Exec format error"):
+                os.posix_spawn(path, [name], {})
         with call("listdir"):
             assert path.name in os.listdir(path.parent)
         with call("open"), path.open("rb", buffering=0) as file:
@@ -163,6 +168,7 @@ def test_no_call_fails_while_files_change(work: Bench, mode: str) -> None:
     source = work.path / "source"
     files = {f"d/{name}": version(1) for name in ("log", "swapped", "rewritten")}
     write_files(source, files | {"e/deep/f": version(1), "e.other/deep/f": version(2)})
+    (source / "d/swapped").chmod(0o755)
     mount = work.mount(source, *MODES[mode])
     errors: Counter[str] = Counter()
     found: list[str] = []
