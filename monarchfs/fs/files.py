@@ -17,6 +17,7 @@ from monarchfs.metadata.tree import Entry, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.fill import Fill
+from monarchfs.prefetch.remote import NO_FILE
 from monarchfs.prefetch.touch import Touch
 from monarchfs.system.listeners import Listeners
 from monarchfs.types import Data, DirectoryChanged, Node, SourceChanged
@@ -178,7 +179,13 @@ class Files:
         except OSError as exc:
             if exc.errno != errno.ESTALE or not again:
                 raise
-            handle = await self._open_as_is(ino)
+            try:
+                handle = await self._open_as_is(ino)
+            except OSError as found:
+                if found.errno not in NO_FILE:
+                    raise
+                # To a link or a directory only a walk leads, of which this may be the first.
+                raise exc from found
         handle.checked = True
         return handle
 

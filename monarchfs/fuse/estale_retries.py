@@ -18,6 +18,9 @@ from monarchfs.metadata.known import KnownMetadata
 MOST_KEPT = 10_000
 """Threads that are remembered; of more, the first are forgotten."""
 
+KEPT_NS = 60_000_000_000
+"""A second try that comes later, because the source is slow, counts as a first one."""
+
 SHARED_NS = 1_000_000_000
 """A look-up may share an answer that the source was asked for this long before."""
 
@@ -37,6 +40,8 @@ class EstaleRetries:
         if refusal is None:
             return False
         refused, at_ns = refusal
+        if time.time_ns() > at_ns + KEPT_NS:
+            return False
         return refused == ino or self._known.asked_ns(ino) >= at_ns - SHARED_NS
 
     @contextmanager

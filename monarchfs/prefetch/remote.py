@@ -17,8 +17,10 @@ from monarchfs.source.layout import Layout
 from monarchfs.source.source import Source
 from monarchfs.types import DirRef, Lane, Node, SourceChanged, SourceStat, SourceVersion
 
-_NOT_THERE = {errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO}
-"""What PosixSource answers where nothing lies, or something else than a regular file."""
+NO_FILE = {errno.EISDIR, errno.ELOOP, errno.ENXIO}
+"""What PosixSource answers where something else than a regular file lies."""
+
+_NOT_THERE = {errno.ENOENT, *NO_FILE}
 
 
 @contextmanager
