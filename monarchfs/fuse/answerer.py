@@ -417,7 +417,9 @@ class Answerer:
 
     async def _opendir(self, request: FuseRequest) -> Answer:
         started = now_ns()
-        await self._directories.open(request.node)
+        again = self._refused.again(request.node, request.thread)
+        with self._refused.noting(request.node, request.thread):
+            await self._directories.open(request.node, again=again)
         self._durations.opendir.observe(now_ns() - started)
         # Its number is all that READDIRPLUS has to know, also of another worker.
         return AnsweredBy.SOURCE, packing.OPEN_OUT.pack(request.node, 0, 0)

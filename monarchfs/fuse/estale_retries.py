@@ -34,7 +34,7 @@ class EstaleRetries:
 
     def again(self, ino: int, thread: int) -> bool:
         """Whether ``thread`` (of the request) asks for the second time: about a number that the
-        source was asked about since, or again about the number that it was refused, which it then
+        source was asked about since, or again about the file that it was refused, which it then
         does not have from a name (but from a link in /proc/PID/fd)."""
         refusal = self._threads.get(thread) if self._threads else None
         if refusal is None:
@@ -42,7 +42,9 @@ class EstaleRetries:
         refused, at_ns = refusal
         if time.time_ns() > at_ns + KEPT_NS:
             return False
-        return refused == ino or self._known.asked_ns(ino) >= at_ns - SHARED_NS
+        if self._known.asked_ns(ino) >= at_ns - SHARED_NS:
+            return True
+        return refused == ino and not self._known.is_directory(ino)
 
     @contextmanager
     def noting(self, ino: int, thread: int, *, last: bool = True) -> Iterator[None]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import trio
 
@@ -23,6 +24,7 @@ from monarchfs.types import (
     ROOT_INO,
     Dirent,
     FileType,
+    IndexWriteError,
     Lane,
     Listing,
     Node,
@@ -113,8 +115,9 @@ class Directories:
             return None
         return self._recorder.cached_listings.note_open(ino, listing.fetched_ns, now)
 
-    async def open(self, ino: int, lane: Lane = Lane.DEMAND) -> None:
-        """Have the directory's entries in the index, as fresh as the mount promises."""
+    async def open(self, ino: int, lane: Lane = Lane.DEMAND, *, again: bool = False) -> None:
+        """Have the directory's entries in the index, as fresh as the mount promises. ``again``, as
+        for ``Files.open``: one that was removed since the name was looked up lists as empty."""
         if lane is Lane.DEMAND:
             self._renew(ino)
         listing = self.index.listings.listing(ino)
@@ -123,7 +126,15 @@ class Directories:
         # True stands for "what is in the index will do".
         fallback = True if listing is not None else None
         key = self._asking.key(lane, "list", ino)
-        await self._asking.ask(key, lambda: self._confirm_or_list(ino, lane), fallback)
+        try:
+            await self._asking.ask(key, lambda: self._confirm_or_list(ino, lane), fallback)
+        except OSError as exc:
+            if exc.errno != errno.ESTALE or not again:
+                raise
+            # Too old for anybody else to believe.
+            with suppress(IndexWriteError):
+                sequence = self.index.listings.begin_listing(ino)
+                await self.finish_listing(ino, sequence, Listing(0, 0, 0, lists_all=False))
 
     def _due(self, ino: int, now_ns: int) -> int | None:
         """What was asked for by then is about to be too old, in a directory that somebody goes

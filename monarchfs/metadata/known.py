@@ -134,6 +134,10 @@ class KnownMetadata:
         node = self.index.nodes.node(ino)
         return 0 if node is None else node.fetched_ns
 
+    def is_directory(self, ino: int) -> bool:
+        node = self.index.nodes.node(ino)
+        return node is not None and node.stat.is_directory
+
     def size(self, ino: int) -> int:
         """Bytes of the version that ``ino`` stands for; 0 for an unknown one."""
         node = self.index.nodes.node(ino)

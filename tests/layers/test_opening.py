@@ -151,6 +151,9 @@ async def test_whose_try_is_the_second(files: Area, hours: Hours) -> None:
         # Threads of the C part may have answered its second try.
         hours.pass_by(61)
         assert not refused.again(node.ino, 1)
+        # Who works in a directory asks for it without its name.
+        refuse(other.parent, 1)
+        assert not refused.again(other.parent, 1)
 
 
 # Where the kernel opens files without asking: a read that finds nothing at the end of a name has

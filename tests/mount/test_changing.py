@@ -84,8 +84,11 @@ def change(source: Path, step: int) -> None:
         (source / "d/new").write_bytes(version(step))
         (source / "d/new").chmod(0o755)
         (source / "d/new").rename(source / "d/swapped")
-        exchanged = AT_FDCWD, bytes(source / "e"), AT_FDCWD, bytes(source / "e.other")
-        assert libc.renameat2(*exchanged, RENAME_EXCHANGE) == 0, ctypes.get_errno()
+        (source / "gone").mkdir()
+        for one, other in (("e", "e.other"), ("empty", "gone")):
+            exchanged = AT_FDCWD, bytes(source / one), AT_FDCWD, bytes(source / other)
+            assert libc.renameat2(*exchanged, RENAME_EXCHANGE) == 0, ctypes.get_errno()
+        (source / "gone").rmdir()
     else:
         # Each record stays whole, whenever it is read; how many there are changes.
         with (source / "d/rewritten").open("r+b", buffering=0) as file:
@@ -153,6 +156,7 @@ def read_each(root: Path, errors: Counter[str], found: list[str]) -> None:
                 os.posix_spawn(path, [name], {})
         with call("listdir"):
             assert path.name in os.listdir(path.parent)
+            assert os.listdir(root / "empty") == []
         with call("open"), path.open("rb", buffering=0) as file:
             with call("fstat"):
                 assert os.fstat(file.fileno()).st_size % RECORD == 0
@@ -169,6 +173,7 @@ def test_no_call_fails_while_files_change(work: Bench, mode: str) -> None:
     files = {f"d/{name}": version(1) for name in ("log", "swapped", "rewritten")}
     write_files(source, files | {"e/deep/f": version(1), "e.other/deep/f": version(2)})
     (source / "d/swapped").chmod(0o755)
+    (source / "empty").mkdir()
     mount = work.mount(source, *MODES[mode])
     errors: Counter[str] = Counter()
     found: list[str] = []
