@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import stat
 import time
@@ -43,6 +44,8 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 
 _STATUS_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
+_OF_JOBS = re.compile(r".*/slurm/[0-9a-f]{20}/state")
+"""The state directories of prologs' mounts (`slurm.records`)."""
 
 
 CommandView = MountLease | FoundMount | None
@@ -157,11 +160,17 @@ def _check_filled(source: str, user: User, settings: Settings) -> None:
 
 
 def _existing(real: str, user: User, environ: Mapping[str, str]) -> FoundMount | None:
-    """A mount of the source that the user may enter, and that this process can see."""
+    """A mount of the source that the user may enter, and that this process can see. A prolog's ends
+    with the jobs that it is for, so it has to be in this one's variables."""
+    names = [name for name in environ if re.fullmatch("MONARCHFS_(ROOT|DATA_.*)", name)]
+    given = {environ[name] for name in names}
     for found in find_all(search_of(environ)):
         usable = found.mount is not None and found.mount.user_id == user.uid and found.on_top
         if usable and found.source == real and found.supervisor_alive:
-            return found
+            assert found.registered is not None
+            entry = found.registered.entry
+            if entry.mountpoint in given or not _OF_JOBS.fullmatch(entry.state_dir):
+                return found
     return None
 
 

@@ -242,6 +242,18 @@ def test_grid_engine_and_health_checks(node: Node, monkeypatch: pytest.MonkeyPat
     assert json.loads(done.stdout)["environment"]["MONARCHFS_ROOT"] == str(data)
 
 
+def test_run_shows_the_mount_of_its_own_job_alone(node: Node) -> None:
+    """Another one's ends with that job."""
+    data, report = node.dataset(), node.path / "report"
+    root = node.begin(1, f"monarchfs={data}")
+    words = [*MONARCHFS, "run", f"{data}", "--user", "nobody", *node.work.storage()]
+    for mine, view in ((root, "existing"), ("/another", "own")):
+        command = [*words, "--json", f"{report}", "--", "true"]
+        execute(command, env={**os.environ, "MONARCHFS_DATA_X": mine}, check=True)
+        assert json.loads(report.read_text())["view"] == view
+    node.end(1)
+
+
 def recordings_of(node: Node) -> list[Path]:
     return list((node.path / "cache" / "recordings").glob("*"))
 
