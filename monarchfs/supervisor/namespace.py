@@ -53,6 +53,12 @@ class Spaces:
     def descriptors(self) -> list[int]:
         return [self.mounts, self.root, *(() if self.users is None else (self.users,))]
 
+    @property
+    def place(self) -> list[int]:
+        """Numbers by which a process sees that it is in the same mount namespace and root."""
+        root = os.fstat(self.root)
+        return [os.fstat(self.mounts).st_ino, root.st_dev, root.st_ino]
+
     def close(self) -> None:
         for descriptor in self.descriptors:
             os.close(descriptor)

@@ -27,7 +27,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -187,6 +187,7 @@ class NamespaceDaemon:
         self._takeovers: deque[float] = deque(maxlen=_MOST_TAKEOVERS)
         self._selector = selectors.DefaultSelector()
         self._leases = LeaseServer(self._selector)
+        self._leases.welcome["origin"] = _place()
 
     def mount_or_join(self, deadline: float) -> None:
         """Join the mount of another job, or mount. Raises UsageError or OperationError."""
@@ -206,13 +207,13 @@ class NamespaceDaemon:
 
     def _joined(self, deadline: float) -> MountLease | None:
         """`_join_owner`. Raises OperationError if the supervisor there does not answer by
-        ``deadline``, or is of another release."""
+        ``deadline``, is of another release, or elsewhere."""
         while True:
             try:
                 return self._join_owner()
             except OperationError as error:
                 # Somebody may be about to take it over.
-                if isinstance(error, OtherRelease) or time.monotonic() > deadline:
+                if isinstance(error, (OtherRelease, Elsewhere)) or time.monotonic() > deadline:
                     raise
             time.sleep(_POLL_SECONDS)
 
@@ -431,6 +432,16 @@ def sweep(runtime_dir: str) -> None:
 # Leases
 
 
+class Elsewhere(OperationError):
+    """The mount was made in another container, or another job's own mount namespace. Who entered it
+    would have that one's other directories, too."""
+
+
+def _place() -> list[int]:
+    with closing(Spaces.own(with_users=False)) as own:
+        return own.place
+
+
 @dataclass(slots=True)
 class MountLease:
     """Keeps a private mount until this is closed or its process ends. ``control`` is the path of
@@ -446,6 +457,7 @@ class MountLease:
     @classmethod
     def take_lease(cls, stem: str, search: Search) -> MountLease | None:
         """From the daemon with the files ``stem``; None if there is none, or it is about to end.
+        Raises Elsewhere.
         The directory used here comes first; other processes may use another one: without a
         session, or since somebody else took the name in /tmp."""
         name = os.path.basename(stem)
@@ -468,7 +480,7 @@ class MountLease:
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             welcome = json.loads(message)
-            return cls(
+            lease = cls(
                 Spaces.from_descriptors(descriptors),
                 str(welcome["control"]),
                 int(welcome["owner"]),
@@ -480,6 +492,11 @@ class MountLease:
                 os.close(descriptor)
             connection.close()
             return None
+        # A daemon in its mount was where that one was made. Earlier releases name no origin.
+        if _place() not in (welcome.get("origin", _place()), lease.spaces.place):
+            lease.close()
+            raise Elsewhere("it is mounted for you in another container or mount namespace")
+        return lease
 
     def close(self) -> None:
         """Lets go of the mount. If nobody else holds it, returns when it is gone, after

@@ -207,7 +207,7 @@ def test_root_in_a_chroot_stays_in_it(roots: Place) -> None:
 def test_output_and_exit_code_are_the_commands_or_as_a_shells(users: Place) -> None:
     """A directory in the source is that of the view, and so is a run in a run."""
     look = ["stat", "-f", "-c", "%t"]
-    inner = users.command(*look, "source/file")[len(users.wrapper()) :]
+    inner = users.bare(*look, "source/file")
     no_program = f"{users.source}/file"
     for words, where, code, out, said in (
         ([*look, "file"], users.source, 0, FUSE, ""),
@@ -276,8 +276,8 @@ exec "$@"
 """
     inside = ["unshare", "--mount", "--propagation", "slave", "sh", "-c", script, str(users.path)]
     for options, code, out in (([], 3, "ran\n"), (["--strict"], 2, "")):
-        command = users.command("sh", "-c", "echo ran; exit 3", options=options)
-        done = users.call([*inside, *command])
+        command = users.bare("sh", "-c", "echo ran; exit 3", options=options)
+        done = users.call([*inside, *users.wrapper(), *command])
         assert (done.returncode, done.stdout) == (code, out)
         assert "/etc/monarchfs.toml" in done.stderr
         assert done.stderr.count("\n") == 1
@@ -294,7 +294,7 @@ def _in_chroot(place: Place, wrapper: list[str], *words: str) -> subprocess.Comp
 mount --rbind / {place.path}/root && mount -t tmpfs none /mnt && : >/mnt/outside
 cd / && exec chroot {place.path}/root "$@"
 """
-    inside = place.command(*words)[len(place.wrapper()) :]
+    inside = place.bare(*words)
     place_in = ["sh", "-c", 'cd "$0" && exec "$@"', str(place.path), *inside]
     command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh"]
     return place.call([*command, *wrapper, *place_in])
@@ -351,6 +351,21 @@ def test_other_options_and_other_jobs(users: Place) -> None:
     job = users.run("readlink", "/proc/self/ns/mnt", options=own, env={"SLURM_JOB_ID": "7"})
     assert job.stdout.strip() == space
     assert "with the options of that mount" in job.stderr
+    first.communicate("\n", timeout=WAIT_SECONDS)
+
+
+def test_another_mount_namespace_has_no_part_in_it(place: Place) -> None:
+    """A container's, say: a command is not to be in another one's."""
+    first = place.start("sh", "-c", SCRIPT, stdin=subprocess.PIPE)
+    space = next(lines_of(first))
+    command = ["unshare", "--mount", *place.wrapper(), *place.bare("readlink", "/proc/self/ns/mnt")]
+    for job in ({}, {"SLURM_JOB_ID": "7"}):
+        done = place.call(command, env=job)
+        assert (done.returncode, done.stdout != space) == (0, True)
+        assert done.stderr == (
+            f"monarchfs: {place.source} is read without a cache: it is mounted for you in another"
+            " container or mount namespace\n"
+        )
     first.communicate("\n", timeout=WAIT_SECONDS)
 
 
@@ -563,8 +578,8 @@ def test_jobs_share_a_mount_and_the_last_one_unmounts(place: Place) -> None:
     jobs = Jobs(place)
     processes = [jobs.waiting(number) for number in (1, 2, 3)]
     spaces = [mount_namespaces(process.pid) for process in processes]
-    # Only the shells of the jobs, deep below, are in the mount's own.
-    assert len(set.intersection(*spaces)) == 1
+    # Only the shells of the jobs, deep below, are in the mount's own; the rest is in the place's.
+    assert len(set.intersection(*spaces)) == 1 + place.user
     report = place.path / "report"
     report.touch()
     report.chmod(0o666)

@@ -35,20 +35,40 @@ class Place:
     path: Path
     user: bool
     started: list[subprocess.Popen[str]] = field(default_factory=list)
+    holder: subprocess.Popen[str] | None = None
 
     @property
     def source(self) -> Path:
         return self.path / "source"
 
     def command(self, *words: str, options: list[str] | None = None) -> list[str]:
+        return [*self.entered(), *self.bare(*words, options=options)]
+
+    def bare(self, *words: str, options: list[str] | None = None) -> list[str]:
+        """Not in the place that `entered` leads to."""
         storage = ["--tier", f"{self.path}/tier=1G", "--state-dir", f"{self.path}/state"]
         return [
-            *(*self.wrapper(), *mounting.MONARCHFS, "run", str(self.source)),
+            *(*mounting.MONARCHFS, "run", str(self.source)),
             *(*storage, "--log-file", f"{self.path}/log", *(options or ()), "--", *words),
         ]
 
+    def entered(self) -> list[str]:
+        """Where /dev/fuse is open to everybody, as on most machines, and for others as it was: in
+        one mount namespace for all."""
+        if not self.user:
+            return []
+        if self.holder is None:
+            command = [*self.wrapper(), "sh", "-c", "echo && exec cat"]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.holder = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+            self.started.append(self.holder)
+            next(lines_of(self.holder))
+        enter = f'exec nsenter --mount=/proc/{self.holder.pid}/ns/mnt sh -c "$0" "$PWD" "$@"'
+        go_on = ["sh", "-c", enter, 'cd "$0" && exec "$@"']
+        return [*go_on, *as_nobody(f"--groups={GROUP}")]
+
     def wrapper(self) -> list[str]:
-        """Where /dev/fuse is open to everybody, as on most machines, and for others as it was."""
+        """The same, in a mount namespace of its own."""
         if not self.user:
             return []
         script = f'mount --bind {shlex.quote(str(self.path / "fuse"))} /dev/fuse && exec "$@"'
