@@ -482,15 +482,18 @@ def test_the_task_prolog_prints_what_the_prolog_wrote(installed: Path, tmp_path:
     # Those of the job that submitted this one do not count.
     old = {"MONARCHFS_ROOT": "/old", "MONARCHFS_DATA_A_2": "/old", "MONARCHFS_TIER": "/t=1G"}
     unset = "unset MONARCHFS_DATA_A_2\nunset MONARCHFS_ROOT\n"
-    for job, said in (("12", "export A=b\n"), ("13", ""), ("../env/12", ""), ("", "")):
-        for more in ({}, old):
+    # The component of this node, whose number no task has; but none of the submitting job's.
+    components = {"SLURM_JOB_ID_HET_GROUP_0": "11", "SLURM_JOB_ID_HET_GROUP_1": "12"}
+    told = "export A=b\n"
+    for job, said in (("12", told), ("11", told), ("13", ""), ("../env/12", ""), ("", "")):
+        for more in (components, components | old):
             done = execute(
                 [str(installed / SCRIPTS / "task_prolog")],
                 env={"SLURM_JOB_ID": job, "MONARCHFS_RUN": str(tmp_path), **more},
                 check=True,
             )
             lines = done.stdout.splitlines(keepends=True)
-            is_job = more and job.isdecimal()
+            is_job = more is not components and job.isdecimal()
             assert "".join(sorted(lines)) == said + (unset if is_job else "")
 
 
