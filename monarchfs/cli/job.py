@@ -22,6 +22,7 @@ from monarchfs.slurm.peers import expand_nodes
 from monarchfs.slurm.records import make_directory, read_record, write_text
 from monarchfs.slurm.report import find_reports, job_totals, page
 from monarchfs.slurm.site import SITE_FILE, Site, parse_site, read_site, site_content
+from monarchfs.supervisor.logs import ToStderr, syslog_handler
 from monarchfs.system.escaping import OneLine, printable
 from monarchfs.types import MonarchError, OperationError, UsageError
 
@@ -175,15 +176,16 @@ def _site(arguments: argparse.Namespace) -> tuple[Site, bool]:
 
 
 def _log_to(path: str | None, what: str) -> None:
-    handler = _first_that_works(path)
+    handler = first_that_works(path)
     handler.setFormatter(OneLine(f"%(asctime)s %(levelname)s {what}: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
 
 
-def _first_that_works(path: str | None) -> logging.Handler:
-    """The site's file, else syslog, else what the batch system makes of standard error."""
+def first_that_works(path: str | None) -> logging.Handler:
+    """The site's file, else syslog, else what the batch system makes of standard error.
+    Neither of these two is waited for."""
     try:
         if path is not None:
             make_directory(os.path.dirname(path), 0o755)
@@ -192,12 +194,10 @@ def _first_that_works(path: str | None) -> logging.Handler:
         print(f"monarchfs: {printable(error)}", file=sys.stderr)
     try:
         if os.path.exists(_SYSLOG):
-            from logging.handlers import SysLogHandler
-
-            return SysLogHandler(_SYSLOG, facility=SysLogHandler.LOG_DAEMON)
+            return syslog_handler(_SYSLOG)
     except OSError as error:
         print(f"monarchfs: {printable(error)}", file=sys.stderr)
-    return logging.StreamHandler(sys.stderr)
+    return ToStderr()
 
 
 def report_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:

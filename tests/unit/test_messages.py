@@ -16,8 +16,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from monarchfs.cli import job
 from monarchfs.config import User
-from monarchfs.supervisor.logs import ToStderr, log_file_handler, syslog_handler
+from monarchfs.supervisor.logs import log_file_handler
 from monarchfs.supervisor.messages import (
     MOST_OFFERED,
     MOST_WORDS,
@@ -215,10 +216,9 @@ def test_nobody_waits_for_a_log(kind: str, tmp_path: Path, monkeypatch: pytest.M
     ):
         syslog.bind(f"{tmp_path}/log")
         monkeypatch.setattr(sys, "stderr", stderr)
-        reads: Any = pipe
-        handler: logging.Handler = ToStderr()
-        if kind == "syslog":
-            reads, handler = syslog.makefile("rb", buffering=0), syslog_handler(f"{tmp_path}/log")
+        monkeypatch.setattr(job, "_SYSLOG", f"{tmp_path}/{'log' if kind == 'syslog' else 'none'}")
+        reads: Any = syslog.makefile("rb", buffering=0) if kind == "syslog" else pipe
+        handler = job.first_that_works(None)
         record = log.makeRecord("x", logging.INFO, "f", 1, "a line" + "x" * 1000, (), None)
         for _ in range(1000):
             handler.handle(record)
