@@ -3,14 +3,17 @@
 These are steps of daemon(7). A caller may ignore SIGCHLD: then nobody can wait for a child
 (wait(2), ECHILD). It may block signals, which nobody unblocks afterwards. Its umask may take rights
 from a file's owner: we could not open again what we make. And soft limits (getrlimit(2)) are for
-what a shell starts: that of open files, say, is low for programs that use select(2).
+what a shell starts: that of open files, say, is low for programs that use select(2). Python itself
+sets LC_CTYPE where the locale is C (PEP 538).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from resource import (
     RLIMIT_AS,
     RLIMIT_DATA,
@@ -28,12 +31,13 @@ _RAISED = (RLIMIT_NOFILE, RLIMIT_NPROC, RLIMIT_FSIZE, RLIMIT_AS, RLIMIT_DATA)
 
 class Inherited(NamedTuple):
     """As it was when this process began. ``mask``: the blocked signals; ``limits``: soft and hard
-    ones."""
+    ones; ``ctype``: LC_CTYPE."""
 
     mask: Set[int]
     ignores_children: bool
     umask: int
     limits: Mapping[int, tuple[int, int]]
+    ctype: str | None
 
 
 _inherited: Inherited | None = None
@@ -52,7 +56,7 @@ def put_right() -> None:
     limits = {which: getrlimit(which) for which in _RAISED}
     for which, (_soft, hard) in limits.items():
         setrlimit(which, (hard, hard))
-    _inherited = Inherited(mask, ignores_children, umask, limits)
+    _inherited = Inherited(mask, ignores_children, umask, limits, _given_ctype())
 
 
 def restore() -> None:
@@ -63,7 +67,17 @@ def restore() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for which, both in _inherited.limits.items():
         setrlimit(which, both)
+    os.environ.pop("LC_CTYPE", None)
+    if _inherited.ctype is not None:
+        os.environ["LC_CTYPE"] = _inherited.ctype
     signal.pthread_sigmask(signal.SIG_SETMASK, _inherited.mask)
+
+
+def _given_ctype() -> str | None:
+    with suppress(OSError), open("/proc/self/environ", "rb") as file:
+        found = re.search(rb"(?:^|\0)LC_CTYPE=([^\0]*)", file.read())
+        return os.fsdecode(found[1]) if found else None
+    return os.environ.get("LC_CTYPE")
 
 
 def drop_streams() -> None:

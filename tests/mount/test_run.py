@@ -118,10 +118,12 @@ def test_the_command_sees_the_view_where_it_is_and_nobody_else_does(place: Place
 
 
 def test_the_command_gets_what_it_would_get(place: Place) -> None:
-    words = ["sh", "-c", 'cat; echo "$0" "$@"; echo $VARIABLE; pwd; id -u; echo error >&2']
-    done = place.run(*words, "--", "--tier", "a b", input="in\n", env={"VARIABLE": "v"})
+    script = 'cat; echo "$0" "$@"; echo $VARIABLE $LC_CTYPE; pwd; id -u; echo error >&2'
+    environment = {"VARIABLE": "v", "LC_CTYPE": "C", "LC_ALL": ""}
+    words = ["sh", "-c", script, "--", "--tier", "a b"]
+    done = place.run(*words, input="in\n", env=environment)
     uid = NOBODY.pw_uid if place.user else 0
-    assert done.stdout == f"in\n-- --tier a b\nv\n{place.path}\n{uid}\n"
+    assert done.stdout == f"in\n-- --tier a b\nv C\n{place.path}\n{uid}\n"
     assert (done.stderr, done.returncode) == ("error\n", 0)
 
 

@@ -23,7 +23,7 @@ def program(tmp_path: Path) -> Path:
     release = tmp_path / "a place" / "release 1"
     for name, text in {
         "bin/monarchfs": (BUNDLE / "run").read_text().replace("@MODULE@", "the.module"),
-        "python/bin/python3": '#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n',
+        "python/bin/python3": '#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n[ $file$target$here = abc ]\n',
     }.items():
         path = release / name
         path.parent.mkdir(parents=True)
@@ -33,7 +33,7 @@ def program(tmp_path: Path) -> Path:
 
 
 def said(*words: str | Path, path: str = "/usr/bin:/bin", cwd: Path | None = None) -> list[str]:
-    environment = {"PATH": path, "CDPATH": "/"}
+    environment = {"PATH": path, "CDPATH": "/", "file": "a", "target": "b", "here": "c"}
     return execute(words, env=environment, cwd=cwd, check=True).stdout.splitlines()
 
 
