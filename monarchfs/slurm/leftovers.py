@@ -41,9 +41,9 @@ from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.recover import (
     FoundMount,
     find_all,
+    is_alive,
     registration_of,
     remove_by_force,
-    supervisor_lives,
 )
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.system.bounded import answer_within
@@ -103,7 +103,7 @@ class Sweeper:
         for registered in known:
             if registered.owner_uid != os.geteuid() and os.geteuid() != 0:
                 continue
-            if registered in mounted or supervisor_lives(registered):
+            if registered in mounted or is_alive(registered):
                 continue
             why = f"its process {registered.entry.supervisor_pid} is gone"
             with self._put("registration", registered.socket_path, why) as one:

@@ -52,12 +52,7 @@ class FoundMount:
 
     @property
     def supervisor_alive(self) -> bool:
-        if self.registered is None:
-            return False
-        # In another process namespace its number says nothing; that it listens does.
-        return supervisor_lives(self.registered) or (
-            self.made_elsewhere and _listens(self.registered)
-        )
+        return self.registered is not None and is_alive(self.registered)
 
     @property
     def daemon(self) -> Registered:
@@ -135,11 +130,7 @@ def find_all(search: Search) -> list[FoundMount]:
 def find_private(search: Search) -> list[FoundMount]:
     """The mounts in other mount namespaces, as ``monarchfs run`` makes them, that answer and are
     not visible in this one. Removes registrations of those that are gone, with all processes of
-    their namespaces.
-
-    A daemon may be in another process namespace, where its number means nothing; then its socket
-    tells whether it lives.
-    """
+    their namespaces."""
     namespace = own_mount_namespace()
     visible = {mount.minor for mount in read_mountinfo() if mount.fstype == MONARCHFS}
     found = []
@@ -147,7 +138,7 @@ def find_private(search: Search) -> list[FoundMount]:
         entry = registered.entry
         if entry.mount_namespace == namespace or entry.connection in visible:
             continue
-        if supervisor_lives(registered) or _listens(registered):
+        if is_alive(registered):
             found.append(FoundMount(entry.mountpoint, entry.source, None, registered))
         elif not _is_inhabited(entry.mount_namespace):
             _forget(registered)
@@ -192,6 +183,13 @@ def required(path: str, search: Search) -> FoundMount:
 def require_daemon(path: str, search: Search) -> Registered:
     """Where the mount there can be asked. Raises OperationError, with the remedy, if it cannot."""
     return required(path, search).daemon
+
+
+def is_alive(registered: Registered) -> bool:
+    """Whether a daemon lives. That of a mount in another namespace may be in another process
+    namespace, where its number means nothing; then its socket tells."""
+    elsewhere = registered.entry.mount_namespace != own_mount_namespace()
+    return supervisor_lives(registered) or (elsewhere and _listens(registered))
 
 
 def supervisor_lives(registered: Registered) -> bool:

@@ -319,10 +319,11 @@ def users_link(path: Path, target: Path) -> Path:
     return as_the_users(path)
 
 
-def registration(stem: Path, mountpoint: str = "/mnt/gone") -> None:
-    entry = Registration(
-        *(mountpoint, own_mount_namespace(), "/src", USER.uid, 1 << 22, 1, "/state", 1)
-    )
+def registration(
+    stem: Path, mountpoint: str = "/mnt/gone", *, pid: int = 1 << 22, namespace: int | None = None
+) -> None:
+    namespace = namespace or own_mount_namespace()
+    entry = Registration(mountpoint, namespace, "/src", USER.uid, pid, 1, "/state", 1)
     stem.with_suffix(".json").write_text(entry.to_json())
     as_the_users(stem.with_suffix(".json"))
 
@@ -347,14 +348,19 @@ def led(users: Path, roots: Path) -> Path:
 
 
 def test_what_is_dead_is_removed(run_dir: Path) -> None:
-    """So that the tests below are about something."""
+    """So that the tests below are about something. What serves in a container stays, though its
+    process has a number that is another one's here."""
     registration(run_dir / "one")
     dead_socket(run_dir / "two.sock")
+    registration(run_dir / "three", pid=os.getpid(), namespace=1)
     sweeper = Sweeper(remove=True)
-    sweeper.registrations(lambda _owners: [str(run_dir)])
-    sweeper.sockets(lambda _owners: [str(run_dir)])
+    with socket.socket(socket.AF_UNIX) as serving:
+        serving.bind(f"{run_dir}/three.sock")
+        serving.listen()
+        sweeper.registrations(lambda _owners: [str(run_dir)])
+        sweeper.sockets(lambda _owners: [str(run_dir)])
     assert [one.removed for one in sweeper.found] == [True, True], sweeper.found
-    assert sorted(os.listdir(run_dir)) == []
+    assert sorted(os.listdir(run_dir)) == ["three.json", "three.sock"]
 
 
 @pytest.mark.parametrize("kind", ["file", "socket"])
