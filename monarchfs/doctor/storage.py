@@ -21,6 +21,7 @@ from monarchfs.fuse.mountinfo import (
 )
 from monarchfs.supervisor.preflight import check_directory, check_size, directories_of
 from monarchfs.supervisor.probe import OpenedSource, complaint_of_empty, probe_source
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.memory import MemoryHeadroom, MemoryProbe
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import MonarchError, OperationError, Space, TierSize, UsageError
@@ -61,7 +62,9 @@ def source(path: str, user: User, seconds: float, *, touches: bool) -> list[Chec
 def look_at_source(path: str, user: User, seconds: float) -> OpenedSource:
     """What ``path`` (absolute) is for ``user``; its descriptor is closed. Raises UsageError,
     OperationError for what cannot be mounted."""
-    refuse_ours(path)
+    overdue = f"source {path} did not answer within {seconds:g} s: check its file system"
+    resolved = bounded_value(lambda: resolve_mountpoint(path), timeout=seconds, overdue=overdue)
+    refuse_ours(resolved)
     found = probe_source(path, user, seconds)
     os.close(found.descriptor)
     refuse_ours(found.path)
@@ -100,9 +103,9 @@ def judge_purge(fstype: str, options: str, *, touches: bool) -> list[Check]:
 
 
 def refuse_ours(path: str) -> None:
-    """Raises UsageError if ``path`` (absolute) is one of our mounts, or lies in one, by the mount
-    table."""
-    mount = mount_on_the_way(resolve_mountpoint(path))
+    """Raises UsageError if ``path`` (absolute, without symbolic links) is one of our mounts, or
+    lies in one, by the mount table."""
+    mount = mount_on_the_way(path)
     if mount is not None and mount.fstype == MONARCHFS:
         raise UsageError(
             f"{path} is itself a monarchfs mount of {mount.source}, or lies in one: name the"

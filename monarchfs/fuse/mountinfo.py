@@ -170,9 +170,16 @@ def _follow(
     path: str, mountpoints: Collection[str], *, until: Collection[str]
 ) -> tuple[str, list[str]]:
     """``path`` with its links followed, as far as one of ``until``, and the components after that.
-    No mount point is asked whether it is a link."""
+    No mount point is asked whether it is a link, and nor is what leads to it: the mount table has
+    no links, and the file system above a mount point may hang, too."""
     resolved, remaining, links = "/", path.split("/"), 0
     while remaining and resolved not in until:
+        rest = [name for name in remaining if name not in ("", ".")]
+        whole = os.path.join(resolved, *rest)
+        if ".." not in rest:
+            for point in (whole,) if whole in mountpoints else until:
+                if _is_above(point, whole):
+                    return point, whole[len(point.rstrip("/")) + 1 :].split("/")
         name = remaining.pop(0)
         if name in ("", ".", ".."):
             resolved = os.path.dirname(resolved) if name == ".." else resolved

@@ -57,8 +57,10 @@ def test_paths_are_relative_to_the_mount() -> None:
 
 
 def test_where_a_path_is_split(tmp_path: Path) -> None:
-    mounts = ["/mnt/data", "/mnt/data/inner", str(tmp_path / "here")]
+    mounts = ["/mnt/data", "/mnt/data/inner", str(tmp_path / "here"), f"{tmp_path}/hung/m"]
     (tmp_path / "link").symlink_to("here/d")
+    (tmp_path / "hung").symlink_to("link")  # what leads to a mount point is not asked
+    (tmp_path / "way").symlink_to("hung/m/d")
     (tmp_path / "loop").symlink_to("loop")
     for path, expected in (
         ("/mnt/data", ("/mnt/data", "")),
@@ -68,6 +70,8 @@ def test_where_a_path_is_split(tmp_path: Path) -> None:
         ("/", None),
         (f"{tmp_path}/link/x", (f"{tmp_path}/here", "d/x")),
         (f"{tmp_path}/loop/x", None),
+        (f"{tmp_path}/hung/m", (f"{tmp_path}/hung/m", "")),
+        (f"{tmp_path}/way//./x", (f"{tmp_path}/hung/m", "d/x")),
     ):
         assert split_below(path, mounts) == expected
 

@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import tarfile
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,12 @@ def test_caches_of_sources_that_are_gone() -> None:
     evil = Holder(1, "/m", "/gone", "etc", ("/", "/usr"))
     orphan = leftovers.judge_caches([("/c/1", evil, True)])[1]
     assert orphan.remedy.endswith("monarchfs cache remove /c/1")
+
+
+def test_what_leads_to_the_source_may_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "resolve_mountpoint", lambda path: time.sleep(5))
+    (check,) = storage.source("/s", User("root", 0, 0), 0.1, touches=False)
+    assert "did not answer within 0.1 s" in check.detail
 
 
 def test_measuring_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,12 +60,16 @@ def test_mount_points_are_resolved_and_never_asked(tmp_path: Path) -> None:
     assert mountinfo.resolve_mountpoint(f"{tmp_path}/absolute/x") == f"{base}/real/x"
     assert mountinfo.resolve_mountpoint(f"{tmp_path}/loop").startswith(base)
     assert mountinfo.resolve_mountpoint("/") == "/"
-    # A name that is in the mount table is not followed, though a symbolic link is there.
+    # A name that is in the mount table is not followed, though a symbolic link is there; nor is
+    # what leads to one.
     (tmp_path / "fake").symlink_to("/")
     fake = mountinfo.Mount(1, 1, 0, 1, "/", f"{base}/fake", "ro", "fuse.monarchfs", "/s", "ro")
     mounts = [*mountinfo.read_mountinfo(), fake]
     assert mountinfo.resolve_mountpoint(f"{base}/fake", mounts) == f"{base}/fake"
     assert mountinfo.resolve_mountpoint(f"{base}/x/../fake/in", mounts) == f"{base}/fake/in"
+    (tmp_path / "way").symlink_to("fake/m")
+    below = [*mountinfo.read_mountinfo(), fake._replace(mountpoint=f"{base}/fake/m")]
+    assert mountinfo.resolve_mountpoint(f"{base}/way", below) == f"{base}/fake/m"
 
 
 def one(number: int, parent: int, point: str, fstype: str = "ext4") -> mountinfo.Mount:
