@@ -10,9 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from monarchfs.cli.ask import ASK_SECONDS
 from monarchfs.cli.child import run_child, signals_in_pipe
@@ -53,11 +51,9 @@ def record_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     seconds = None if arguments.seconds is None else parse_seconds(arguments.seconds)
     arguments.sample, arguments.max_size = _sample(arguments.sample), _size(arguments.max_size)
     search = search_of(environ)
-    require_daemon(arguments.mountpoint, search)  # before the file is made
-    with _new(arguments.output) as stream:
-        if arguments.argv is None:
-            return _record(arguments, search, stream, seconds)
-        return _record_command(arguments, search, stream)
+    if arguments.argv is None:
+        return _record(arguments, search, seconds)
+    return _record_command(arguments, search)
 
 
 def _sample(text: str) -> int:
@@ -73,33 +69,15 @@ def _size(text: str) -> int:
     return size
 
 
-@contextmanager
-def _new(output: str) -> Iterator[BinaryIO]:
-    """A file that takes its place when the recording has begun, and is removed if it does not."""
-    try:
-        stream = Path(output).open("wb")  # noqa: SIM115 - closed below
-    except OSError as error:
-        raise OperationError(f"cannot write {output}: {error.strerror}") from None
-    with stream:
-        try:
-            yield stream
-        except OperationError:
-            if not stream.tell():
-                Path(output).unlink(missing_ok=True)
-            raise
-
-
-def _begin(arguments: argparse.Namespace, search: Search, stream: BinaryIO) -> EventRecorder:
+def _begin(arguments: argparse.Namespace, search: Search) -> EventRecorder:
     facts = {} if arguments.argv is None else {"command": arguments.argv}
-    most = arguments.max_size
-    return EventRecorder(arguments.mountpoint, search, stream, facts, arguments.sample, most)
+    most, file = arguments.max_size, arguments.output
+    return EventRecorder(arguments.mountpoint, search, file, facts, arguments.sample, most)
 
 
-def _record(
-    arguments: argparse.Namespace, search: Search, stream: BinaryIO, seconds: float | None
-) -> int:
+def _record(arguments: argparse.Namespace, search: Search, seconds: float | None) -> int:
     with signals_in_pipe(_ENDING) as end, Progress() as progress:
-        recorder = _begin(arguments, search, stream)
+        recorder = _begin(arguments, search)
         for _ in recorder.follow(end, seconds):
             progress.show(
                 f"recording {arguments.mountpoint}: {format_seconds(recorder.seconds)},"
@@ -109,7 +87,7 @@ def _record(
     return 0
 
 
-def _record_command(arguments: argparse.Namespace, search: Search, stream: BinaryIO) -> int:
+def _record_command(arguments: argparse.Namespace, search: Search) -> int:
     """The command has the terminal, its signals and this process; another one records."""
     told, tells = os.pipe()
     end, ends = os.pipe()
@@ -121,7 +99,7 @@ def _record_command(arguments: argparse.Namespace, search: Search, stream: Binar
             for number in _ENDING:
                 signal.signal(number, signal.SIG_IGN)  # it ends when the command has
             with open(tells, "w", encoding="utf-8", errors="backslashreplace") as answers:
-                _record_in_child(arguments, search, stream, end, answers)
+                _record_in_child(arguments, search, end, answers)
         finally:
             os._exit(0)
     os.close(tells)
@@ -139,11 +117,11 @@ def _record_command(arguments: argparse.Namespace, search: Search, stream: Binar
 
 
 def _record_in_child(
-    arguments: argparse.Namespace, search: Search, stream: BinaryIO, end: int, answers: TextIO
+    arguments: argparse.Namespace, search: Search, end: int, answers: TextIO
 ) -> None:
     """Two lines: the error that keeps it from recording, if there is one; and the summary."""
     try:
-        recorder = _begin(arguments, search, stream)
+        recorder = _begin(arguments, search)
         print('""', file=answers, flush=True)
     except Exception as error:  # noqa: BLE001 - the parent says it
         print(json.dumps(str(error)), file=answers)
@@ -205,19 +183,24 @@ class EventRecorder:
         self,
         mountpoint: str,
         search: Search,
-        stream: BinaryIO,
+        output: str,
         facts: Mapping[str, Any],
         sample: int,
         most_bytes: int,
     ) -> None:
-        """Raises OperationError if the mount cannot be recorded."""
+        """Raises OperationError if the mount cannot be recorded: ``output`` is then as it was."""
         self._mountpoint, self._search = mountpoint, search
         self._most_bytes = most_bytes
         self._connection, head = open_events(mountpoint, search, {"sample": sample})
         self._origin_ns: int = head["origin_ns"]
         self._last_ns = self._origin_ns
+        try:
+            self._stream = open(output, "wb")  # noqa: SIM115 - closed by `follow`
+        except OSError as error:
+            self._connection.__exit__()
+            raise OperationError(f"cannot write {output}: {error.strerror}") from None
         self._writer = RecordingWriter(
-            stream, head["begun"], {**facts, **head["facts"]}, self._origin_ns
+            self._stream, head["begun"], {**facts, **head["facts"]}, self._origin_ns
         )
         self._gaps: list[list[float]] = []
         self._processes: dict[str, str] = {}
@@ -265,6 +248,7 @@ class EventRecorder:
         if self.stopped:
             facts["stopped"] = self.stopped
         self._writer.finish(round(self.seconds, 6), facts)
+        self._stream.close()
 
     def _is_back(self, end: int) -> bool:
         """Waits for the worker that follows; False if there is none any more."""

@@ -223,10 +223,11 @@ def test_a_recorder_that_is_killed(work: Bench) -> None:
     mount = mounted(work)
     file = work.path / "rec"
     recorder = start(mount, file)
-    second = run("record", str(mount.path), "-o", str(work.path / "second"), "--seconds", "1")
-    assert second.returncode == 1
-    assert "is being recorded already" in second.stderr
-    assert not (work.path / "second").exists()
+    for words in (["--seconds", "1"], ["--", "true"]):
+        refused = run("record", str(mount.path), "-o", str(mount.source / "d" / "f0"), *words)
+        assert refused.returncode == 1
+        assert "is being recorded already" in refused.stderr
+        assert (mount.source / "d" / "f0").stat().st_size, "an older file stays as it is"
     (mount.path / "d" / "f1").read_bytes()
     wait_for(lambda: list(open_recording(file).events), "events in the file")
     recorder.kill()
