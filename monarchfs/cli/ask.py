@@ -25,9 +25,9 @@ from monarchfs.cli.output import (
 )
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
-from monarchfs.control.client import connect
+from monarchfs.control.client import ConnectionEnded, connect
 from monarchfs.control.client import request as ask_within
-from monarchfs.control.messages import too_long
+from monarchfs.control.messages import NO_WORKER, too_long
 from monarchfs.control.weights import checked, weight_requests
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import (
@@ -44,6 +44,10 @@ from monarchfs.types import OperationError, UsageError
 
 ASK_SECONDS = 5.0
 """In which a daemon listens, and answers a short question."""
+
+AGAIN_SECONDS = 0.2
+BACK_SECONDS = 60.0
+"""A worker that is away for longer does not come back."""
 
 _BATCH_BYTES = 32 << 10
 """Of paths in one request, which may have 64 KiB (``control.MOST_REQUEST_BYTES``)."""
@@ -72,6 +76,30 @@ def ask(
         return connection.request(request, progress=progress)
 
 
+def _ask_until_answered(
+    found: FoundMount, request: Mapping[str, Any], progress: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """As `ask`; where the worker is replaced meanwhile, the next one is asked the same."""
+    away_until = 0.0
+
+    def heard(so_far: dict[str, Any]) -> None:
+        nonlocal away_until
+        away_until = 0.0
+        progress(so_far)
+
+    while True:
+        try:
+            return ask(found, request, heard)
+        except OperationError as error:
+            ended = isinstance(error, ConnectionEnded)
+            if not ended and (not away_until or str(error) != NO_WORKER):
+                raise
+            away_until = away_until or time.monotonic() + BACK_SECONDS
+            if time.monotonic() > away_until:
+                raise
+        time.sleep(AGAIN_SECONDS)
+
+
 def _ask_in_parts(
     found: FoundMount,
     request: Mapping[str, Any],
@@ -79,13 +107,14 @@ def _ask_in_parts(
     show: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
     """The sum of the answers for all paths; ``show`` gets what it is so far."""
+    asks = _ask_until_answered if request["command"] == "warm" else ask
     total: dict[str, Any] = {}
     for part in with_paths(request, paths):
 
         def tell(so_far: Mapping[str, Any], before: Mapping[str, Any] = total) -> None:
             show(add(before, so_far))
 
-        total = add(total, ask(found, part, tell))
+        total = add(total, asks(found, part, tell))
     return total
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from monarchfs.cli.ask import ASK_SECONDS
+from monarchfs.cli.ask import AGAIN_SECONDS, ASK_SECONDS, BACK_SECONDS
 from monarchfs.cli.child import run_child, signals_in_pipe
 from monarchfs.cli.output import Progress, counted
 from monarchfs.config.places import Search, search_of
@@ -26,10 +26,6 @@ from monarchfs.system.sizes import format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-AGAIN_SECONDS = 0.2
-_BACK_SECONDS = 60.0
-"""A worker that is away for longer does not come back."""
 
 _FLUSH_SECONDS = 2.0
 """What was received reaches the file in this time: a recorder that is killed loses no more."""
@@ -252,7 +248,7 @@ class EventRecorder:
 
     def _is_back(self, end: int) -> bool:
         """Waits for the worker that follows; False if there is none any more."""
-        deadline = time.monotonic() + _BACK_SECONDS
+        deadline = time.monotonic() + BACK_SECONDS
         while True:
             try:
                 self._connection, head = open_events(

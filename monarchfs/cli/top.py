@@ -15,9 +15,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from monarchfs.cli.ask import AGAIN_SECONDS
 from monarchfs.cli.live import LiveView, show
 from monarchfs.cli.output import format_count
-from monarchfs.cli.record import AGAIN_SECONDS, HIDDEN, hidden_by, open_events
+from monarchfs.cli.record import HIDDEN, hidden_by, open_events
 from monarchfs.config.places import Search, search_of
 from monarchfs.control.client import Connection
 from monarchfs.control.messages import SILENCE_SECONDS

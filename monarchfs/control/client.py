@@ -24,6 +24,10 @@ from monarchfs.types import OperationError
 _RETRY_SECONDS = 0.02
 
 
+class ConnectionEnded(OperationError):
+    """It ended without a reply: the worker died or was replaced, say."""
+
+
 class Connection:
     """A client's connection to the supervisor of one mount; a context manager."""
 
@@ -76,9 +80,9 @@ class Connection:
         timeout: float = SILENCE_SECONDS,
         progress: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """The result of one command, within ``timeout`` seconds; OperationError otherwise. Of one
-        that takes long, ``progress`` gets what the daemon reports meanwhile; the timeout is then
-        that of each report."""
+        """The result of one command, within ``timeout`` seconds; OperationError otherwise, which is
+        ConnectionEnded if nobody will reply any more. Of one that takes long, ``progress`` gets
+        what the daemon reports meanwhile; the timeout is then that of each report."""
         deadline = time.monotonic() + timeout
         try:
             self._socket.settimeout(timeout)
@@ -93,7 +97,9 @@ class Connection:
                 f"the mount's daemon did not answer within {round(timeout, 1):g} s: see its log;"
                 " monarchfs umount removes the mount all the same"
             ) from None
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ConnectionEnded(f"the mount's daemon gave no answer: {error}") from None
+        except ValueError as error:
             raise OperationError(f"the mount's daemon gave no answer: {error}") from None
         if reply.get("ok") is True and isinstance(reply.get("result"), dict):
             return dict(reply["result"])
@@ -187,7 +193,7 @@ class Connection:
         self._socket.settimeout(left)
         part = self._socket.recv(1 << 16)
         if not part:
-            raise ValueError("the connection was closed")
+            raise ConnectionResetError("the connection was closed")
         self._received += part
         return part
 

@@ -28,6 +28,9 @@ MOST_NAME_BYTES = 255
 PROGRESS_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
 
+NO_WORKER = "the mount's worker does not answer: see monarchfs status"
+"""The supervisor's words where no worker can be asked: another one is being started, say."""
+
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"

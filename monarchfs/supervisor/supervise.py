@@ -41,8 +41,6 @@ _SYNC_SECONDS = 5.5
 busy for as long as the kernel takes to write."""
 _DEFAULT_UMOUNT_SECONDS = 30.0
 _DEFAULT_RESTART_SECONDS = 30.0
-_NO_WORKER = "the mount's worker does not answer: see monarchfs status"
-
 COMMANDS = ("status", "config", "umount", "restart", "change_peers", takeover.COMMAND)
 """What is answered here; the worker knows the others."""
 
@@ -213,7 +211,7 @@ class Supervisor:
             case _ if self._hand_over(connection, request, now):
                 connection.close()
             case _:
-                reply(connection, messages.encode_error(_NO_WORKER))
+                reply(connection, messages.encode_error(messages.NO_WORKER))
 
     def _hand_over(self, connection: socket.socket, request: dict[str, Any], now: float) -> bool:
         """Whether the worker was given a request: it is not while it leaves others unanswered."""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from monarchfs.cli import ask as ask_module
-from monarchfs.cli.ask import ask_command, below
+from monarchfs.cli.ask import ask_command, below, warm_command
 from monarchfs.cli.fsck import bar
 from monarchfs.cli.parser import build_parser
 from monarchfs.control import client, messages
@@ -133,6 +133,13 @@ def test_many_paths_are_several_requests(daemon: Start, capsys: pytest.CaptureFi
     for request in one.requests:
         assert len(messages.encode_message(request)) <= messages.MOST_REQUEST_BYTES
     assert json.loads(capsys.readouterr().out) == {"files": 4 * len(one.requests), "error": "1th"}
+
+
+def test_warm_asks_the_next_worker(daemon: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [b"", messages.encode_error(messages.NO_WORKER), messages.encode_result({"files": 4})]
+    daemon(lambda connection: connection.sendall(answers.pop(0)))
+    assert warm_command(build_parser().parse_args(["warm", "/mnt/photos", "--wait"]), {}) == 0
+    assert capsys.readouterr().out.endswith("of 4 files, 0 bytes\n")
 
 
 KIB = 1024
