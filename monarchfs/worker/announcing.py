@@ -3,6 +3,7 @@ it may be; and weights. Later workers of the mount are told what is kept of it."
 
 from __future__ import annotations
 
+import select
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -57,6 +58,8 @@ class Announcing:
                     raise OperationError(f"the list is longer than {MOST_NAME_BYTES >> 20} MiB")
         if scope.cancelled_caught:
             raise OperationError(f"the list did not end within {SECONDS:g} s")
+        if _has_left(stream.socket.fileno()):
+            raise OperationError("who announced it left: its list may have an end too early")
         async with self._one_at_a_time:
             window.announce(name, bytes(names), pid, ticks)
             await run_sync(self._said.keep_order, KeptOrder(name, bytes(names), pid, ticks))
@@ -94,3 +97,10 @@ class Announcing:
             while part := list(islice(left, WEIGHED_AT_ONCE)):
                 self._accounts.weigh(part, replace=False)
                 await trio.lowlevel.checkpoint()
+
+
+def _has_left(connection: int) -> bool:
+    """Whether the other side is closed altogether, not only for writing (shutdown(2))."""
+    waits = select.poll()
+    waits.register(connection, 0)
+    return bool(waits.poll(0))
