@@ -11,11 +11,13 @@ _BATCH_BYTES = 48 << 10
 """Of paths and weights in one request, which may have 64 KiB (``MOST_REQUEST_BYTES``)."""
 
 
-def weight_requests(
-    weights: Iterable[tuple[str, float]], *, replace: bool
-) -> Iterator[dict[str, Any]]:
-    """Requests for (path below the mount's root, weight). Raises ValueError for a weight that is
-    none."""
+def weight_requests(weights: Iterable[tuple[str, float]], *, replace: bool) -> list[dict[str, Any]]:
+    """Requests for (path below the mount's root, weight). All at once: what is wrong with the last
+    of them is to be known before the first is sent. Raises ValueError for a weight that is none."""
+    return list(_requests(weights, replace=replace))
+
+
+def _requests(weights: Iterable[tuple[str, float]], *, replace: bool) -> Iterator[dict[str, Any]]:
     paths: list[str] = []
     values: list[str] = []
     size = 0

@@ -14,6 +14,7 @@ import trio.testing
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from monarchfs.control.weights import weight_requests
 from monarchfs.core.misses import WindowState
 from monarchfs.prefetch import order as order_module
 from monarchfs.prefetch import window
@@ -331,6 +332,11 @@ def test_what_is_not_kept_costs_nothing(tmp_path: Path, caplog: pytest.LogCaptur
     said.clear()
     assert (said.orders(), said.weights()) == ([], None)
     assert "not kept" in caplog.text
+
+
+def test_a_wrong_weight_is_found_before_any_is_sent() -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        weight_requests([*[("a" * 99, 1.0)] * 999, ("b", -1.0)], replace=True)
 
 
 def test_the_next_worker_knows_orders_and_whether_their_announcers_live(tmp_path: Path) -> None:
