@@ -17,6 +17,7 @@ from typing import Any
 from monarchfs.cli.child import run_child
 from monarchfs.cli.mount import config_and_personal, say_where_copies_lie, settings_from, words_of
 from monarchfs.cli.output import complain, format_count, format_share
+from monarchfs.cli.status import makes_sense
 from monarchfs.config import User
 from monarchfs.config.files import from_file
 from monarchfs.config.personal import flag_of_run
@@ -227,7 +228,8 @@ def _status(view: MountLease | FoundMount) -> dict[str, Any] | None:
         with Connection(control, _STATUS_SECONDS) as connection:
             if connection.peer_uid != owner_uid:
                 return None
-            return connection.request({"command": "status"}, _STATUS_SECONDS)
+            status = connection.request({"command": "status"}, _STATUS_SECONDS)
+            return status if makes_sense(status) else None
     except OperationError:
         return None
 

@@ -37,6 +37,12 @@ _PRIVATE = "not visible in this mount namespace"
 _APART = ("error", "last_death", "retry_seconds", "renumbered_files")
 _MOST_PEERS = 8
 _SHOWN = ("files", "source_io", "served", "prefetch", "evictions", "replicas", "worker")
+_COUNTED = (
+    *("resident", "renumbered_files", "local_opens", "peer_opens", "source_opens", "read_bytes"),
+    *("used_bytes", "capacity_bytes", "age_seconds", "unix_seconds"),
+)
+"""Numbers that are added up or shown, wherever in a report they are."""
+_MOST_NUMBER = 1e20
 
 
 def status_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -139,9 +145,35 @@ def report_of(found: FoundMount, deadline: float | None = None) -> Report:
     try:
         # Where it is now: a mount point may have been renamed, or be a bind mount.
         report = request(found.registered, {"command": "status"}, seconds)
+        if not makes_sense(report):
+            return {**silent, "state": "silent", "error": "its answer makes no sense"}
         return {**silent, **report, "mountpoint": found.mountpoint}
     except OperationError as error:
         return {**silent, "state": "silent", "error": str(error)}
+
+
+def makes_sense(report: Report) -> bool:
+    """Whether what a daemon said of itself, which may be another user's, has the shape of a report,
+    as far as it goes: only such is added up, shown, and printed as JSON."""
+    rows = [report.get(key, []) for key in ("tiers", "peers")]
+    if not all(isinstance(row, list) for row in rows):
+        return False
+    parts = [*(report.get(key, {}) for key in (*_SHOWN, "index")), *rows[0], *rows[1]]
+    if not all(isinstance(part, Mapping) for part in parts):
+        return False
+    parts += [report, report.get("worker", {}).get("last_death") or {}]
+    counts = (part.get(key, 0) for part in parts if isinstance(part, Mapping) for key in _COUNTED)
+    try:
+        return all(isinstance(count, (int, float)) for count in counts) and _is_finite(report)
+    except RecursionError:
+        return False
+
+
+def _is_finite(value: object) -> bool:
+    """Whether all numbers in it are such as can be counted with."""
+    if isinstance(value, (Mapping, list)):
+        return all(map(_is_finite, value.values() if isinstance(value, Mapping) else value))
+    return not isinstance(value, (int, float)) or -_MOST_NUMBER < value < _MOST_NUMBER
 
 
 # As plain text.

@@ -54,12 +54,16 @@ def encode_error(error: str) -> bytes:
 def decode_message(line: bytes) -> dict[str, Any]:
     """The object on one line. Raises ValueError for anything else."""
     try:
-        message = json.loads(line)
+        message = json.loads(line, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError("a message must be a JSON object")
     return message
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def decode_request(line: bytes) -> dict[str, Any]:

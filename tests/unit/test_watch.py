@@ -20,7 +20,7 @@ import pytest
 from rich.console import Console
 
 from monarchfs.cli.output import format_share
-from monarchfs.cli.status import report_lines
+from monarchfs.cli.status import makes_sense, report_lines
 from monarchfs.cli.watch import History, MountsView, draw, number
 from monarchfs.system.sizes import format_bytes, format_seconds
 from tests.support import mounting, surroundings
@@ -100,6 +100,15 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
     assert list(MountsView(list).lines(history.add(2.0, report)))
     assert "\n".join(report_lines({**report, "files": None, "tiers": []})).startswith("? on ?\n")
     assert number(report, "served", "local_opens") == 0
+    assert makes_sense(report) == (not report), "another version leaves things out only"
+
+
+def test_a_report_of_nonsense() -> None:
+    for said in (
+        *('"tiers": 5', '"peers": [5]', '"worker": {"last_death": {"unix_seconds": "x"}}'),
+        *('"tiers": [{"used_bytes": null}]', '"x": [1e999]', f'"files": {{"a": {10**400}}}'),
+    ):
+        assert not makes_sense(json.loads(f"{{{said}}}")), said
 
 
 @pytest.mark.parametrize(
