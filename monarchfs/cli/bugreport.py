@@ -8,14 +8,17 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 
 from monarchfs.cli.output import Progress, counted, show_result
 from monarchfs.cli.status import report_of
 from monarchfs.config.places import (
+    DefaultPlaces,
     Search,
     build_config,
     default_places,
+    places_without_home,
     resolve_user,
     search_of,
 )
@@ -105,7 +108,11 @@ def _found(path: str, search: Search) -> FoundMount:
 
 def _subject(found: FoundMount, environ: Mapping[str, str]) -> Subject:
     """How the mount is asked, and what its options are, or else the defaults."""
-    places = default_places(os.geteuid(), environ, storage_of)
+    uid = os.geteuid()
+    said = answer_within(
+        _FILE_SECONDS, lambda: asdict(default_places(uid, environ, storage_of)), otherwise=None
+    )
+    places = places_without_home(uid) if said is None else DefaultPlaces(**said)
     config = told = told_config(found)
     if config is None:
         # Files are not asked: they may be what is wrong.

@@ -21,19 +21,22 @@ from monarchfs.config.places import (
     DefaultPlaces,
     build_config,
     default_places,
+    places_without_home,
     resolve_user,
     search_of,
 )
 from monarchfs.config.settings import set_by_profile
 from monarchfs.config.values import parse_path
-from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, warning
+from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, problem, warning
 from monarchfs.doctor.run import examine, summary
 from monarchfs.doctor.speed import measure
 from monarchfs.doctor.trial import run_trial
 from monarchfs.fuse.mountinfo import storage_of
+from monarchfs.system.bounded import bounded_value
 from monarchfs.system.escaping import printable
-from monarchfs.types import UsageError
+from monarchfs.types import OperationError, UsageError
 
+_HOME_SECONDS = 5.0
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
 
@@ -41,14 +44,14 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
     """Prints the checks; 1 if it cannot be mounted, or with ``--here`` if `monarchfs run` does not
     work. Ends within ``--timeout`` seconds and a moment. Raises UsageError."""
     source = parse_path(arguments.source) if arguments.source is not None else ""
-    config, places = config_from(arguments, source, environ)
+    deadline = time.monotonic() + arguments.timeout
+    first, config, places = _asked_at_home(arguments, source, environ)
     if arguments.here and config.user.uid != os.geteuid():
         raise UsageError("--here tries what you may do: run it as the user of the job")
     search = search_of(environ)
-    deadline = time.monotonic() + arguments.timeout
     with Progress() as progress:
-        found = examine(config, places, environ, search, arguments.timeout)
-        found = chain([configuration(arguments, environ)], found)
+        found = examine(config, places, environ, search, deadline - time.monotonic())
+        found = chain([first], found)
         checks = _shown(found, progress, quiet=arguments.json)
         if not arguments.quick:
             measured = measure(config, checks, deadline - time.monotonic())
@@ -61,6 +64,28 @@ def doctor_command(arguments: argparse.Namespace, environ: Mapping[str, str]) ->
         works = result["can_run"] = checks[-1].state is Severity.OK
     show_result(arguments, result, _conclusion(result))
     return int(not works)
+
+
+def _asked_at_home(
+    arguments: argparse.Namespace, source: str, environ: Mapping[str, str]
+) -> tuple[Check, Config, DefaultPlaces]:
+    """`configuration` and `config_from`; a problem, and what there is without the home, where that
+    hangs. Raises UsageError."""
+    seconds = min(_HOME_SECONDS, arguments.timeout / 2)
+    overdue = f"your home, or a directory for scratch, does not answer within {seconds:g} s"
+    try:
+        bounded_value(
+            lambda: bool(config_from(arguments, source, environ)),
+            timeout=seconds,
+            overdue=overdue,
+        )
+    except OperationError as error:
+        settings = settings_from(arguments)
+        user, places = resolve_user(settings.user, environ), places_without_home(os.geteuid())
+        config = build_config(settings, source=source, mountpoint="", user=user, places=places)
+        remedy = "see which file system hangs (mount, dmesg); what follows is without your settings"
+        return problem("home", str(error), remedy), config, places
+    return configuration(arguments, environ), *config_from(arguments, source, environ)
 
 
 def _trial(config: Config, deadline: float) -> Iterator[Step]:

@@ -67,6 +67,14 @@ def default_places(uid: int, environ: Mapping[str, str], storage_of: StorageOf) 
     return DefaultPlaces(own_directory((local or [_TEMPORARY])[0], uid), runtime_dir, reason)
 
 
+def places_without_home(uid: int) -> DefaultPlaces:
+    """The same where the home, or a scratch directory, does not answer: neither is asked."""
+    if _owns_the_system(uid):
+        return DefaultPlaces(ROOT_CACHE_DIR, ROOT_RUNTIME_DIR)
+    own = own_directory(_TEMPORARY, uid)
+    return DefaultPlaces(own, os.path.join(own, "run"), "your home does not answer")
+
+
 def scratch_directories(environ: Mapping[str, str]) -> list[str]:
     """Those in which nodes of clusters have room for files of a job, the best one first. They need
     not exist."""

@@ -20,7 +20,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from monarchfs.cli import bugreport as cli_bugreport
+from monarchfs.cli import doctor as cli_doctor
+from monarchfs.cli import mount as cli_mount
 from monarchfs.cli.main import main
+from monarchfs.cli.parser import build_parser
 from monarchfs.config import Config, User
 from monarchfs.config.places import DefaultPlaces
 from monarchfs.control.registration import Registered, Registration
@@ -400,6 +404,18 @@ def test_a_check_that_fails_stops_no_other(
     assert "ZeroDivisionError" in found["worker"].detail
     assert found["memory"].state is WARNING, "that keeps nobody from mounting"
     assert "mounts" in found
+
+
+def test_a_home_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name, limit in (
+        (cli_mount, "read_personal", (cli_doctor, "_HOME_SECONDS")),
+        (cli_bugreport, "default_places", (cli_bugreport, "_FILE_SECONDS")),
+    ):
+        monkeypatch.setattr(module, name, lambda *_: time.sleep(5))
+        monkeypatch.setattr(*limit, 0.1)
+    check, _, places = cli_doctor._asked_at_home(build_parser().parse_args(["doctor"]), "", {})
+    assert (check.name, check.state) == ("home", PROBLEM)
+    assert cli_bugreport._subject(FoundMount("/m", "/s", None, None), {}).places == places
 
 
 PROBLEMS = [
