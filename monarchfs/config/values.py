@@ -29,6 +29,8 @@ _LEAST_RATE = 1 << 10
 _INTERVAL = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>[smhdw]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _LONGEST_INTERVAL = 366 * 86400
+_MOST_SECONDS = 100 * _LONGEST_INTERVAL
+"""What clocks can count from now on, in nanoseconds."""
 _TRUE = frozenset({"", "1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 _LARGEST_LIST = 16 << 20
@@ -184,7 +186,7 @@ def parse_nice(value: object) -> int:
     return int(text)
 
 
-def parse_seconds(value: object) -> float:
+def parse_seconds(value: object, most: float = _MOST_SECONDS) -> float:
     """A number of seconds, 0 or more, or a time with a unit, as ``90s``, ``10m`` or ``1h``."""
     seconds = _number(value)
     if seconds is None:
@@ -194,12 +196,14 @@ def parse_seconds(value: object) -> float:
         raise UsageError(
             f"'{_text(value)}' is not a time: use a number of seconds, as in 60, or 10m or 1h"
         )
+    if seconds > most:
+        raise UsageError(f"{seconds:g} seconds are too long: use 100 years at most")
     return seconds
 
 
 def parse_timeout(value: object) -> float:
     """A number of seconds above 0 that clocks and sockets can count."""
-    seconds = parse_seconds(value)
+    seconds = parse_seconds(value, math.inf)
     if seconds == 0:
         raise UsageError("a time limit of 0 seconds cannot be kept: use 1 or more")
     if seconds > MOST_TIMEOUT_SECONDS:

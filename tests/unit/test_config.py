@@ -79,6 +79,7 @@ REFUSED: list[tuple[Callable[[object], object], str, list[object]]] = [
         [f"/dev/shm={text}" for text in ("500", "1048575", "1B", "63K")],
     ),
     (values.parse_rate, r"means bytes per second: .* as in \d+M$", ["20", "200", "1000"]),
+    (values.parse_freshness, "use 100 years at most", ["ttl=99999999999", "ttl=2000000w"]),
     (values.parse_percent, "use a number from 0 to 99", ["100", "-1", "many", "nan"]),
     (values.parse_interval, "is not an interval", ["", "often", "1y", "2000d", "6 h", "1h30m"]),
 ]
