@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -72,7 +73,7 @@ def _outcome(arguments: Sequence[str]) -> int:
     except UsageError as error:
         return complain(str(error), 2)
     except BrokenPipeError:
-        return 0
+        return 128 + signal.SIGPIPE  # it ends in the middle, as others do, and has no outcome
     except MonarchError as error:
         return complain(str(error), 1)
     except OSError as error:

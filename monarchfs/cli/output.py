@@ -55,6 +55,8 @@ def prepare_streams() -> None:
         sys.stdin = os.fdopen(0, closefd=False)
     if sys.stdout is None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a letter that its encoding has not
     if sys.stderr is sys.__stderr__:
         # Unbuffered: a child that is forked must not print again what its parent has printed.
         sys.stderr = io.TextIOWrapper(

@@ -433,3 +433,13 @@ def test_a_mount_in_the_foreground_logs_to_a_full_disk(
 def test_output_that_cannot_be_written_is_told_in_one_line(line: str) -> None:
     with open("/dev/full", "w") as full:
         assert ended(*line.split(), stdout=full) == (1, "", NO_ROOM)
+
+
+def test_a_letter_that_cannot_be_shown_and_a_reader_who_leaves_early() -> None:
+    shown = ended("doctor", "/ä", "--quick", PYTHONIOENCODING="ascii")[1]
+    assert "source /\\xe4 does not exist" in shown
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as nobody:
+        done = ended("doctor", "/nothing", "--quick", stdout=nobody)
+    assert done == (128 + signal.SIGPIPE, "", "")
