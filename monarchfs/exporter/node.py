@@ -38,6 +38,7 @@ ASK_SECONDS = 2.0
 """Together less than a connection gets (``http.CONNECTION_SECONDS``)."""
 
 NAME_SECONDS = 1.0
+NAME_THREADS = 8
 MOST_ANSWER_BYTES = 256 << 10
 MOST_PATH_CHARACTERS = 1024
 
@@ -87,12 +88,15 @@ def label_mounts(
     return kept
 
 
-async def learn_names(known: dict[int, str], uids: Iterable[int]) -> None:
+async def learn_names(
+    known: dict[int, str], uids: Iterable[int], threads: trio.CapacityLimiter
+) -> None:
     """Adds the names of users. If the name service hangs, a user keeps the number for good, because
-    a label that changes is another series. Takes NAME_SECONDS at most."""
+    a label that changes is another series. Takes NAME_SECONDS at most; ``threads`` may hang with
+    it for longer, so nothing else may need them."""
 
     async def look_up(uid: int) -> None:
-        name = await trio.to_thread.run_sync(name_of, uid, abandon_on_cancel=True)
+        name = await trio.to_thread.run_sync(name_of, uid, abandon_on_cancel=True, limiter=threads)
         known.setdefault(uid, name)
 
     new = set(uids) - known.keys()
@@ -126,6 +130,7 @@ class NodeExporter:
         self._pending: _PendingPage | None = None
         self._labelled: dict[str, Labels] = {}
         self._users: dict[int, str] = {}
+        self._naming = trio.CapacityLimiter(NAME_THREADS)
 
     async def page(self) -> bytes:
         """The text of all mounts, within LOOK_SECONDS and ASK_SECONDS and a little. Raises OSError
@@ -143,7 +148,7 @@ class NodeExporter:
         try:
             found, left_off = await self._discover()
             mounts = await self._ask(found)
-            await learn_names(self._users, (mount.uid for mount in mounts))
+            await learn_names(self._users, (mount.uid for mount in mounts), self._naming)
             self._labelled = label_mounts(
                 self._labelled, ((one.key, self._labels(one)) for one in mounts)
             )
