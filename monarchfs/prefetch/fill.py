@@ -33,7 +33,8 @@ class Fill:
 
     Constant: ``copy``. Changing: ``cursor``, where the copier goes on; ``_data``, a range of the
     source without holes; ``_at_random``, whether nothing was local before what was missed last;
-    ``_passing``, what was read of it from other nodes and is not kept."""
+    ``_failed``, the spans that the source did not give when they were fetched; ``_passing``, what
+    was read of it from other nodes and is not kept."""
 
     def __init__(self, copy: Copy, cache: Cache, metrics: Metrics, nursery: trio.Nursery) -> None:
         self.copy = copy
@@ -42,6 +43,7 @@ class Fill:
         self._metrics = metrics
         self._nursery = nursery
         self._fetches: list[Fetch] = []
+        self._failed: set[tuple[int, int]] = set()
         self._ahead = Readahead(MOST_AHEAD_BYTES // copy.chunks.chunk_bytes)
         self._data = (0, 0)
         self._at_random = False
@@ -201,6 +203,11 @@ class Fill:
             raise
         self.copy.see_version(version)
         self.copy.allow_direct_reads()
+        for span in [one for one in self._failed if one[0] < end and offset < one[1]]:
+            self._failed.remove(span)  # the source gives it again, from the archive, say
+            if self.copy.state is State.FILLING:
+                chunks = self.copy.chunks
+                self.fetch_now(chunks.chunk_of(span[0]), chunks.chunk_of(span[1] - 1) + 1)
         return data
 
     async def current(self) -> SourceStat:
@@ -330,6 +337,8 @@ class Fill:
         elif fetch.chunks.state(fetch.first) == CLAIMED:
             fetch.chunks.release(fetch.first, fetch.last)
         fetch.finish()
+        if fetch.error is not None:
+            self._failed.add((fetch.start, fetch.end))
         self.copy.leave()
         self.copy.wake_copier(self.copy)
 

@@ -69,6 +69,7 @@ async def test_what_is_on_tape_stays_there(
 async def test_a_reader_recalls_what_the_copier_is_about_to_leave_there(
     area: Area, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And all of it is kept."""
     area.write("taped", content(3 * MIB))
     read: list[bytes] = []
     async with area.mounted() as mirror, trio.open_nursery() as readers:
@@ -79,13 +80,15 @@ async def test_a_reader_recalls_what_the_copier_is_about_to_leave_there(
         handle = await mirror.open("taped")
 
         async def reader() -> None:
-            read.append(await mirror.read(handle, 0, 1000))
+            read.append(await mirror.read(handle, 0, 3 * MIB))
             handle.release()
 
         readers.start_soon(reader)
         await trio.testing.wait_all_tasks_blocked()
         gate.open()
-    assert read == [content(1000)]
+        await mirror.settled()
+        assert await mirror.state("taped") == "resident"
+    assert read == [content(3 * MIB)]
 
 
 async def test_a_read_ends_where_a_stripe_does(area: Area, monkeypatch: pytest.MonkeyPatch) -> None:
