@@ -18,6 +18,7 @@ from monarchfs.config.settings import Layer, Settings, from_flags, from_mount_op
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import storage_of
 from monarchfs.supervisor.daemon import ending_signals, run_in_background
+from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.preflight import MountSpec, check_mount
 from monarchfs.supervisor.start import mount_and_supervise
 from monarchfs.types import UsageError
@@ -67,7 +68,13 @@ def mount_with(
     run = partial(mount_and_supervise, spec, worker_command=worker_command)
     if settings.foreground:
         os.chdir("/")
-        return run(report=lambda *_: None)
+        manager = ServiceManager(environ)
+
+        def tell(answers: bool = True) -> None:
+            if not answers:
+                manager.extend(settings.start_timeout_seconds)
+
+        return run(report=tell)
     for number in ending_signals():
         signal.signal(number, signal.default_int_handler)  # each ends the daemon, as Ctrl-C does
     timeout = settings.start_timeout_seconds + _PARENT_GRACE_SECONDS

@@ -161,7 +161,9 @@ def makes_sense(report: Report) -> bool:
     parts = [*(report.get(key, {}) for key in (*_SHOWN, "index")), *rows[0], *rows[1]]
     if not all(isinstance(part, Mapping) for part in parts):
         return False
-    parts += [report, report.get("worker", {}).get("last_death") or {}]
+    # Null until a worker has reported.
+    age = {"age_seconds": report.get("age_seconds") or 0}
+    parts += [{**report, **age}, report.get("worker", {}).get("last_death") or {}]
     counts = (part.get(key, 0) for part in parts if isinstance(part, Mapping) for key in _COUNTED)
     try:
         return all(isinstance(count, (int, float)) for count in counts) and _is_finite(report)

@@ -48,12 +48,9 @@ def _private_key(secret: str) -> str:
     return f"{_BEGIN}\n{b64encode(_PRIVATE_KEY + seed).decode()}\n{_END}\n"
 
 
-def find_openssl() -> str | None:
-    return shutil.which("openssl", path=_ENVIRONMENT["PATH"])
-
-
 def _openssl(arguments: list[str], text: str) -> bytes:
-    if (program := find_openssl()) is None:
+    program = shutil.which("openssl", path=_ENVIRONMENT["PATH"])
+    if program is None:
         raise OperationError(
             "peers with TLS need the openssl command, which is not installed:"
             " apt-get install openssl"

@@ -34,6 +34,10 @@ class ServiceManager:
         """The service can be used; ``status`` is shown with its state."""
         self._tell(f"READY=1\nSTATUS={' '.join(status.splitlines())}")
 
+    def extend(self, seconds: float) -> None:
+        """The start takes longer, and may take ``seconds`` more from now on (systemd 236)."""
+        self._tell(f"EXTEND_TIMEOUT_USEC={round(seconds * 1e6)}")
+
     def beat(self, now: float) -> None:
         """To be called by the watched loop all the time; ``now`` is time.monotonic()."""
         if self._every is not None and now >= self._next_beat:

@@ -196,6 +196,8 @@ def test_a_status_is_one_line(manager: Manager) -> None:
         service = ServiceManager(told.environment)
         service.ready("a\nMAINPID=1\udcff")
         assert told.next() == "READY=1\nSTATUS=a MAINPID=1\\udcff"
+        service.extend(30)
+        assert told.next() == "EXTEND_TIMEOUT_USEC=30000000"
         service.stopping()
         assert told.next() == "STOPPING=1"
     abstract.socket.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given
@@ -226,7 +227,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     key.write_bytes(os.urandom(64))
     key.chmod(0o400)
     monkeypatch.setattr(peers, "find_nginx", lambda: "/usr/sbin/nginx")
-    monkeypatch.setattr(peers, "find_openssl", lambda: "/usr/bin/openssl")
+    monkeypatch.setattr(peers, "key_and_certificate", lambda _secret: "")
     monkeypatch.setattr(peers, "address_of", lambda _node, _seconds: "10.0.0.2")
     return Site(peer_key=str(key))
 
@@ -290,7 +291,9 @@ def test_without_a_key_or_others_it_is_silent(site: Site, caplog: pytest.LogCapt
 
 CANNOT: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "nginx is not installed": lambda patch: patch.setattr(peers, "find_nginx", lambda: None),
-    "peer_tls needs openssl": lambda patch: patch.setattr(peers, "find_openssl", lambda: None),
+    "pkey: unsupported": lambda patch: patch.setattr(
+        peers, "key_and_certificate", Mock(side_effect=OperationError("pkey: unsupported"))
+    ),
     "_replicas": lambda patch: patch.setitem(sys.modules, "monarchfs.peers._replicas", None),
     "n02 is 127.0.1.1 on this node: see /etc/hosts": lambda patch: patch.setattr(
         peers, "address_of", lambda _node, _seconds: "127.0.1.1"

@@ -101,6 +101,7 @@ def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
     assert "\n".join(report_lines({**report, "files": None, "tiers": []})).startswith("? on ?\n")
     assert number(report, "served", "local_opens") == 0
     assert makes_sense(report) == (not report), "another version leaves things out only"
+    assert makes_sense({"state": "starting", "age_seconds": None})
 
 
 def test_a_report_of_nonsense() -> None:
