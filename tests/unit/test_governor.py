@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.prefetch.ahead import MANY, Allowance, Walks
+from monarchfs.prefetch.ahead import Walks
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.governor import BURST_SECONDS, Governor, RateLimiter
 from monarchfs.prefetch.queue import CopyJob, CopyQueue, Priority
@@ -288,46 +288,6 @@ def test_a_sequential_reader_gets_a_growing_window() -> None:
     for first in (100, 7, 55, 300, 12, 500):
         assert ahead.advance(first, first + 2) == first + 2
     assert 503 < ahead.advance(502, 503) <= 503 + 4
-
-
-@given(st.lists(st.tuples(st.integers(0, 200), st.integers(1, 8)), max_size=60))
-def test_it_asks_for_the_read_at_least_and_the_window_at_most(
-    reads: list[tuple[int, int]],
-) -> None:
-    ahead = Readahead(16)
-    furthest = 0
-    for first, count in reads:
-        furthest = max(furthest, first + count)
-        assert first + count <= ahead.advance(first, first + count) <= furthest + 16
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["miss", "hit", "take"]), st.integers(0, 30), st.integers(1, 1000)
-        )
-    )
-)
-def test_no_more_waits_than_was_opened_and_one_file(
-    events: list[tuple[str, int, int]],
-) -> None:
-    some = Allowance()
-    for _ in range(MANY):
-        some.note_open(10)
-    opened, waiting = MANY * 10, dict[int, int]()
-    for what, ino, size in events:
-        if what == "miss":
-            some.note_open(size)
-            opened += size
-        elif what == "hit":
-            assert some.hit(ino) == (ino in waiting)
-            opened += waiting.pop(ino, 0)
-        elif some.room > 0:
-            some.take_file(ino, size)
-            waiting[ino] = size
-        assert some.opened_bytes == opened
-        assert some.waiting_bytes == sum(waiting.values())
-        assert sum(waiting.values()) <= opened + 1000
 
 
 def test_what_was_found_where_something_was_opened_last_comes_first() -> None:

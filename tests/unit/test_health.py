@@ -59,41 +59,15 @@ def test_it_is_probed_less_and_less_often_also_if_it_fails_again_at_once() -> No
     assert waits[-1] == LAST_PROBE_SECONDS
     # One that fails again at once.
     health = Health()
-    health.failed(0.0, error(errno.EDQUOT), reading=False)
+    health.failed(0.0, error(errno.EIO), reading=True)
     assert health.probed(1.0, None)
+    assert health.readable
     health.failed(1.5, error(errno.EDQUOT), reading=False)
     assert not health.probe_due(1.5 + FIRST_PROBE_SECONDS)
     assert health.probe_due(1.5 + 2 * FIRST_PROBE_SECONDS)
     assert health.probed(5.0, None)
     health.failed(5.0 + CALM_SECONDS, error(errno.EDQUOT), reading=False)
     assert health.probe_due(5.0 + CALM_SECONDS + FIRST_PROBE_SECONDS)
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["fail", "read", "probe"]),
-            st.sampled_from([None, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ESTALE]),
-            st.floats(0.0, 100.0),
-        )
-    )
-)
-def test_it_always_comes_back(steps: list[tuple[str, int | None, float]]) -> None:
-    """Whatever happened: in service, or probed within the longest interval; a probe that succeeds
-    puts it back."""
-    health, now = Health(), 0.0
-    for what, code, passed in steps:
-        now += passed
-        if what == "probe":
-            back = health.probed(now, None if code is None else error(code))
-            assert back == (code is None) or health.reason is None
-        elif code is not None:
-            health.failed(now, error(code), reading=what == "read")
-        assert health.readable or health.reason is not None
-    if health.reason is not None:
-        assert health.probe_due(now + LAST_PROBE_SECONDS)
-        assert health.probed(now + LAST_PROBE_SECONDS, None)
-    assert health.reason is None
 
 
 # Few names and values, so that they meet.

@@ -171,37 +171,6 @@ def test_kills_change_nothing_of_what_other_deaths_do(kills: list[bool], row: li
         assert verdict_of(with_kills, life) == verdict_of(without, life)
 
 
-LIVES = st.builds(
-    Life,
-    st.one_of(st.none(), st.floats(0, 2 * restart_policy.LONG_LIFE_SECONDS)),
-    answered=st.booleans(),
-    waited=st.booleans(),
-    killed=st.booleans(),
-)
-
-
-@given(st.lists(LIVES, max_size=60))
-def test_nothing_goes_on_for_ever_and_nothing_ends_without_need(lives: list[Life]) -> None:
-    deaths, row, verdict = restart_policy.RestartPolicy(), 0, AT_ONCE
-    for life in lives:
-        verdict = verdict_of(deaths, life)
-        if life.killed:
-            assert verdict.pause_seconds is not None
-            assert verdict.pause_seconds <= restart_policy.KILLED_PAUSE_SECONDS
-            row = 0 if (life.seconds or 0.0) >= restart_policy.LONG_LIFE_SECONDS else row
-            continue
-        bad = life.seconds is None or life.seconds < 0.5 or (life.waited and not life.answered)
-        row = row + 1 if bad else 0
-        if verdict.pause_seconds is None:
-            assert verdict.safe
-            assert bad
-            return
-        assert 0 <= verdict.pause_seconds <= max(restart_policy.PAUSES_SECONDS)
-        if not bad:
-            assert verdict.pause_seconds in (0, *restart_policy.PAUSES_SECONDS[1:])
-        assert row < restart_policy.MOST_EARLY + restart_policy.MOST_IN_SAFE_MODE
-
-
 class Signs(NamedTuple):
     """What is known of a worker at a moment, as `VitalSigns.check` is told."""
 
@@ -269,31 +238,6 @@ def test_one_that_does_not_get_the_processor_is_not_to_blame() -> None:
     # One that has it, and does not come back, is.
     assert looks(*silent(1.0, 5))[0] <= SILENT_SECONDS + 1.0
     assert DEAD_SILENT_SECONDS <= looks(*silent(1.0, None))[0] <= DEAD_SILENT_SECONDS + 1.0
-
-
-ACTIVITIES = st.none() | st.builds(
-    Activity, runs=st.booleans(), cpu_seconds=st.floats(0, 1e6), rests=st.booleans()
-)
-LOOKS = st.tuples(
-    st.floats(0, 5),
-    st.builds(Signs, st.integers(0, 3), st.none() | st.integers(0, 3), st.just(0), ACTIVITIES),
-)
-
-
-@given(st.lists(LOOKS, max_size=80))
-def test_no_silence_is_short_and_none_is_for_ever(steps: list[tuple[float, Signs]]) -> None:
-    pulse, now, since, beats = VitalSigns(100.0), 100.0, 100.0, None
-    counted = 0.0
-    for step, signs in steps:
-        now += step
-        if signs.beats != beats:
-            beats, since, counted = signs.beats, now, 0.0
-        else:
-            counted += min(step, 1.0)
-        if pulse.check(now, *signs) is not None:
-            assert now - since >= ASLEEP_SECONDS
-        else:
-            assert counted < STARVED_SECONDS
 
 
 def test_who_was_stopped_with_it_does_not_blame_it() -> None:
