@@ -88,14 +88,6 @@ async def test_the_order_outlives_a_mount_as_far_as_it_is_known(files: Area) -> 
         assert await resident(mirror) == set("1456")
 
 
-async def test_what_a_scan_finds_evicts_nothing(files: Area) -> None:
-    async with files.mount([ROOM], eviction=LRU) as mirror:
-        await read_all(mirror, "0123")
-        await mirror.want_each("4567")
-        await mirror.idle()
-        assert await resident(mirror) == set("0123")
-
-
 async def test_open_and_pinned_replicas_stay(files: Area) -> None:
     async with files.mounted([ROOM], eviction=LRU) as mirror:
         await read_all(mirror, "0123")

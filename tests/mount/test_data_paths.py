@@ -60,19 +60,6 @@ file a 300000
 read; read way=again
 pause; read way=again; read way=again; read way=again; resume
 """,
-        "an open file is not evicted": f"""
-file a 300000
-{RELAY} ttl=3600 --prefetch all; until files.resident = 1
-open one a; open other a; close one
-command evict a
-check it is still there
-  files.resident 1
-held other; close other; check it is closed
-command evict a
-check it is gone
-  files.resident 0
-  tier1.used_bytes 0
-""",
         "where nobody knows what is open, an evicted file is read from the source": f"""
 file a 300000
 {RELAY} immutable --prefetch all; until files.resident = 1

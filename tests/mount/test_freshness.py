@@ -76,19 +76,6 @@ def test_access_times_of_what_is_used_go_on(work: Bench, ext4: Callable[..., Pat
     assert mount.status()["touch"]["failed"] == 0
 
 
-def test_a_file_that_was_deleted_goes_on_for_who_has_it_open(work: Bench) -> None:
-    data = trees.random_bytes(2 << 20, 1)
-    source = trees.write_files(work.path / "source", {"f": data})
-    mount = work.mount(source, "--freshness", "open", "--prefetch", "none")
-    with (mount.path / "f").open("rb", buffering=0) as file:
-        assert file.read(1000) == data[:1000]
-        (source / "f").unlink()
-        assert not (mount.path / "f").exists()
-        assert os.fstat(file.fileno()).st_size == len(data)
-        file.seek(1 << 20)
-        assert file.read(1 << 20) == data[1 << 20 :]
-
-
 @pytest.mark.parametrize("prefetch", ["none", "access"])
 def test_changes_within_one_tick(work: Bench, ext4: Callable[..., Path], prefetch: str) -> None:
     """Two writes of the same size that leave the same times: each open sees what it should. The

@@ -27,28 +27,6 @@ part f 1M 4K way=direct; check read
   source.read_bytes 4096
   files.resident 0
 """,
-        "a file that changes while it is copied is not kept": """
-file f 8M; slow rate=8M
-mount --freshness ttl=0
-open holder f; part f 0 4096; until source.read_bytes >= 1M
-file f 8M; heal; until prefetch.outdated = 1; close holder; same f
-""",
-        "many readers of one byte range cause one read": """
-file f 900000; slow seconds=0.05
-mount --freshness immutable
-read by=6; check read
-  source.read_bytes 900000
-  source.open 1
-""",
-        "a full tier is never exceeded, and small files still get in": """
-file big{0..3} 3M; file small{0..9} 50000
-mount tier=8M
-read big* small*; check read
-  files.resident 12
-  copies_refused.no_room >=2
-  tier1.files 12
-state resident small*
-""",
         "the source's errors are the reader's, and pass": """
 file f g 2M
 mount --freshness ttl=0

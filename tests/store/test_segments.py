@@ -177,21 +177,6 @@ def test_a_full_tier(small: Path) -> None:
     own.close()
 
 
-@needs_root
-def test_a_full_disk(disk: Path) -> None:
-    own = open_segments(disk)
-    data = os.urandom(1 << 20)
-    results = own.write_each([(ONE, n << 20, data) for n in range(40)])
-    stored = [n for n, each in enumerate(results) if code_of(each) is None]
-    assert 15 < len(stored) < 40
-    assert {code_of(each) for each in results} == {None, errno.ENOSPC}
-    os.sync()
-    for n in stored:
-        assert own.verify(ONE, n << 20, len(data), checksum(data))
-    assert own.blocks(ONE) < (len(stored) + 1) << 20
-    own.close()
-
-
 def test_a_failed_punch_is_raised_after_the_others_were_tried(own: SegmentFiles) -> None:
     own.write_each([(ONE, 0, os.urandom(64 * KIB))])
     with pytest.raises(OSError, match="Invalid argument"):
@@ -345,12 +330,6 @@ def test_a_list_torn_or_damaged_at_every_byte(path: Path, begun: Tier) -> None:
         damaged = intact[:length] + bytes(byte ^ 0x81 for byte in intact[length : length + 1])
         (path / LIST).write_bytes(damaged + intact[length + 1 :])
         assert untimed(begun.segments.noted(ONE)) == expected
-
-
-@given(st.binary(max_size=200), st.booleans())
-def test_any_bytes_are_a_list_of_nothing(data: bytes, begins_well: bool) -> None:
-    batch = listed.batch(ONE, [row(1, 0)]) if begins_well else b""
-    assert [each.name for each in listed.rows(ONE, batch + data, 0)] == [name_of(1)] * begins_well
 
 
 rows_of_any_place = st.lists(
