@@ -600,7 +600,7 @@ def resident(mirror: Mirror) -> int:
 
 async def test_as_many_again_of_the_same_directory(area: Area) -> None:
     names, others = area.write_files(60, SIZE, "train/"), area.write_files(30, SIZE, "val/")
-    async with area.mount() as mirror, copying_ahead(mirror):
+    async with area.mount() as mirror, copying_ahead(mirror) as found:
         await read_each(mirror, names[:10])
         await until(lambda: resident(mirror) == 20, "as many again to be copied")
         await mirror.idle()
@@ -615,6 +615,8 @@ async def test_as_many_again_of_the_same_directory(area: Area) -> None:
         await until(lambda: resident(mirror) == 60, "all to be there")
         await mirror.settled()
         assert [mirror.bytes_read(name) for name in names] == [SIZE] * len(names)
+        some = found.allowance
+        assert (some.waiting, some.waiting_bytes, some.opened_bytes) == ({}, 0, 60 * SIZE)
 
 
 async def test_nothing_after_a_few_opens_or_where_files_are_large(area: Area) -> None:
