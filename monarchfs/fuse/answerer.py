@@ -20,7 +20,7 @@ import trio
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse import packing, protocol
-from monarchfs.fuse.estale_retries import EstaleRetries
+from monarchfs.fuse.estale_retries import KEPT_OF_LISTINGS_NS, EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.handleless_reads import HandlelessReads
 from monarchfs.fuse.handles import Handles, opened_by
@@ -93,6 +93,7 @@ class Answerer:
         self._passthrough = passthrough
         self._nursery = nursery
         self._refused = EstaleRetries(tree.known)
+        self._refused_listings = EstaleRetries(tree.known, KEPT_OF_LISTINGS_NS)
         self._asking: Mapping[int, Asking] = {
             protocol.LOOKUP: self._lookup,
             protocol.GETATTR: self._getattr,
@@ -417,8 +418,8 @@ class Answerer:
 
     async def _opendir(self, request: FuseRequest) -> Answer:
         started = now_ns()
-        again = self._refused.again(request.node, request.thread)
-        with self._refused.noting(request.node, request.thread):
+        again = self._refused_listings.again(request.node, request.thread)
+        with self._refused_listings.noting(request.node, request.thread):
             await self._directories.open(request.node, again=again)
         self._durations.opendir.observe(now_ns() - started)
         # Its number is all that READDIRPLUS has to know, also of another worker.

@@ -21,6 +21,9 @@ MOST_KEPT = 10_000
 KEPT_NS = 60_000_000_000
 """A second try that comes later, because the source is slow, counts as a first one."""
 
+KEPT_OF_LISTINGS_NS = 5_000_000_000
+"""The same where a second try lists nothing: it had better be one."""
+
 SHARED_NS = 1_000_000_000
 """A look-up may share an answer that the source was asked for this long before."""
 
@@ -28,8 +31,9 @@ SHARED_NS = 1_000_000_000
 class EstaleRetries:
     """Changing: by thread, the number that it was last refused, and when (time.time_ns())."""
 
-    def __init__(self, known: KnownMetadata) -> None:
+    def __init__(self, known: KnownMetadata, kept_ns: int = KEPT_NS) -> None:
         self._known = known
+        self._kept_ns = kept_ns
         self._threads: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def again(self, ino: int, thread: int) -> bool:
@@ -40,7 +44,7 @@ class EstaleRetries:
         if refusal is None:
             return False
         refused, at_ns = refusal
-        if time.time_ns() > at_ns + KEPT_NS:
+        if time.time_ns() > at_ns + self._kept_ns:
             return False
         if self._known.asked_ns(ino) >= at_ns - SHARED_NS:
             return True

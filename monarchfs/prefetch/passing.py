@@ -62,7 +62,10 @@ class PassingReads:
                     self._begin(ahead)
         self._last = number
         await passing.done.wait()
-        return passing.unit.peek(offset, min(end, passing.unit.end)) or None
+        piece = passing.unit.peek(offset, min(end, passing.unit.end))
+        if not piece and self._units.get((self, number)) is passing:
+            del self._units[self, number]  # its owner may have it the next time
+        return piece or None
 
     def close(self) -> None:
         """Nobody has the file open any more."""

@@ -257,13 +257,6 @@ class FileSpans:
             return
         if waited and not self._nodes.may_wait(owner):
             return
-        began = trio.current_time()
-        await self._read(owner, span, unit, ahead=ahead)
-        if unit.elsewhere_bytes or self._asked.get((owner, span), 0) >= began:
-            size = unit.elsewhere_bytes or unit.end - unit.start
-            self._nodes.took(owner, trio.current_time() - began, size)
-
-    async def _read(self, owner: int, span: int, unit: Unit, *, ahead: bool) -> None:
         key = owner, span
         held = self._held.get(key)
         if ahead and (held is None or self._digests(held, unit) is None):
@@ -275,7 +268,11 @@ class FileSpans:
             held = self._held.get(key)
             digests = None if held is None else self._digests(held, unit)
             if held is not None and digests is not None and held.path != gone:
+                # Not what it takes to have the bytes: it may have to read them itself.
+                began = trio.current_time()
                 result = await self._nodes.read(owner, held.path, unit, digests)
+                size = unit.elsewhere_bytes or unit.end - unit.start
+                self._nodes.took(owner, trio.current_time() - began, size)
                 if result == WRONG:
                     self._refused.add(key)
                 if result != GONE:

@@ -94,7 +94,7 @@ def test_each_byte_leaves_the_source_once(
     work: Bench, kind: str, request: pytest.FixtureRequest
 ) -> None:
     source: Path = request.getfixturevalue(kind)
-    nodes = Nodes(work, slowed(work, source, 0.01, "open", "read"), 3)
+    nodes = Nodes(work, slowed(work, source, 0.03, "open", "read"), 3)
     nodes.read_at_once(source)
     assert set(nodes.kept_files().values()) == {len(files_of(source))}
     assert nodes.read_bytes() < 1.5 * total_bytes(source)
@@ -188,7 +188,7 @@ def test_replicas_that_somebody_changed(work: Bench, mixed: Path) -> None:
 def test_the_spans_of_a_lost_owner_are_read_once(
     work: Bench, large: Path, options: list[str]
 ) -> None:
-    slow = slowed(work, large, 0.01, "read")
+    slow = slowed(work, large, 0.05, "read")
     nodes = Nodes(work, slow, 3, *options)
     nodes.lose("a")
     wait_for(lambda: all(peers(m)[0]["failed"] for m in nodes.mounts.values()), "the loss")

@@ -98,9 +98,14 @@ class Index:
             if why is None:
                 raise
             index = _open_copy(str(path), why, open_in)
+        if left is LastClose.CRASHED:
+            # Before the mark says that it was open in this boot: a crash in between is one more.
+            recovery.remove_mark(directory)
+            index.replicas.end_boot()
         try:
-            # Before anything is written that a crash could tear.
-            recovery.mark_open(directory)
+            # Before anything else is written that a crash could tear.
+            if index.environment.frozen is None or left is not LastClose.CRASHED:
+                recovery.mark_open(directory)
             index.environment.keep_headroom()
         except OSError as error:
             _freeze_at_start(index.environment, error)
@@ -110,8 +115,6 @@ class Index:
             or recovery.has_set_aside(directory)
         ):
             index.environment.skip_numbers()
-        if left is LastClose.CRASHED:
-            index.replicas.end_boot()
         return index
 
     def close(self, *, clean: bool = True) -> None:

@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import re
+import select
 import signal
 import stat
 import subprocess
@@ -37,6 +38,10 @@ _OURS = frozenset({DATA_FILE, "lock.mdb", _MARK, f"{_MARK}.new"})
 
 DAMAGED = 3
 """The exit code of the check of an index that is not sound."""
+
+QUIET_SECONDS = 20
+"""A check that says nothing for so long waits for a page that the disk does not give: the index is
+not sound. Less than a start may take (``start_timeout_seconds``), which each step puts off."""
 
 
 class LastClose(Enum):
@@ -181,9 +186,8 @@ def _run_check(
     """The child's exit code, and the lines that it said."""
     # The caller may know the directory only by /proc/self/fd/N, which is another one in the child.
     descriptor = os.open(Path(directory, INDEX_DIRECTORY), os.O_PATH | os.O_DIRECTORY)
-    said = b""
     try:
-        with subprocess.Popen(
+        child = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-m", "monarchfs.cache.index.check", *options),
                 f"/proc/self/fd/{descriptor}",
@@ -193,16 +197,26 @@ def _run_check(
             stderr=subprocess.DEVNULL,
             cwd="/",
             pass_fds=(descriptor,),
-        ) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                goes_on()
-                said += line.lstrip()
+        )
     finally:
         os.close(descriptor)
+    said = bytearray()
+    assert child.stdout is not None
+    with child.stdout as pipe:
+        waits = select.poll()
+        waits.register(pipe, select.POLLIN)
+        while waits.poll(QUIET_SECONDS * 1000):
+            if not (part := os.read(pipe.fileno(), 1 << 16)):
+                break
+            goes_on()
+            said += part
+        else:
+            child.kill()  # which is not waited for: it may hang in the kernel
+            return DAMAGED, b"the disk did not give a page in %d seconds\n" % QUIET_SECONDS
+    child.wait()
     if child.returncode > 0 and child.returncode != DAMAGED:
         raise OSError(errno.ENOMEM, "the index cannot be checked")
-    return child.returncode, said
+    return child.returncode, b"".join(line.lstrip() for line in said.splitlines(keepends=True))
 
 
 def set_aside(directory: str) -> str | None:
