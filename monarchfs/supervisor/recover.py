@@ -166,9 +166,11 @@ def not_a_mount(path: str, search: Search) -> OperationError:
 
 def refuse_private(path: str, search: Search) -> None:
     """Raises OperationError for what lies in a mount of another namespace."""
-    if split_below(path, [one.mountpoint for one in find_private(search)]) is not None:
+    found = split_below(path, [one.mountpoint for one in find_private(search)])
+    if found is not None:
         raise OperationError(
-            f"{path} is mounted for one command alone (monarchfs run): ask from within that command"
+            f"{path} is mounted for one command alone (monarchfs run): join it with monarchfs run"
+            f" {found[0]} -- monarchfs ... {path}"
         )
 
 
