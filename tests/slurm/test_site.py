@@ -348,7 +348,7 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     path.chmod(0o644)
     site = read_site(str(path))
     assert site.path == str(path)
-    assert site.options == ("freshness=immutable", "prefetch=auto")
+    assert site.options == ("freshness=immutable", "prefetch=auto", "require_files")
     assert site.budget["/local/monarchfs"].size == TierSize(bytes=1 << 40)
     assert (site.linger_seconds, site.deadline_seconds) == (60.0, 20.0)
     assert site.roots_for(job_of()) == ["/lustre/data"]
