@@ -346,6 +346,7 @@ class Accounts:
             return None
         if record is not None:
             self.metrics.replicas_adopted += 1
+            self.readers.stored([(node, record)])  # who read the source until now has it here
         return record
 
     def weigh(self, weights: Sequence[tuple[int, float]], *, replace: bool) -> None:

@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -150,7 +151,9 @@ async def test_what_a_file_occupies_is_looked_at_once_it_is_on_the_disk(files: A
         assert mirror.used() == used + more
 
 
-async def test_another_version_is_not_taken_over_and_makes_room(files: Area) -> None:
+async def test_another_version_is_not_taken_over_and_makes_room(
+    files: Area, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with files.mount() as mirror:
         await read_both(mirror)
         await mirror.cache.accounts.sync()
@@ -158,8 +161,10 @@ async def test_another_version_is_not_taken_over_and_makes_room(files: Area) -> 
     files.write("large", content(len(LARGE), 77))
     async with files.mounted([4 * MIB]) as mirror:
         await mirror.idle()
+        stored = Mock(wraps=mirror.cache.readers.stored)
+        monkeypatch.setattr(mirror.cache.readers, "stored", stored)
         assert await mirror.read_file("small") == SMALL
-        assert mirror.metrics.replicas_adopted == 1
+        assert mirror.metrics.replicas_adopted == stored.call_count == 1
         await mirror.copied("large")
         assert mirror.metrics.evictions_outdated == 1
 
