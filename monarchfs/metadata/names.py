@@ -106,7 +106,13 @@ class Names:
         }
         found: dict[bytes, Node | None] = {}
         if opens_bytes:
-            files = {dirent.name for dirent, *_ in entries if dirent.type is FileType.REGULAR}
+            # What has a copy is not read again, unless it has changed.
+            held = self._index.replicas.replicas_of([dirent.ino for dirent, *_ in entries])
+            files = {
+                dirent.name
+                for dirent, *_ in entries
+                if dirent.type is FileType.REGULAR and dirent.ino not in held
+            }
             of_files = {name: known.pop(name) for name in files}
             found = await self._find_rest(
                 parent, of_files, lane, publish=publish, scanned=scanned, opens_bytes=opens_bytes

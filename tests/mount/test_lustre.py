@@ -107,6 +107,10 @@ def test_what_is_copied_ahead_is_asked_for_once(work: Bench, backing: Path, lust
     assert 301 <= (pfs.requests() - before).enqueue < 350
     opened = pfs.counts().open - opens  # more than once where two have the same place
     wait_for(lambda: (pfs.requests() - before).close == opened, "all to be closed")
+    assert mount.umount().returncode == 0
+    mount = work.mount(pfs.path, "--prefetch", "none", "--freshness", "immutable")
+    assert asked("warm", str(mount.path), "--wait")["copied"] == 0
+    assert pfs.counts().open == opens + opened, "what has a copy is looked at, not opened"
 
 
 def test_layouts_of_any_size(work: Bench, backing: Path, lustre: Lustre) -> None:
