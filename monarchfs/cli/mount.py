@@ -70,7 +70,7 @@ def mount_with(
         os.chdir("/")
         manager = ServiceManager(environ)
 
-        def tell(answers: bool = True) -> None:
+        def tell(answers: bool) -> None:
             if not answers:
                 manager.extend(settings.start_timeout_seconds)
 

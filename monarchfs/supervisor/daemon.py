@@ -17,9 +17,9 @@ from monarchfs.types import MonarchError, OperationError, UsageError
 
 log = logging.getLogger(__name__)
 
-Report = Callable[..., None]
-"""Called once by the supervisor when the mount answers; before, with False, while that takes long
-but goes on. Raises OperationError if who waits for that is gone."""
+Report = Callable[[bool], None]
+"""Called once by the supervisor with True, when the mount answers; before, with False, while that
+takes long but goes on. Raises OperationError if who waits for that is gone."""
 
 _GONE_SECONDS = 5.0
 
@@ -94,9 +94,9 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
         os._exit(code)
 
 
-def _report(pipe: int, answers: bool = True) -> None:
-    """Lets go of the terminal, then tells the parent: a caller who waits for the end of our output
-    must not wait longer."""
+def _report(pipe: int, answers: bool) -> None:
+    """Tells the parent, and lets go of the terminal before the last time: a caller who waits for
+    the end of our output must not wait longer."""
     if answers:
         drop_streams()
     try:

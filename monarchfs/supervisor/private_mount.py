@@ -158,7 +158,7 @@ def _run_daemon(spec: MountSpec, stem: str, deadline: float, search: Search, rep
         daemon = NamespaceDaemon(spec, stem, search)
         undo.callback(daemon.let_go)
         daemon.mount_or_join(deadline)
-        report()
+        report(True)
         daemon.run()
     return 0
 

@@ -73,7 +73,7 @@ def mount_and_supervise(
     with ExitStack() as undo, _interruptible() if owner is None else nullcontext():
         supervisor = _start(spec, command, deadline, partial(report, False), undo)
         supervisor.obey(owner)
-        report()
+        report(True)
         # From here on the supervisor itself puts things back, and what it keeps (the state
         # directory, the tiers) stays for the next mount.
         undo.pop_all()
@@ -96,7 +96,7 @@ def take_over(
     with ExitStack() as undo:
         supervisor = _resume(handover, orphans, restarts + 1, undo)
         supervisor.obey(owner)
-        report()
+        report(True)
         undo.pop_all()
     log.warning("took over %s on %s", supervisor.config.source, supervisor.config.mountpoint)
     return supervisor.run()

@@ -136,38 +136,32 @@ def open_index(
 ) -> Index:
     """Open the index. One that cannot be used is set aside, and a new one is made. ``root_ino`` is
     the inode number of the source's root directory; ``goes_on`` is called while it is checked."""
+
+    def open_of_root() -> Index:
+        # The commits of a killed process are complete in the page cache, so its index is sound.
+        index = Index.open(
+            state_dir,
+            source_id=config.dataset_id,
+            trust_after_kill=True,
+            on_change=on_change,
+            goes_on=goes_on,
+        )
+        try:
+            known = index.nodes.node(ROOT_INO)
+            if known is not None and known.stat is not None and known.stat.ino != root_ino:
+                raise IndexUnusable("the index is of another source: its root is another directory")
+        except IndexUnusable:
+            index.close(clean=False)
+            raise
+        return index
+
     try:
-        return _open_index_of_root(config, state_dir, root_ino, on_change, goes_on)
+        return open_of_root()
     except IndexUnusable as exc:
         aside = set_aside(state_dir)
         told = f"{exc}: kept as {aside}, starting with an empty one"
         log.warning("%s", told.replace(state_dir, config.state_dir))
-        return _open_index_of_root(config, state_dir, root_ino, on_change, goes_on)
-
-
-def _open_index_of_root(
-    config: Config,
-    state_dir: str,
-    root_ino: int,
-    on_change: OnChange,
-    goes_on: Callable[[], object],
-) -> Index:
-    # The commits of a killed process are complete in the page cache, so its index is sound.
-    index = Index.open(
-        state_dir,
-        source_id=config.dataset_id,
-        trust_after_kill=True,
-        on_change=on_change,
-        goes_on=goes_on,
-    )
-    try:
-        known = index.nodes.node(ROOT_INO)
-        if known is not None and known.stat is not None and known.stat.ino != root_ino:
-            raise IndexUnusable("the index is of another source: its root is another directory")
-    except IndexUnusable:
-        index.close(clean=False)
-        raise
-    return index
+        return open_of_root()
 
 
 def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[tuple[Tier, TierSize]]:
