@@ -156,8 +156,7 @@ class Monarchfs:
         self, pfs: ParallelFileSystem, place: Path, *, capacity: int | None
     ) -> Iterator[Reached]:
         size = "100%" if capacity is None else f"{capacity >> 10}K"
-        # The capacity is what limits, not what else lies on that file system.
-        options = ("--freshness", self.freshness, "-o", "reserve_percent=0")
+        options = ("--freshness", self.freshness)
         if self._warm:
             with unhindered(pfs), Mount(pfs.path, place / "m", *options, size=size) as first:
                 monarchfs("warm", str(first.path), "--wait", seconds=SETTLE_SECONDS)

@@ -214,8 +214,10 @@ class Mount:
         # Under sudo the mount would be for the user behind it, and closed to this process.
         whose = ["--user", "root"] if os.geteuid() == 0 else []
         places = ["--state-dir", str(self.place / "state"), "--log-file", str(self.place / "log")]
+        # The size is what limits, not what else lies on that file system.
+        fixed = [*places, *whose, "-o", "reserve_percent=1"]
         try:
-            monarchfs(*command, *places, *whose, *self._options, enter=self._enter)
+            monarchfs(*command, *fixed, *self._options, enter=self._enter)
         except Unusable:
             print(self.log(), file=sys.stderr)
             raise

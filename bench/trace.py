@@ -164,7 +164,7 @@ class Mount:
         self._source, self._path = place / "source", place / "mount"
         self._options = [
             *("--tier", f"{place}/tier=1G", "--state-dir", f"{place}/state"),
-            *("--prefetch", "access", "-o", "standby=false", *options),
+            *("--prefetch", "access", "-o", "standby=false,reserve_percent=1", *options),
         ]
         for directory in (self._source, self._path):
             directory.mkdir()

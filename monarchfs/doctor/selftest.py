@@ -299,6 +299,7 @@ class SelfTest:
         tier.mkdir()
         words = ["mount", str(self.root / name), str(point), "--freshness", mode]
         words += ["--state-dir", str(state), "--tier", f"{tier}=4G", "--prefetch", "access"]
+        words += ["-o", "reserve_percent=0"]  # how much room there is, another check says
         self._command(*words, "--log-file", str(self._work / "log"))
         return point
 

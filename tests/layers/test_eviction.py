@@ -176,8 +176,8 @@ async def test_memory_returns_what_is_needed(files: Area, monkeypatch: pytest.Mo
         headroom=lambda: MemoryHeadroom(available, 1 << 30, "a test")
     ) as mirror:
         await read_all(mirror, "0123")
-        # A tenth of the limit stays free; two files too many are there now.
-        available = (1 << 30) // 10 - 2 * SIZE
+        # A hundredth of the limit stays free; two files too many are there now.
+        available = (1 << 30) // 100 - 2 * SIZE
         await mirror.cache.maintain()
         await mirror.idle()
         assert len(await resident(mirror)) <= 2

@@ -206,6 +206,7 @@ def test_a_status_is_one_line(manager: Manager) -> None:
 FILES = 6
 UNIT = "monarchfs@mnt-data.service"
 POINT = "/mnt/data"
+LITTLE = ",reserve_percent=1"
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +244,7 @@ def started(system: Booted, unit: str, point: str) -> Iterator[None]:
 
 def configure(system: Booted, name: str, options: str, source: str = "") -> None:
     """Says what is mounted on /mnt/NAME; ``source`` is quoted already."""
-    storage = f"tier={system.work}/tier-{name}=1G,state_dir={system.work}/state-{name}"
+    storage = f"tier={system.work}/tier-{name}=1G,state_dir={system.work}/state-{name}{LITTLE}"
     system.write(
         f"/etc/monarchfs/mnt/{name}.conf",
         f'SOURCE={source or system.work / "src"}\nOPTIONS="{storage},{options}"\n',
@@ -368,7 +369,9 @@ def test_a_mount_unit_is_what_fstab_says(system: Booted) -> None:
     text = example.replace("/lustre/imagenet", f"{system.work}/src")
     text = text.replace("RequiresMountsFor=/lustre", f"RequiresMountsFor={system.work}")
     text = text.replace("/scratch=80%%", f"{system.work}/tier-unit=10%%")
-    text = re.sub(r"^(Options=.*)$", rf"\1,state_dir={system.work}/state-unit", text, flags=re.M)
+    text = re.sub(
+        r"^(Options=.*)$", rf"\1,state_dir={system.work}/state-unit{LITTLE}", text, flags=re.M
+    )
     system.write("/etc/systemd/system/mnt-imagenet.mount", text)
     system.run("mkdir", "-p", "/mnt/imagenet")
     system.run("systemctl", "daemon-reload")

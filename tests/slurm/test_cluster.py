@@ -322,7 +322,8 @@ def test_without_an_administrator_a_step_runs_its_own_mount(slurm: Cluster, tell
         ' grep -c " $0 .* - fuse.monarchfs " /proc/self/mountinfo; id -u; exit 3'
     )
     place = f"{slurm.local}/own"
-    words = f"--strict --prefetch all --tier {place}/tier=32M --state-dir {place}/state"
+    words = "--strict --prefetch all -o reserve_percent=1"
+    words += f" --tier {place}/tier=32M --state-dir {place}/state"
     script = (
         f"export XDG_RUNTIME_DIR={place}\n"
         f'srun sh -c \'{slurm.base}/monarchfs run {data} {words} -- sh -c "$0" {data};'

@@ -145,6 +145,7 @@ class Area:
                     WholeReaders(),
                     CacheOptions(
                         eviction,
+                        reserve_percent=1,
                         partial_min_bytes=partial_min_bytes,
                         shared_bytes=SMALL_BYTES if shares else 0,
                     ),

@@ -34,9 +34,13 @@ from tests.support.timing import wait_for as wait_for
 REPOSITORY = surroundings.REPOSITORY
 MONARCHFS = [sys.executable, "-m", "monarchfs"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("SUDO_", "XDG_"))} | {
-    "MONARCHFS_STANDBY": "false"
+    "MONARCHFS_STANDBY": "false",
+    "MONARCHFS_RESERVE_PERCENT": "1",
 }
-"""A standby worker is loaded where a test asks for it: that takes a third of what a mount costs."""
+"""A standby worker is loaded where a test asks for it: that takes a third of what a mount costs.
+Tests copy little, also on a disk that is nearly full."""
+OF_OTHERS = ("-o", "reserve_percent=1")
+"""A mount for another user takes nothing from the environment."""
 WATCHDOG_SECONDS = 240.0
 
 requires_root = surroundings.requires_root
@@ -247,7 +251,7 @@ class Bench:
         arguments = ["mount", str(source), str(mountpoint), "--state-dir", f"{self.path}/state"]
         for spec in tiers:
             arguments += ["--tier", spec]
-        done = run(*arguments, "--log-file", f"{self.path}/log", *options, user=user)
+        done = run(*arguments, "--log-file", f"{self.path}/log", *OF_OTHERS, *options, user=user)
         assert done.returncode == 0, f"mount failed: {done.stderr}\n{self.log()}"
         mount = Mount(source, mountpoint, user)
         self.mounts.append(mount)
@@ -256,7 +260,7 @@ class Bench:
     def storage(self, tier: str = "1G", name: str = "") -> list[str]:
         """Options of a mount; with a name it has a tier and a state of its own."""
         at = self.path
-        return ["--tier", f"{at}/tier{name}={tier}", "--state-dir", f"{at}/state{name}"]
+        return ["--tier", f"{at}/tier{name}={tier}", "--state-dir", f"{at}/state{name}", *OF_OTHERS]
 
     def try_to_mount(self, source: Path | str, *options: str) -> subprocess.CompletedProcess[str]:
         """On ``mnt``, with such options; whoever calls it unmounts."""
