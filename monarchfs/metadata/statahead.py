@@ -3,16 +3,15 @@
 ``ls -l`` asks for one name after the other: each costs a call of a thread, a transaction and a
 round trip to the server. So a name that has to be asked for is asked for with those that follow it
 in the listing, more each time, as Lustre's statahead and the kernel's readahead do: hundreds go to
-a few threads, and their answers come back in batches. For a job that opens files in no order, other
-names are asked for, from the directory's first one on. Which ones does not matter, as long as they
-are not many more than it wants.
+a few threads, and their answers come back in batches. For a job that opens files in no order, all
+names are asked for, from the directory's first one on, once it asked for so many that it seems to
+want them all.
 
 In the listing's order: if a name that has to be asked for is the next one after the last such
-name, those after it are asked for with it, twice as many each time. In no order: for each two
-names that were asked for, a further one is. Nothing is asked ahead while a batch hangs, in a
-directory where one found nothing, nor with ``open``, which promises the state of the moment. A
-directory that is opened again in the last quarter of its ttl is asked for anew, so that it is
-known after the ttl.
+name, those after it are asked for with it, twice as many each time. Nothing is asked ahead while a
+batch hangs, in a directory where one found nothing, nor with ``open``, which promises the state of
+the moment. A directory that is opened again in the last quarter of its ttl is asked for anew, so
+that it is known after the ttl.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ import trio
 from monarchfs.cache.index.index import Index
 from monarchfs.types import Dirent, IndexWriteError, Node
 
-BATCH = 64
-"""Names of one call of a thread."""
+BATCH, BATCH_FAR = 64, 8
+"""Names of one call of a thread: they are asked for one after the other. Where the source is far
+away, several threads wait for it at once; elsewhere a call costs more than the names."""
 
 MOST_AHEAD = 1024
 """Names asked for ahead of a reader."""
@@ -37,11 +37,8 @@ MOST_AHEAD = 1024
 RENEWED = 256
 """Names of a renewed directory that are asked for at a time: half of the batches."""
 
-RANDOM_MOST = 256
-"""The same, for a reader that does not take them in the listing's order."""
-
-RANDOM_SHARE = 2
-"""For such a reader, the n-th name brings n / RANDOM_SHARE others."""
+RANDOM_AHEAD = 256
+"""Names that each one brings of a reader that does not take them in the listing's order."""
 
 RANDOM_FEW, RANDOM_PART, RANDOM_PART_FAR = 3, 16, 8
 """A reader that asked for more than RANDOM_FEW names, and for one in RANDOM_PART of the
@@ -51,8 +48,8 @@ reader wants only a few, the others delay its own calls there."""
 FAR_SECONDS = 0.0002
 """A source that takes longer for a name is far away."""
 
-MOST_COUNTED = RANDOM_PART * RANDOM_MOST
-"""Names of a directory are counted up to this, to know when that is."""
+MOST_COUNTED = 1 << 18
+"""Names of a directory are counted up to this, to know when that is: 60 ms of the event loop."""
 
 MOST_LOOKED_AT = 512
 """Entries looked at for one name that is asked for: two milliseconds of the event loop."""
@@ -108,7 +105,8 @@ class _Readahead:
     was renewed.
 
     For a reader in no order: ``missed``, the names that it asked for and nobody had asked for
-    ahead; ``names``, how many there are, as far as counted; ``swept``, the cookie up to which all
+    ahead; ``names``, how many there are, and ``counted``, up to how many that was looked at;
+    ``swept``, the cookie up to which all
     were asked for ahead, from the first one on; that begins anew after ``sweeps_again``."""
 
     coming: dict[bytes, _Batch] = field(default_factory=dict)
@@ -119,6 +117,7 @@ class _Readahead:
     paused_until: float = 0.0
     missed: int = 0
     names: int = 0
+    counted: int = 0
     swept: int = 0
     sweeps_again: float = field(default_factory=lambda: trio.current_time() + PAUSE_SECONDS)
 
@@ -131,8 +130,8 @@ class Statahead:
 
     def __init__(self, nursery: trio.Nursery, index: Index, questions: Questions) -> None:
         self._nursery = nursery
+        self._listings = index.listings
         self._rows = index.listings.entries
-        self._count = index.listings.count_entries
         self._questions = questions
         self._batches = trio.CapacityLimiter(MOST_BATCHES)
         self._readaheads: OrderedDict[int, _Readahead] = OrderedDict()
@@ -197,7 +196,8 @@ class Statahead:
         return bool(self._stuck) or trio.current_time() < ahead.paused_until
 
     def _batches_for(self, ahead: _Readahead, names: list[bytes]) -> list[_Batch]:
-        batches = [_Batch(names[at : at + BATCH]) for at in range(0, len(names), BATCH)]
+        size = BATCH_FAR if self._far else BATCH
+        batches = [_Batch(names[at : at + size]) for at in range(0, len(names), size)]
         for batch in batches:
             ahead.coming.update(dict.fromkeys(batch.names, batch))
         return batches
@@ -231,34 +231,41 @@ class Statahead:
         return True
 
     def _scatter(self, parent: int, ahead: _Readahead, dirent: Dirent) -> None:
-        """Ask for others, if that is worth while: the next ones of the sweep. The caller asks for
-        the name itself: it does not wait for those that it may never want."""
-        if (size := min(ahead.missed // RANDOM_SHARE, RANDOM_MOST)) < 1:
+        """Ask for the next names of the sweep, if all seem to be wanted. The caller asks for the
+        name itself: it does not wait for those that it may never want."""
+        if not self._wants_all(parent, ahead):
             return
-        if ahead.missed > RANDOM_FEW:
-            if not ahead.names:
-                ahead.names = self._count(parent, MOST_COUNTED)
-            far = self._questions.name_seconds > FAR_SECONDS
-            if (RANDOM_PART_FAR if far else RANDOM_PART) * ahead.missed >= ahead.names:
-                size = RANDOM_MOST
         names: list[bytes] = []
         looked_at, more = 0, True
-        while more and len(names) < size and looked_at < MOST_LOOKED_AT:
-            limit = min(size, BATCH)
-            rows = self._rows(parent, ahead.swept, limit)
+        while more and len(names) < RANDOM_AHEAD and looked_at < MOST_LOOKED_AT:
+            rows = self._rows(parent, ahead.swept, BATCH)
             for row in rows:
                 ahead.swept, name = row[0].cookie, row[0].name
                 asked = name in ahead.coming or name == dirent.name
                 if not asked and self._questions.lacks(*row):
                     names.append(name)
-                    if len(names) == size:
+                    if len(names) == RANDOM_AHEAD:
                         break
             looked_at += len(rows)
-            if len(rows) < limit and len(names) < size:
+            if len(rows) < BATCH and len(names) < RANDOM_AHEAD:
                 more = trio.current_time() >= ahead.sweeps_again
                 if more:
                     ahead.swept, ahead.sweeps_again = 0, trio.current_time() + PAUSE_SECONDS
         self._send(parent, ahead, names)
+
+    def _wants_all(self, parent: int, ahead: _Readahead) -> bool:
+        """Whether a reader in no order asked for a large part of the directory's names."""
+        if ahead.missed <= RANDOM_FEW or self._listings.listing(parent) is None:
+            return False
+        part = (RANDOM_PART_FAR if self._far else RANDOM_PART) * ahead.missed
+        if part >= ahead.names == ahead.counted < MOST_COUNTED:
+            ahead.counted = min(4 * part, MOST_COUNTED)
+            ahead.names = self._listings.count_entries(parent, ahead.counted)
+        return part >= ahead.names
+
+    @property
+    def _far(self) -> bool:
+        return self._questions.name_seconds > FAR_SECONDS
 
     def _start(self, parent: int, ahead: _Readahead, after: int, size: int) -> None:
         """Of the next ``size`` entries, ask for those that have to be asked for, if several do."""

@@ -150,6 +150,14 @@ async def test_each_name_is_asked_for_once_and_in_few_batches(
             assert d.operations.batches < FILES / 10
 
 
+async def test_who_wants_a_few_names_in_no_order_brings_no_others(many: Area) -> None:
+    async with listed(many) as d:
+        order = in_no_order(15)
+        assert await d.stat(order) == {name: SIZES[name] for name in order}
+        await d.mirror.idle()
+        assert d.operations() == {"stat": 15}
+
+
 async def test_what_is_used_near_its_expiry_is_asked_for_ahead(many: Area, hours: Hours) -> None:
     hours.pass_by(1)  # else the last ones are in the tick of their making
     async with listed(many, mode=TTL, ttl=60) as d:
