@@ -27,14 +27,22 @@ MOST_SKIPPED_BYTES = 64 << 30
 """Of a hole, at once: the digests of so much take a few milliseconds."""
 
 
+SMALL_SHARE = 4
+"""A read of less than a chunk by this is small: at random, it brings just its bytes."""
+
+MOST_TOUCHED = 1 << 14
+"""Chunks of a file that are remembered as read in part: 2 GiB of it."""
+
+
 class Fill:
     """A file behind all handles of its inode, and what is fetched of it: claimed, read from the
     source, written. A chunk is claimed by one fetch at a time. Small files are fetched as a whole.
 
     Constant: ``copy``. Changing: ``cursor``, where the copier goes on; ``_data``, a range of the
     source without holes; ``_at_random``, whether nothing was local before what was missed last;
-    ``_failed``, the spans that the source did not give when they were fetched; ``_passing``, what
-    was read of it from other nodes and is not kept."""
+    ``_read_to``, where the last read ended; ``_touched``, the chunks of which a little was read at
+    random; ``_failed``, the spans that the source did not give when they were fetched;
+    ``_passing``, what was read of it from other nodes and is not kept."""
 
     def __init__(self, copy: Copy, cache: Cache, metrics: Metrics, nursery: trio.Nursery) -> None:
         self.copy = copy
@@ -47,6 +55,8 @@ class Fill:
         self._ahead = Readahead(MOST_AHEAD_BYTES // copy.chunks.chunk_bytes)
         self._data = (0, 0)
         self._at_random = False
+        self._read_to = 0
+        self._touched: set[int] = set()
         self._passing: PassingReads | None = None
 
     # -- reading
@@ -91,8 +101,28 @@ class Fill:
         if self.copy.size <= WHOLE_BYTES:
             first, last = 0, chunks.count
         self._at_random = first > 0 and chunks.state(first - 1) == MISSING
+        small = (end - offset) * SMALL_SHARE < chunks.chunk_bytes
+        follows = offset == self._read_to
+        self._read_to = end
+        at_random = self._at_random and not follows and self.copy.size > WHOLE_BYTES
+        if small and at_random and self._touch(first, last):
+            self._ahead.advance(first, last)
+            return  # a chunk would cost many times what is asked for
         self.fetch_now(first, last)
+        if small and offset == 0:
+            return  # perhaps a header, of which no more is read
         self._go_ahead(first, last)
+
+    def _touch(self, first: int, last: int) -> bool:
+        """Whether nothing of the chunks [first, last) was read before: who reads the same part of a
+        file again gets it from the tier."""
+        touched = range(first, last)
+        if not self._touched.isdisjoint(touched):
+            return False
+        if len(self._touched) >= MOST_TOUCHED:
+            self._touched.clear()
+        self._touched.update(touched)
+        return True
 
     def _go_ahead(self, first: int, last: int) -> None:
         """Fetch what comes after the chunks [first, last), if they are read in sequence. Apart from
@@ -232,6 +262,11 @@ class Fill:
         """Nobody has it open, and nothing of it is under way."""
         if self._passing is not None:
             self._passing.close()
+
+    @property
+    def in_sequence(self) -> bool:
+        """Whether somebody has read much of it from a place on: what follows is wanted next."""
+        return self.copy.handles > 0 and self._ahead.open
 
     @property
     def fetching(self) -> bool:

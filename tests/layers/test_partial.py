@@ -1,7 +1,5 @@
 """Copies that are not complete, of files with holes too, and what outlives a mount and a reboot."""
 
-from __future__ import annotations
-
 import errno
 import random
 from pathlib import Path
@@ -37,12 +35,34 @@ async def test_a_file_that_is_opened_as_soon_as_it_was_closed_goes_on_being_copi
     async with files.mount() as mirror:
         for turn in range(8):
             handle = await mirror.open("large")
-            offset = turn * 600 * KIB
-            assert await mirror.read(handle, offset, 5000) == LARGE[offset : offset + 5000]
+            start, end = turn * 600 * KIB, turn * 600 * KIB + CHUNK_BYTES
+            assert await mirror.read(handle, start, CHUNK_BYTES) == LARGE[start:end]
             handle.release()
         await mirror.settled()
         assert mirror.residency.state(handle.ino) == "resident"
         assert mirror.bytes_read("large") == len(LARGE)
+
+
+@pytest.mark.parametrize(
+    ("reads", "brought"),
+    [
+        ([(MIB, 4096)], 4096),
+        ([(MIB, 4096), (MIB + 9 * KIB, 4096), (MIB, 4096)], 4096 + CHUNK_BYTES),  # there again
+        ([(MIB, 4096), (MIB + 4096, 4096)], 4096 + CHUNK_BYTES),  # on
+        ([(MIB, 40 * KIB)], CHUNK_BYTES),
+        ([(0, 4096)], CHUNK_BYTES),  # perhaps a header
+    ],
+)
+async def test_a_small_read_at_random_brings_what_it_asks_for(
+    files: Area, reads: list[tuple[int, int]], brought: int
+) -> None:
+    async with files.mounted(copies=False) as mirror:
+        handle = await mirror.open("large")
+        for offset, size in reads:
+            assert await mirror.read(handle, offset, size) == LARGE[offset : offset + size]
+            await mirror.idle()
+        assert mirror.bytes_read("large") == brought
+        handle.release()
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "open"])
@@ -296,7 +316,8 @@ async def test_what_is_recorded_of_a_part_is_not_recorded_again(
         monkeypatch.setattr(mirror.index.replicas, "put_replica", put)
         for offset, records in ((0, 1), (0, 1), (MIB, 2)):
             handle = await mirror.open("large")
-            assert await mirror.read(handle, offset, 1000) == LARGE[offset : offset + 1000]
+            data = LARGE[offset : offset + CHUNK_BYTES]
+            assert await mirror.read(handle, offset, CHUNK_BYTES) == data
             await mirror.idle()
             mirror.copier.jobs.files[handle.ino].copy.checkpoint()
             handle.release()

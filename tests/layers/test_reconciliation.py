@@ -1,7 +1,5 @@
 """What a crash, a reboot or a lost index leaves, and what the next mount makes of it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -21,6 +19,7 @@ from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.tier_comparison import MissingFile
 from monarchfs.cache.tiers import Outage
+from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.types import ReplicaState, TierFile
 from tests.layers.whole import WholeReaders
 from tests.support.faults import FaultyFiles, Gate
@@ -216,10 +215,10 @@ async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
     async with files.mount(copies=False, sound=False) as mirror:
         small = await mirror.copied("small")
         handle = await mirror.open("large")
-        await mirror.read(handle, MIB, 1000)
+        await mirror.read(handle, MIB, CHUNK_BYTES)
         await mirror.idle()
         mirror.copier.jobs.files[handle.ino].copy.checkpoint()
-        await mirror.read(handle, 2 * MIB, 10)
+        await mirror.read(handle, 2 * MIB, CHUNK_BYTES)
         await mirror.idle()
         assert mirror.replica(handle.ino).state is ReplicaState.PARTIAL
         crashed = shutil.copytree(files.state, files.path / "crashed")
@@ -241,7 +240,7 @@ async def test_progress_of_a_large_copy_survives_a_crash(files: Area) -> None:
 async def test_parts_at_rest_are_left_where_the_tier_is_looked_at(files: Area) -> None:
     async with files.mount(copies=False, sound=False) as mirror:
         handle = await mirror.open("large")
-        await mirror.read(handle, MIB, 1000)
+        await mirror.read(handle, MIB, CHUNK_BYTES)
         handle.release()
         await mirror.idle()
         mirror.index.meta.put(b"stock:1", b"")
