@@ -19,10 +19,11 @@ import trio
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.metrics import Metrics
+from monarchfs.metrics.counts import NS
 from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
-from monarchfs.prefetch.governor import Governor, RateLimiter, TargetLimit
+from monarchfs.prefetch.governor import BesideReaders, Governor, RateLimiter, TargetLimit
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Batch, Priority
 from monarchfs.prefetch.small_files import SmallFiles
@@ -43,6 +44,17 @@ DEFER_SECONDS, LOCAL_DEFER_SECONDS = 0.005, 0.02
 """While readers wait for the source, the fetches of files that nobody has open are put off by
 this much. A local disk (the second) serves only few at once, and more would delay readers. Behind
 a network it matters how much is under way, and with `auto` readers soon want these files."""
+
+YIELD_SECONDS = 1.0
+"""For so long after a reader waited for the source, copies of large files that nobody reads in
+sequence give way to readers (``BesideReaders``)."""
+
+BRIEF_SECONDS = 0.002, 0.004
+"""What the shortest fetch then takes, about as long as a reader's own. The rest takes as long."""
+
+JUDGED_READS = 8
+JUDGED_SECONDS = 0.05
+"""So many reads of readers, in so much time, are judged together."""
 
 YOUNG_SECONDS = 1.1
 """After this long, a file that had just been changed is looked at again."""
@@ -84,10 +96,12 @@ class AdaptiveSize:
 
 @dataclass(eq=False, slots=True)
 class CopySlot:
-    """A background fetch under way. ``limit``: where it counts, if nobody waits for it."""
+    """A background fetch under way. ``limit``: where it counts, if nobody waits for it. ``yields``:
+    it is one of those that give way to readers."""
 
     started: float
     limit: TargetLimit | None
+    yields: bool = False
     lent: bool = False
 
     def release(self, now: float) -> None:
@@ -104,7 +118,8 @@ class Copier:
     copied; ``small``, who reads small files as a whole (None: they are read as all others).
     Changing: ``unit_bytes``, how much of a large file is fetched at once; ``together``, how many
     small ones are copied at once; the slots that are taken, and how many of them are lent;
-    ``_targets``, the fetches of each storage target.
+    ``_targets``, the fetches of each storage target; ``beside_readers``, until when large files
+    give way, until when they rest, and what readers had read, and when, as that was judged last.
     """
 
     def __init__(
@@ -120,19 +135,24 @@ class Copier:
         rate: int,
         floor: float,
         trusts_times: bool,
+        count: Callable[[], None] = lambda: None,
     ) -> None:
         """``workers`` fetches at once. Of files that nobody has open: ``rate`` bytes a second at
         most (0: any); while the source is slow, ``floor`` (0 to 1) of the workers are left at
         least. ``nodes`` share large files. ``trusts_times``: the source does not change while it
-        is mounted."""
+        is mounted. ``count`` brings the counters of ``source`` up to date."""
         self.jobs = jobs
         self.files = Fills(jobs, source, cache, metrics, nursery, nodes, trusts_times=trusts_times)
         self.small: SmallFiles | None = None
         self.unit_bytes = AdaptiveSize(
             1 << 20, MIN_UNIT_BYTES, MAX_UNIT_BYTES, LONG_SECONDS / 2, LONG_SECONDS
         )
+        self._brief_bytes = AdaptiveSize(
+            MIN_UNIT_BYTES, MIN_UNIT_BYTES, MAX_UNIT_BYTES, *BRIEF_SECONDS
+        )
         self.together = AdaptiveSize(1, 1, MOST_TOGETHER, SHORT_SECONDS, LONG_SECONDS)
         self.governor = Governor(workers, floor)
+        self.beside_readers = BesideReaders(2 * workers)
         self._rate_limiter = RateLimiter(rate)
         self._trusts_times = trusts_times
         self._source = source
@@ -143,6 +163,9 @@ class Copier:
         self._workers = workers
         self._slots: set[CopySlot] = set()
         self._lent = 0
+        self._count = count
+        self._judged = (-math.inf, 0, 0)
+        self._yields_until = self._rests_until = -math.inf
 
     def bind(self, small: SmallFiles) -> None:
         """``small`` reads small files from now on. It needs ``jobs`` and ``files`` to be made."""
@@ -162,10 +185,31 @@ class Copier:
             ):
                 await trio.sleep(self._defer_seconds)
             now = trio.current_time()
+            self._watch_readers(now)
             wait = self._rate_limiter.wait(now)
             if not self._begin_next(now, paced=wait == 0):
-                with trio.move_on_after(min(wait or math.inf, self.governor.rest(now))):
+                rest = self._rests_until - now
+                pauses = (wait or math.inf, self.governor.rest(now), rest if rest > 0 else math.inf)
+                with trio.move_on_after(min(pauses)):
                     await self.jobs.wakes.park()
+
+    def _watch_readers(self, now: float) -> None:
+        """See what readers have to wait for. Looked at now and then: that costs some 20 us."""
+        if self._source.demand_waiting:
+            self._yields_until = now + YIELD_SECONDS
+        began, reads, took_ns = self._judged
+        if now < began + JUDGED_SECONDS:
+            return
+        self._count()
+        durations = self._source.counters.of(Lane.DEMAND, "read").durations
+        count = sum(durations.counts)
+        if count > reads:
+            self._yields_until = now + YIELD_SECONDS
+        if count - reads >= JUDGED_READS:
+            mean_ns = (durations.total_ns - took_ns) / (count - reads)
+            self.beside_readers.record(now, mean_ns / NS)
+        if count - reads >= JUDGED_READS or now >= began + YIELD_SECONDS:
+            self._judged = now, count, durations.total_ns
 
     async def suspend(self) -> None:
         """Record what is partly copied, before the end. Nothing may be reading any more."""
@@ -175,7 +219,15 @@ class Copier:
 
     # -- slots
 
-    def _start(self, now: float, work: Work, paced_bytes: int, target: int | None = None) -> None:
+    def _start(
+        self,
+        now: float,
+        work: Work,
+        paced_bytes: int,
+        target: int | None = None,
+        *,
+        yields: bool = False,
+    ) -> None:
         """Do it in a slot. ``paced_bytes``: roughly how much the source must give for files that
         nobody has open; ``target``: which of its storage targets must."""
         limit = None
@@ -183,7 +235,7 @@ class Copier:
             self._rate_limiter.began(now, paced_bytes)
             limit = self.governor.limit(target)
             limit.began()
-        slot = CopySlot(now, limit)
+        slot = CopySlot(now, limit, yields)
         self._slots.add(slot)
         self._nursery.start_soon(self._in_slot, slot, work)
 
@@ -216,28 +268,41 @@ class Copier:
         """Begin what comes next; False if there is nothing. Something for files that nobody has
         open comes only if ``paced``, and as the governor allows."""
         new = paced and self.governor.wait(now, None) == 0
+        begins = True
         for fill in self._in_turn():
             if self._begin_file(now, self._goes_before(fill), paced=new):
                 return True
             allowed = paced and self.governor.wait(now, fill.next_target) == 0
             if not (allowed or fill.copy.handles):
                 continue
-            fetch = self._claim(fill)
+            yields = now < self._yields_until and not fill.in_sequence
+            if yields and not self._may_yield(now):
+                begins = False
+                continue
+            brief = yields and not self.beside_readers.free
+            fetch = self._claim(fill, self._brief_bytes if brief else self.unit_bytes)
             if fetch is not None:
                 size = 0 if fill.copy.handles else fetch.end - fetch.start
-                self._start(now, partial(self._fetch, fill, fetch), size, fetch.target)
+                work = partial(self._fetch_briefly if brief else self._fetch, fill, fetch)
+                self._start(now, work, size, fetch.target, yields=yields)
                 return True
             if self._is_over(fill):
                 self.jobs.forget_failures(fill.copy.node.ino)
                 self.jobs.end_copy(fill)
-        if len(self.jobs.background) >= MOST_BEGUN:
-            return False  # they wait for other nodes' copies
+        if not begins or len(self.jobs.background) >= MOST_BEGUN:
+            return False  # they give way to readers, or wait for other nodes' copies
         return self._begin_file(now, Priority.NOBODY, paced=new)
 
-    def _claim(self, fill: Fill) -> Fetch | None:
+    def _may_yield(self, now: float) -> bool:
+        """Whether another fetch may begin that gives way to readers."""
+        under_way = sum(slot.yields and not slot.lent for slot in self._slots)
+        at_once = self.beside_readers.at_once
+        return under_way < at_once or (under_way == at_once == 0 and now >= self._rests_until)
+
+    def _claim(self, fill: Fill, size: AdaptiveSize) -> Fetch | None:
         """Claim the part of a file that is to be copied next."""
         supplied = self.jobs.get(fill.copy.node.ino).supplied
-        fetch = fill.claim_next(self.unit_bytes.value, owned_only=supplied)
+        fetch = fill.claim_next(size.value, owned_only=supplied)
         if fetch is not None:
             self._targets[fetch.target] += 1
         return fetch
@@ -315,7 +380,8 @@ class Copier:
         evicts = priority <= Priority.HINTED
         if not fill.copy.in_background and fill.copy.start_filling(evicts=evicts):
             self.jobs.begin_copy(fill, priority)
-            fetch = self._claim(fill)
+            if trio.current_time() >= self._yields_until:
+                fetch = self._claim(fill, self.unit_bytes)
         elif not past_racy_window:
             self._cache.reasons.put(
                 node.ino, Cause.YOUNG, "it was changed a moment ago, and may be changed again"
@@ -414,6 +480,15 @@ class Copier:
         if begun and (batch := self._begin_small(begun, Priority.OPENED)) is not None:
             self._nursery.start_soon(self._copy_small, batch)
         small.hurry(inos)
+
+    async def _fetch_briefly(self, fill: Fill, fetch: Fetch) -> None:
+        """And have a rest, as copies do that give way."""
+        try:
+            await self._fetch(fill, fetch)
+        finally:
+            self._rests_until = trio.current_time() + (fetch.seconds or 0.0)
+        if fetch.seconds is not None and fetch.end - fetch.start >= self._brief_bytes.value:
+            self._brief_bytes.record_latency(fetch.seconds)
 
     async def _fetch(self, fill: Fill, fetch: Fetch) -> None:
         paced = not fill.copy.handles

@@ -54,6 +54,15 @@ BURST_SECONDS = 0.5
 """What was left over of the rate in this time may be taken at once."""
 
 
+FIRST_SECONDS = 0.3
+RETRY_SECONDS, MOST_RETRY_SECONDS = 2.0, 60.0
+"""More is tried so long after the first reads; again so long after it slowed readers, twice as long
+each time."""
+
+DRIFT = 1.02
+"""What readers' reads take as a rule may grow so many times in a round: the source changes."""
+
+
 class Lowest:
     """The lowest value of some time. Changing: ``value`` (infinite before the first); the lowest of
     each period."""
@@ -276,6 +285,43 @@ class Governor:
         times, target = max(held, key=lambda one: one[0])
         what = "the source" if target is None else f"storage target {target}"
         return f"{what} was {times:.1f} times slower than usual"
+
+
+class BesideReaders:
+    """How many brief fetches of large files may be under way while readers wait for the source: as
+    many as do not make their reads slower. None: then one at a time goes on, and has a rest after
+    it. The most: then they need not be brief.
+
+    Constant: the most. Changing: ``at_once``; what a reader's read takes as a rule; when more is
+    tried, and how long after the next failure that will be.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.at_once = 0
+        self._most = most
+        self._usual = math.inf
+        self._retry_at = math.inf
+        self._retry_seconds = RETRY_SECONDS
+
+    def record(self, now: float, seconds: float) -> None:
+        """What readers' reads have taken, on average, with so many beside them."""
+        if math.isinf(self._retry_at):
+            self._retry_at = now + FIRST_SECONDS
+        self._usual = min(DRIFT * self._usual, seconds)
+        if seconds > SLOW_TIMES * self._usual:
+            if self.at_once:
+                self._retry_at = now + self._retry_seconds
+                self._retry_seconds = min(2 * self._retry_seconds, MOST_RETRY_SECONDS)
+            self.at_once //= 2
+        elif now >= self._retry_at and not self.free:
+            self.at_once = min(max(1, 2 * self.at_once), self._most)
+            if self.at_once == self._most:
+                self._retry_seconds = RETRY_SECONDS
+
+    @property
+    def free(self) -> bool:
+        """Whether readers do not notice."""
+        return self.at_once == self._most
 
 
 class RateLimiter:

@@ -158,6 +158,7 @@ class Composition:
             rate=config.prefetch_bytes_per_second,
             floor=config.prefetch_floor / 100,
             trusts_times=config.freshness.mode is FreshnessMode.IMMUTABLE,
+            count=self.count_reads,
         )
 
         # Names.
@@ -337,10 +338,14 @@ class Composition:
         self.misses.forget_all()
         fuse_session.hooks.names_forget_all()
 
-    def count(self) -> None:
-        """Bring the counts up to date, and store them. Called before they are shown."""
+    def count_reads(self) -> None:
+        """Bring the counts of the C part's threads up to date."""
         for calls in count_threads(self.metrics):
             self.source.count_elsewhere(*calls)
+
+    def count(self) -> None:
+        """Bring the counts up to date, and store them. Called before they are shown."""
+        self.count_reads()
         self.small_files.take_events()
         self.window.count(self.metrics)
         if self.peering is not None:

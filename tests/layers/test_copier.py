@@ -16,6 +16,7 @@ import trio.testing
 from monarchfs.prefetch import ahead, copier
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.copy_idle import CopyIdle
+from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.prefetch.jobs import RETRY_SECONDS
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import Scan
@@ -102,6 +103,30 @@ async def test_a_call_that_hangs_lends_its_slot(
         assert mirror.metrics.copies_completed == 8
 
 
+@pytest.mark.parametrize("read", [False, True])
+async def test_large_files_that_nobody_reads_in_sequence_give_way_to_readers(
+    area: Area, monkeypatch: pytest.MonkeyPatch, read: bool
+) -> None:
+    """One fetch at a time; all places of the copier when nobody waits for the source."""
+    monkeypatch.setattr(copier, "YIELD_SECONDS", 60.0)
+    names = area.write_files(6, 4 * MIB)
+    async with area.mount(copy_workers=4, copies=False) as mirror:
+        handle = await mirror.open(names[0])
+        for offset in (2 * MIB, MIB) if read else ():
+            assert len(await mirror.read(handle, offset, CHUNK_BYTES)) == CHUNK_BYTES
+        await mirror.idle()
+        gate = mirror.posix.faults.gate("read")
+        mirror.start_copying()
+        await mirror.want_each(names[1:])
+        await gate.arrived(1 if read else 4)
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert gate.waiting == (1 if read else 4)
+        gate.open()
+        handle.release()
+        await mirror.settled()
+        assert [mirror.bytes_read(name) for name in names[1:]] == 5 * [4 * MIB]
+
+
 async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) -> None:
     (name,) = area.write_files(1, 16 * MIB)
     data = content(16 * MIB, 0)
@@ -112,14 +137,14 @@ async def test_a_read_ahead_of_the_copy_pulls_what_it_needs_forward(area: Area) 
         results = []
 
         async def read() -> None:
-            results.append(await mirror.read(handle, 9 * MIB, 5000))
+            results.append(await mirror.read(handle, 9 * MIB, CHUNK_BYTES))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
             await gate.arrived(2)
             gate.release(1)
             await until(lambda: bool(results), "the read")
-        assert results == [data[9 * MIB : 9 * MIB + 5000]]
+        assert results == [data[9 * MIB : 9 * MIB + CHUNK_BYTES]]
         assert len(mirror.posix.reads) == 1
         gate.open()
         handle.release()

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from monarchfs.prefetch.ahead import Walks
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
-from monarchfs.prefetch.governor import BURST_SECONDS, Governor, RateLimiter
+from monarchfs.prefetch.governor import (
+    BURST_SECONDS,
+    FIRST_SECONDS,
+    MOST_RETRY_SECONDS,
+    BesideReaders,
+    Governor,
+    RateLimiter,
+)
 from monarchfs.prefetch.queue import CopyJob, CopyQueue, Priority
 from monarchfs.prefetch.readahead import Readahead
 
@@ -287,7 +294,27 @@ def test_a_sequential_reader_gets_a_growing_window() -> None:
         ahead.advance(chunk, chunk + 1)
     for first in (100, 7, 55, 300, 12, 500):
         assert ahead.advance(first, first + 2) == first + 2
-    assert 503 < ahead.advance(502, 503) <= 503 + 4
+    windows = [ahead.advance(chunk, chunk + 1) - chunk for chunk in range(502, 520)]
+    assert windows[0] == 1, "not before more is read than of late"
+    assert max(windows) > 4
+
+
+def test_copies_go_on_beside_readers_as_long_as_these_do_not_notice() -> None:
+    beside, now = BesideReaders(4), 0.0
+    for seconds, at_once in [(0.001, 0)] + [(0.0012, n) for n in (1, 2, 4, 4)] + [(0.002, 2)]:
+        beside.record(now, seconds)
+        assert (beside.at_once, beside.free) == (at_once, at_once == 4)
+        now += FIRST_SECONDS
+    for seconds in (0.002, 0.002, 0.001):
+        beside.record(now, seconds)
+        assert beside.at_once <= 1
+    beside.record(now := now + MOST_RETRY_SECONDS, 0.001)
+    assert beside.at_once == 1, "it is tried again"
+    for _ in range(60):
+        beside.record(now, 0.003)
+    assert beside.at_once == 0
+    beside.record(now + MOST_RETRY_SECONDS, 0.003)
+    assert beside.at_once == 1, "the source has become slower: that is usual now"
 
 
 def test_what_was_found_where_something_was_opened_last_comes_first() -> None:
