@@ -4,8 +4,6 @@ The program itself writes all of them. What they hold stands here under names, b
 expect it. Releases of zlib compress to different bytes, so nothing is compressed.
 """
 
-from __future__ import annotations
-
 import ast
 import ctypes
 import json

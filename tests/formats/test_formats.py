@@ -3,8 +3,6 @@
 See ``make`` for what they hold, and docs/FORMATS.md for the formats.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

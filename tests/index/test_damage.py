@@ -1,7 +1,5 @@
 """Indexes that cannot be used, writers that die, disks that fail; how an index opens and closes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -29,23 +27,7 @@ from monarchfs.cache.index import (
 )
 from monarchfs.cache.index.environment import DATABASES
 from monarchfs.types import ROOT_INO, IndexUnusable, IndexWriteError
-from tests.index.tools import (
-    DIRECTORY,
-    NOW,
-    ROOT_SOURCE_INO,
-    SEGMENT,
-    add_listing,
-    finish_listing,
-    found,
-    name_of,
-    names_in,
-    open_index,
-    replica,
-    rooted,
-    shared,
-    source_stat,
-    tier_file,
-)
+from tests.index import tools
 from tests.support import surroundings
 from tests.support.programs import execute
 
@@ -63,10 +45,10 @@ def written(directory: Path) -> Iterator[tuple[lmdb.Transaction, Tables]]:
 
 
 def test_an_index_of_another_source_is_refused(tmp_path: Path) -> None:
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
     with pytest.raises(IndexUnusable, match=r"another source: 'lustre:/data', not 'other'"):
         Index.open(str(tmp_path), source_id="other")
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
 
 
 @pytest.mark.parametrize("database", [None, b"meta", b"other"])
@@ -79,31 +61,31 @@ def test_a_database_of_another_program_is_refused(tmp_path: Path, database: byte
     env.close()
     before = (tmp_path / "index" / "data.mdb").read_bytes()
     with pytest.raises(IndexUnusable, match="not ours"):
-        open_index(tmp_path)
+        tools.open_index(tmp_path)
     assert (tmp_path / "index" / "data.mdb").read_bytes() == before
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
     newer = records.SCHEMA_VERSION + 1
     with written(tmp_path) as (txn, tables):
         txn.put(records.META_SCHEMA, records.ID.pack(newer), db=tables[b"meta"])
     with pytest.raises(IndexUnusable, match=f"schema version {newer}"):
-        open_index(tmp_path)
+        tools.open_index(tmp_path)
 
 
 def test_a_file_in_place_of_the_index_is_refused_and_can_be_set_aside(tmp_path: Path) -> None:
     (tmp_path / "index").write_text("x")
     with pytest.raises(IndexUnusable, match="not a directory"):
-        open_index(tmp_path)
+        tools.open_index(tmp_path)
     assert set_aside(str(tmp_path)) == str(tmp_path / "index.bad-1")
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
 
 
 def test_setting_aside_keeps_the_two_newest(tmp_path: Path) -> None:
     assert set_aside(str(tmp_path)) is None
     for n in range(1, 5):
-        open_index(tmp_path).close()
+        tools.open_index(tmp_path).close()
         mark_suspect(str(tmp_path))
         assert set_aside(str(tmp_path)) == str(tmp_path / f"index.bad-{n}")
     assert sorted(os.listdir(tmp_path)) == ["index.bad-3", "index.bad-4"]
@@ -124,7 +106,7 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
     before = sorted(os.listdir(tmp_path))
     added = ["index.bad-6", "index.bad-7", "index.bad-8"]
     for name in added:
-        open_index(tmp_path).close()
+        tools.open_index(tmp_path).close()
         assert set_aside(str(tmp_path)) == str(tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, *added[1:]])
     assert (elsewhere / "data.mdb").read_text() == "x"
@@ -132,9 +114,9 @@ def test_setting_aside_removes_nothing_that_is_not_an_index(tmp_path: Path) -> N
 
 
 def filled(directory: Path) -> Path:
-    index = rooted(directory)
+    index = tools.rooted(directory)
     for i in range(500):
-        index.replicas.put_replica(found(index, b"%d" % i, 10 + i).ino, replica(i))
+        index.replicas.put_replica(tools.found(index, b"%d" % i, 10 + i).ino, tools.replica(i))
     index.close()
     return directory / "index" / "data.mdb"
 
@@ -150,9 +132,9 @@ def test_a_truncated_index_or_garbage_is_found_out_in_the_child(
         os.truncate(data, kept_bytes)
     assert problems(str(tmp_path)) != [], "they are said, not raised"
     with pytest.raises(IndexUnusable, match="damaged"):
-        open_index(tmp_path)
+        tools.open_index(tmp_path)
     assert set_aside(str(tmp_path)) is not None
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
 
 
 def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
@@ -165,10 +147,10 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
         if check_in_child(str(tmp_path)):
             # Only a page that nothing refers to may be garbage: all records are still there. (One
             # that only the list of free pages refers to would not be found before a write.)
-            index = open_index(tmp_path)
+            index = tools.open_index(tmp_path)
             assert len(index.listings.entries(ROOT_INO, 0, 1000)) == 500
             for number in range(20):
-                found(index, b"new%d" % number, 900 + number)
+                tools.found(index, b"new%d" % number, 900 + number)
             index.close(clean=False)
         else:
             rejected += 1
@@ -177,18 +159,18 @@ def test_pages_of_garbage_never_pass_as_sound_records(tmp_path: Path) -> None:
 
 def full(directory: Path) -> None:
     """An index with rows in every table, and nothing wrong with it."""
-    index = rooted(directory)
-    inos = [found(index, b"%d" % i, 10 + i).ino for i in range(10)]
+    index = tools.rooted(directory)
+    inos = [tools.found(index, b"%d" % i, 10 + i).ino for i in range(10)]
     for i, ino in enumerate(inos):
-        index.replicas.put_replica(ino, replica(i))
+        index.replicas.put_replica(ino, tools.replica(i))
     index.nodes.mark_outdated(inos[3])
-    index.replicas.begin_copy(inos[4], 1, replica(99).name)
-    index.replicas.record_found_files(2, [tier_file(50)])
-    index.segments.begin_segments(0, [SEGMENT])
-    index.replicas.put_replicas([(40, shared(101, 0)), (41, shared(102, 4096))])
+    index.replicas.begin_copy(inos[4], 1, tools.replica(99).name)
+    index.replicas.record_found_files(2, [tools.tier_file(50)])
+    index.segments.begin_segments(0, [tools.SEGMENT])
+    index.replicas.put_replicas([(40, tools.shared(101, 0)), (41, tools.shared(102, 4096))])
     index.xattrs.put_xattr(inos[0], b"user.a", b"1")
     index.pins.pin(inos[5])
-    finish_listing(index, ROOT_INO, 0)
+    tools.finish_listing(index, ROOT_INO, 0)
     index.close()
 
 
@@ -214,14 +196,14 @@ def without_an_outdated_node(txn: lmdb.Transaction, tables: Tables) -> None:
     assert txn.delete(stale.key(), db=tables[b"nodes"])
 
 
-SECOND = records.RECORD_KEY.pack(0, SEGMENT, 4096)
-WHERE = f"of segment {SEGMENT:016x} of tier 0"
+SECOND = records.RECORD_KEY.pack(0, tools.SEGMENT, 4096)
+WHERE = f"of segment {tools.SEGMENT:016x} of tier 0"
 NOT_RECORDED = f"offset 4096 {WHERE} belongs to a replica that is not recorded"
 NOT_ITS_OWN = "the record of the replica of inode 41 is not its own"
 TOTALS_KEY = records.META_TIER + records.TIER_KEY.pack(0)
 TOTALS = "the totals of the tiers are not the sums of their replicas"
 NO_REPLICA = "what is to go first is not a replica"
-LONGER = shared(101, 0)._replace(allocated_bytes=4097)
+LONGER = tools.shared(101, 0)._replace(allocated_bytes=4097)
 # What is done to one row, and what the deep check says to it.
 CONTRADICTIONS: list[tuple[Damage, list[str]]] = [
     (without_a_row(b"names"), ["entry without its name"]),
@@ -324,35 +306,35 @@ def test_a_mark_is_on_the_disk_before_its_name_is(
         synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
 
     monkeypatch.setattr(os, "fsync", sync)
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
     staged, directory = f"{tmp_path}/index/mark.new", f"{tmp_path}/index"
     assert [path for path in synced if path in (staged, directory)] == 2 * [staged, directory]
 
 
 def test_an_unclean_close_asks_for_a_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert last_close(str(tmp_path)) is LastClose.NEW
-    open_index(tmp_path).close(clean=False)
+    tools.open_index(tmp_path).close(clean=False)
     assert last_close(str(tmp_path)) is LastClose.KILLED
     answers = [False, True]
     monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda *_: answers.pop(0))
     with pytest.raises(IndexUnusable, match="damaged"):
-        open_index(tmp_path)
-    open_index(tmp_path, trust=True).close(clean=False)
+        tools.open_index(tmp_path)
+    tools.open_index(tmp_path, trust=True).close(clean=False)
     assert answers == [True]
-    open_index(tmp_path).close(clean=True)
+    tools.open_index(tmp_path).close(clean=True)
     assert answers == []
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
 
 
 def test_after_a_reboot_an_open_index_and_one_that_was_changed_count_as_crashed(
     tmp_path: Path,
 ) -> None:
-    open_index(tmp_path).close(clean=False)
+    tools.open_index(tmp_path).close(clean=False)
     (tmp_path / "index" / "mark").write_text("open 00000000-0000-0000-0000-000000000000")
     assert last_close(str(tmp_path)) is LastClose.CRASHED
     (tmp_path / "index" / "mark").unlink()
     assert last_close(str(tmp_path)) is LastClose.CRASHED
-    open_index(tmp_path).close()
+    tools.open_index(tmp_path).close()
     assert last_close(str(tmp_path)) is LastClose.CLEAN
     # The data file was changed behind a clean mark.
     data = tmp_path / "index" / "data.mdb"
@@ -361,7 +343,7 @@ def test_after_a_reboot_an_open_index_and_one_that_was_changed_count_as_crashed(
 
 
 def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> None:
-    index, stop = open_index(tmp_path, map_bytes=1 << 18), threading.Event()
+    index, stop = tools.open_index(tmp_path, map_bytes=1 << 18), threading.Event()
 
     def sync() -> None:
         while not stop.is_set():
@@ -371,7 +353,7 @@ def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> N
         syncing = other.submit(sync)
         try:
             for i in range(3000):
-                found(index, b"%d" % i, 10 + i)
+                tools.found(index, b"%d" % i, 10 + i)
                 assert index.nodes.dirent(ROOT_INO, b"%d" % i) is not None
             index.close()
         finally:
@@ -379,10 +361,10 @@ def test_the_map_grows_by_itself_while_another_thread_syncs(tmp_path: Path) -> N
         syncing.result()
     assert (tmp_path / "index" / "data.mdb").stat().st_size > 1 << 19
     # A map smaller than the file is no obstacle either.
-    index = open_index(tmp_path, map_bytes=1 << 18)
+    index = tools.open_index(tmp_path, map_bytes=1 << 18)
     inos = {node.ino for _, node in index.listings.entries(ROOT_INO, 0, 4000) if node is not None}
     assert len(inos) == 3000
-    found(index, b"new", 9999)
+    tools.found(index, b"new", 9999)
     index.close()
 
 
@@ -391,18 +373,18 @@ def test_a_suspect_index_is_checked_however_it_was_closed(
 ) -> None:
     answers = [False, True, True]
     monkeypatch.setattr("monarchfs.cache.index.recovery.check_in_child", lambda *_: answers.pop(0))
-    open_index(tmp_path, trust=True).close()
+    tools.open_index(tmp_path, trust=True).close()
     mark_suspect(str(tmp_path))
     with pytest.raises(IndexUnusable, match="damaged"):
-        open_index(tmp_path, trust=True)
+        tools.open_index(tmp_path, trust=True)
     # Not forgotten before it passed.
     assert (tmp_path / "suspect").exists()
-    open_index(tmp_path, trust=True).close(clean=False)
+    tools.open_index(tmp_path, trust=True).close(clean=False)
     assert os.listdir(tmp_path) == ["index"]
     mark_suspect(str(tmp_path))
-    open_index(tmp_path, trust=True).close()
+    tools.open_index(tmp_path, trust=True).close()
     assert answers == []
-    open_index(tmp_path, trust=True).close()
+    tools.open_index(tmp_path, trust=True).close()
 
 
 def test_suspicion_is_no_way_out_of_the_directory(tmp_path: Path) -> None:
@@ -414,8 +396,8 @@ def test_suspicion_is_no_way_out_of_the_directory(tmp_path: Path) -> None:
 
 def test_numbers_leap_where_a_mount_may_know_some_that_are_not_recorded(tmp_path: Path) -> None:
     def number_of(name: bytes) -> int:
-        index = open_index(tmp_path, trust=True)
-        ino = found(index, name, len(name)).ino
+        index = tools.open_index(tmp_path, trust=True)
+        ino = tools.found(index, name, len(name)).ino
         index.close(clean=name != b"bb")
         return ino
 
@@ -475,13 +457,15 @@ def shut_down(disk: Path) -> None:
 
 
 def prepared(disk: Path) -> Index:
-    index = open_index(disk)
+    index = tools.open_index(disk)
     index.replicas.begin_boot(b"one")
-    index.nodes.record_root(source_stat(ROOT_SOURCE_INO, mode=DIRECTORY), NOW)
-    index.replicas.put_replica(20, replica(20))
-    index.replicas.put_replica(21, replica(21))
-    index.replicas.begin_copy(22, 0, name_of(22))
-    index.replicas.record_found_files(0, [tier_file(30)])
+    index.nodes.record_root(
+        tools.source_stat(tools.ROOT_SOURCE_INO, mode=tools.DIRECTORY), tools.NOW
+    )
+    index.replicas.put_replica(20, tools.replica(20))
+    index.replicas.put_replica(21, tools.replica(21))
+    index.replicas.begin_copy(22, 0, tools.name_of(22))
+    index.replicas.record_found_files(0, [tools.tier_file(30)])
     return index
 
 
@@ -489,7 +473,7 @@ def record_until_frozen(index: Index) -> list[int]:
     """Names are recorded without an error, whatever the disk does."""
     inos = []
     for i in range(100_000):
-        inos.append(found(index, b"%d" % i, 100 + i).ino)
+        inos.append(tools.found(index, b"%d" % i, 100 + i).ino)
         if index.environment.frozen is not None:
             return inos
     raise AssertionError("the disk never failed")
@@ -506,7 +490,7 @@ FAILURES = {
 def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: str) -> None:
     fail, message = FAILURES[how]
     index = prepared(disk)
-    known = found(index, b"known", 10)
+    known = tools.found(index, b"known", 10)
     assert index.nodes.node(known.ino) == known
     fail(disk)
     inos = record_until_frozen(index)
@@ -518,30 +502,30 @@ def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: s
     assert index.nodes.node(known.ino) == known
     assert len(set(inos)) == len(inos)
     assert all(index.nodes.node(ino) is not None for ino in inos)
-    add_listing(index, 700, (b"a", 1), (b"b", 2))
-    assert names_in(index, 700) == [b"a", b"b"]
+    tools.add_listing(index, 700, (b"a", 1), (b"b", 2))
+    assert tools.names_in(index, 700) == [b"a", b"b"]
     index.xattrs.put_xattr(known.ino, b"user.a", bytes(1 << 20))
     index.pins.pin(known.ino)
     index.nodes.mark_outdated(known.ino)
     assert index.pins.pinned(known.ino)
-    assert index.replicas.replica(20) == replica(20)
+    assert index.replicas.replica(20) == tools.replica(20)
     # What lies in the tiers is as the disk says.
     for refused in (
-        lambda: index.replicas.put_replica(known.ino, replica(1)),
+        lambda: index.replicas.put_replica(known.ino, tools.replica(1)),
         lambda: index.replicas.drop_replica(20),
-        lambda: index.replicas.begin_copy(known.ino, 0, name_of(1)),
+        lambda: index.replicas.begin_copy(known.ino, 0, tools.name_of(1)),
         lambda: index.replicas.mark_durable([20]),
-        lambda: index.replicas.record_found_files(0, [tier_file(1)]),
-        lambda: index.replicas.claim(known.ino, name_of(30), 100),
-        lambda: index.segments.begin_segments(0, [SEGMENT]),
-        lambda: index.replicas.put_replicas([(known.ino, shared(2, 4096))]),
-        lambda: index.segments.segment_clean(0, SEGMENT),
+        lambda: index.replicas.record_found_files(0, [tools.tier_file(1)]),
+        lambda: index.replicas.claim(known.ino, tools.name_of(30), 100),
+        lambda: index.segments.begin_segments(0, [tools.SEGMENT]),
+        lambda: index.replicas.put_replicas([(known.ino, tools.shared(2, 4096))]),
+        lambda: index.segments.segment_clean(0, tools.SEGMENT),
         index.environment.sync,
     ):
         with pytest.raises(IndexWriteError, match=message):
             refused()
     assert index.replicas.tier_totals()[0].resident == 2
-    assert index.replicas.journal() == [(0, name_of(22))]
+    assert index.replicas.journal() == [(0, tools.name_of(22))]
     index.close()
     if how != "failing":  # there the mark cannot be read
         assert last_close(str(disk)) is LastClose.KILLED
@@ -557,7 +541,7 @@ def test_after_a_sync_that_fails_nothing_counts_as_synced(
         with pytest.raises(IndexWriteError, match="name too long"):
             index.environment.sync()
     if writes:
-        known = found(index, b"known", 10)
+        known = tools.found(index, b"known", 10)
         assert index.nodes.node(known.ino) == known
         assert index.environment.frozen is not None
         index.close()
@@ -565,7 +549,7 @@ def test_after_a_sync_that_fails_nothing_counts_as_synced(
         with pytest.raises(IndexWriteError, match="name too long"):
             index.close()
     assert last_close(str(tmp_path)) is LastClose.CRASHED
-    index = open_index(tmp_path, trust=True)
+    index = tools.open_index(tmp_path, trust=True)
     # What was not durable may be gone from the tiers, as after a reboot.
     assert index.replicas.begin_boot(b"one")
     assert index.replicas.replica(20) is None
@@ -578,7 +562,7 @@ def test_a_write_about_the_tiers_that_meets_the_failure_is_refused(disk: Path) -
     with pytest.raises(IndexWriteError, match="Read-only"):
         index.replicas.drop_replica(20)
     assert index.environment.frozen is not None
-    assert index.replicas.replica(20) == replica(20)
+    assert index.replicas.replica(20) == tools.replica(20)
     index.close()
 
 
@@ -586,7 +570,7 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     index = prepared(disk)
     fill(disk)
     inos = record_until_frozen(index)
-    later = found(index, b"later", 5)
+    later = tools.found(index, b"later", 5)
     index.close()
     for path in disk.glob("filler-*"):
         path.unlink()
@@ -595,14 +579,14 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
     assert last_close(str(disk)) is LastClose.KILLED
     assert check_in_child(str(disk))
     assert problems(str(disk)) == []
-    index = open_index(disk)
+    index = tools.open_index(disk)
     assert index.replicas.begin_boot(b"one") is False
     assert index.environment.frozen is None
-    assert index.replicas.replica(20) == replica(20)
+    assert index.replicas.replica(20) == tools.replica(20)
     assert index.nodes.node(inos[-2]) is not None
     assert index.nodes.node(later.ino) is None
     # Numbers that only the frozen one gave out are not given to others.
-    new = found(index, b"new", 6)
+    new = tools.found(index, b"new", 6)
     assert new.ino > later.ino
     index.close()
     assert last_close(str(disk)) is LastClose.CLEAN
@@ -612,18 +596,18 @@ def test_after_a_full_disk_the_index_is_as_it_was_when_it_froze(disk: Path) -> N
 @pytest.mark.parametrize("clean", [True, False])
 def test_an_index_on_a_disk_that_failed_is_opened_frozen(disk: Path, how: str, clean: bool) -> None:
     index = prepared(disk)
-    known = found(index, b"known", 10)
+    known = tools.found(index, b"known", 10)
     index.close(clean=clean)
     FAILURES[how][0](disk)
     numbers = set()
     for _ in range(2):
-        index = open_index(disk, trust=True)
+        index = tools.open_index(disk, trust=True)
         if how == "read-only":
             assert index.environment.frozen is not None
         index.replicas.begin_boot(b"one")
         assert index.nodes.node(known.ino) == known
-        assert index.replicas.replica(21) == replica(21)
-        numbers.add(found(index, b"new", 11).ino)
+        assert index.replicas.replica(21) == tools.replica(21)
+        numbers.add(tools.found(index, b"new", 11).ino)
         index.close(clean=False)
     if how == "read-only":
         # Each was given in memory only; the kernel may have heard of both.
@@ -637,22 +621,22 @@ def test_others_may_fill_the_disk_without_stopping_commits(disk: Path) -> None:
     assert ahead >= 1 << 20
     fill(disk)
     for i in range(1000):
-        found(index, b"%d" % i, 100 + i)
+        tools.found(index, b"%d" % i, 100 + i)
     assert index.environment.frozen is None
     index.close(clean=False)
 
 
 def test_an_error_that_is_not_the_disks_is_an_error_and_changes_nothing(tmp_path: Path) -> None:
-    index = open_index(tmp_path)
-    known = found(index, b"a", 10)
+    index = tools.open_index(tmp_path)
+    known = tools.found(index, b"a", 10)
     # Not even a copy in memory can be made.
     with surroundings.no_file_larger_than(4096):
         with pytest.raises(IndexWriteError):
-            found(index, b"b", 11)
+            tools.found(index, b"b", 11)
         assert index.environment.frozen is None
         assert index.nodes.dirent(ROOT_INO, b"b") is None
         assert index.nodes.node(known.ino) == known
-    after = found(index, b"after", 5000)
+    after = tools.found(index, b"after", 5000)
     assert after.ino > known.ino
     index.close()
     assert problems(str(tmp_path)) == []

@@ -1,7 +1,5 @@
 """The index against a model, across reopening, kills, reboots; what the model does not walk."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import stat
@@ -27,30 +25,15 @@ from monarchfs.types import (
     TierFile,
     TierTotals,
 )
-from tests.index.tools import (
-    DIRECTORY,
-    FILE,
-    NOW,
-    ROOT_SOURCE_INO,
-    SEGMENT,
-    add_listing,
-    finish_listing,
-    found,
-    name_of,
-    names_in,
-    open_index,
-    replica,
-    shared,
-    source_stat,
-    tier_file,
-)
+from tests.index import tools
+from tests.index.tools import found
 from tests.support.indexing import record_found
 
 PARENTS = st.sampled_from([ROOT_INO, 1000, 1001])
 NAMES = st.sampled_from([b"a", b"b", b"\xff\xfe", b"z" * 255])
 SOURCE_INOS = st.integers(10, 14)
 VERSIONS = st.integers(0, 2)
-MODES = st.sampled_from([FILE, DIRECTORY])
+MODES = st.sampled_from([tools.FILE, tools.DIRECTORY])
 INOS = st.integers(16, 24)
 """Numbers that the first names, cookies and listings get: some stand for something, some not."""
 TIERS = st.integers(0, 1)
@@ -69,7 +52,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="monarchfs-index-"))
-        self.index = open_index(self.directory)
+        self.index = tools.open_index(self.directory)
         self.nodes: dict[int, Node] = {}
         self.by_source: dict[int, int] = {}
         # What the name stands for (0: nobody asked), type, when, what is shown.
@@ -99,8 +82,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     @initialize()
     def root(self) -> None:
-        root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
-        self.nodes[ROOT_INO] = self.index.nodes.record_root(root, NOW)
+        root = tools.source_stat(tools.ROOT_SOURCE_INO, mode=tools.DIRECTORY)
+        self.nodes[ROOT_INO] = self.index.nodes.record_root(root, tools.NOW)
 
     def new(self, number: int) -> None:
         assert number >= 16
@@ -132,7 +115,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(parent=PARENTS, name=NAMES, ino=SOURCE_INOS, version=VERSIONS, mode=MODES, now=VERSIONS)
     def found(self, parent: int, name: bytes, ino: int, version: int, mode: int, now: int) -> None:
-        wanted = source_stat(ino, mode=mode, version=version)
+        wanted = tools.source_stat(ino, mode=mode, version=version)
         node = record_found(self.index, parent, name, wanted, b"", now)
         number = self.by_source.get(ino)
         known = None if number is None else self.nodes.get(number)
@@ -275,22 +258,22 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, copy=COPIES)
     def begin_copy(self, tier: int, copy: int) -> None:
-        self.index.replicas.begin_copy(16, tier, name_of(copy))
-        self.journal.add((tier, name_of(copy)))
+        self.index.replicas.begin_copy(16, tier, tools.name_of(copy))
+        self.journal.add((tier, tools.name_of(copy)))
 
     @rule(tier=TIERS, copy=COPIES)
     def file_gone(self, tier: int, copy: int) -> None:
-        self.index.replicas.file_gone(tier, name_of(copy))
-        self.journal.discard((tier, name_of(copy)))
+        self.index.replicas.file_gone(tier, tools.name_of(copy))
+        self.journal.discard((tier, tools.name_of(copy)))
 
     @rule(ino=INOS, tier=TIERS, copy=COPIES, size=st.integers(0, 10**12), in_flight=st.booleans())
     def put_replica(self, ino: int, tier: int, copy: int, size: int, in_flight: bool) -> None:
         state = ReplicaState.PARTIAL if size % 2 else ReplicaState.RESIDENT
-        record = replica(copy, tier, size, state)
+        record = tools.replica(copy, tier, size, state)
         self.index.replicas.put_replica(ino, record, in_flight)
         self.put(ino, record)
         if not in_flight:
-            self.journal.discard((tier, name_of(copy)))
+            self.journal.discard((tier, tools.name_of(copy)))
 
     @rule(ino=INOS)
     def drop_replica(self, ino: int) -> None:
@@ -332,7 +315,7 @@ class IndexMachine(RuleBasedStateMachine):
             if copy in copies:
                 continue
             copies.add(copy)
-            record = replica(copy, tier)
+            record = tools.replica(copy, tier)
             if place is not None:
                 if place in taken or not self.is_free(tier, *place):
                     continue
@@ -354,7 +337,7 @@ class IndexMachine(RuleBasedStateMachine):
     ) -> None:
         places = {place: copy for copy, place in copies.items() if self.is_free(tier, *place)}
         rows = [
-            tier_file(copy, synced=synced)._replace(segment=place[0], offset=place[1])
+            tools.tier_file(copy, synced=synced)._replace(segment=place[0], offset=place[1])
             for place, copy in places.items()
         ]
         self.found_are(tier, rows)
@@ -369,7 +352,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, copies=st.sets(COPIES), synced=st.booleans())
     def found_files(self, tier: int, copies: set[int], synced: bool) -> None:
-        self.found_are(tier, [tier_file(copy, synced=synced) for copy in sorted(copies)])
+        self.found_are(tier, [tools.tier_file(copy, synced=synced) for copy in sorted(copies)])
 
     def found_are(self, tier: int, files: list[TierFile]) -> None:
         """Which of them are known is decided first: a new number may be one that had a replica."""
@@ -388,7 +371,7 @@ class IndexMachine(RuleBasedStateMachine):
         expected = None
         if ino not in self.replicas or not self.counts(ino):
             for tier in (1, 0):
-                owner = self.owner(tier, name_of(copy))
+                owner = self.owner(tier, tools.name_of(copy))
                 if owner is None or not self.counts(owner):
                     continue
                 record, _ = self.replicas[owner]
@@ -397,7 +380,7 @@ class IndexMachine(RuleBasedStateMachine):
                     record.state is ReplicaState.RESIDENT and outdated
                 ):
                     expected = record._replace(state=ReplicaState.RESIDENT)
-        assert self.index.replicas.claim(ino, name_of(copy), 100) == expected
+        assert self.index.replicas.claim(ino, tools.name_of(copy), 100) == expected
         if expected is not None:
             self.put(ino, expected)
 
@@ -416,7 +399,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(clean=st.booleans(), reboots=st.booleans())
     def reopen(self, clean: bool, reboots: bool) -> None:
         self.index.close(clean=clean)
-        self.index = open_index(self.directory, trust=True)
+        self.index = tools.open_index(self.directory, trust=True)
         self.listen()
         self.boot += reboots
         assert self.index.replicas.begin_boot(b"boot %d" % self.boot) == reboots
@@ -525,23 +508,25 @@ TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=40, de
 
 
 def directory_found(index: Index, parent: int, name: bytes, source_ino: int) -> int:
-    return record_found(index, parent, name, source_stat(source_ino, mode=DIRECTORY), b"", NOW).ino
+    return record_found(
+        index, parent, name, tools.source_stat(source_ino, mode=tools.DIRECTORY), b"", tools.NOW
+    ).ino
 
 
 def test_equal_source_numbers_on_two_devices_are_two_files(index: Index) -> None:
     a = found(index, b"a", 10)
-    b = record_found(index, ROOT_INO, b"b", source_stat(10, device=77), b"", NOW)
+    b = record_found(index, ROOT_INO, b"b", tools.source_stat(10, device=77), b"", tools.NOW)
     assert a.ino != b.ino
 
 
 def test_a_link_of_any_century_with_the_longest_target(index: Index) -> None:
-    link, target = source_stat(10, mode=stat.S_IFLNK | 0o777), b"../" + b"t" * 4092
+    link, target = tools.source_stat(10, mode=stat.S_IFLNK | 0o777), b"../" + b"t" * 4092
     for ns in (-(2**80), -1, 0, 2**63 - 1, 2**63, 16_725_225_600 * 10**9, 2**90):
         far = link._replace(mtime_ns=ns, ctime_ns=ns + 1, atime_ns=-ns)
-        node = record_found(index, ROOT_INO, b"l", far, target, NOW)
+        node = record_found(index, ROOT_INO, b"l", far, target, tools.NOW)
         assert index.nodes.node(node.ino) == node
         assert (node.stat, node.target) == (far, target)
-        assert record_found(index, ROOT_INO, b"l", far, target, NOW) == node
+        assert record_found(index, ROOT_INO, b"l", far, target, tools.NOW) == node
 
 
 def test_a_broken_or_circular_chain_has_no_path_and_an_end(index: Index) -> None:
@@ -558,18 +543,20 @@ def test_a_broken_or_circular_chain_has_no_path_and_an_end(index: Index) -> None
 
 
 def test_the_root_found_below_itself_stays_the_root(index: Index) -> None:
-    root = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY)
-    assert record_found(index, ROOT_INO, b"again", root, b"", NOW) == index.nodes.node(ROOT_INO)
-    assert index.nodes.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", NOW, False, b"")
-    assert index.nodes.dirref(ROOT_INO) == DirRef(b"", ROOT_SOURCE_INO)
+    root = tools.source_stat(tools.ROOT_SOURCE_INO, mode=tools.DIRECTORY)
+    assert record_found(index, ROOT_INO, b"again", root, b"", tools.NOW) == index.nodes.node(
+        ROOT_INO
+    )
+    assert index.nodes.node(ROOT_INO) == Node(ROOT_INO, root, ROOT_INO, b"", tools.NOW, False, b"")
+    assert index.nodes.dirref(ROOT_INO) == DirRef(b"", tools.ROOT_SOURCE_INO)
 
 
 def test_the_root_may_change_but_another_one_is_another_source(index: Index) -> None:
-    changed = source_stat(ROOT_SOURCE_INO, mode=DIRECTORY, version=4)
-    assert index.nodes.record_root(changed, NOW + 1).stat == changed
-    assert index.nodes.node(ROOT_INO) == index.nodes.record_root(changed, NOW + 1)
+    changed = tools.source_stat(tools.ROOT_SOURCE_INO, mode=tools.DIRECTORY, version=4)
+    assert index.nodes.record_root(changed, tools.NOW + 1).stat == changed
+    assert index.nodes.node(ROOT_INO) == index.nodes.record_root(changed, tools.NOW + 1)
     with pytest.raises(IndexUnusable, match="another source"):
-        index.nodes.record_root(source_stat(3, mode=DIRECTORY), NOW)
+        index.nodes.record_root(tools.source_stat(3, mode=tools.DIRECTORY), tools.NOW)
 
 
 def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
@@ -591,9 +578,9 @@ def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
     found(index, b"before", 10)
     sequence = index.listings.begin_listing(ROOT_INO)
     found(index, b"meanwhile", 11)
-    index.listings.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], NOW)
-    finish_listing(index, ROOT_INO, sequence)
-    assert names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
+    index.listings.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], tools.NOW)
+    tools.finish_listing(index, ROOT_INO, sequence)
+    assert tools.names_in(index, ROOT_INO) == [b"meanwhile", b"seen"]
 
 
 def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: Index) -> None:
@@ -601,56 +588,56 @@ def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: In
     sequence = index.listings.begin_listing(ROOT_INO)
     for name, ino in ((b"a", 10), (b".snapshot", 11)):
         found(index, name, ino)
-    index.listings.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], NOW)
-    finish_listing(index, ROOT_INO, sequence, lists_all=False)
+    index.listings.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], tools.NOW)
+    tools.finish_listing(index, ROOT_INO, sequence, lists_all=False)
     shown = index.listings.entries(ROOT_INO, 2, 10, only_listed=True)
     assert [dirent.name for dirent, _node in shown] == [b"a"]
 
 
 def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None:
-    add_listing(index, ROOT_INO, (b"a", 10), (b"gone", 11))
+    tools.add_listing(index, ROOT_INO, (b"a", 10), (b"gone", 11))
     first, second = index.listings.begin_listing(ROOT_INO), index.listings.begin_listing(ROOT_INO)
     a = [(b"a", FileType.REGULAR, 10, 0)]
-    index.listings.add_entries(ROOT_INO, second, a, NOW)
-    index.listings.add_entries(ROOT_INO, first, a, NOW)
+    index.listings.add_entries(ROOT_INO, second, a, tools.NOW)
+    index.listings.add_entries(ROOT_INO, first, a, tools.NOW)
     for sequence in (second, first):
-        finish_listing(index, ROOT_INO, sequence)
-    assert names_in(index, ROOT_INO) == [b"a"]
+        tools.finish_listing(index, ROOT_INO, sequence)
+    assert tools.names_in(index, ROOT_INO) == [b"a"]
 
 
 def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index) -> None:
-    add_listing(index, ROOT_INO, *((b"%d" % i, 100 + i) for i in range(2000)))
+    tools.add_listing(index, ROOT_INO, *((b"%d" % i, 100 + i) for i in range(2000)))
     sequence = index.listings.begin_listing(ROOT_INO)
-    steps = index.listings.finish_listing(ROOT_INO, sequence, Listing(*3 * (NOW + 1,), True))
+    steps = index.listings.finish_listing(ROOT_INO, sequence, Listing(*3 * (tools.NOW + 1,), True))
     next(steps)
     assert 0 < len(index.listings.entries(ROOT_INO, 2, 3000)) < 2000
-    assert index.listings.listing(ROOT_INO) == Listing(NOW, NOW, NOW, True)
+    assert index.listings.listing(ROOT_INO) == Listing(tools.NOW, tools.NOW, tools.NOW, True)
     assert len(list(steps)) >= 2
     assert index.listings.entries(ROOT_INO, 2, 10) == []
-    assert index.listings.listing(ROOT_INO) == Listing(*3 * (NOW + 1,), True)
+    assert index.listings.listing(ROOT_INO) == Listing(*3 * (tools.NOW + 1,), True)
 
 
 def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Index) -> None:
-    record_found(index, ROOT_INO, b"d", source_stat(20, mode=DIRECTORY), b"", NOW)
+    record_found(index, ROOT_INO, b"d", tools.source_stat(20, mode=tools.DIRECTORY), b"", tools.NOW)
     sequence = index.listings.begin_listing(ROOT_INO)
     rows = [(b"d", FileType.UNKNOWN, 20, 0), (b"e", FileType.UNKNOWN, 21, 0)]
-    index.listings.add_entries(ROOT_INO, sequence, rows, NOW)
+    index.listings.add_entries(ROOT_INO, sequence, rows, tools.NOW)
     types = {d.name: d.type for d, _ in index.listings.entries(ROOT_INO, 2, 10)}
     assert types == {b"d": FileType.DIRECTORY, b"e": FileType.UNKNOWN}
 
 
 def test_a_name_seen_after_a_crash_is_removed_by_a_later_listing(tmp_path: Path) -> None:
     """Numbers leap after a crash, and names are dated by them: the leap is recorded with it."""
-    index = open_index(tmp_path)
-    add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11))
+    index = tools.open_index(tmp_path)
+    tools.add_listing(index, ROOT_INO, (b"a", 10), (b"b", 11))
     found(index, b"a", 10)
     index.close(clean=False)
-    index = open_index(tmp_path, trust=True)
+    index = tools.open_index(tmp_path, trust=True)
     found(index, b"a", 10)
     index.close()
-    index = open_index(tmp_path)
-    add_listing(index, ROOT_INO, (b"b", 11))
-    assert names_in(index, ROOT_INO) == [b"b"]
+    index = tools.open_index(tmp_path)
+    tools.add_listing(index, ROOT_INO, (b"b", 11))
+    assert tools.names_in(index, ROOT_INO) == [b"b"]
     index.close()
 
 
@@ -682,7 +669,7 @@ def test_a_pin_goes_with_the_file_and_with_the_name(index: Index) -> None:
     # Also where the change was noticed under the file's other name.
     newest = found(index, b"b", 10, version=2)
     assert index.pins.pins() == [newest.ino]
-    add_listing(index, ROOT_INO, (b"b", 11))
+    tools.add_listing(index, ROOT_INO, (b"b", 11))
     assert index.pins.pins() == [newest.ino]
     other = found(index, b"b", 11)
     assert index.pins.pins() == [other.ino]
@@ -694,12 +681,12 @@ def test_a_purged_number_never_stands_for_anything_again(
 ) -> None:
     old = found(index, b"a", 10)
     index.xattrs.put_xattr(old.ino, b"user.a", b"1")
-    index.nodes.mark_outdated(old.ino, NOW)
-    assert index.nodes.purge_outdated(NOW + 1, 10) == 1
+    index.nodes.mark_outdated(old.ino, tools.NOW)
+    assert index.nodes.purge_outdated(tools.NOW + 1, 10) == 1
     assert index.xattrs.xattr(old.ino, b"user.a") is None
     if listed is not None:
         sequence = index.listings.begin_listing(ROOT_INO)
-        index.listings.add_entries(ROOT_INO, sequence, [(b"a", listed, 10, 0)], NOW)
+        index.listings.add_entries(ROOT_INO, sequence, [(b"a", listed, 10, 0)], tools.NOW)
         dirent = index.nodes.dirent(ROOT_INO, b"a")
         assert dirent is not None
         assert dirent.ino == 0
@@ -710,11 +697,11 @@ def test_a_purged_number_never_stands_for_anything_again(
 
 def test_a_purged_directory_takes_its_names_along_in_steps(index: Index) -> None:
     directory = directory_found(index, ROOT_INO, b"d", 20)
-    add_listing(index, directory, *((b"%d" % i, 100 + i) for i in range(50)))
-    index.nodes.mark_outdated(directory, NOW)
-    assert index.nodes.purge_outdated(NOW + 1, 20) == 0
-    assert len(names_in(index, directory)) == 30
-    assert sum(index.nodes.purge_outdated(NOW + 1, 20) for _ in range(4)) == 1
+    tools.add_listing(index, directory, *((b"%d" % i, 100 + i) for i in range(50)))
+    index.nodes.mark_outdated(directory, tools.NOW)
+    assert index.nodes.purge_outdated(tools.NOW + 1, 20) == 0
+    assert len(tools.names_in(index, directory)) == 30
+    assert sum(index.nodes.purge_outdated(tools.NOW + 1, 20) for _ in range(4)) == 1
     assert index.listings.entries(directory, 0, 100) == []
     assert index.listings.listing(directory) is None
 
@@ -722,18 +709,18 @@ def test_a_purged_directory_takes_its_names_along_in_steps(index: Index) -> None
 def test_purging_gets_to_the_end_past_those_that_stay(index: Index) -> None:
     nodes = [found(index, b"%d" % i, 10 + i) for i in range(200)]
     for i, node in enumerate(nodes):
-        index.nodes.mark_outdated(node.ino, NOW + (0 if i >= 180 else 10))
-    purged = [index.nodes.purge_outdated(NOW + 5, 3) for _ in range(40)]
+        index.nodes.mark_outdated(node.ino, tools.NOW + (0 if i >= 180 else 10))
+    purged = [index.nodes.purge_outdated(tools.NOW + 5, 3) for _ in range(40)]
     assert max(purged) == 3
     assert sum(purged) == 20
     assert index.nodes.count_nodes() == 181
 
 
 def test_names_come_in_order_and_by_prefix(index: Index) -> None:
-    inos = {name_of(n): 20 + n for n in range(600)}
-    index.replicas.put_replicas([(ino, replica(ino - 20, 2)) for ino in inos.values()])
-    index.replicas.put_replica(5000, replica(700, 1))
-    index.replicas.put_replica(5001, replica(701, 3))
+    inos = {tools.name_of(n): 20 + n for n in range(600)}
+    index.replicas.put_replicas([(ino, tools.replica(ino - 20, 2)) for ino in inos.values()])
+    index.replicas.put_replica(5000, tools.replica(700, 1))
+    index.replicas.put_replica(5001, tools.replica(701, 3))
     assert index.replicas.names(2, b"", b"", 10_000) == sorted(inos.items())
     paged: list[tuple[bytes, int]] = []
     while rows := index.replicas.names(2, b"", paged[-1][0] if paged else b"", 7):
@@ -747,14 +734,14 @@ def test_names_come_in_order_and_by_prefix(index: Index) -> None:
 
 
 def test_what_a_reboot_took_is_told_until_it_was_dropped(tmp_path: Path) -> None:
-    index = open_index(tmp_path)
+    index = tools.open_index(tmp_path)
     index.replicas.begin_boot(b"one")
-    index.replicas.put_replicas([(ino, replica(ino)) for ino in range(20, 29)])
+    index.replicas.put_replicas([(ino, tools.replica(ino)) for ino in range(20, 29)])
     index.replicas.mark_durable(range(20, 25))
     # Whoever was told of them died before they were dropped.
     for boot_id, told, drops in ((b"one", 0, 0), (b"two", 2, 0), (b"two", 4, 4), (b"two", 0, 0)):
         index.close(clean=False)
-        index = open_index(tmp_path, trust=True)
+        index = tools.open_index(tmp_path, trust=True)
         assert index.replicas.begin_boot(boot_id) is (told == 2)
         index.replicas.mark_durable([25] if told else [])
         left = range(20, 29) if boot_id == b"one" else range(20, 25)
@@ -768,17 +755,20 @@ def test_what_a_reboot_took_is_told_until_it_was_dropped(tmp_path: Path) -> None
 
 
 def test_a_found_file_is_claimed_once(index: Index) -> None:
-    (unused,) = index.replicas.record_found_files(2, [tier_file(1)])
-    claimed = replica(1, 2)._replace(durable=True, created_ns=0)
+    (unused,) = index.replicas.record_found_files(2, [tools.tier_file(1)])
+    claimed = tools.replica(1, 2)._replace(durable=True, created_ns=0)
     for ino, number, size in ((600, 2, 100), (600, 1, 101), (600, 1, 100), (601, 1, 100)):
         expected = claimed if (ino, number, size) == (600, 1, 100) else None
-        assert index.replicas.claim(ino, name_of(number), size) == expected
+        assert index.replicas.claim(ino, tools.name_of(number), size) == expected
     assert dict(index.replicas.all()) == {600: claimed}
-    assert (index.replicas.owner(2, name_of(1)), index.replicas.replica(unused)) == (600, None)
+    assert (index.replicas.owner(2, tools.name_of(1)), index.replicas.replica(unused)) == (
+        600,
+        None,
+    )
 
 
 def test_a_partial_replica_without_a_chunk_yet(index: Index) -> None:
-    empty = replica(1, state=ReplicaState.PARTIAL)._replace(present=b"", digests=b"")
+    empty = tools.replica(1, state=ReplicaState.PARTIAL)._replace(present=b"", digests=b"")
     index.replicas.put_replica(20, empty)
     assert index.replicas.part(20) == empty
 
@@ -786,8 +776,10 @@ def test_a_partial_replica_without_a_chunk_yet(index: Index) -> None:
 @pytest.mark.parametrize("shares", [True, False])
 def test_two_numbers_of_one_version_that_come_together(index: Index, shares: bool) -> None:
     """The later one has the replica, as where they come one after the other."""
-    index.segments.begin_segments(0, [SEGMENT])
-    several = [(20 + n, shared(1, 4096 * n) if shares else replica(1)) for n in range(2)]
+    index.segments.begin_segments(0, [tools.SEGMENT])
+    several = [
+        (20 + n, tools.shared(1, 4096 * n) if shares else tools.replica(1)) for n in range(2)
+    ]
     index.replicas.put_replicas(several)
     assert dict(index.replicas.all()) == dict(several[1:])
     assert index.replicas.tier_totals() == {0: TierTotals(1, 0, 0, 4096)}

@@ -1,7 +1,5 @@
 """Nodes that share: mounts of one source on addresses of their own, each with its own tier."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,6 @@
 """A node that is lost costs the readers of the others at most a second, once: nodes in network
 namespaces of their own, on a bridge."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """What nodes tell each other: messages, and the catalogue of replicas, which a peer follows."""
 
-from __future__ import annotations
-
 import json
 import random
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Who owns what, and what other nodes want of this one."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

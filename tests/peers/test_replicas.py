@@ -1,8 +1,6 @@
 """Small replicas from a real nginx: the right bytes, or a reason. Whoever has another key, or none,
 is no peer."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

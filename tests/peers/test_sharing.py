@@ -1,8 +1,6 @@
 """Mounts of nodes that share a dataset: it is read of the source once, and every byte is the
 source's."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

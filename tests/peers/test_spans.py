@@ -1,7 +1,5 @@
 """Who copies which span of a large file from where."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial
