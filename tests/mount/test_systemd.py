@@ -206,7 +206,6 @@ def test_a_status_is_one_line(manager: Manager) -> None:
 FILES = 6
 UNIT = "monarchfs@mnt-data.service"
 POINT = "/mnt/data"
-LITTLE = ",reserve_percent=1"
 
 
 @pytest.fixture(scope="module")
@@ -244,10 +243,10 @@ def started(system: Booted, unit: str, point: str) -> Iterator[None]:
 
 def configure(system: Booted, name: str, options: str, source: str = "") -> None:
     """Says what is mounted on /mnt/NAME; ``source`` is quoted already."""
-    storage = f"tier={system.work}/tier-{name}=1G,state_dir={system.work}/state-{name}{LITTLE}"
+    options += f",tier={system.work}/tier-{name}=1G,state_dir={system.work}/state-{name}"
     system.write(
         f"/etc/monarchfs/mnt/{name}.conf",
-        f'SOURCE={source or system.work / "src"}\nOPTIONS="{storage},{options}"\n',
+        f'SOURCE={source or system.work / "src"}\nOPTIONS="reserve_percent=1,{options}"\n',
     )
 
 
@@ -368,10 +367,8 @@ def test_a_mount_unit_is_what_fstab_says(system: Booted) -> None:
     example = (REPOSITORY / "systemd" / "mnt-imagenet.mount").read_text()
     text = example.replace("/lustre/imagenet", f"{system.work}/src")
     text = text.replace("RequiresMountsFor=/lustre", f"RequiresMountsFor={system.work}")
-    text = text.replace("/scratch=80%%", f"{system.work}/tier-unit=10%%")
-    text = re.sub(
-        r"^(Options=.*)$", rf"\1,state_dir={system.work}/state-unit{LITTLE}", text, flags=re.M
-    )
+    text = text.replace("/scratch=80%%", f"{system.work}/tier-unit=10%%,reserve_percent=1")
+    text = re.sub(r"^(Options=.*)$", rf"\1,state_dir={system.work}/state-unit", text, flags=re.M)
     system.write("/etc/systemd/system/mnt-imagenet.mount", text)
     system.run("mkdir", "-p", "/mnt/imagenet")
     system.run("systemctl", "daemon-reload")
