@@ -43,6 +43,7 @@ MEASUREMENTS = {
     "datapath": Measurement("bench.datapath", "reads of resident files by every way", 2, 20, BOTH),
     "sizes": Measurement("bench.filesizes", "throughput by file size", 1, 2, BOTH),
     "names": Measurement("bench.names", "stat, find, ls -l and du, cold and known", 2, 9, BOTH),
+    "patterns": Measurement("bench.patterns", "first reads by pattern, beside the source", 2, 5),
     "calls": Measurement("bench.calls", "what a Lustre client would ask, by kind", 1, 4),
     "growth": Measurement("bench.growth", "from 1,000 to 1,000,000 files", 2, 25, BOTH),
     "calibrate": Measurement("bench.calibrate", "the emulated file system itself", 1, 5),
