@@ -48,6 +48,8 @@ _NOT_LOCAL = (
 )
 """What was wanted and is not local, if any of these was counted."""
 
+_ELSEWHERE = ("opens", "read_bytes")
+
 Status = Mapping[str, Any]
 
 
@@ -215,12 +217,22 @@ def _resident_after(before: Status | None, after: Status) -> float | None:
     """Seconds from when the job came until all that was wanted was local: all of the dataset only
     where all of it is copied ahead. 0 if that was so before; None if it is not so."""
     idle = _value(after, ("prefetch", "idle_since_uptime_seconds"))
+    if idle is None and _all_was_local(after):
+        idle = 0
     done = _number(idle)
     if done != idle or any(_at(after, path) for path in _NOT_LOCAL):
         return None
     if not _at(after, ("files", "resident")):
         return None
     return round(max(0.0, done - _number((before or {}).get("uptime_seconds"))), 3)
+
+
+def _all_was_local(after: Status) -> bool:
+    """Whether files were opened, and nothing was ever left to copy or read from elsewhere."""
+    counts = counted(None, after)
+    elsewhere = [counts[f"{at}_{what}"] for at in ("source", "peer") for what in _ELSEWHERE]
+    busy = [_value(after, ("prefetch", key)) for key in ("queued", "active", "scanning")]
+    return counts["local_opens"] > 0 and not any(elsewhere + busy)
 
 
 def _opened(counts: Mapping[str, Any]) -> tuple[int, int]:

@@ -93,6 +93,11 @@ COUNTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]]
     ),
     "resident while it was there": (BEFORE, status(), {"resident_after_seconds": 10.0}),
     "resident before": (status(uptime_seconds=70.0), status(), {"resident_after_seconds": 0.0}),
+    "resident before the mount": (
+        None,
+        status(served={"local_opens": 3}, source_io={}, prefetch__idle_since_uptime_seconds=None),
+        {"resident_after_seconds": 0.0},
+    ),
     "not idle": (None, status(prefetch__idle_since_uptime_seconds=None), NOT_RESIDENT),
     "a copy was refused": (None, status(prefetch__refused=1), NOT_RESIDENT),
     "a copy failed": (None, status(prefetch__failed=1), NOT_RESIDENT),
