@@ -140,13 +140,17 @@ def _leave(share: Share, job: JobId) -> tuple[dict[str, Any], Status | None]:
     if not share.jobs():
         share.mark_idle()
     # Another daemon may have taken the place of one that died.
-    same = found is not None and entry.get("mount_started_ns") == daemon.started_ns(found)
+    since = entry.get("mount_started_ns")
+    same = found is not None and since == daemon.started_ns(found)
+    alive = found is not None and (found.registered is None or found.supervisor_alive)
+    replaced = found is not None and found.registered is not None and since is not None and not same
     dataset = dataset_report(
         entry.get("before") if same else None,
         after,
         variable=str(entry.get("variable", "")),
         source=source,
         shared_with=entry.get("met", []),
+        ended_early="source" in entry and (not alive or replaced),
     )
     return dataset, after
 

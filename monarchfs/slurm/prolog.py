@@ -176,12 +176,12 @@ def _mount_for(
                 options += sharing_options(site, job, share.key)
                 others = share.jobs() != [job.id]
                 _mount(share, dataset, options, user, deadline, others=others)
-                before = None
+                before, found = None, daemon.find(share.mountpoint(source))
             elif found and found.registered and before and before.get("peer_server"):
                 left = max(1.0, min(_PEERS_SECONDS, deadline - time.monotonic()))
                 alone = share.jobs() == [job.id]
                 follow_job(site, job, found.registered, left, alone=alone)
-            since = daemon.started_ns(found) if found is not None and before is not None else None
+            since = None if found is None else daemon.started_ns(found)
             about = {"source": source, "variable": wanted.variable}
             share.note(job.id, before=before, mount_started_ns=since, **about)
         except BaseException:

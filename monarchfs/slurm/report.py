@@ -60,15 +60,18 @@ def dataset_report(
     variable: str,
     source: str,
     shared_with: Sequence[JobId],
+    ended_early: bool = False,
 ) -> dict[str, Any]:
     """One mounted dataset of a job, from the mount's status ``before`` (None: it was mounted for
-    this job) and ``after`` (None: it did not answer)."""
+    this job) and ``after`` (None: it did not answer). ``ended_early``: the mount that the job was
+    given ended before the job did; ``after`` is of another then."""
     report: dict[str, Any] = {
         "source": source,
         "variable": variable,
         "mounted": True,
         "reason": None,
         "shared_with": list(shared_with),
+        "ended_early": ended_early,
     }
     if after is None:
         return {**report, "answered": False}
@@ -173,8 +176,14 @@ def _dataset_lines(dataset: Mapping[str, Any]) -> list[str]:
     if not dataset["mounted"]:
         return [f"not mounted, the job was given the source itself: {dataset['reason']}"]
     lines = _shared_lines(dataset["shared_with"])
+    if dataset.get("ended_early"):
+        now = "; what follows is of the mount in its place" if dataset["answered"] else ""
+        why = "its daemon was killed, or somebody unmounted it"
+        lines += [f"the mount ended before the job did: {why}{now}"]
+    elif not dataset["answered"]:
+        lines += ["the mount did not answer at the job's end: nothing is known of it"]
     if not dataset["answered"]:
-        return [*lines, "the mount did not answer at the job's end: nothing is known of it"]
+        return lines
     resident = dataset["resident_after_seconds"]
     failed, restarts = dataset["copies_failed"], dataset["worker_restarts"]
     files, opened = _opened(dataset)

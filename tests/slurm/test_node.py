@@ -234,8 +234,9 @@ def test_grid_engine_and_health_checks(node: Node, monkeypatch: pytest.MonkeyPat
     assert node.mounts() == [root], "its jobs are to get errors, not an empty directory"
     script("epilog", "3")
     assert node.mounts() == node.left() == []
-    done = run("report", "12.3", "--dir", f"{node.path}/reports", "--json")
-    assert json.loads(done.stdout)["job"] == "12.3"
+    done = run("report", "12.3", "--dir", f"{node.path}/reports")
+    assert done.stdout.startswith("job 12.3 ")
+    assert "the mount ended before the job did: its daemon was killed" in done.stdout
     # Whatever is wrong, the job knows a way to its data.
     words = ("--job", "1[2].x", "--user", "no such user", "--dataset", str(data), "--json")
     done = run("job", "begin", *words, "--config", f"{node.path}/site.toml")
@@ -487,6 +488,7 @@ def test_a_dead_daemon_is_replaced_and_one_that_hangs_left_to_those_who_use_it(
         began = Stopwatch()
         node.job("epilog", job)
         began.check(6)
+    assert [node.report(job)[0]["ended_early"] for job in (1, 2)] == [True, False]
     assert node.mounts() == node.left() == []
     wait_for(lambda: not os.path.exists(f"/proc/{pid}"), "the daemon to go")
 
