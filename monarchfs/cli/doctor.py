@@ -13,14 +13,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from monarchfs.cli.mount import config_and_personal, settings_from
+from monarchfs.cli.mount import HOME_SECONDS, config_and_personal, places_for, settings_from
 from monarchfs.cli.output import Progress, counted, show_result
 from monarchfs.config.files import SYSTEM_FILE
 from monarchfs.config.model import Config, Profile
 from monarchfs.config.places import (
     DefaultPlaces,
     build_config,
-    default_places,
     places_without_home,
     resolve_user,
     search_of,
@@ -31,12 +30,10 @@ from monarchfs.doctor.checks import Check, Severity, Step, Value, ok, problem, w
 from monarchfs.doctor.run import examine, summary
 from monarchfs.doctor.speed import measure
 from monarchfs.doctor.trial import run_trial
-from monarchfs.fuse.mountinfo import storage_of
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.escaping import printable
 from monarchfs.types import OperationError, UsageError
 
-_HOME_SECONDS = 5.0
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}
 
 
@@ -71,7 +68,7 @@ def _asked_at_home(
 ) -> tuple[Check, Config, DefaultPlaces]:
     """`configuration` and `config_from`; a problem, and what there is without the home, where that
     hangs. Raises UsageError."""
-    seconds = min(_HOME_SECONDS, arguments.timeout / 2)
+    seconds = min(HOME_SECONDS, arguments.timeout / 2)
     overdue = f"your home, or a directory for scratch, does not answer within {seconds:g} s"
     try:
         bounded_value(
@@ -114,7 +111,7 @@ def config_from(
     UsageError."""
     settings = settings_from(arguments, environ=environ)
     user = resolve_user(settings.user, environ)
-    places = default_places(os.geteuid(), environ, storage_of)
+    places = places_for(settings.user, environ)
     config = build_config(settings, source=source, mountpoint="", user=user, places=places)
     return config, places
 

@@ -7,13 +7,18 @@ import fcntl
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 
 from monarchfs.cli.output import complain
 from monarchfs.cli.parser import MOUNT_OPTIONS
 from monarchfs.config.files import from_file, from_system_file
-from monarchfs.config.personal import Personal, read_personal
-from monarchfs.config.places import DefaultPlaces, default_places, resolve_user
+from monarchfs.config.personal import Personal, acts_for_another, read_personal
+from monarchfs.config.places import (
+    DefaultPlaces,
+    default_places,
+    places_without_home,
+    resolve_user,
+)
 from monarchfs.config.settings import Layer, Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import storage_of
@@ -21,8 +26,10 @@ from monarchfs.supervisor.daemon import ending_signals, run_in_background
 from monarchfs.supervisor.notify_systemd import ServiceManager
 from monarchfs.supervisor.preflight import MountSpec, check_mount
 from monarchfs.supervisor.start import mount_and_supervise
-from monarchfs.types import UsageError
+from monarchfs.system.bounded import bounded_value
+from monarchfs.types import OperationError, UsageError
 
+HOME_SECONDS = 5.0
 _PARENT_GRACE_SECONDS = 5.0
 """How much longer the parent waits than the daemon itself would: it takes things back first."""
 
@@ -59,7 +66,7 @@ def mount_with(
     """`mount_command` with its words parsed. With ``check_only`` nothing is mounted."""
     source, mountpoint = parse_path(source), parse_path(mountpoint)
     user = resolve_user(settings.user, environ)
-    places = default_places(os.geteuid(), environ, storage_of)
+    places = places_for(settings.user, environ)
     say_where_copies_lie(settings, places)
     spec = MountSpec(settings, source, mountpoint, user, places, source_fd)
     if check_only:
@@ -140,5 +147,38 @@ def config_and_personal(
         from_flags({"user": arguments.user}),
     )
     user = {**options, **flag}.get("user")
-    own = read_personal(environ, user if isinstance(user, str) else None)
+    name = user if isinstance(user, str) else None
+    own = read_personal(environ, name, at_home=_home_answers(name, environ))
     return arguments.config if arguments.config is not None else own.config, own
+
+
+def places_for(user: str | None, environ: Mapping[str, str]) -> DefaultPlaces:
+    """The default places of whoever runs this; those without the home where that hangs."""
+    if not _home_answers(user, environ):
+        return places_without_home(os.geteuid())
+    return default_places(os.geteuid(), environ, storage_of)
+
+
+def _home_answers(user: str | None, environ: Mapping[str, str]) -> bool:
+    """Whether the home of whoever runs this, if it counts, can be asked without hanging. Asked
+    once, and if not, said once."""
+    return acts_for_another(environ, user) or _answers(frozenset(environ.items()))
+
+
+@cache
+def _answers(variables: frozenset[tuple[str, str]]) -> bool:
+    environ = dict(variables)
+
+    def look() -> None:
+        default_places(os.geteuid(), environ, storage_of)
+        read_personal(environ, None)
+
+    overdue = f"your home, or a directory for scratch, does not answer within {HOME_SECONDS:g} s"
+    try:
+        bounded_value(look, timeout=HOME_SECONDS, overdue=overdue)
+    except UsageError:
+        return True  # it is told where it is read
+    except OperationError as error:
+        complain(f"{error}: settings in your home do not count", 0)
+        return False
+    return True

@@ -15,17 +15,23 @@ from functools import partial
 from typing import Any
 
 from monarchfs.cli.child import run_child
-from monarchfs.cli.mount import config_and_personal, say_where_copies_lie, settings_from, words_of
+from monarchfs.cli.mount import (
+    config_and_personal,
+    places_for,
+    say_where_copies_lie,
+    settings_from,
+    words_of,
+)
 from monarchfs.cli.output import complain, format_count, format_share
 from monarchfs.cli.status import makes_sense
 from monarchfs.config import User
 from monarchfs.config.files import from_file
 from monarchfs.config.personal import flag_of_run
-from monarchfs.config.places import default_places, resolve_user, search_of
+from monarchfs.config.places import resolve_user, search_of
 from monarchfs.config.settings import Settings, merge
 from monarchfs.config.values import parse_path
 from monarchfs.control.client import Connection
-from monarchfs.fuse.mountinfo import resolve_mountpoint, storage_of
+from monarchfs.fuse.mountinfo import resolve_mountpoint
 from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.namespace import bind, join, leave_for_own
 from monarchfs.supervisor.preflight import MountSpec
@@ -138,7 +144,7 @@ def _view_of(
     if found is not None:
         return found
     _check_filled(real, user, settings)
-    places = default_places(os.geteuid(), environ, storage_of)
+    places = places_for(settings.user, environ)
     say_where_copies_lie(settings, places)
     spec = MountSpec(settings, real, real, user, places)
     search = search_of(environ)

@@ -47,16 +47,19 @@ class Personal:
     config: str | None = None
 
 
-def read_personal(environ: Mapping[str, str], user: str | None) -> Personal:
+def read_personal(
+    environ: Mapping[str, str], user: str | None, *, at_home: bool = True
+) -> Personal:
     """What counts for a mount for ``user`` (None: nobody was named); nothing if that is not who
-    runs this. Blocks as the home's file system does. Raises UsageError."""
+    runs this. Blocks as the home's file system does, unless only the environment is asked
+    (``at_home``). Raises UsageError."""
     if acts_for_another(environ, user):
         return Personal()
     names = sorted(name for name in environ if name.startswith(PREFIX) and environ[name])
     known = [name for name in names if _is_known(name, environ[name])]
     layer = {_key_of(name): _value_of(name, environ[name]) for name in known}
     strange = [n for n in names if n not in known and not n.startswith(_RESERVED)]
-    file = _file_of(environ)
+    file = _file_of(environ) if at_home else None
     content = None if file is None else _read(file)
     return Personal(
         layer,

@@ -25,8 +25,8 @@ from monarchfs.cli import doctor as cli_doctor
 from monarchfs.cli import mount as cli_mount
 from monarchfs.cli.main import main
 from monarchfs.cli.parser import build_parser
-from monarchfs.config import Config, User
-from monarchfs.config.places import DefaultPlaces
+from monarchfs.config import Config, User, personal
+from monarchfs.config.places import DefaultPlaces, places_without_home
 from monarchfs.control.registration import Registered, Registration
 from monarchfs.doctor import bugreport, leftovers, peers, selftest, speed, storage, system
 from monarchfs.doctor import selftest_dataset as dataset
@@ -406,13 +406,20 @@ def test_a_check_that_fails_stops_no_other(
     assert "mounts" in found
 
 
-def test_a_home_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for module, name, limit in (
-        (cli_mount, "read_personal", (cli_doctor, "_HOME_SECONDS")),
+        (personal, "_file_of", (cli_doctor, "HOME_SECONDS")),
         (cli_bugreport, "default_places", (cli_bugreport, "_FILE_SECONDS")),
+        (cli_mount, "default_places", (cli_mount, "HOME_SECONDS")),
     ):
-        monkeypatch.setattr(module, name, lambda *_: time.sleep(5))
+        monkeypatch.setattr(module, name, lambda *_: time.sleep(60))
         monkeypatch.setattr(*limit, 0.1)
+    words, named = build_parser().parse_args(["run", "/s"]), {"MONARCHFS_REQUIRE_FILES": "yes"}
+    assert cli_mount.settings_from(words, environ=named).require_files, "the environment counts"
+    assert cli_mount.places_for(None, named) == places_without_home(os.geteuid())
+    assert capsys.readouterr().err.count("settings in your home do not count\n") == 1
     check, _, places = cli_doctor._asked_at_home(build_parser().parse_args(["doctor"]), "", {})
     assert (check.name, check.state) == ("home", PROBLEM)
     assert cli_bugreport._subject(FoundMount("/m", "/s", None, None), {}).places == places
