@@ -210,7 +210,7 @@ def ask_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
             progress.show(f"{command}: {_counts(so_far)}")
 
         total = _ask_in_parts(found, {"command": command}, paths, show)
-    show_result(arguments, total, _described(command, total))
+    show_result(arguments, total, map(printable, _described(command, total)))
     if count := total.get("failed", 0):
         reason = total.get("error") or f"see the log of {found.mountpoint}"
         return failed(arguments, f"{count} of them failed: {reason}")
@@ -595,7 +595,7 @@ def peers_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> 
         message = {"command": "change_peers", arguments.action: arguments.node}
         timeout = arguments.timeout
         result = ask_within(daemon, {**message, "timeout": timeout}, timeout)
-        show_result(arguments, result, result["nodes"])
+        show_result(arguments, result, map(printable, result["nodes"]))
         return 0
     result = ask_within(daemon, {"command": "peers"}, ASK_SECONDS)
     status = ask_within(daemon, {"command": "status"}, ASK_SECONDS)

@@ -32,6 +32,8 @@ from monarchfs.types import MonarchError, UsageError
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _ASKING = ("refresh", "pin", "unpin", "evict", "warm", "order", "weigh", "why", "peers", "restart")
+_ANSWERED = (*_ASKING, "record")
+"""Those that show, or count with, what a daemon says. `status` looks at all of it first."""
 _MODULES = {
     **dict.fromkeys(_ASKING, "ask"),
     **{"gc": "cache", "selftest": "doctor", "completion": "documents", "report": "job"},
@@ -81,6 +83,11 @@ def _outcome(arguments: Sequence[str]) -> int:
         if error.filename is None and error.errno in _DISK_ERRORS:
             return complain(f"cannot write the output: {error.strerror}", 1)
         return complain(explained(error), 1)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A daemon may be another user's, or in truth another program.
+        if arguments[0] not in _ANSWERED:
+            raise
+        return complain(f"the mount's daemon answered nonsense ({type(error).__name__})", 1)
     except (ImportError, MemoryError, RuntimeError, SystemError) as error:
         if (why := unmet(error)) is None:
             raise

@@ -136,7 +136,7 @@ class Progress(AbstractContextManager["Progress"]):
             return
         self._next = now + _EVERY_SECONDS
         width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-        print(_CLEAR + text[: width - 1], end="", file=sys.stderr, flush=True)
+        print(_CLEAR + printable(text)[: width - 1], end="", file=sys.stderr, flush=True)
         self._shown = True
 
     def clear(self) -> None:
