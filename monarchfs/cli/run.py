@@ -249,10 +249,12 @@ def _summary(source: str, status: Mapping[str, Any] | None) -> str:
     read = status.get("source_io", {}).get("read_bytes", 0)
     if not local + remote:
         return f"{source}: the command opened no file there: does it read another path?"
+    refused = status.get("prefetch", {}).get("refused", 0)
     return (
         f"{source}: {format_share(local, local + remote)} of {format_count(local + remote)} opens"
         f" were local, {format_bytes(read)} read from the source,"
         f" {format_count(files.get('resident', 0))} files resident"
+        + (f", {format_count(refused)} copies found no room" if refused else "")
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from monarchfs.cli.run import _summary
 from tests.support import surroundings, trees
 from tests.support.mounting import (
     MONARCHFS,
@@ -171,6 +172,8 @@ def test_what_was_copied_is_there_the_next_time(users: Place) -> None:
     assert (status["served"]["local_opens"], status["source_io"]["read_bytes"]) == (1, 0)
     source = str(users.source)
     assert report == {"source": source, "view": "own", "reason": None, "exit_code": 0}
+    full = _summary(source, {**status, "prefetch": {"refused": 3}})
+    assert full.endswith(" 1 files resident, 3 copies found no room")
 
 
 def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
