@@ -51,7 +51,9 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
     os.umask(0o022)
     # Of what it starts nothing may depend on where slurmd was started.
     os.chdir("/")
-    site, is_valid = _site(arguments)
+    named = arguments.what in ("prolog", "epilog", "begin", "end")
+    whose = f"job {job.id}: " if named else ""
+    site, is_valid = _site(arguments, whose)
     environment: Mapping[str, str] | None = None
     why = "the node's log says why nothing is mounted"
     try:
@@ -73,10 +75,10 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
             case "record":
                 recordings.run_recording(site, arguments.recording or "")
     except (MonarchError, OSError) as error:
-        log.error("%s", error)
+        log.error("%s%s", whose, error)
         why = str(error)
     except Exception:
-        log.exception("unexpected error")
+        log.exception("%sunexpected error", whose)
     if arguments.what == "prolog" and environment is None:
         try:
             prolog.tell_without_mount(site, job, why)
@@ -146,7 +148,7 @@ def _begin(site: Site, job: Job) -> Mapping[str, str]:
     return run_prolog(replace(site, deadline_seconds=left), replace(job, uid=uid))
 
 
-def _site(arguments: argparse.Namespace) -> tuple[Site, bool]:
+def _site(arguments: argparse.Namespace, whose: str) -> tuple[Site, bool]:
     """The site's configuration, and whether it is valid. If not, the log says why, and it is the
     one by which the last job was begun: what jobs have is still to be taken back."""
     path, directory = arguments.config, os.path.join(Site().run_dir, "config")
@@ -163,7 +165,7 @@ def _site(arguments: argparse.Namespace) -> tuple[Site, bool]:
             site = Site()
     _log_to(site.log_file, arguments.what)
     if wrong is not None:
-        log.error("no job gets a mount: %s", wrong)
+        log.error("%sno job gets a mount: %s", whose, wrong)
     elif content is not None and arguments.what in ("begin", "prolog"):
         try:
             if read_trusted(kept) != content:
@@ -171,7 +173,7 @@ def _site(arguments: argparse.Namespace) -> tuple[Site, bool]:
                 make_directory(directory, 0o700)
                 write_text(kept, os.fsdecode(content))
         except (MonarchError, OSError) as error:
-            log.warning("the configuration is not kept for epilogs: %s", error)
+            log.warning("%sthe configuration is not kept for epilogs: %s", whose, error)
     return site, wrong is None
 
 

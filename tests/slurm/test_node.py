@@ -399,6 +399,7 @@ def test_a_site_that_is_configured_wrongly_fails_no_job(node: Node, spoil: Any, 
     node.read(node.begin(1, f"monarchfs={data}"))
     spoil(node)
     assert node.begin(2, f"monarchfs={data}") == str(data)
+    assert "prolog: job 2: no job gets a mount: " in node.log()
     assert said in node.log()
     node.end(1, 2)
     assert node.report(1)[0]["mounted"]
