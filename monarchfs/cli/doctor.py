@@ -143,9 +143,10 @@ def _conclusion(result: Mapping[str, Any]) -> str:
     said = f"{can}: {', '.join(parts) or 'all is well'}"
     if "can_run" not in result:
         return said
-    if result["can_run"]:
-        return f"monarchfs run works here; monarchfs mount, which it does not need: {said}"
-    return f"monarchfs run does not work here; {said}"
+    if not result["can_run"]:
+        return f"monarchfs run does not work here: see above, behind run (monarchfs mount: {said})"
+    works = "monarchfs run works here: in a job, write monarchfs run SOURCE -- COMMAND"
+    return works if result["can_mount"] else f"{works} (monarchfs mount, not needed for it: {said})"
 
 
 def _print_check(check: Check) -> None:

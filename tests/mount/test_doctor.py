@@ -338,6 +338,7 @@ def test_as_an_ordinary_user(work: mounting.Bench, src: Path) -> None:
     with device_mode(0o666):
         result = doctor(*arguments, "--here", user=NOBODY)
     assert result["can_mount"] is result["can_run"] is True, result
+    assert cli_doctor._conclusion(result).endswith("write monarchfs run SOURCE -- COMMAND")
     assert by_name(result, "run")["files"] > 0
     assert os.listdir(work.path / "t") == []
     assert by_name(result, "fusermount3")["setuid"] is True
