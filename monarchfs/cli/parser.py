@@ -692,7 +692,9 @@ The caches of this node, mounted or not: as a user your own, as root those of al
 source, a state directory, a mount point, or a path in a cache.
 
 prune removes stranded copies: no state directory claims them, or its last mount did not name their
-tier. --older-than also removes whole caches that nobody has used for that long. --source-gone also
+tier. It looks at what list shows, in all tiers that it finds: your own caches, as root those of all
+users. Of a mounted cache it removes at most what lies in tiers that the mount does not use.
+--older-than also removes whole caches that nobody has used for that long. --source-gone also
 removes caches whose source does not exist; a source that is not mounted now counts as gone. Nothing
 in use is ever removed.
 
