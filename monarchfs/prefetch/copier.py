@@ -46,13 +46,13 @@ this much. A local disk (the second) serves only few at once, and more would del
 a network it matters how much is under way, and with `auto` readers soon want these files."""
 
 YIELD_SECONDS = 1.0
-"""For so long after a reader waited for the source, copies of large files that nobody reads in
-sequence give way to readers (``BesideReaders``)."""
+"""For so long after a reader waited for the source, copies of large files give way to readers
+(``BesideReaders``), but for files that are read in sequence or in large pieces."""
 
 BRIEF_SECONDS = 0.002, 0.004
 """What the shortest fetch then takes, about as long as a reader's own. The rest takes as long."""
 
-JUDGED_READS = 8
+JUDGED_READS = 32
 JUDGED_SECONDS = 0.05
 """So many reads of readers, in so much time, are judged together."""
 
@@ -268,16 +268,14 @@ class Copier:
         """Begin what comes next; False if there is nothing. Something for files that nobody has
         open comes only if ``paced``, and as the governor allows."""
         new = paced and self.governor.wait(now, None) == 0
-        begins = True
         for fill in self._in_turn():
             if self._begin_file(now, self._goes_before(fill), paced=new):
                 return True
             allowed = paced and self.governor.wait(now, fill.next_target) == 0
             if not (allowed or fill.copy.handles):
                 continue
-            yields = now < self._yields_until and not fill.in_sequence
+            yields = now < self._yields_until and not fill.wanted_soon
             if yields and not self._may_yield(now):
-                begins = False
                 continue
             brief = yields and not self.beside_readers.free
             fetch = self._claim(fill, self._brief_bytes if brief else self.unit_bytes)
@@ -289,8 +287,8 @@ class Copier:
             if self._is_over(fill):
                 self.jobs.forget_failures(fill.copy.node.ino)
                 self.jobs.end_copy(fill)
-        if not begins or len(self.jobs.background) >= MOST_BEGUN:
-            return False  # they give way to readers, or wait for other nodes' copies
+        if len(self.jobs.background) >= MOST_BEGUN:
+            return False  # they wait for other nodes' copies
         return self._begin_file(now, Priority.NOBODY, paced=new)
 
     def _may_yield(self, now: float) -> bool:

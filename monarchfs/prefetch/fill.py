@@ -31,7 +31,10 @@ SMALL_SHARE = 4
 """A read of less than a chunk by this is small: at random, it brings just its bytes."""
 
 MOST_TOUCHED = 1 << 14
-"""Chunks of a file that are remembered as read in part: 2 GiB of it."""
+"""Chunks that are told from each other of those that were read in part: 2 GiB of a file."""
+
+MEAN_READS, LARGE_CHUNKS = 8, 2
+"""Over how many reads the mean goes. A file is read in large pieces if that has so many chunks."""
 
 
 class Fill:
@@ -40,9 +43,10 @@ class Fill:
 
     Constant: ``copy``. Changing: ``cursor``, where the copier goes on; ``_data``, a range of the
     source without holes; ``_at_random``, whether nothing was local before what was missed last;
-    ``_read_to``, where the last read ended; ``_touched``, the chunks of which a little was read at
-    random; ``_failed``, the spans that the source did not give when they were fetched;
-    ``_passing``, what was read of it from other nodes and is not kept."""
+    ``_read_to``, where the last read ended; ``_mean_read``, the size of the last reads;
+    ``_touched``, the chunks of which a little was read at random, a bit each; ``_failed``, the
+    spans that the source did not give when they were fetched; ``_passing``, what was read of it
+    from other nodes and is not kept."""
 
     def __init__(self, copy: Copy, cache: Cache, metrics: Metrics, nursery: trio.Nursery) -> None:
         self.copy = copy
@@ -56,7 +60,8 @@ class Fill:
         self._data = (0, 0)
         self._at_random = False
         self._read_to = 0
-        self._touched: set[int] = set()
+        self._mean_read = 0.0
+        self._touched = 0
         self._passing: PassingReads | None = None
 
     # -- reading
@@ -104,9 +109,9 @@ class Fill:
         small = (end - offset) * SMALL_SHARE < chunks.chunk_bytes
         follows = offset == self._read_to
         self._read_to = end
+        self._mean_read += (end - offset - self._mean_read) / MEAN_READS
         at_random = self._at_random and not follows and self.copy.size > WHOLE_BYTES
         if small and at_random and self._touch(first, last):
-            self._ahead.advance(first, last)
             return  # a chunk would cost many times what is asked for
         self.fetch_now(first, last)
         if small and offset == 0:
@@ -116,12 +121,11 @@ class Fill:
     def _touch(self, first: int, last: int) -> bool:
         """Whether nothing of the chunks [first, last) was read before: who reads the same part of a
         file again gets it from the tier."""
-        touched = range(first, last)
-        if not self._touched.isdisjoint(touched):
+        bits = 1 << first % MOST_TOUCHED | 1 << (last - 1) % MOST_TOUCHED
+        if self._touched & bits:
             return False
-        if len(self._touched) >= MOST_TOUCHED:
-            self._touched.clear()
-        self._touched.update(touched)
+        forgets = self._touched.bit_count() > MOST_TOUCHED // 2
+        self._touched = bits if forgets else self._touched | bits
         return True
 
     def _go_ahead(self, first: int, last: int) -> None:
@@ -264,9 +268,10 @@ class Fill:
             self._passing.close()
 
     @property
-    def in_sequence(self) -> bool:
-        """Whether somebody has read much of it from a place on: what follows is wanted next."""
-        return self.copy.handles > 0 and self._ahead.open
+    def wanted_soon(self) -> bool:
+        """Whether those who read it want much of it: they read it in sequence or large pieces."""
+        large = self._mean_read >= LARGE_CHUNKS * self.copy.chunks.chunk_bytes
+        return self.copy.handles > 0 and (large or self._ahead.open)
 
     @property
     def fetching(self) -> bool:

@@ -59,8 +59,12 @@ RETRY_SECONDS, MOST_RETRY_SECONDS = 2.0, 60.0
 """More is tried so long after the first reads; again so long after it slowed readers, twice as long
 each time."""
 
-DRIFT = 1.02
-"""What readers' reads take as a rule may grow so many times in a round: the source changes."""
+VERY_SLOW_TIMES = 3.0
+"""One round that is so much slower counts as two."""
+
+LEARNS_ALONE, LEARNS_BESIDE = 0.1, 0.02
+"""How much a round changes what readers' reads take as a rule: one with a single copy beside them,
+and one with more."""
 
 
 class Lowest:
@@ -292,28 +296,36 @@ class BesideReaders:
     many as do not make their reads slower. None: then one at a time goes on, and has a rest after
     it. The most: then they need not be brief.
 
-    Constant: the most. Changing: ``at_once``; what a reader's read takes as a rule; when more is
-    tried, and how long after the next failure that will be.
+    Constant: the most. Changing: ``at_once``; what a reader's read takes as a rule; how many rounds
+    were slow by now; when more is tried, and how long after the next failure that will be.
     """
 
     def __init__(self, most: int) -> None:
         self.at_once = 0
         self._most = most
-        self._usual = math.inf
+        self._usual = 0.0
+        self._slow_rounds = 0
         self._retry_at = math.inf
         self._retry_seconds = RETRY_SECONDS
 
     def record(self, now: float, seconds: float) -> None:
         """What readers' reads have taken, on average, with so many beside them."""
         if math.isinf(self._retry_at):
-            self._retry_at = now + FIRST_SECONDS
-        self._usual = min(DRIFT * self._usual, seconds)
-        if seconds > SLOW_TIMES * self._usual:
+            self._retry_at, self._usual = now + FIRST_SECONDS, seconds
+        # Reads differ: of what few of them took, the least says nothing.
+        alone = self.at_once == 0 or seconds < self._usual
+        self._usual += (seconds - self._usual) * (LEARNS_ALONE if alone else LEARNS_BESIDE)
+        times = seconds / self._usual
+        self._slow_rounds += (times > SLOW_TIMES) + (times > VERY_SLOW_TIMES)
+        if times <= SLOW_TIMES:
+            self._slow_rounds = 0
+        if self._slow_rounds >= SLOW_ROUNDS:
+            self._slow_rounds = 0
             if self.at_once:
                 self._retry_at = now + self._retry_seconds
                 self._retry_seconds = min(2 * self._retry_seconds, MOST_RETRY_SECONDS)
             self.at_once //= 2
-        elif now >= self._retry_at and not self.free:
+        elif not self._slow_rounds and now >= self._retry_at and not self.free:
             self.at_once = min(max(1, 2 * self.at_once), self._most)
             if self.at_once == self._most:
                 self._retry_seconds = RETRY_SECONDS

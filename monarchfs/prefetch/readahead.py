@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+RECORD_CHUNKS = 8
+"""Who read this much in sequence reads on."""
+
 
 class Readahead:
     """A window that grows with what was read in sequence, and closes when a read is elsewhere. It
@@ -42,7 +45,8 @@ class Readahead:
         if not first <= self._end <= last and not self._end <= first <= self._fetched:
             self._window = 0
             self._fetched = 0
-            self._before = max(self._end - self._began, self._before - self._before // 4)
+            before = max(self._end - self._began, self._before - self._before // 4)
+            self._before = min(before, RECORD_CHUNKS)
             self._began = first
         elif last > self._end and last - self._began > self._before:
             self._window = min(last - self._began, self.most)
