@@ -13,17 +13,25 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from monarchfs.cli.output import show_result
-from monarchfs.config.files import read_trusted
+from monarchfs.config.files import from_system_file, read_trusted
+from monarchfs.config.model import TierSpec
+from monarchfs.config.places import DefaultPlaces, build_config, current_user
+from monarchfs.config.settings import from_mount_options, merge
+from monarchfs.doctor.checks import Check, Severity, from_error, problem
+from monarchfs.slurm.caches import size_in_bytes
 from monarchfs.slurm.job import Job, JobId, job_from, node_name, parse_job_id, parse_requests
 from monarchfs.slurm.peers import expand_nodes
 from monarchfs.slurm.records import make_directory, read_record, write_text
 from monarchfs.slurm.report import find_reports, job_totals, page
 from monarchfs.slurm.site import SITE_FILE, Site, parse_site, read_site, site_content
 from monarchfs.supervisor.logs import ToStderr, syslog_handler
+from monarchfs.supervisor.preflight import nearest
 from monarchfs.system.escaping import OneLine, printable
+from monarchfs.system.trusted import Untrusted, open_directory
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _SYSLOG = "/dev/log"
@@ -32,8 +40,8 @@ log = logging.getLogger(__name__)
 
 
 def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Returns 0, whatever happened. Raises UsageError where this is not run by root, or does not
-    say which job it is, and for ``check`` as `read_site`."""
+    """Returns 0, whatever happened, but for ``check``. Raises UsageError where this is not run by
+    root, or does not say which job it is, and for ``check`` as `read_site`."""
     from monarchfs.slurm import epilog, prolog, recordings
 
     if arguments.what == "check":
@@ -93,20 +101,64 @@ def job_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    """Returns 1 where a tier cannot serve on this node."""
     path, site = arguments.config or SITE_FILE, read_site(arguments.config)
     roots = sorted({root for one in site.allow for root in one.roots})
     given = [request.path for _who, request in site.given]
     tiers = [tier.path for tier in site.tiers]
+    checks = _checks_of_tiers(site) if os.geteuid() == 0 else []
+    wrong = any(check.state is Severity.PROBLEM for check in checks)
+    right = "wrong for this node" if wrong else "right" if os.path.lexists(path) else "not there"
     found = {"config": path, "roots": roots, "datasets": given, "tiers": tiers}
     below = ", ".join(roots) or "nothing: there are no roots"
     lines = [
-        f"{path}: {'right' if os.path.lexists(path) else 'not there'}",
+        f"{path}: {right}",
         f"jobs may ask for datasets below: {below}",
         *(f"jobs get without asking: {path}" for path in given),
-        f"tiers: {', '.join(tiers)}",
+        f"tiers: {', '.join(tiers)}{' (only root can check them)' * (os.geteuid() != 0)}",
+        *(
+            f"{check.state.value}: {check.detail}: {check.remedy}"
+            for check in checks
+            if check.state is not Severity.OK
+        ),
     ]
+    found["checks"] = [check.to_json() for check in checks]
     show_result(arguments, found, map(printable, lines))
-    return 0
+    return int(wrong)
+
+
+def _checks_of_tiers(site: Site) -> list[Check]:
+    """What `doctor` says of the site's tiers, each within a few seconds, and whether a prolog can
+    make them."""
+    from monarchfs.doctor import storage
+    from monarchfs.doctor.run import TIER_SECONDS, guarded
+
+    settings = merge(from_system_file(), from_mount_options(site.options), {"tier": site.tiers})
+    places = DefaultPlaces(site.cache_dir, site.run_dir)
+    config = build_config(settings, source="", mountpoint="", user=current_user(), places=places)
+
+    def look(tier: TierSpec) -> list[Check]:
+        existing = nearest(tier.path)
+        budget = site.budget.get(tier.path, tier)
+        spec = min(tier, budget, key=lambda one: size_in_bytes(existing, one.size))
+        # As a default place: a prolog makes what is missing above it, too.
+        checks = storage.tier(spec, config, tier.path, {})
+        if any(check.state is Severity.PROBLEM for check in checks):
+            return checks
+        try:
+            if existing == tier.path:
+                make_directory(tier.path, 0o755)  # it is there: judged, not made
+            else:
+                os.close(open_directory(existing))
+        except Untrusted as error:
+            detail = f"tier {tier.path}: {error.strerror}"
+            return [problem("tier", detail, "configure another", path=tier.path)]
+        except OperationError as error:
+            return [replace(from_error("tier", error), numbers={"path": tier.path})]
+        return checks
+
+    looks = [(f"tier {tier.path}", partial(look, tier)) for tier in site.tiers]
+    return [check for what, probe in looks for check in guarded(what, TIER_SECONDS, probe)]
 
 
 def _named_job(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Job:

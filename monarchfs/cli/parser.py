@@ -652,10 +652,10 @@ removes the job, unmounts what no job uses any more, and writes the job's report
 the same for other batch systems; begin prints lines for the job's shell, export NAME=VALUE. sweep
 does what an earlier epilog had to postpone. record, which a prolog starts where the site wants it,
 records a mount until its job's epilog. check says what is wrong with the site's configuration, or
-what jobs may have by it.
+what jobs may have by it; and, as root, whether this node's tiers can serve (exit code 1: no).
 
-Each takes a limited time and exits with 0, except for wrong usage. The log says what went wrong:
-see docs/SLURM.md and docs/BATCH.md.""",
+Each takes a limited time, and else exits with 0, except for wrong usage. The log says what went
+wrong: see docs/SLURM.md and docs/BATCH.md.""",
     "report": """\
   monarchfs report 4711
   monarchfs report 4711 --json

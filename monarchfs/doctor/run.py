@@ -17,6 +17,7 @@ from monarchfs.types import MonarchError
 
 SOURCE_SECONDS = 10.0
 LEAST_SECONDS = 0.05
+TIER_SECONDS = 5.0
 
 
 def examine(
@@ -32,7 +33,7 @@ def examine(
     deadline = time.monotonic() + timeout
     for name, seconds, probe in _probes(config, places, environ, search):
         yield f"looking at {name}"
-        yield from _guarded(name, min(seconds, deadline - time.monotonic()), probe)
+        yield from guarded(name, min(seconds, deadline - time.monotonic()), probe)
 
 
 def _probes(
@@ -44,7 +45,8 @@ def _probes(
         look = partial(storage.source, config.source, config.user, SOURCE_SECONDS, touches=touches)
         yield "source", SOURCE_SECONDS + 2, look
     for tier in config.tiers:
-        yield ("tier", 5.0, partial(storage.tier, tier, config, places.cache_dir, environ))
+        look = partial(storage.tier, tier, config, places.cache_dir, environ)
+        yield f"tier {tier.path}", TIER_SECONDS, look
     yield "state_dir", 5.0, partial(storage.state_dir, config, places.cache_dir)
     if config.peers:
         yield "peers", peers.PEERS_SECONDS, partial(peers.peers, config)
@@ -58,8 +60,10 @@ _HARMLESS = frozenset({"mounts", "stale_socket", "caches", "allow_other", "memor
 """Checks that say nothing about mounting where they fail."""
 
 
-def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
-    """The checks of a probe; if it failed or did not answer, one that says so."""
+def guarded(what: str, seconds: float, probe: Probe) -> list[Check]:
+    """The checks of a probe; if it failed or did not answer, one that says so. ``what``: its name,
+    and a path if there are several. For processes of one thread, because it forks."""
+    name, _, path = what.partition(" ")
     state = Severity.WARNING if name in _HARMLESS else Severity.PROBLEM
     if seconds < LEAST_SECONDS:
         return [warning(name, "not looked at: time is up", "give it more --timeout")]
@@ -67,7 +71,7 @@ def _guarded(name: str, seconds: float, probe: Probe) -> list[Check]:
         found = bounded_value(
             lambda: [check.to_json() for check in probe()],
             timeout=seconds,
-            overdue=f"no answer within {seconds:.0f} s",
+            overdue=f"no answer{path and f' from {path}'} within {seconds:.0f} s",
         )
     except MonarchError as error:
         return [Check(name, state, str(error), "see which file system hangs (mount, dmesg)")]

@@ -134,19 +134,12 @@ def test_mistakes_sums_and_variables() -> None:
     assert "name a directory by its whole path" in job.mistake
     environ = {**JOB, "SLURM_JOB_COMMENT": "monarchfs=/b,/a", "SPANK_MONARCHFS": "/a:name=X"}
     wanted = datasets_of(Site(), job_from(environ))
-    assert [(one.request.path, one.variable) for one in wanted] == [
-        ("/a", "MONARCHFS_DATA_X"),
-        ("/b", "MONARCHFS_DATA_B"),
-    ]
+    found = [f"{one.variable}={one.request.path}" for one in wanted]
+    assert found == ["MONARCHFS_DATA_X=/a", "MONARCHFS_DATA_B=/b"]
     comment = "monarchfs=/x/image-net.v1,/y/image_net_v1,/z/ümlaut,/z/...x,/z/\\,\\,"
     wanted = datasets_of(Site(), job_from({**JOB, "SLURM_JOB_COMMENT": comment}))
-    assert [one.variable for one in wanted] == [
-        "MONARCHFS_DATA_IMAGE_NET_V1",
-        "MONARCHFS_DATA_IMAGE_NET_V1_2",
-        "MONARCHFS_DATA_MLAUT",
-        "MONARCHFS_DATA_X",
-        "MONARCHFS_DATA_SET",
-    ]
+    names = ("IMAGE_NET_V1", "IMAGE_NET_V1_2", "MLAUT", "X", "SET")
+    assert [one.variable for one in wanted] == [f"MONARCHFS_DATA_{name}" for name in names]
 
 
 NO_JOBS = ("", "0", "-1", "1x", "1;reboot", "../1", "9" * 11, "\u0661", "4294967296")
@@ -337,12 +330,13 @@ def job_of(user: str = "alice", account: str = "", partition: str = "main") -> J
 def test_without_a_file_no_job_may_ask_for_anything(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no configuration"):
         read_site(str(tmp_path / "none"))
-    assert Site().roots_for(job_of()) == []
-    assert Site().given_to(job_of()) == []
+    assert not Site().roots_for(job_of()) + [one.path for one in Site().given_to(job_of())]
 
 
 @requires_root
-def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_and_a_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "site.toml"
     path.write_bytes(EXAMPLE.read_bytes())
     path.chmod(0o644)
@@ -358,24 +352,32 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert site.given_to(job_of(partition="gpu")) == [
         Request("/lustre/data/imagenet", "IMAGENET", (("prefetch", "all"),))
     ]
-    assert main(["job", "check", "--config", str(path)]) == 0
-    assert capsys.readouterr().out == (
-        f"{path}: right\njobs may ask for datasets below: /lustre/data, /lustre/projects/genomics\n"
-        "jobs get without asking: /lustre/data/imagenet\ntiers: /local/monarchfs\n"
-    )
+    (below := tmp_path / "open").mkdir()
+    below.chmod(0o777)
+    for tier, code, said in (
+        (f"{tmp_path}/none/t=1M", 0, f"{path}: right\njobs may ask for datasets below: /lustre/"),
+        ("/none/t=1M", 0, "\nwarning: /none/t shares its file system with /, "),
+        (f"{path}/t=1M", 1, f"\nproblem: tier {path}/t: {path} is not a directory: name"),
+        (f"{below}=1000T", 1, f"\nproblem: tier {below}: its size, 1000T, is more than all"),
+        (f"{below}/t=1M", 1, f"tier {below}/t: others than root can change {below}: configure"),
+        ("/hangs=1M", 1, "\nproblem: no answer from /hangs within 1 s: see which file system"),
+    ):
+        if tier == "/hangs=1M":
+            monkeypatch.setattr("monarchfs.doctor.run.TIER_SECONDS", 1.0)
+            monkeypatch.setattr(
+                "monarchfs.doctor.storage.tier", lambda *_: os.read(os.pipe()[0], 1)
+            )
+        path.write_text(f'roots = "/lustre/data"\ntier = "{tier}"')
+        assert main(["job", "check", "--config", str(path)]) == code
+        assert said in capsys.readouterr().out
 
 
 def test_all_that_is_named_must_fit() -> None:
-    table = {
-        "allow": [{"roots": "/a", "users": ["alice", "bob"], "partitions": "gpu"}],
-        "dataset": [{"path": "/b", "accounts": ["x"]}],
-    }
-    site = site_from(table, "f")
+    allow = {"roots": "/a", "users": ["alice", "bob"], "partitions": "gpu"}
+    site = site_from({"allow": [allow]}, "f")
     assert site.roots_for(job_of("bob", partition="gpu")) == ["/a"]
     assert site.roots_for(job_of("bob")) == []
     assert site.roots_for(job_of("carol", partition="gpu")) == []
-    assert site.given_to(job_of(account="x")) == [Request("/b")]
-    assert site.given_to(job_of()) == []
 
 
 @pytest.mark.parametrize(
@@ -410,20 +412,14 @@ def test_mistakes_are_named(table: dict[str, Any], complaint: str) -> None:
     assert str(refused.value).startswith(f"configuration /etc/x.toml: {complaint}")
 
 
-@pytest.mark.parametrize(
-    ("path", "below"),
-    [("/a", True), ("/a/b", True), ("/ab", False), ("/", False), ("/c/d", False), ("/c/d/e", True)],
-)
-def test_what_lies_below(path: str, below: bool) -> None:
-    assert is_below(path, ["/a", "/c/d/e"]) is below
+def test_what_lies_below() -> None:
+    paths = ("/a", "/a/b", "/ab", "/", "/c/d", "/c/d/e")
+    assert [p for p in paths if is_below(p, ["/a", "/c/d/e"])] == ["/a", "/a/b", "/c/d/e"]
 
 
-@pytest.mark.parametrize(
-    ("value", "size"), [(True, 64 << 20), (False, 0), ("16M", 16 << 20), ("1G", 1 << 30)]
-)
-def test_how_large_a_recording_may_be(value: object, size: int) -> None:
-    assert site_from({"record": value}, "f").record_bytes == size
-    assert Site().record_bytes == 0
+def test_how_large_a_recording_may_be() -> None:
+    sizes = [site_from({"record": one}, "f").record_bytes for one in (True, False, "16M", "1G")]
+    assert [Site().record_bytes, *sizes] == [0, 64 << 20, 0, 16 << 20, 1 << 30]
 
 
 def test_every_key_is_documented() -> None:
