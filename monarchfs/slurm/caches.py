@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.config.model import TierSpec, User
+from monarchfs.config.places import ROOT_CACHE_DIR
 from monarchfs.slurm.records import (
     Busy,
     locked,
@@ -113,6 +114,10 @@ def open_cache(share: Share, source: str, user: User, deadline: float) -> list[s
     make_directory(share.cache, 0o711)
     for tier in site.tiers:
         make_directory(tier.path, 0o755)
+        if tier.path != ROOT_CACHE_DIR and os.stat(tier.path).st_dev == os.stat("/").st_dev:
+            log.warning(
+                "tier %s shares its file system with /: mount the disk that was meant", tier.path
+            )
     used_now = {"used": None, "last_used_unix_seconds": time.time()}
     with locked(site.lock(_BUDGET_LOCK), deadline):
         granted = {tier.path: _grant(site, share.key, tier) for tier in site.tiers}

@@ -655,7 +655,7 @@ def test_gc_keeps_to_the_budget(node: Node) -> None:
     gone_at_once(node, old, new)
 
 
-def test_a_prolog_measures_what_is_not_known_once_and_in_time(node: Node) -> None:
+def test_a_prolog_measures_what_is_not_known_once_and_in_time(node: Node, caplog: Any) -> None:
     node.configure(f'budget = ["{node.tier}=100M"]', size="60M")
     site, new = read_site(f"{node.path}/site.toml"), share_key("/new", USER)
     key = a_cache(node, "/lustre/old", NOBODY.pw_uid, days=3, size=60 << 20)
@@ -666,6 +666,8 @@ def test_a_prolog_measures_what_is_not_known_once_and_in_time(node: Node) -> Non
         write_record(path, unknown)
         caches.open_cache(Share(site, new), "/new", USER, time.monotonic() + seconds)
         assert (read_record(path) or {}).get("used") == used
+        is_roots = node.tier.stat().st_dev == os.stat("/").st_dev
+        assert ("tier shares its file system with /: mount the disk" in caplog.text) == is_roots
     assert not os.path.exists(path)
 
 
