@@ -236,7 +236,9 @@ def _lines(cache: LocalCache, *, whole: bool) -> list[str]:
     for one in cache.directories:
         place = one.path if whole or one.stranded else one.tier
         size = ("" if one.size.whole else "at least ") + format_bytes(one.size.bytes)
-        files = f"{one.size.files} {plural(one.size.files, 'file')}"
+        # Small ones are counted once they are synced.
+        least = "at least " * (cache.in_use or not one.size.whole)
+        files = f"{least}{one.size.files} {plural(one.size.files, 'file')}"
         why = f"  stranded: {one.stranded}" if one.stranded else ""
         lines.append(f"    {place}  {size}  {files}{why}")
     return [printable(line) for line in lines]

@@ -810,8 +810,10 @@ def _add_below(size: Size, directory: int, name: str, deadline: float, deepest: 
                     size.files += 1
                 elif deepest:
                     _add_below(size, listed, entry.name, deadline, deepest - 1)
-        except OSError:
+        except FileNotFoundError:
             return  # removed meanwhile
+        except OSError:
+            size.whole = False
 
 
 def _measure_copies(path: str, user: User) -> tuple[int, bool]:

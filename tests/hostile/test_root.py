@@ -229,6 +229,7 @@ def test_the_size_of_a_users_tree_is_nothing_elses(ground: Ground) -> None:
     assert calls >= 6
     assert max(sizes) >= 1 << 13
     assert max(sizes) < 1 << 20
+    assert not tree_size("/proc/self/cwd").whole, "what cannot be looked at is not nothing"
 
 
 @pytest.fixture
