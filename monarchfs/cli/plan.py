@@ -15,6 +15,7 @@ from monarchfs.cli.doctor import config_from
 from monarchfs.cli.output import Progress, labelled, show_result
 from monarchfs.config import Config
 from monarchfs.config.model import ShareMode
+from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.doctor.speed import source_rates, tier_rates
 from monarchfs.doctor.storage import check_and_locate, look_at_source, room_of
@@ -23,6 +24,7 @@ from monarchfs.insight.fitting import Amount, PlannedTier, total
 from monarchfs.insight.survey import survey_and_fit
 from monarchfs.supervisor.directories import names_for, recorded_directories
 from monarchfs.supervisor.identity import become
+from monarchfs.supervisor.recover import find_all
 from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes
@@ -46,6 +48,8 @@ def plan_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> i
     result = combine(config.source, report, rooms, rates, arguments.epochs)
     if arguments.nodes:
         result["sharing"] = shared(result, arguments.nodes, config.share)
+    mounts = find_all(search_of(environ))
+    result["mountpoints"] = [one.mountpoint for one in mounts if one.source == config.source]
     show_result(arguments, result, lines(result))
     return 0
 
@@ -231,6 +235,9 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:
         if size["files"]
     ]
     yield labelled("sizes", ", ".join(sizes) or "none")
+    if mounted := plan.get("mountpoints"):
+        where = ", ".join(map(printable, mounted))
+        yield labelled("mounted", f"on {where}: its copies count below where its tiers are these")
     for tier in plan["tiers"]:
         text = f"{printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
         text += f" {format_bytes(tier['usable_bytes'])}"

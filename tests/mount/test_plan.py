@@ -187,6 +187,8 @@ def test_a_file_that_fits_in_part(work: mounting.Bench) -> None:
     # Less than a unit of copying is left over; a reader would fill that too.
     left = planned["partial"]["bytes"] - now["source_io"]["read_bytes"]
     assert 0 <= left < MAX_UNIT_BYTES
+    beside = mounting.run("plan", str(source), "--quick", "--tier", f"{work.path}/tier=40M")
+    assert f"  mounted   on {mount.path}: " in beside.stdout
 
 
 @mounting.needs_mounts
