@@ -66,7 +66,8 @@ def test_a_verdict_comes_into_the_report_of_its_dataset(tmp_path: Path) -> None:
     assert [line.strip() for line in lines[1:]] == ["for", "remedy", "/r/1.rec"]
 
 
-NOT_RESIDENT = {"resident_after_seconds": None}
+NOT_RESIDENT, AT_ONCE = ({"resident_after_seconds": seconds} for seconds in (None, 0.0))
+LOCAL = {"local_opens": 3}
 BEFORE = status(uptime_seconds=50.0, served__local_opens=10, source_io__read_bytes=800)
 COUNTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]] = {
     "a job that had the mount for itself": (
@@ -92,12 +93,8 @@ COUNTED: dict[str, tuple[dict[str, Any] | None, dict[str, Any], dict[str, Any]]]
         {"local_opens": 400 - 30, "worker_restarts": 1},
     ),
     "resident while it was there": (BEFORE, status(), {"resident_after_seconds": 10.0}),
-    "resident before": (status(uptime_seconds=70.0), status(), {"resident_after_seconds": 0.0}),
-    "resident before the mount": (
-        None,
-        status(served={"local_opens": 3}, source_io={}, prefetch__idle_since_uptime_seconds=None),
-        {"resident_after_seconds": 0.0},
-    ),
+    "resident before": (status(uptime_seconds=70.0), status(), AT_ONCE),
+    "was local": (None, status(served=LOCAL, source_io={}, prefetch={}), AT_ONCE),
     "not idle": (None, status(prefetch__idle_since_uptime_seconds=None), NOT_RESIDENT),
     "a copy was refused": (None, status(prefetch__refused=1), NOT_RESIDENT),
     "a copy failed": (None, status(prefetch__failed=1), NOT_RESIDENT),
@@ -145,11 +142,8 @@ def test_the_pages(golden: Golden) -> None:
         )
         return job_report(7, "alice", node, 1000, 1001, [report(None, now), report(None, None)])
 
-    datasets = [
-        report(None, status(), (8,)),
-        unmounted_report("W", "/other", "it hangs"),
-        report(None, None),
-    ]
+    unmounted = unmounted_report("W", "/other", "it hangs")
+    datasets = [report(None, status(), (8,)), unmounted, report(None, None)]
     nodes = [on("n1", 1100, 2000), on("n2", 900, 0), on("n3", 1300, 1000, whole=False)]
     pages = [page(job_report(7, "alice", "n1", 1000, 1090, datasets)), *map(page, nodes)]
     assert job_totals(nodes[:1]) == ""
