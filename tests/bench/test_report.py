@@ -102,9 +102,7 @@ def test_what_was_measured_is_saved_and_what_failed_is_told(
     assert capsys.readouterr().err.count("Traceback") == (code == 1)
 
 
-def test_the_list_names_every_one_and_each_can_be_run(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_list_names_every_one_and_each_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(suites.MEASUREMENTS)

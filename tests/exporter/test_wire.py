@@ -162,9 +162,7 @@ def test_names_of_mounts_are_given_once_and_stay() -> None:
     assert label_mounts(given, []) == {}
 
 
-async def test_a_name_service_that_hangs_costs_the_names(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_name_service_that_hangs_costs_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "NAME_SECONDS", 0.05)
     asked: list[int] = []
     answered = threading.Event()

@@ -98,9 +98,7 @@ SPAN = st.tuples(st.integers(0, 40), st.integers(0, 20))
 
 @given(st.lists(st.lists(SPAN, min_size=1, max_size=8), min_size=1, max_size=3))
 @example([[(2, 2)], [(3, 13)]])
-def test_waiting_is_time_with_a_request_under_way(
-    intervals: list[list[tuple[int, int]]],
-) -> None:
+def test_waiting_is_time_with_a_request_under_way(intervals: list[list[tuple[int, int]]]) -> None:
     """Once, and when the request ends, which may be longer than the interval."""
     interval = Interval(by_directory=False)
     until = 0

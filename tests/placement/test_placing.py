@@ -263,9 +263,7 @@ def move(ino: int, tier: int, to: int, blocks: int) -> events.Move:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_no_more_of_the_coldest_go_for_an_opened_file_than_needed(
-    eviction: EvictionPolicy,
-) -> None:
+def test_no_more_of_the_coldest_go_for_an_opened_file_than_needed(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     node.run(events.Accessed(20, 0), events.Accessed(22, 0))
     assert wanted(node, 50, 20) == [goes(21), goes(23), placed(50, 0, 19 * BLOCK)]
@@ -324,9 +322,7 @@ def big_node(eviction: EvictionPolicy) -> Node:
 
 
 @pytest.mark.parametrize("eviction", TRACKING)
-def test_a_large_file_of_up_to_a_quarter_of_a_tier_is_whole(
-    eviction: EvictionPolicy,
-) -> None:
+def test_a_large_file_of_up_to_a_quarter_of_a_tier_is_whole(eviction: EvictionPolicy) -> None:
     node = big_node(eviction)
     assert evicted(node.run(events.Wanted(50, 100 * MIB - BLOCK, True))) == [20, 21, 22]
 
@@ -387,9 +383,7 @@ def test_foreign_replicas_go_for_owned_files(eviction: EvictionPolicy, evicts: b
 
 
 @pytest.mark.parametrize("eviction", EvictionPolicy)
-def test_no_replica_of_a_file_of_ours_goes_for_a_foreign_one(
-    eviction: EvictionPolicy,
-) -> None:
+def test_no_replica_of_a_file_of_ours_goes_for_a_foreign_one(eviction: EvictionPolicy) -> None:
     node = full_node(eviction)
     node.lookup.owned_elsewhere |= {24, 26, 50, 51}
     actions = owned(node, 50, 20, events.Owner.OTHER_NODE)

@@ -124,9 +124,7 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 @settings(max_examples=300, deadline=None)
-def test_nothing_is_lost_or_invented(
-    operations: list[tuple[str, int, int, list[bool]]],
-) -> None:
+def test_nothing_is_lost_or_invented(operations: list[tuple[str, int, int, list[bool]]]) -> None:
     for policy in (Lru(), Sieve(), Weighted()):
         held: dict[int, set[int]] = {0: set(), 1: set()}
         for operation, tier, ino, takes in operations:

@@ -472,9 +472,7 @@ def test_unmounted_caches_make_room_within_the_budget(node: Node) -> None:
     node.end(3, 4, 5, 6)
 
 
-def test_a_dead_daemon_is_replaced_and_one_that_hangs_left_to_those_who_use_it(
-    node: Node,
-) -> None:
+def test_a_dead_daemon_is_replaced_and_one_that_hangs_left_to_those_who_use_it(node: Node) -> None:
     data = node.dataset()
     root = node.begin(1, f"monarchfs={data}")
     os.kill(_supervisor(root), signal.SIGKILL)

@@ -211,9 +211,7 @@ CHANGES = st.tuples(st.sampled_from("car"), st.integers(0, 15), st.integers(1, 8
 
 
 @given(st.lists(CHANGES, max_size=40))
-def test_chunks_are_claimed_once_and_saved_if_arrived(
-    changes: list[tuple[str, int, int]],
-) -> None:
+def test_chunks_are_claimed_once_and_saved_if_arrived(changes: list[tuple[str, int, int]]) -> None:
     """What is claimed arrives or is released."""
     chunks, model, claims = ChunkMap(1000, 64), [MISSING] * 16, list[tuple[int, int]]()
     for change, which, most in changes:
