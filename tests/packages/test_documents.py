@@ -12,7 +12,7 @@ from tests.support.surroundings import REPOSITORY, requires_namespaces
 NOT_RUN = {
     "make ": "set-up, tests, measurements and builds, which run by themselves",
     "apt-get |pip |python3.11 |/opt/monarchfs/bin/pip |dpkg |rpm |packaging/": "test_packages",
-    "spack |apptainer |python3 packaging/|cp /usr/": "they need programs that Debian lacks, or a build",
+    "spack |apptainer |python3 packaging/|cp /usr/": "they need what Debian lacks, or a build",
     "systemctl |install -d |cat > |qsub ": "they need systemd or Grid Engine",
     "monarchfs selftest ": "tests/mount/test_doctor.py has fewer files",
     "monarchfs (report 4711|peers |analyze )": "they need what a job left behind",
