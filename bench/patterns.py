@@ -18,10 +18,10 @@ from bench.task import Task
 SOURCE = Profile("a busy source", 150e6, 0.0005, 0.0005)
 READERS = 8
 MOST_SECONDS = 300.0
-WHOLE = -1
+WHOLE = 1 << 62
 
 Read = tuple[str, Sequence[tuple[int, int]]]
-"""A file, and what is read of it: offsets and sizes (WHOLE: up to the end). Without any it is only
+"""A file, and what is read of it: offsets and sizes, at most up to its end. Without any it is only
 looked up."""
 
 
@@ -35,9 +35,9 @@ def read_each(root: str, reads: Sequence[Read]) -> None:
         with open(path, "rb", buffering=0) as file:
             for offset, size in ranges:
                 file.seek(offset)
-                while data := file.read(min(size, MIB) if size != WHOLE else MIB):
-                    if size != WHOLE and (size := size - len(data)) <= 0:
-                        break
+                left = size
+                while left and (data := file.read(min(left, MIB))):
+                    left -= len(data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,6 @@ from monarchfs.types import Data, Lane, SourceChanged, SourceStat
 MOST_SKIPPED_BYTES = 64 << 30
 """Of a hole, at once: the digests of so much take a few milliseconds."""
 
-
 SMALL_SHARE = 4
 """A read of less than a chunk by this is small: at random, it brings just its bytes."""
 

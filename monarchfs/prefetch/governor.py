@@ -53,7 +53,6 @@ LARGE_BYTES = 256 << 10
 BURST_SECONDS = 0.5
 """What was left over of the rate in this time may be taken at once."""
 
-
 FIRST_SECONDS = 0.3
 RETRY_SECONDS, MOST_RETRY_SECONDS = 2.0, 60.0
 """More is tried so long after the first reads; again so long after it slowed readers, twice as long

@@ -35,7 +35,6 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,31}")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\[\]-]{0,63}")
 """Of any batch system; safe as a part of a file name."""
-_ARRAY_TASK = re.compile(r"[0-9]+_[0-9]+")
 NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,250}")
 
 
@@ -75,10 +74,6 @@ class Job:
 
 def parse_job_id(text: str) -> JobId:
     """Raises UsageError for what no batch system calls a job."""
-    if _ARRAY_TASK.fullmatch(text):
-        # Slurm tells a node's prolog and epilog only the task's own number.
-        own = f"sacct -X -n -o jobidraw -j {text}"
-        raise UsageError(f"{text} is a task of an array: give its own number, as {own} shows it")
     if JOB_ID.fullmatch(text) is None:
         raise UsageError(f"'{text[:40]}' is no job: give its number or name, as the queue shows it")
     return int(text) if text.isdecimal() else text

@@ -363,6 +363,10 @@ def find_reports(directory: str, job: JobId) -> list[dict[str, Any]]:
         except (OSError, ValueError, TypeError, RecursionError) as error:
             refused = f"the report {path} cannot be read: {error}"
     if not found:
+        if not refused and re.fullmatch("[0-9]+_[0-9]+", str(job)):
+            # Slurm tells a node's prolog and epilog only the task's own number.
+            own = f"sacct -X -n -o jobidraw -j {job}"
+            refused = f"there is no report of job {job}: give the number that {own} prints"
         raise OperationError(
             refused
             or f"there is no report of job {job} in {directory}: it had no datasets, is not over"

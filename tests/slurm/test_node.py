@@ -428,7 +428,9 @@ def test_wrong_usage_is_told_and_scripts_succeed_whatever_happens() -> None:
     assert_one_line(run("job", "prolog", user="nobody"), 2)
     assert_one_line(run("job", "begin", user="nobody"), 2, "write monarchfs run SOURCE -- COMMAND")
     assert_one_line(run("job", "end", "--job", "../x"), 2, "monarchfs: '../x' is no job")
-    assert_one_line(run("report", "39_2"), 2, "39_2 is a task of an array: give its own number")
+    assert_one_line(
+        run("report", "39_2"), 1, "give the number that sacct -X -n -o jobidraw -j 39_2"
+    )
     assert run("job", "nonsense").returncode == 2
     for name in ("prolog", "epilog", "task_prolog"):
         for environment in ({}, {"MONARCHFS": "/nonexistent"}, {"SLURM_JOB_ID": "../../etc/x"}):
