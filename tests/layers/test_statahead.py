@@ -35,8 +35,9 @@ def in_no_order(count: int = FILES) -> list[bytes]:
 
 @pytest.fixture
 def many(area: Area, monkeypatch: pytest.MonkeyPatch) -> Area:
-    # On a busy machine a batch may take longer than a reader would wait.
+    # On a busy machine a batch may take longer than a reader would wait, and a disk seem far away.
     monkeypatch.setattr(statahead, "PATIENCE_SECONDS", 60)
+    monkeypatch.setattr(statahead, "FAR_SECONDS", 60)
     for number in range(FILES):
         area.write(f"d/{number:04}", b"x" * number)
     return area
