@@ -206,10 +206,10 @@ FSTATS = {"5", "262"}
 
 
 @contextmanager
-def slow_checks(pid: int) -> Iterator[None]:
-    """Each thread of this process comes back from fstat(2) 0.3 s late."""
+def slow_checks(pid: int, told: Path) -> Iterator[None]:
+    """Each thread of this process comes back from fstat(2) a second late, which ``told`` tells."""
     calls = "fstat,newfstatat"
-    command = ["strace", "-f", "-qq", "-p", str(pid), "-o", "/dev/null", "-e", f"trace={calls}"]
+    command = ["strace", "-f", "-qq", "-p", str(pid), "-o", str(told), "-e", f"trace={calls}"]
     command += ["-e", f"inject={calls}:delay_exit=1000000"]
     tracer = subprocess.Popen(command, stderr=subprocess.PIPE)
 
@@ -225,15 +225,16 @@ def slow_checks(pid: int) -> Iterator[None]:
         tracer.communicate(timeout=10)
 
 
-def checking(pid: int, reader: threading.Thread) -> set[str]:
-    """Threads that are in fstat(2)."""
+def checked(pid: int, reader: threading.Thread, told: Path) -> set[str]:
+    """Threads that are on their way back from fstat(2)."""
     found = set()
+    back = {line.split()[0] for line in told.read_text().splitlines() if " = 0" in line}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):
             if (task / "syscall").read_text().split()[0] in FSTATS:
                 found.add(task.name)
     assert found or reader.is_alive(), "the bytes came without a check"
-    return found
+    return found & back
 
 
 @surroundings.program("strace")
@@ -250,11 +251,10 @@ def test_a_change_between_the_check_and_the_answer_is_not_seen(work: Bench) -> N
         reader = threading.Thread(
             target=lambda: got.append(os.pread(file.fileno(), ASKED, AT)), daemon=True
         )
-        with slow_checks(worker):
+        told = work.path / "told"
+        with slow_checks(worker, told):
             reader.start()
-            threads = wait_for(lambda: checking(worker, reader), "the check")
-            # On its way in it is there for a moment, on its way back for long.
-            wait_for(lambda: threads & checking(worker, reader), "the check to have its answer")
+            wait_for(lambda: checked(worker, reader, told), "the check to have its answer")
             descriptor = os.open(source / "f", os.O_WRONLY)
             os.pwrite(descriptor, b"B" * SIZE, 0)
             os.close(descriptor)
