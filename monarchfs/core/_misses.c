@@ -19,6 +19,9 @@
  * calls the source under `source_lock`. A thread that asked the source answers first and closes the file
  * afterwards, because close(2) may block, too.
  *
+ * If readers read only the beginning of files of at least HEAD_FILE_BYTES, opens of these are left to Python, which reads
+ * what is asked for. One in HEAD_PROBES is read as a whole, to see whether that is still so.
+ *
  * A hanging source: after a second a request is left to Python, and its thread is not counted. If 256 requests
  * wait in Python, opens that no thread has begun go on waiting here, where one takes 0.3 KB (in Python 20). Files
  * that were changed less than a second ago, and those on file systems mounted below the source, are Python's.
@@ -48,6 +51,10 @@
 #define BUCKETS (1U << 16)
 #define MOST_ENTRIES (1U << 17) /* some 160 bytes each */
 #define MOST_EVENTS 65536
+#define HEAD_FILE_BYTES (256U << 10) /* as in prefetch/fetch.py */
+#define HEAD_PART 4 /* who reads less than one part of so many reads its beginning alone */
+#define HEAD_FILES 8 /* closed so one after the other */
+#define HEAD_PROBES 64
 
 /* `source_lock` guards all of this. */
 
@@ -109,6 +116,7 @@ static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when a
 
 static bool serving;
 static uint64_t source_ns; /* what it takes for a file, on average */
+static unsigned heads_read, heads_left; /* how many files in a row were closed so; how many opens were left to Python */
 
 /* -- bytes. Under `source_lock`, like everything up to the functions for Python */
 
@@ -363,12 +371,24 @@ static void answered(struct entry *entry)
 	make_window_room();
 }
 
+/* How much of a file was read since it was opened. What is resident by now, its readers read from the tier. */
+static void note_read(struct entry *entry)
+{
+	if (!entry->bytes || entry->over || !entry->answered || resident_used(entry->ino))
+		return;
+	if (entry->bytes->size >= HEAD_FILE_BYTES)
+		heads_read = entry->answered < entry->bytes->size / HEAD_PART ? heads_read + 1 : 0;
+	entry->answered = 0;
+}
+
 void misses_released(uint64_t ino)
 {
 	pthread_mutex_lock(&source_lock);
 	struct entry *entry = *place_of(ino);
-	if (entry)
+	if (entry) {
+		note_read(entry);
 		put_down(entry);
+	}
 	pthread_mutex_unlock(&source_lock);
 }
 
@@ -822,6 +842,9 @@ static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t l
 	bool large = entry->version.size > MISS_MOST_BYTES;
 	if (large && !entry->bytes && entry->state != READING)
 		return false;
+	bool heads = heads_read >= HEAD_FILES && entry->version.size >= HEAD_FILE_BYTES;
+	if (in->opcode == FUSE_OPEN && heads && !entry->bytes && entry->state == REMOTE && ++heads_left % HEAD_PROBES)
+		return false;
 	if (in->opcode == FUSE_OPEN &&
 	    (!opens_read_only(in) || (!entry->bytes && !large && !make_room(entry->version.size))))
 		return false; /* an open file has to stay in memory */
@@ -976,6 +999,14 @@ int misses_start(const struct miss_options *given)
 uint64_t misses_source_ns(void)
 {
 	return __atomic_load_n(&source_ns, __ATOMIC_RELAXED);
+}
+
+bool misses_heads(void)
+{
+	pthread_mutex_lock(&source_lock);
+	bool heads = heads_read >= HEAD_FILES;
+	pthread_mutex_unlock(&source_lock);
+	return heads;
 }
 
 void misses_serve(bool no_opens)

@@ -221,6 +221,11 @@ class Misses:
         """What the source takes for a small file, on average; 0: not known."""
         return int(self._hooks.misses_source_ns()) / 1e9
 
+    @property
+    def heads(self) -> bool:
+        """Whether readers read only the beginning of files (of HEAD_FILE_BYTES or more)."""
+        return bool(self._hooks.misses_heads())
+
     def forget(self, inos: list[int]) -> None:
         """Each is resident, or another version: it is served otherwise from now on. Who has it open
         goes on reading what is in memory."""

@@ -20,7 +20,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.counts import NS
-from monarchfs.prefetch.fetch import CHUNK_BYTES, WHOLE_BYTES, Fetch, State
+from monarchfs.prefetch.fetch import CHUNK_BYTES, HEAD_FILE_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.governor import BesideReaders, Governor, RateLimiter, TargetLimit
@@ -50,7 +50,8 @@ YIELD_SECONDS = 1.0
 (``BesideReaders``), but for files that are read in sequence or in large pieces."""
 
 BRIEF_SECONDS = 0.002, 0.004
-"""What the shortest fetch then takes, about as long as a reader's own. The rest takes as long."""
+"""What the shortest fetch then takes, about as long as a reader's own. The rest takes as long, or
+longer by as much as the fetch was larger."""
 
 JUDGED_READS = 32
 JUDGED_SECONDS = 0.05
@@ -338,7 +339,7 @@ class Copier:
             ino, priority = job
             if (node := self._copyable(ino, self._cache.index.nodes.node(ino))) is not None:
                 is_paced = priority is not Priority.OPENED
-                if self._is_small(node):
+                if self._is_small(node) and not self._gives_way(node, now):
                     batch = self._begin_small(self._with_others(node, priority), priority)
                     if batch is None:
                         self._start(now, trio.lowlevel.checkpoint, 0)
@@ -399,6 +400,12 @@ class Copier:
             return False
         return self._trusts_times or node.stat.version.past_racy_window(time.time_ns())
 
+    def _gives_way(self, node: Node, now: float) -> bool:
+        """Whether the copy of a small file gives way to readers: they read little of such files."""
+        if node.stat.size < HEAD_FILE_BYTES or now >= self._yields_until:
+            return False
+        return self.small is not None and self.small.heads and not self.beside_readers.free
+
     def _with_others(self, node: Node, priority: Priority) -> list[Node]:
         """The node, and the next small files of the queue that are to be copied with it."""
         nodes, size = [node], node.stat.size
@@ -408,6 +415,7 @@ class Copier:
             if priority is Priority.OPENED
             else self._rate_limiter.room(trio.current_time())
         )
+        now = trio.current_time()
         # There is no checkpoint between these looks and the end of the batch.
         next_ones = self.jobs.queue.next(priority, max(0, self.together.value - 1))
         known = self._cache.index.nodes.nodes_of([job.ino for job in next_ones])
@@ -420,7 +428,8 @@ class Copier:
                 uncopied.append(job.ino)
             else:
                 size += other.stat.size
-                if size > MAX_UNIT_BYTES or not self._is_small(other):
+                together = self._is_small(other) and not self._gives_way(other, now)
+                if size > MAX_UNIT_BYTES or not together:
                     break
                 nodes.append(other)
             taken += 1
@@ -484,7 +493,8 @@ class Copier:
         try:
             await self._fetch(fill, fetch)
         finally:
-            self._rests_until = trio.current_time() + (fetch.seconds or 0.0)
+            times = max(1.0, (fetch.end - fetch.start) / self._brief_bytes.value)
+            self._rests_until = trio.current_time() + times * (fetch.seconds or 0.0)
         if fetch.seconds is not None and fetch.end - fetch.start >= self._brief_bytes.value:
             self._brief_bytes.record_latency(fetch.seconds)
 

@@ -18,7 +18,14 @@ from monarchfs.core.units import Unit
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.copy import Copy
-from monarchfs.prefetch.fetch import CHUNK_BYTES, MOST_AHEAD_BYTES, WHOLE_BYTES, Fetch, State
+from monarchfs.prefetch.fetch import (
+    CHUNK_BYTES,
+    HEAD_FILE_BYTES,
+    MOST_AHEAD_BYTES,
+    WHOLE_BYTES,
+    Fetch,
+    State,
+)
 from monarchfs.prefetch.passing import PassingReads
 from monarchfs.prefetch.readahead import Readahead
 from monarchfs.types import Data, Lane, SourceChanged, SourceStat
@@ -109,9 +116,12 @@ class Fill:
         follows = offset == self._read_to
         self._read_to = end
         self._mean_read += (end - offset - self._mean_read) / MEAN_READS
-        at_random = self._at_random and not follows and self.copy.size > WHOLE_BYTES
+        if self.copy.size > WHOLE_BYTES:
+            at_random = self._at_random and not follows
+        else:
+            at_random = self.copy.size >= HEAD_FILE_BYTES
         if small and at_random and self._touch(first, last):
-            return  # a chunk would cost many times what is asked for
+            return  # a chunk, or all of it, would cost many times what is asked for
         self.fetch_now(first, last)
         if small and offset == 0:
             return  # perhaps a header, of which no more is read

@@ -100,6 +100,11 @@ class SmallFiles:
 
     # -- for the copier
 
+    @property
+    def heads(self) -> bool:
+        """As in ``Misses``."""
+        return self._misses.heads
+
     def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
         """Make a batch for ``copy``. Files of it that are read for a reader meanwhile also count
         for it. No checkpoint."""

@@ -27,6 +27,13 @@ part f 1M 4K way=direct; check read
   source.read_bytes 4096
   files.resident 0
 """,
+        "who reads the beginning of each file does not wait for all of it": f"""
+file f/{{0..39}} 400K; settle
+mount --freshness ttl=3600 --prefetch none
+{"; ".join(f"part f/{n} 0 4K" for n in range(40))}
+read f/0; check read
+  source.read_bytes <=6000000
+""",
         "the source's errors are the reader's, and pass": """
 file f g 2M
 mount --freshness ttl=0
