@@ -50,17 +50,18 @@ class TierUsage:
         self._tiers.measure()
         rooms = []
         for tier in self._tiers.by_id.values():
-            _used, capacity = self._used(tier)
+            _used, capacity = self.of(tier)
             room = self._placement.ledger(tier.id).room
             reason = self._tiers.out_of_service(tier.id)
             rooms.append(TierRoom(tier.path, capacity, room, reason))
         return reservation(size), rooms
 
-    def _used(self, tier: Tier) -> tuple[int, int]:
-        """Bytes used and capacity: placement knows nothing of what is no replica."""
+    def of(self, tier: Tier) -> tuple[int, int]:
+        """Bytes used and capacity: placement knows nothing of what is no replica, and of copies in
+        progress only what they may come to need."""
         used, capacity = self._placement.ledger(tier.id).usage
         overhead = tier.overhead_bytes
-        return used + overhead, capacity + overhead
+        return used + self._tiers.written[tier.id] + overhead, capacity + overhead
 
     def out_of_reach(self, tier_id: int) -> str | None:
         """Why what the tier holds is not served either; None where it is."""
@@ -74,7 +75,7 @@ class TierUsage:
         totals = self._index.replicas.tier_totals()
         result: list[dict[str, object]] = []
         for tier in self._tiers.by_id.values():
-            used, capacity = self._used(tier)
+            used, capacity = self.of(tier)
             held = totals.get(tier.id, TierTotals())
             self._peaks[tier.id] = max(used, self._peaks.get(tier.id, 0))
             result.append(

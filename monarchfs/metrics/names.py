@@ -161,7 +161,7 @@ TIER_CAPACITY = _gauge(
     "tier",
 )
 TIER_USED = _gauge(
-    "tier_used_bytes", "Allocated bytes in a tier, including copies that are being removed", "tier"
+    "tier_used_bytes", "Allocated bytes in a tier, also of copies being made or removed", "tier"
 )
 TIER_FILES = _gauge(
     "tier_files",

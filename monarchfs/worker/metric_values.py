@@ -132,7 +132,7 @@ def _tiers(worker: Composition) -> Values:
     }
     totals = worker.index.replicas.tier_totals()
     for tier_id, tier in worker.cache.tiers.items():
-        used, capacity = worker.cache.accounts.placement.ledger(tier_id).usage
+        used, capacity = worker.cache.usage.of(tier)
         held = totals.get(tier_id, TierTotals())
         states = {"complete": held.resident, "partial": held.partial, "unclaimed": held.found}
         values[names.TIER_CAPACITY].append(((tier.path,), capacity))
