@@ -649,6 +649,7 @@ def test_a_killed_supervisor_is_replaced(place: Place) -> None:
     daemon alone is killed, its supervisor leaves the mount to another job."""
     jobs = Jobs(place)
     reader = jobs.reading(1)
+    began = time.monotonic()
     for _ in range(2):
         worker = jobs.status()["worker"]["pid"]
         daemon = psutil.Process(parent_of(parent_of(worker)))
@@ -659,6 +660,7 @@ def test_a_killed_supervisor_is_replaced(place: Place) -> None:
     worker = jobs.status()["worker"]["pid"]
     os.kill(parent_of(parent_of(worker)), signal.SIGKILL)
     wait_for(partial(jobs.is_other, worker), "another worker")
+    assert time.monotonic() - began < jobs.status()["uptime_seconds"], "it is the mount's"
     jobs.ended(reader)
     assert other.communicate("\n", timeout=WAIT_SECONDS) == ("", "")
 
