@@ -166,16 +166,18 @@ def _outcomes(
     settings = [(AS_IT_WAS, setup)]
     if not setup.immutable and epoch.span.merged[CHECKS]:
         settings.append((IMMUTABLE, replace(setup, immutable=True)))
+    if not setup.copies:
+        settings.append(("--prefetch auto", replace(setup, copies=True)))
     settings += [
         (f"--evict {policy.value}", replace(setup, policy=policy))
         for policy in EvictionPolicy
-        if policy is not setup.policy
+        if setup.copies and policy is not setup.policy
     ]
     if not setup.scans:
-        settings.append(("--prefetch all", replace(setup, scans=True)))
+        settings.append(("--prefetch all", replace(setup, scans=True, copies=True)))
     if nodes > 1:
         settings.append((f"{PEERS} of {nodes} nodes", replace(setup, nodes=nodes)))
-    missing = replay.bytes_needed - sum(setup.capacities)
+    missing = replay.bytes_needed - sum(setup.capacities) if setup.copies else 0
     for part in (4, 2, 1) if missing > 0 else ():
         more = -(-missing // part) * 101 // 100
         name = f"{format_bytes(more)} more on {facts.tier_paths[-1]}"

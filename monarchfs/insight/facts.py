@@ -40,6 +40,7 @@ def read_facts(facts: Mapping[str, Any]) -> Facts:
             EvictionPolicy(facts.get("policy", "keep")),
             prefetch not in (None, "none", "access", "auto"),
             facts.get("freshness") == "immutable",
+            copies=prefetch != "none",
         ),
         int(facts.get("sampled", 1)),
         int(facts.get("dropped", 0)),

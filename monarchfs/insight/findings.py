@@ -21,6 +21,8 @@ SENTENCES = {
     "not copied": "{share} of the waiting was for the source: {files} were read from it again,"
     " though more would fit: they were not copied yet, or not at all (`monarchfs why` says the"
     " reason).",
+    "nothing copied": "{share} of the waiting was for the source: {files} were read from it again,"
+    " as the mount copies nothing by itself (--prefetch none).",
     "no room": "{share} of the waiting was for the source: {files} that do not fit into the tiers"
     " were read from it again.",
     "new names": "{share} of the waiting was for the source, asked for names and attributes that"

@@ -40,13 +40,15 @@ PEER_BYTES_PER_SECOND = 1e9
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Settings of a mount: the capacities of its tiers, fastest first; whether its files are
-    ``immutable``; how many ``nodes`` with such tiers share what they have."""
+    ``immutable``; how many ``nodes`` with such tiers share what they have; whether it ``copies``
+    what is opened."""
 
     capacities: tuple[int, ...]
     policy: EvictionPolicy
     scans: bool
     immutable: bool
     nodes: int = 1
+    copies: bool = True
 
     def with_more(self, more_bytes: int) -> Setup:
         """With a larger last tier."""
@@ -61,6 +63,7 @@ class SimulatedNode(NoReplicas):
     def __init__(self, setup: Setup, one_of: int = 1) -> None:
         self._at: dict[int, tuple[int, int]] = {}
         self.stored = 0
+        self._copies = setup.copies
         tiers = range(len(setup.capacities))
         self._placement = Placement(tiers, self, eviction=setup.policy, reserve_percent=0)
         for tier, capacity in enumerate(setup.capacities):
@@ -80,13 +83,15 @@ class SimulatedNode(NoReplicas):
         return (ino for ino, (at, _) in self._at.items() if at == tier)
 
     def open(self, ino: int, size: int) -> float:
-        """The share of the file that is local; a copy is made of what is not, if it fits."""
+        """The share of the file that is local; a copy is made of what is not, if it fits, and if
+        the mount copies what is opened."""
         if ino in self._at:
             tier, allocated = self._at[ino]
             self._handle(Accessed(ino, tier))
             return min(1.0, allocated / max(size, 1))
         self._handle(Accessed(ino, None))
-        self.copy(ino, size, evicts=True)
+        if self._copies:
+            self.copy(ino, size, evicts=True)
         return 0.0
 
     def copy(self, ino: int, size: int, *, evicts: bool) -> None:

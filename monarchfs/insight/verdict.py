@@ -150,7 +150,7 @@ def _causes(
             return
         words |= {"share": percent(shares[cause]), "words": words_of(cause)}
         if cause == SOURCE:
-            yield SENTENCES[_why_from_source(epoch, outcomes)].format_map(words)
+            yield SENTENCES[_why_from_source(facts, epoch, outcomes)].format_map(words)
             if source is not None:
                 yield _limit(source)
         elif cause == CHECKS:
@@ -165,9 +165,11 @@ def _causes(
             yield SENTENCES["other"].format_map(words)
 
 
-def _why_from_source(epoch: Epoch, outcomes: Sequence[Outcome]) -> str:
+def _why_from_source(facts: Facts, epoch: Epoch, outcomes: Sequence[Outcome]) -> str:
     if epoch.number == 1:
         return "first epoch"
+    if not facts.setup.copies:
+        return "nothing copied"
     fits = next((o.hit_ratio for o in outcomes if o.change == AS_IT_WAS), 0.0)
     return "not copied" if fits > epoch.hit_ratio + 0.1 else "no room"
 

@@ -135,6 +135,7 @@ def jobs() -> Iterator[tuple[str, Job, dict[str, Any]]]:
     yield "the kernel reads by itself", with_events(job, handed(job.events())), unseen
     job = Job(source_until_copied(0.5, 0.02), many_files(400, MIB), request_bytes=MIB)
     yield "... half of the files", with_events(job, handed(job.events())), unseen | room(201)
+    yield "nothing is copied", Job(always(SOURCE, 0.02), epochs=3), {"prefetch": "none"}
     thousand = many_files(1000, 100 * KIB)
     yield "56% fit", Job(source_until_copied(0.56, 0.02), thousand), room(55)
     facts = room(49) | {"sampled": 4}
