@@ -22,7 +22,7 @@ from monarchfs.cli.mount import (
     settings_from,
     words_of,
 )
-from monarchfs.cli.output import complain, format_count, format_share
+from monarchfs.cli.output import complain, counted, format_share
 from monarchfs.cli.status import makes_sense
 from monarchfs.config import User
 from monarchfs.config.files import from_file
@@ -97,27 +97,32 @@ def run_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> in
             reason = f"unexpected {error!r}"
         _warn(source, reason)
     kind = "none" if view is None else "own" if isinstance(view, MountLease) else "existing"
+    before = _status(view) if arguments.report and isinstance(view, FoundMount) else None
     about = {"source": source, "view": kind, "reason": reason}
     code = run_child(arguments.argv, partial(_prepare, view, user, source, strict=arguments.strict))
     seconds = round(time.monotonic() - began, 3)
     try:
-        _end(view, arguments, report, {**about, "exit_code": code, "seconds": seconds})
+        _end(view, arguments, report, before, {**about, "exit_code": code, "seconds": seconds})
     except Exception as error:  # noqa: BLE001 - it is over: only its own exit code counts
         complain(f"nothing can be reported of {source}: {error!r}", 0)
     return code
 
 
 def _end(
-    view: CommandView, arguments: argparse.Namespace, report: int | None, result: dict[str, Any]
+    view: CommandView,
+    arguments: argparse.Namespace,
+    report: int | None,
+    before: Mapping[str, Any] | None,
+    result: dict[str, Any],
 ) -> None:
-    """Lets go of the mount, and reports what was asked for."""
+    """Lets go of the mount, and reports what was asked for: since ``before``, if that is known."""
     status = None
     if view is not None and (arguments.report or report is not None):
         status = _status(view)
     if isinstance(view, MountLease):
         view.close()
     if arguments.report:
-        complain(_summary(result["source"], status), 0)
+        complain(_summary(result["source"], before, status), 0)
     if report is not None:
         _write_report(report, {**result, "status": status})
 
@@ -240,21 +245,26 @@ def _status(view: MountLease | FoundMount) -> dict[str, Any] | None:
         return None
 
 
-def _summary(source: str, status: Mapping[str, Any] | None) -> str:
+def _summary(
+    source: str, before: Mapping[str, Any] | None, status: Mapping[str, Any] | None
+) -> str:
     if status is None:
         return f"{source} was read without a cache"
-    served, files = status.get("served", {}), status.get("files", {})
-    local = served.get("local_opens", 0)
-    remote = served.get("peer_opens", 0) + served.get("source_opens", 0)
-    read = status.get("source_io", {}).get("read_bytes", 0)
-    if not local + remote:
+
+    def count(part: str, key: str) -> int:
+        now, then = (one.get(part, {}).get(key, 0) for one in (status, before or {}))
+        return int(max(0, now - then))
+
+    local, refused = count("served", "local_opens"), count("prefetch", "refused")
+    opens = local + count("served", "peer_opens") + count("served", "source_opens")
+    if not opens:
         return f"{source}: the command opened no file there: does it read another path?"
-    refused = status.get("prefetch", {}).get("refused", 0)
     return (
-        f"{source}: {format_share(local, local + remote)} of {format_count(local + remote)} opens"
-        f" were local, {format_bytes(read)} read from the source,"
-        f" {format_count(files.get('resident', 0))} files resident"
-        + (f", {format_count(refused)} copies found no room" if refused else "")
+        f"{source}: {format_share(local, opens)} of {counted(opens, 'open')} were local,"
+        f" {format_bytes(count('source_io', 'read_bytes'))} read from the source,"
+        f" {counted(status.get('files', {}).get('resident', 0), 'file')} resident"
+        # A file is counted each time that it is opened.
+        + (f", no room for a copy {counted(refused, 'time')}" if refused else "")
     )
 
 

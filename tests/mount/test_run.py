@@ -163,8 +163,8 @@ def test_what_was_copied_is_there_the_next_time(users: Place) -> None:
     done = users.run("cat", "source/file", options=report_to)
     assert done.stdout == "content"
     assert done.stderr == (
-        f"monarchfs: {users.source}: 100% of 1 opens were local, 0 bytes read from the source,"
-        " 1 files resident\n"
+        f"monarchfs: {users.source}: 100% of 1 open were local, 0 bytes read from the source,"
+        " 1 file resident\n"
     )
     report = json.loads((users.path / "report").read_text())
     assert report.pop("seconds") > 0
@@ -172,15 +172,19 @@ def test_what_was_copied_is_there_the_next_time(users: Place) -> None:
     assert (status["served"]["local_opens"], status["source_io"]["read_bytes"]) == (1, 0)
     source = str(users.source)
     assert report == {"source": source, "view": "own", "reason": None, "exit_code": 0}
-    full = _summary(source, {**status, "prefetch": {"refused": 3}})
-    assert full.endswith(" 1 files resident, 3 copies found no room")
+    full = _summary(source, None, {**status, "prefetch": {"refused": 3}})
+    assert full.endswith(" 1 file resident, no room for a copy 3 times")
 
 
 def test_a_mount_that_is_there_is_shown(work: Bench) -> None:
     place = make_place(work, user=False)
     mount = work.mount(place.source)
+    (mount.path / "file").read_bytes()
     report = place.path / "report"
-    assert_view(place, options=["--json", str(report)])
+    options = ["--report", "--json", str(report)]
+    done = place.run("stat", "-f", "-c", "%t", "source/file", options=options)
+    nothing = "the command opened no file there: does it read another path?"
+    assert (done.stdout, done.stderr) == (FUSE, f"monarchfs: {place.source}: {nothing}\n")
     told = json.loads(report.read_text())
     assert told["view"] == "existing"
     assert told["status"]["worker"]["pid"] == mount.worker_pid()
