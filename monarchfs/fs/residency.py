@@ -128,15 +128,18 @@ class Residency:
         record = self._cache.accounts.state(node.ino)
         local = self._local_bytes(node, record)
         need, rooms = self._cache.usage.room_for(_rest(node, record, local))
-        short = f"{format_bytes(reason.missing_bytes)} short"
+        # A part grows step by step: what the last step lacked says nothing of the rest.
+        short = "" if local else f"{format_bytes(reason.missing_bytes)} short"
         if any(room.takes(need) for room in rooms):
+            when = f"{short}, {ago}" if short else ago
             return (
-                f"no room when it was wanted ({short}, {ago}); there is now: it is copied when it"
+                f"no room when it was wanted ({when}); there is now: it is copied when it"
                 " is opened or warmed next"
             )
         what = "no room for the rest of it" if local else "no room"
+        then = f", {short} when it was wanted" if short else ""
         left = ", ".join(_left(room) for room in rooms[:MOST_TIERS])
-        return f"{what}: it needs {format_bytes(need)}, {short} when it was wanted; {left}"
+        return f"{what}: it needs {format_bytes(need)}{then}; {left}"
 
     def _no_tier(self, reason: Reason, ago: str) -> str:
         rooms = self._cache.usage.room_for(0)[1]
