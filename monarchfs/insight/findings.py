@@ -29,7 +29,7 @@ SENTENCES = {
     " were not known yet.",
     "checks": "{share} of the waiting was for the source, asked whether names and files have"
     " changed (--freshness {freshness}): more room would not help.",
-    "daemon": "{share} of the waiting was for the daemon: the data were local ({where}) and came at"
+    "daemon": "{share} of the waiting was for the daemon: the data were there ({where}) and came at"
     " {local_rate}/s while they were waited for. More room would not help; larger reads, more"
     " readers at once or a faster tier may.",
     "other": "{share} of the waiting was for {words}.",

@@ -118,8 +118,8 @@ class Epoch:
 
     @property
     def hit_ratio(self) -> float:
-        """The share of bytes that came from memory or a tier."""
-        return sum(self.span.bytes[cause] for cause in LOCAL) / (self.bytes or 1)
+        """The share of bytes that came from a tier: those in memory the source or a peer gave."""
+        return self.span.bytes[TIER] / (self.bytes or 1)
 
     @property
     def readers(self) -> float:

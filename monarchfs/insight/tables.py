@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from monarchfs.insight.facts import read_facts
 from monarchfs.insight.findings import count, percent
-from monarchfs.insight.results import CAUSES, Analysis, Conclusion, Epoch
+from monarchfs.insight.results import CAUSES, TIER, Analysis, Conclusion, Epoch
 from monarchfs.insight.verdict import words_of
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
@@ -89,10 +89,11 @@ def pattern_lines(analysis: Analysis) -> Iterator[str]:
 def _epochs(analysis: Analysis) -> Grid:
     return Grid(
         "Epochs",
-        "An epoch begins where files are read again. Local is the share of bytes from memory and"
-        " tiers. Readers waited on average for so much of the time; all at once, or none of them.",
+        "An epoch begins where files are read again. Local is the share of bytes from tiers: what"
+        " is in the daemon's memory the source or a peer gave a moment ago. Readers waited on"
+        " average for so much of the time; all at once, or none of them.",
         (
-            *("epoch", "time", "files", "read", "local", "from source"),
+            *("epoch", "time", "files", "read", "local", "not local"),
             *("readers", "waited", "all waited", "none waited", "while reading"),
         ),
         [_epoch(epoch) for epoch in analysis.epochs],
@@ -107,7 +108,7 @@ def _epoch(epoch: Epoch) -> Sequence[str]:
         f"{epoch.files.read:,}",
         format_bytes(epoch.bytes),
         percent(epoch.hit_ratio),
-        format_bytes(span.bytes[0]),
+        format_bytes(epoch.bytes - span.bytes[TIER]),
         f"{epoch.readers:.1f}",
         percent(epoch.waited_share),
         percent(span.all_waiting / alive),
