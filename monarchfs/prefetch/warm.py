@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from array import array
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -59,6 +61,7 @@ _NOTED_BYTES = 4000
 """What an index keeps under one key is small: requests that name too many files are not noted."""
 
 _REFUSED = (Cause.NO_ROOM, Cause.NO_TIER)
+_RESIDENT = ReplicaState.RESIDENT
 
 
 class What(Enum):
@@ -106,7 +109,8 @@ class WarmCounts:
 class Warm:
     """One request. Constant: what, and ``done``, set at its end. Changing: ``counts``; the
     directories to be walked; ``outstanding``, the files that wait for their copy, each with how
-    many of its versions were tried and how many of its names (hard links) were found."""
+    many of its versions were tried and how many of its names (hard links) were found; ``_local``,
+    the files that were counted as resident, by name; how many others had gone for room before."""
 
     def __init__(
         self,
@@ -129,6 +133,8 @@ class Warm:
         self._changing = 0
         self._turn = trio.Lock()
         self._refused_need = 0
+        self._local = array("Q")
+        self._gone = self._gone_for_room
         self._capacity_bytes = sum(room.capacity_bytes for room in cache.usage.room_for(0)[1])
         self._news = trio.lowlevel.ParkingLot()
         self._nursery: trio.Nursery | None = None
@@ -137,6 +143,11 @@ class Warm:
     def moving_bytes(self) -> int:
         """How much is local of those files that are being copied now."""
         return self._jobs.copied_bytes(self.outstanding) if self.outstanding else 0
+
+    @property
+    def _gone_for_room(self) -> int:
+        metrics = self._cache.accounts.metrics
+        return metrics.evictions_policy + metrics.evictions_pressure
 
     async def run(self, roots: Sequence[Node]) -> None:
         """Do it for these nodes, to the end. Raises nothing."""
@@ -156,6 +167,8 @@ class Warm:
                 self.counts.walked = True
                 while self.outstanding or self._changing:
                     await self._news.park()
+                if self.what is What.COPY and self._gone_for_room != self._gone:
+                    await self._recount()
                 if self._refused_need:
                     rooms = [room.room.bytes for room in self._cache.usage.room_for(0)[1]]
                     left = sum(max(0, room) for room in rooms)
@@ -240,7 +253,7 @@ class Warm:
             ino, size = node.ino, node.stat.size
             counts.bytes += size
             if ino in resident:
-                self._resident(size)
+                self._resident(ino, size)
                 if copies:
                     self._cache.accessed(ino)
             elif copies:
@@ -256,10 +269,31 @@ class Warm:
         # Where nothing has to be done for it. Each once: there are hard links.
         self.copies_ended(list({node.ino for node in nodes}))
 
-    def _resident(self, size: int, names: int = 1) -> None:
+    def _resident(self, ino: int, size: int, names: int = 1) -> None:
+        self._local.extend([ino] * names)
         self.counts.resident += names
         self.counts.resident_bytes += names * size
         self.counts.local_bytes += names * size
+
+    async def _recount(self) -> None:
+        """Some that were resident had to go since, for others of the request, or of a job: there
+        is no room for them."""
+        counts = self.counts
+        for start in range(0, len(self._local), BATCH):
+            inos = self._local[start : start + BATCH]
+            records = self._cache.accounts.states(inos)
+            for ino, names in Counter(inos).items():
+                node, record = self._cache.index.nodes.node(ino), records.get(ino)
+                if node is None or node.outdated or (record and record.state is _RESIDENT):
+                    continue
+                size = node.stat.size
+                counts.resident -= names
+                counts.resident_bytes -= names * size
+                counts.local_bytes -= names * size
+                counts.refused += names
+                counts.refused_bytes += size
+                self._refused_need += self._cache.usage.room_for(size)[0]
+            await trio.lowlevel.checkpoint()
 
     def _want(self, ino: int, versions: int, names: int) -> None:
         self.outstanding[ino] = versions, names
@@ -277,8 +311,8 @@ class Warm:
 
     def _end(self, ino: int, record: Replica | None, versions: int, names: int) -> None:
         counts = self.counts
-        if record is not None and record.state is ReplicaState.RESIDENT:
-            self._resident(record.size, names)
+        if record is not None and record.state is _RESIDENT:
+            self._resident(ino, record.size, names)
             counts.copied += names
             counts.copied_bytes += record.size
             return
@@ -323,7 +357,7 @@ class Warm:
                 self.counts.files += names
                 self.counts.bytes += names * found.stat.size
                 if self._cache.resident(found):
-                    self._resident(found.stat.size, names)
+                    self._resident(found.ino, found.stat.size, names)
                 else:
                     self._want(found.ino, versions, names)
                     self.copies_ended([found.ino])

@@ -132,6 +132,9 @@ async def test_others_go_for_what_was_asked_for_but_not_its_own(area: Area) -> N
         counts = await warmed(mirror, "new")
         assert (counts.resident, counts.refused) == (2, 2)
         assert mirror.metrics.evictions_policy == 1
+        await warmed(mirror, "new/4", "new/3")
+        counts = await warmed(mirror)
+        assert counts.resident == len(list(mirror.index.replicas.all())) == 2
 
 
 async def test_what_fails_is_told(area: Area) -> None:
