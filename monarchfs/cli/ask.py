@@ -14,15 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from monarchfs.cli.output import (
-    Progress,
-    counted,
-    failed,
-    format_count,
-    plural,
-    renumbered_text,
-    show_result,
-)
+from monarchfs.cli.output import Progress, failed, format_count, renumbered_text, show_result
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.control.client import ConnectionEnded, connect
@@ -39,7 +31,7 @@ from monarchfs.supervisor.recover import (
     required,
 )
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
+from monarchfs.system.sizes import counted, format_bytes, format_seconds, in_columns, plural
 from monarchfs.types import OperationError, UsageError
 
 ASK_SECONDS = 5.0
@@ -554,12 +546,11 @@ def _explained(report: Mapping[str, Any]) -> Iterator[str]:
 def _of_directory(report: Mapping[str, Any]) -> Iterator[str]:
     for cause, count in report.get("causes", {}).items():
         yield f"  {count:,} {cause}"
-    for key, text in (
-        ("not_looked_at", "names nobody has looked at yet: they are not counted"),
-        ("not_listed", "directories not listed yet: what they hold is not counted"),
-    ):
-        if report.get(key):
-            yield f"  {report[key]:,} {text}"
+    if names := report.get("not_looked_at"):
+        yield f"  {counted(names, 'name')} nobody has looked at yet: not counted"
+    if count := report.get("not_listed"):
+        directories = counted(count, "directory", "directories")
+        yield f"  {directories} not listed yet: what is there is not counted"
 
 
 def _of_file(report: Mapping[str, Any]) -> Iterator[str]:

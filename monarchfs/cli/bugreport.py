@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 
-from monarchfs.cli.output import Progress, counted, show_result
+from monarchfs.cli.output import Progress, show_result
 from monarchfs.cli.status import report_of
 from monarchfs.config.places import (
     DefaultPlaces,
@@ -37,7 +37,7 @@ from monarchfs.fuse.mountinfo import resolve_mountpoint, storage_of
 from monarchfs.supervisor.recover import FoundMount, find_one, find_private, required
 from monarchfs.system.bounded import answer_within, bounded_call
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes
+from monarchfs.system.sizes import counted, format_bytes
 from monarchfs.types import OperationError, UsageError
 
 _FILE_SECONDS = 5.0

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
-from monarchfs.cli.output import plural, show_result
+from monarchfs.cli.output import show_result
 from monarchfs.config.places import ROOT_CACHE_DIR, search_of, user_of
 from monarchfs.config.values import parse_path
 from monarchfs.slurm.caches import all_caches, discard, trash_in
@@ -31,7 +31,7 @@ from monarchfs.slurm.shares import Share
 from monarchfs.slurm.site import Site, read_site
 from monarchfs.supervisor.recover import find_all, find_private
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import format_bytes, format_seconds, plural
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from monarchfs.cli.output import counted
 from monarchfs.config.places import search_of
 from monarchfs.control.client import request
 from monarchfs.slurm.leftovers import is_unserved
@@ -20,6 +19,7 @@ from monarchfs.supervisor.recover import FoundMount, find_all
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.escaping import printable
 from monarchfs.system.process_stat import stat_fields
+from monarchfs.system.sizes import counted
 from monarchfs.types import MonarchError
 
 _ASK_SECONDS = 1.0

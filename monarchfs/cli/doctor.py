@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from monarchfs.cli.mount import HOME_SECONDS, config_and_personal, places_for, settings_from
-from monarchfs.cli.output import Progress, counted, show_result
+from monarchfs.cli.output import Progress, show_result
 from monarchfs.config.files import SYSTEM_FILE
 from monarchfs.config.model import Config, Profile
 from monarchfs.config.places import (
@@ -32,6 +32,7 @@ from monarchfs.doctor.speed import measure
 from monarchfs.doctor.trial import run_trial
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import counted
 from monarchfs.types import OperationError, UsageError
 
 _COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "bold red"}

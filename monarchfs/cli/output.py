@@ -154,15 +154,6 @@ def format_count(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def counted(count: int, one: str, many: str = "") -> str:
-    """``1 file``, ``1,234 files``."""
-    return f"{count:,} {plural(count, one, many)}"
-
-
-def plural(count: int, one: str, many: str = "") -> str:
-    return one if count == 1 else many or f"{one}s"
-
-
 def labelled(label: str, text: str) -> str:
     """A line below a heading: what it is about, then the text."""
     return f"  {label:<9} {text}"

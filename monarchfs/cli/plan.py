@@ -27,7 +27,7 @@ from monarchfs.supervisor.identity import become
 from monarchfs.supervisor.recover import find_all
 from monarchfs.system.bounded import Tell, bounded_talk, bounded_value
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes
+from monarchfs.system.sizes import counted, format_bytes
 from monarchfs.types import OperationError, Space
 
 _SOURCE_SECONDS = 10.0
@@ -222,8 +222,9 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:
     """A plan for people."""
     at_least = "" if plan["complete"] else "at least "
     yield (
-        f"{printable(plan['source'])}: {at_least}{plan['files']} files,"
-        f" {format_bytes(plan['bytes'])}, {plan['directories']} directories"
+        f"{printable(plan['source'])}: {at_least}{counted(plan['files'], 'file')},"
+        f" {format_bytes(plan['bytes'])},"
+        f" {counted(plan['directories'], 'directory', 'directories')}"
     )
     if not plan["complete"]:
         yield "  (not all of it was looked at: give it more --timeout)"
@@ -239,7 +240,8 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:
         where = ", ".join(map(printable, mounted))
         yield labelled("mounted", f"on {where}: its copies count below where its tiers are these")
     for tier in plan["tiers"]:
-        text = f"{printable(tier['path'])}: {tier['files']} files, {format_bytes(tier['bytes'])} of"
+        text = f"{printable(tier['path'])}: {counted(tier['files'], 'file')},"
+        text += f" {format_bytes(tier['bytes'])} of"
         text += f" {format_bytes(tier['usable_bytes'])}"
         if tier["cached_files"]:
             text += f", {tier['cached_files']} of them already"
@@ -254,7 +256,7 @@ def lines(plan: Mapping[str, Any]) -> Iterator[str]:
         share = 100 * amount["bytes"] / plan["bytes"] if plan["bytes"] else 0
         if amount["files"] or key != "partial":
             size = format_bytes(amount["bytes"])
-            yield labelled(key, f"{amount['files']} files, {size} ({share:.0f}%)")
+            yield labelled(key, f"{counted(amount['files'], 'file')}, {size} ({share:.0f}%)")
     reads = plan["source_bytes"]
     yield labelled(
         "source",

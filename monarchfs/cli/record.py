@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from monarchfs.cli.ask import AGAIN_SECONDS, ASK_SECONDS, BACK_SECONDS
 from monarchfs.cli.child import run_child, signals_in_pipe
-from monarchfs.cli.output import Progress, counted
+from monarchfs.cli.output import Progress
 from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_seconds, parse_size
 from monarchfs.control.client import Connection, connect
@@ -22,7 +22,7 @@ from monarchfs.control.messages import SILENCE_SECONDS
 from monarchfs.insight.recording import EVENT, MOST_SAMPLE, File, RecordingWriter
 from monarchfs.supervisor.recover import require_daemon
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import counted, format_bytes, format_seconds
 from monarchfs.types import OperationError, UsageError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

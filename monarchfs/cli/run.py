@@ -22,7 +22,7 @@ from monarchfs.cli.mount import (
     settings_from,
     words_of,
 )
-from monarchfs.cli.output import complain, counted, format_share
+from monarchfs.cli.output import complain, format_share
 from monarchfs.cli.status import makes_sense
 from monarchfs.config import User
 from monarchfs.config.files import from_file
@@ -46,7 +46,7 @@ from monarchfs.supervisor.probe import (
 from monarchfs.supervisor.recover import FoundMount, find_all, find_private
 from monarchfs.system.bounded import bounded_value
 from monarchfs.system.limits import explained
-from monarchfs.system.sizes import format_bytes
+from monarchfs.system.sizes import counted, format_bytes
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _STATUS_SECONDS = 5.0

@@ -21,7 +21,7 @@ from monarchfs.control.client import request
 from monarchfs.fuse.mountinfo import resolve_mountpoint
 from monarchfs.supervisor.recover import FoundMount, find_all, find_one, find_private, required
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
+from monarchfs.system.sizes import format_bytes, format_seconds, in_columns, plural
 from monarchfs.types import MonarchError, OperationError, UsageError
 
 _ANSWER_SECONDS = 5.0
@@ -204,10 +204,11 @@ def report_lines(report: Report) -> Iterator[str]:
     for tier in report.get("tiers", ()):
         used, capacity = tier.get("used_bytes", 0), tier.get("capacity_bytes", 0)
         share = f" ({100 * used / capacity:.0f}%)" if capacity else ""
+        files = tier.get("files", 0)
         yield labelled(
             "tier",
             f"{printable(tier.get('path', '?'))}: {format_bytes(used)} of"
-            f" {format_bytes(capacity)}{share}, {tier.get('files', 0)} files",
+            f" {format_bytes(capacity)}{share}, {files} {plural(files, 'file')}",
         )
         if tier.get("out_of_service"):
             yield labelled("", f"takes nothing: {printable(tier['out_of_service'])}")
@@ -249,6 +250,9 @@ def _value(name: str, value: object) -> str:
         if what.endswith(" file"):
             what = f"in {what}s"
         return f"{what} {format_bytes(value)}"
+    if name == "idle_since_uptime_seconds" and isinstance(value, (int, float)):
+        return f"idle since {format_seconds(value)} after mounting"
     if name.endswith("_seconds") and isinstance(value, (int, float)):
         return f"{name.removesuffix('_seconds').replace('_', ' ')} time {format_seconds(value)}"
-    return f"{name.replace('_', ' ')} {'-' if value is None else printable(value)}"
+    name = name.removesuffix("_uptime_seconds").replace("_", " ")
+    return f"{name} {'-' if value is None else printable(value)}"

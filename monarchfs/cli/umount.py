@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 
-from monarchfs.cli.output import complain, counted
+from monarchfs.cli.output import complain
 from monarchfs.config.places import search_of
 from monarchfs.fuse.connection import connection_of_mount
 from monarchfs.fuse.mount import SYSTEM_PATH, check_fusermount, fusermount_path, may_mount
@@ -17,6 +17,7 @@ from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.fuse.unmount import Unmounted
 from monarchfs.supervisor.recover import FoundMount, find_one, find_others_mount, unmount_found
 from monarchfs.system.escaping import printable
+from monarchfs.system.sizes import counted
 from monarchfs.types import OperationError, UsageError
 
 _WORD_SECONDS = 1.0

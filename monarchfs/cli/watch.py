@@ -17,7 +17,7 @@ from rich.text import Text
 from monarchfs.cli.live import LiveView
 from monarchfs.cli.output import Report, format_count, format_share, list_row
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import counted, format_bytes, format_seconds
 
 _SMOOTH_SECONDS = 30.0
 """What time is left is told from the pace of this long."""
@@ -233,7 +233,8 @@ def _state(report: Report) -> Text:
         pid = worker.get("pid")
         text.append(", no worker" if pid is None else f", worker {printable(pid)}")
         if number(worker, "restarts"):
-            text.append(f", restarted {format_count(number(worker, 'restarts'))} times", _FAIR)
+            restarts = counted(int(number(worker, "restarts")), "time")
+            text.append(f", restarted {restarts}", _FAIR)
     return text
 
 
@@ -261,7 +262,7 @@ def _local(view: MountView) -> Text:
     opens, sizes = (
         [number(served, f"{place}_{what}") for place in _PLACES] for what in ("opens", "file_bytes")
     )
-    text = Text(f"{format_share(opens[0], sum(opens))} of {format_count(sum(opens))} opens")
+    text = Text(f"{format_share(opens[0], sum(opens))} of {counted(int(sum(opens)), 'open')}")
     text.append(f", {format_share(sizes[0], sum(sizes))} of {format_bytes(sum(sizes))}")
     if view.rates is not None:
         share, sized = view.rates.local_share, view.rates.share("file_bytes")
@@ -318,7 +319,7 @@ class _Tier:
         used, capacity = number(tier, "used_bytes"), number(tier, "capacity_bytes")
         share = min(1.0, used / capacity) if capacity else 0.0
         text = f" {format_bytes(used)} of {format_bytes(capacity)},"
-        text += f" {format_count(number(tier, 'files'))} files"
+        text += f" {counted(int(number(tier, 'files')), 'file')}"
         if number(tier, "unclaimed"):
             text += f" ({format_count(number(tier, 'unclaimed'))} unclaimed)"
         cells = max(6, min(24, options.max_width // 4))
@@ -390,7 +391,7 @@ def _line(view: MountView) -> str:
         return text + (f": {printable(report['error'])}" if report.get("error") else "")
     opens = [number(now, "served", f"{place}_opens") for place in _PLACES]
     parts = [
-        f"local {format_share(opens[0], sum(opens))} of {format_count(sum(opens))} opens",
+        f"local {format_share(opens[0], sum(opens))} of {counted(int(sum(opens)), 'open')}",
         f"resident {format_count(number(now, 'files', 'resident'))}"
         f" of {format_count(number(now, 'files', 'known'))} known",
         f"queued {format_count(number(now, 'prefetch', 'queued'))}",

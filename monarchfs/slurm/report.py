@@ -21,7 +21,7 @@ from typing import Any
 from monarchfs.slurm.job import JobId
 from monarchfs.slurm.records import make_directory, names_in, read_record, write_text
 from monarchfs.system.bounded import bounded_value
-from monarchfs.system.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import counted, format_bytes, format_seconds
 from monarchfs.types import OperationError
 
 VERSION = 1
@@ -75,7 +75,7 @@ def dataset_report(
     }
     if after is None:
         return {**report, "answered": False}
-    counts = counted(before, after)
+    counts = counts_between(before, after)
     files, opened = _opened(counts)
     tiers = after.get("tiers")
     return {
@@ -127,7 +127,7 @@ def unmounted_report(variable: str, source: str, reason: str) -> dict[str, Any]:
     }
 
 
-def counted(before: Status | None, after: Status) -> dict[str, int]:
+def counts_between(before: Status | None, after: Status) -> dict[str, int]:
     """What was counted between two reports of a mount."""
     return {
         # It goes on counting whatever happens to its workers; below 0 is what makes no sense.
@@ -189,16 +189,18 @@ def _dataset_lines(dataset: Mapping[str, Any]) -> list[str]:
     files, opened = _opened(dataset)
     return [
         *lines,
-        f"served locally   {_percent(dataset['local_open_share'])} of {files} opens,"
+        f"served locally   {_percent(dataset['local_open_share'])} of {counted(files, 'open')},"
         f" {_percent(dataset['local_byte_share'])} of {format_bytes(opened)} of files opened",
         f"source           {format_bytes(dataset['source_read_bytes'])} read in"
-        f" {dataset['source_operations']} operations; spared"
-        f" {format_bytes(dataset['spared_bytes'])} and {dataset['spared_opens']} opens",
+        f" {counted(dataset['source_operations'], 'operation')}; spared"
+        f" {format_bytes(dataset['spared_bytes'])} and {counted(dataset['spared_opens'], 'open')}",
         *_peer_lines(dataset.get("peer_read_bytes", 0)),
         "resident         "
         + (f"not {_WANTED}" if resident is None else f"{_WANTED} after {format_seconds(resident)}")
-        + f", {dataset['files_resident']} files; {format_bytes(dataset['peak_used_bytes'])} used",
-        f"trouble          {failed} copies failed, the daemon was restarted {restarts} times",
+        + f", {counted(dataset['files_resident'], 'file')};"
+        f" {format_bytes(dataset['peak_used_bytes'])} used",
+        f"trouble          {counted(failed, 'copy', 'copies')} failed, the daemon was restarted"
+        f" {counted(restarts, 'time')}",
         *_verdict_lines(dataset.get("verdict")),
     ]
 
@@ -238,7 +240,7 @@ def _resident_after(before: Status | None, after: Status) -> float | None:
 
 def _all_was_local(after: Status) -> bool:
     """Whether files were opened, and nothing was ever left to copy or read from elsewhere."""
-    counts = counted(None, after)
+    counts = counts_between(None, after)
     elsewhere = [counts[f"{at}_{what}"] for at in ("source", "peer") for what in _ELSEWHERE]
     busy = [_value(after, ("prefetch", key)) for key in ("queued", "active", "scanning")]
     return counts["local_opens"] > 0 and not any(elsewhere + busy)

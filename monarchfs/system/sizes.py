@@ -34,6 +34,15 @@ def format_seconds(seconds: float) -> str:
     return " ".join(shown[:1] if len(shown) > 1 and shown[1].startswith("0 ") else shown)
 
 
+def counted(count: int, one: str, many: str = "") -> str:
+    """``1 file``, ``1,234 files``."""
+    return f"{count:,} {plural(count, one, many)}"
+
+
+def plural(count: int, one: str, many: str = "") -> str:
+    return one if count == 1 else many or f"{one}s"
+
+
 def in_columns(rows: Sequence[Sequence[str]], left: int) -> Iterator[str]:
     """The lines of a table: the first ``left`` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -12,7 +12,7 @@ import pytest
 from monarchfs.slurm.daemon import serves
 from monarchfs.slurm.report import (
     add_verdict,
-    counted,
+    counts_between,
     dataset_report,
     find_reports,
     job_report,
@@ -125,7 +125,7 @@ def test_a_status_that_says_little(odd: dict[str, Any]) -> None:
     one = report(None, odd)
     assert one["local_open_share"] is None
     assert one["spared_bytes"] == 0
-    assert set(counted(status(), odd).values()) == {0}, "none is below that"
+    assert set(counts_between(status(), odd).values()) == {0}, "none is below that"
     assert "-" in page(job_report(1, "alice", "n1", 0, 1, [one]))
 
 
