@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import monarchfs
 from monarchfs.config import User
@@ -19,6 +20,7 @@ from monarchfs.supervisor.channel import WorkerChannel
 from monarchfs.supervisor.identity import popen_as
 from monarchfs.supervisor.vital_signs import Activity
 from monarchfs.system.limits import explained
+from monarchfs.system.parent_death import die_with_parent
 from monarchfs.system.process_stat import stat_fields
 from monarchfs.types import OperationError
 
@@ -212,7 +214,8 @@ class WorkerProcess:
 def spawn_as(
     user: User, command: list[str], inherited: Sequence[int], *, stdout: int, stderr: int | None
 ) -> subprocess.Popen[bytes]:
-    """Starts a program of ours as ``user``, with a clean environment. Raises OperationError."""
+    """Starts a program of ours as ``user``, with a clean environment. It is killed if this process
+    dies: whoever gets the locks next has its index and tiers alone. Raises OperationError."""
     try:
         return subprocess.Popen(
             command,
@@ -224,6 +227,7 @@ def spawn_as(
             stderr=stderr,
             # Ctrl-C at a terminal is for this process, which ends the other one in order.
             start_new_session=True,
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
             **popen_as(user),
         )
     except PermissionError:

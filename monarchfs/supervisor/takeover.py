@@ -226,14 +226,14 @@ def open_process(pid: int) -> int:
 
 
 class OrphanedWorker:
-    """A worker of a supervisor that died. It ends by itself, or is killed here."""
+    """A worker of a supervisor that died. The kernel kills it with that one."""
 
     def __init__(self, descriptor: int) -> None:
         """``descriptor``: of the process, from ``open_process``; it is this object's."""
         self.descriptor = descriptor
 
     def kill(self) -> None:
-        """Does nothing if it is of another pid namespace: it ends by itself."""
+        """Once more, in case it changed that; but not if it is of another pid namespace."""
         if self.descriptor < 0:
             return
         path = os.readlink(f"/proc/self/fd/{self.descriptor}")

@@ -578,12 +578,13 @@ def test_restart_of_a_worker_that_does_not_leave(work: Area) -> None:
 
 
 def test_a_dead_supervisor_leaves_no_worker_and_no_mount_in_the_way(work: Area) -> None:
-    """It is reported, and goes with its registration."""
+    """It is reported, and goes with its registration. Even a worker that stands still has died."""
     work.mount()
     kill_worker(work, signal.SIGKILL)
+    os.kill(status(work)["worker"]["pid"], signal.SIGSTOP)
     found = registered(work)
     os.kill(found.entry.supervisor_pid, signal.SIGKILL)
-    wait_for(lambda: not work.workers(), "the worker to follow", 10)
+    wait_for(lambda: not work.workers(), "the worker to follow")
     assert run_as_owner(work, "stat", f"{work.path}/mnt") != 0
     done = work.run("status", "mnt", "--json")
     assert (done.returncode, json.loads(done.stdout)["state"]) == (1, "dead")
