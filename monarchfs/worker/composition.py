@@ -101,7 +101,7 @@ class Composition:
 
         # The source, and the threads of C that read it and the tiers.
         self.relay = Relay(
-            free_opens=not self.kernel_reads and free_opens(config),
+            free_opens=not self.kernel_reads and free_opens(bootstrap.config),
             direct=config.data_path is DataPath.DIRECT,
             mode=config.freshness.mode,
         )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.mounting import Bench, requires_mounts, wait_for
+from tests.support.processes import open_slots
 from tests.support.scenario import Scenario, play, playing
 
 pytestmark = requires_mounts
@@ -189,11 +190,14 @@ def test_an_index_that_is_lost_meanwhile(work: Bench) -> None:
         scenario.play("held holder error=ESTALE|none; close holder")
 
 
-@pytest.mark.parametrize(("freshness", "way"), [("ttl=0.1", "journal"), ("immutable", "kernel")])
-def test_safe_mode_serves_the_source(work: Bench, freshness: str, way: str) -> None:
+@pytest.mark.parametrize(
+    ("freshness", "way", "touches"),
+    [("ttl=0.1", "journal", "0"), ("immutable", "kernel", "0"), ("immutable", "journal", "1d")],
+)
+def test_safe_mode_serves_the_source(work: Bench, freshness: str, way: str, touches: str) -> None:
     """Which workers that crash one after the other lead to. With ``immutable``, files are read
-    without having been opened."""
-    with playing(work, *HANDED_OVER[way]) as scenario:
+    without having been opened; but if they are touched, opens are known, also afterwards."""
+    with playing(work, *HANDED_OVER[way], "--touch-source", touches) as scenario:
         scenario.play(f"file f{{0..4}} 50000; mount --freshness {freshness}; read; list; idle")
         (mount,) = work.mounts
         crashed: set[int] = set()
@@ -222,4 +226,6 @@ def test_safe_mode_serves_the_source(work: Bench, freshness: str, way: str) -> N
         crashed.add(first["pid"])
         os.kill(first["pid"], signal.SIGKILL)
         scenario.restarts = scenario.deaths = wait_for(safe, "safe mode again")["restarts"]
-        scenario.play("command restart; until tiers.0.files = 5")
+        scenario.play("command restart; until tiers.0.files = 5; open holder f0")
+        assert open_slots(mount) == 1 or touches == "0"
+        scenario.play("close holder")
