@@ -87,10 +87,12 @@ class Composition:
         # Copies and scans that nobody waits for give way to readers.
         quietly = run_sync_at(config.copy_nice)
 
-        # What earlier workers of this mount left. Threads take up the requests in a journal.
+        # What earlier workers of this mount left. Threads take up the requests in a journal, but in
+        # safe mode they leave all to Python.
         self.handle_table = table = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
-        self.relays = bootstrap.requests_fd is not None or not bootstrap.safe
-        table.enter_worker(fuse_session.RELAY_THREADS if self.relays else 0)
+        self.relays = not bootstrap.safe
+        takes = self.relays or bootstrap.requests_fd is not None
+        table.enter_worker(fuse_session.RELAY_THREADS if takes else 0)
         posix = PosixSource(
             bootstrap.source_fd, root=bootstrap.source_root, has_layouts=table.has_layouts
         )
@@ -294,9 +296,9 @@ class Composition:
         self.session = fuse_session.Session(
             bootstrap.init_fd,
             bootstrap.fuse_fd,
-            relays=self.relays,
+            relays=takes,
             free_opens=self.relay.free_opens,
-            waiting_reads=config.source_threads,
+            waiting_reads=config.source_threads if self.relays else 0,
             journal=bootstrap.requests_fd,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from monarchfs.types import OperationError
 from tests.support.mounting import Bench, requires_mounts, wait_for
 from tests.support.processes import open_slots
 from tests.support.scenario import Scenario, play, playing
@@ -223,6 +224,8 @@ def test_safe_mode_serves_the_source(work: Bench, freshness: str, way: str, touc
         else:
             scenario.play("file later/f 10; listed; file f{0..4} 60000; same")
         scenario.play("until served.local_opens = 0")
+        with pytest.raises(OperationError, match="in safe mode"):
+            scenario.order("f0")
         crashed.add(first["pid"])
         os.kill(first["pid"], signal.SIGKILL)
         scenario.restarts = scenario.deaths = wait_for(safe, "safe mode again")["restarts"]
