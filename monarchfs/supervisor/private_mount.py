@@ -337,13 +337,7 @@ class NamespaceDaemon:
         self._drop_standby()
 
     def _take_over(self, standby: StandbyConnection) -> None:
-        now, times = time.monotonic(), self._takeovers
-        if len(times) == _MOST_TAKEOVERS and now - times[0] < _TAKEOVER_SECONDS:
-            raise OperationError("its supervisors die one after the other")
-        if self._supervisor is not None:
-            os.kill(self._supervisor, signal.SIGKILL)
-            if not self._ends(_END_SECONDS):
-                raise OperationError("its supervisor cannot die")
+        """One supervisor after the other, until this process stands by one."""
         workers = standby.workers
         runtime_dir = self._spec.places.runtime_dir
         config = replace(standby.handover.config, runtime_dir=runtime_dir)
@@ -351,14 +345,25 @@ class NamespaceDaemon:
         assert self._ownership is not None
         # With the ownership: if this process is killed now, nobody goes on before that one ends.
         keep = [*handover.all_descriptors, *(one.descriptor for one in workers), self._ownership]
-        self._run_supervisor(
-            partial(take_over, handover, workers, restarts=standby.restarts),
-            timeout=_TAKE_OVER_SECONDS,
-            overdue="the next supervisor does not come about",
-            keep=keep,
-        )
-        times.append(now)
-        self._connect()
+        while self._standby is standby:
+            now, times = time.monotonic(), self._takeovers
+            if len(times) == _MOST_TAKEOVERS and now - times[0] < _TAKEOVER_SECONDS:
+                raise OperationError("its supervisors die one after the other")
+            if self._supervisor is not None:
+                os.kill(self._supervisor, signal.SIGKILL)
+                if not self._ends(_END_SECONDS):
+                    raise OperationError("its supervisor cannot die")
+            try:
+                self._run_supervisor(
+                    partial(take_over, handover, workers, restarts=standby.restarts),
+                    timeout=_TAKE_OVER_SECONDS,
+                    overdue="the next supervisor does not come about",
+                    keep=keep,
+                )
+                self._connect()
+            except OperationError as error:
+                log.warning("nobody has taken over the mount of %s yet: %s", config.source, error)
+            times.append(now)
         if not self._leases.listens_at(self._mount_stem):
             self._own()
 
