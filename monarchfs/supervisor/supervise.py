@@ -119,7 +119,8 @@ class Supervisor:
             self._told_to_end("the owner")
             return
         self._selector.unregister(owner)
-        if self._standbys.wanted():
+        # Those of other jobs cannot stand by before the owner is known to them.
+        if self._standbys.wanted() or takeover.others_have(self.mounted.handover):
             # Nothing is put back: one of them goes on, as if this process had been killed, too.
             os.kill(os.getpid(), signal.SIGKILL)
         self._told_to_end("the owner's death")

@@ -363,3 +363,16 @@ def own(handover: Handover) -> int | None:
         return descriptor
     os.close(descriptor)
     return None
+
+
+def others_have(handover: Handover) -> bool:
+    """Whether another process has the mount's locks, too, and so would go on with it. Waits for the
+    end of one that is dying. The caller has them no more then."""
+    lock = handover.locks[0]
+    other = os.open(f"/proc/self/fd/{lock}", os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(other, lock, inheritable=False)
+    os.close(other)
+    until = time.monotonic() + _END_SECONDS
+    while not (alone := try_lock(lock)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return not alone

@@ -577,13 +577,12 @@ def test_restart_of_a_worker_that_does_not_leave(work: Area) -> None:
 
 @requires_namespaces
 def test_a_dead_supervisor_leaves_no_worker_and_no_mount_in_the_way(work: Area) -> None:
-    """It is reported, also after a look from another mount namespace, and goes with its
-    registration. Even a worker that stands still has died."""
+    """Reported, also after a look from another mount namespace; it goes with its registration."""
     work.mount()
     os.kill(status(work)["worker"]["pid"], signal.SIGSTOP)
     found = registered(work)
     os.kill(found.entry.supervisor_pid, signal.SIGKILL)
-    wait_for(lambda: not work.workers(), "the worker to follow")
+    wait_for(lambda: not work.workers(), "the worker to follow, though it stands still")
     assert run_as_owner(work, "stat", f"{work.path}/mnt") != 0
     look = f"umount --lazy {work.path}/mnt && {shlex.join(work.command('status'))}"
     if work.user is None:
