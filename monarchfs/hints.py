@@ -23,8 +23,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from monarchfs.config.places import search_of
 from monarchfs.control.client import Connection, connect
+from monarchfs.control.messages import weight_requests
 from monarchfs.control.registration import Registered
-from monarchfs.control.weights import weight_requests
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import find_all
 from monarchfs.types import MonarchError

@@ -19,8 +19,7 @@ from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.control.client import ConnectionEnded, connect
 from monarchfs.control.client import request as ask_within
-from monarchfs.control.messages import NO_WORKER, too_long
-from monarchfs.control.weights import checked, weight_requests
+from monarchfs.control.messages import NO_WORKER, batches, checked, too_long, weight_requests
 from monarchfs.fuse.mountinfo import split_below
 from monarchfs.supervisor.recover import (
     FoundMount,
@@ -40,9 +39,6 @@ ASK_SECONDS = 5.0
 AGAIN_SECONDS = 0.2
 BACK_SECONDS = 60.0
 """A worker that is away for longer does not come back."""
-
-_BATCH_BYTES = 32 << 10
-"""Of paths in one request, which may have 64 KiB (``control.MOST_REQUEST_BYTES``)."""
 
 _LINES_BYTES = 1 << 20
 """About so many bytes of an order are sent together."""
@@ -101,27 +97,13 @@ def _ask_in_parts(
     """The sum of the answers for all paths; ``show`` gets what it is so far."""
     asks = _ask_until_answered if request["command"] == "warm" else ask
     total: dict[str, Any] = {}
-    for part in with_paths(request, paths):
+    for batch in batches(paths):
 
         def tell(so_far: Mapping[str, Any], before: Mapping[str, Any] = total) -> None:
             show(add(before, so_far))
 
-        total = add(total, asks(found, part, tell))
+        total = add(total, asks(found, {**request, "paths": batch}, tell))
     return total
-
-
-def with_paths(request: Mapping[str, Any], paths: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The request once for each group of paths that fits into one."""
-    batch: list[str] = []
-    size = 0
-    for path in paths:
-        needed = len(json.dumps(path)) + 2
-        if batch and size + needed > _BATCH_BYTES:
-            yield {**request, "paths": batch}
-            batch, size = [], 0
-        batch.append(path)
-        size += needed
-    yield {**request, "paths": batch}
 
 
 def add(total: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
@@ -405,7 +387,6 @@ def _bar() -> Iterator[Show]:
 
 
 def order_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Tells a mount in which order files will be read."""
     if arguments.file.count("-") > 1:
         raise UsageError("standard input can be one list only")
     typed = parse_path(arguments.mountpoint)
@@ -514,7 +495,8 @@ def _reports(found: FoundMount, paths: list[str]) -> Iterator[dict[str, Any]]:
             if so_far:
                 progress.show(f"why: {so_far.get('files', 0):,} files looked at")
 
-        for request in with_paths({"command": "why"}, paths):
+        for batch in batches(paths):
+            request = {"command": "why", "paths": batch}
             for report in ask(found, request, show).get("paths", ()):
                 named = {**report, "path": os.path.join(point, report["path"]).rstrip("/") or "/"}
                 if "error" in report:
@@ -578,7 +560,6 @@ def _time(seconds: float) -> str:
 
 
 def peers_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Shows the peers, or changes their list."""
     if bool(arguments.action) != bool(arguments.node):
         raise UsageError("say add or remove, and which nodes: see monarchfs peers --help")
     daemon = require_daemon(arguments.mountpoint, search_of(environ))

@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 MOST_REQUEST_BYTES = 64 << 10
 MOST_REPLY_BYTES = 16 << 20
@@ -30,6 +30,11 @@ SILENCE_SECONDS = 20.0
 
 NO_WORKER = "the mount's worker does not answer: see monarchfs status"
 """The supervisor's words where no worker can be asked: another one is being started, say."""
+
+_BATCH_BYTES = 48 << 10
+"""Of paths, and what goes with them, in one request."""
+
+Item = TypeVar("Item")
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
@@ -116,3 +121,51 @@ def too_long(path: str) -> bool:
     """Whether the path, or a name in it, is too long for any file."""
     encoded = os.fsencode(path)
     return len(encoded) > MOST_PATH_BYTES or max(map(len, encoded.split(b"/"))) > MOST_NAME_BYTES
+
+
+# Many paths, or weights of files, as several requests.
+
+
+def batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """``items``, which JSON can carry, in lists that each fit into a request."""
+    batch: list[Item] = []
+    size = 0
+    for item in items:
+        needed = len(json.dumps(item)) + 2
+        if batch and size + needed > _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += needed
+    if batch:
+        yield batch
+
+
+def weight_requests(weights: Iterable[tuple[str, float]], *, replace: bool) -> list[dict[str, Any]]:
+    """Requests for (path below the mount's root, weight). All at once: what is wrong with the last
+    of them is to be known before the first is sent. Raises ValueError for a weight that is none."""
+    rows = list(batches((path, repr(checked(weight))) for path, weight in weights))
+    return [
+        {
+            "command": "weigh",
+            "paths": [path for path, _weight in batch],
+            "weights": [weight for _path, weight in batch],
+            "replace": replace and number == 0,
+        }
+        for number, batch in enumerate(rows or [[]] * replace)
+    ]
+
+
+def weights_of(request: Mapping[str, Any]) -> list[float]:
+    """The weights of the request's paths. Raises ValueError."""
+    values = request.get("weights")
+    if not isinstance(values, list) or len(values) != len(request.get("paths", [])):
+        raise ValueError("it has not one weight for each path")
+    return [checked(float(value)) for value in values]
+
+
+def checked(weight: float) -> float:
+    """Raises ValueError for what is no weight."""
+    if not (weight >= 0 and math.isfinite(weight)):
+        raise ValueError(f"a weight is a number of at least 0, not {weight}")
+    return float(weight)

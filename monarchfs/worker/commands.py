@@ -17,7 +17,6 @@ from typing import Any
 import trio
 
 from monarchfs.control import messages
-from monarchfs.control.weights import weights_of
 from monarchfs.fs.why import Why
 from monarchfs.metadata.refresh import Refresh, RefreshResult
 from monarchfs.prefetch.named_files import NamedFiles
@@ -176,7 +175,7 @@ class Commands:
             evict = self._cache.accounts.eviction.value
             raise OperationError(f"the mount has --evict {evict}: weights need --evict weighted")
         try:
-            weights = weights_of(request)
+            weights = messages.weights_of(request)
         except ValueError as exc:
             raise OperationError(str(exc)) from None
         nodes = await self._files.nodes([os.fsencode(path) for path in paths])

@@ -14,7 +14,7 @@ import trio.testing
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs.control.weights import weight_requests
+from monarchfs.control.messages import weight_requests
 from monarchfs.core.misses import WindowState
 from monarchfs.prefetch import order as order_module
 from monarchfs.prefetch import window
