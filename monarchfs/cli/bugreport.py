@@ -12,10 +12,9 @@ from dataclasses import asdict
 from functools import partial
 
 from monarchfs.cli.output import Progress, show_result
-from monarchfs.cli.status import report_of
+from monarchfs.cli.status import mounts_on, report_of
 from monarchfs.config.places import (
     DefaultPlaces,
-    Search,
     build_config,
     default_places,
     places_without_home,
@@ -33,8 +32,8 @@ from monarchfs.doctor.bugreport import (
     told_config,
     write_archive,
 )
-from monarchfs.fuse.mountinfo import resolve_mountpoint, storage_of
-from monarchfs.supervisor.recover import FoundMount, find_one, find_private, required
+from monarchfs.fuse.mountinfo import storage_of
+from monarchfs.supervisor.recover import FoundMount
 from monarchfs.system.bounded import answer_within, bounded_call
 from monarchfs.system.escaping import printable
 from monarchfs.system.sizes import counted, format_bytes
@@ -49,8 +48,9 @@ def bugreport_command(arguments: argparse.Namespace, environ: Mapping[str, str])
     fails, or is interrupted, it leaves no file."""
     top = f"monarchfs-bugreport-{time.strftime('%Y%m%d-%H%M%S')}"
     output = parse_path(arguments.output or top + _SUFFIX)
-    subject = _subject(_found(arguments.mountpoint, search_of(environ)), environ)
-    found = subject.found
+    found = mounts_on(arguments.mountpoint, search_of(environ))[0]
+    found.refuse_others()
+    subject = _subject(found, environ)
     names = None if arguments.with_names else NameDigests((found.source, found.mountpoint))
     with ExitStack() as undo:
         # At once, so that a file that cannot be made is told before all the work.
@@ -94,16 +94,6 @@ def _parts(subject: Subject, names: NameDigests | None) -> list[CollectedPart]:
                 progress.clear()  # the next one may take long: it is shown in any case
                 progress.show(f"bugreport: {step}")
     return parts
-
-
-def _found(path: str, search: Search) -> FoundMount:
-    """The mount, also one that only processes of `monarchfs run` see. Raises OperationError."""
-    if (found := find_one(path, search)) is None:
-        resolved = resolve_mountpoint(path)
-        private = [one for one in find_private(search) if one.mountpoint == resolved]
-        found = private[0] if private else required(path, search)
-    found.refuse_others()
-    return found
 
 
 def _subject(found: FoundMount, environ: Mapping[str, str]) -> Subject:

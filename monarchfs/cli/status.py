@@ -8,13 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from monarchfs.cli.output import (
-    Report,
-    labelled,
-    list_row,
-    renumbered_text,
-    show_result,
-)
+from monarchfs.cli.output import Report, labelled, list_row, renumbered_text, show_result
 from monarchfs.config.places import Search, search_of
 from monarchfs.config.values import parse_path, parse_timeout
 from monarchfs.control.client import request
@@ -88,18 +82,22 @@ def _what_to_watch(arguments: argparse.Namespace) -> tuple[str | None, float | N
     return typed, seconds
 
 
+def mounts_on(path: str, search: Search) -> list[FoundMount]:
+    """The mount there; else those that only processes of `monarchfs run` see. Raises
+    OperationError."""
+    if (found := find_one(path, search)) is not None:
+        return [found]
+    resolved = resolve_mountpoint(path)
+    private = [one for one in find_private(search) if one.mountpoint == resolved]
+    return private or [required(path, search)]
+
+
 def _find_mounts(path: str | None, search: Search) -> Report | list[Report]:
     """What the mount on ``path`` says of itself, or all of them. Raises OperationError."""
     if path is None:
         return reports_of([*find_all(search), *find_private(search)])
-    found = find_one(path, search)
-    if found is None:
-        resolved = resolve_mountpoint(path)
-        private = [one for one in find_private(search) if one.mountpoint == resolved]
-        if len(private) > 1:
-            return reports_of(private)
-        found = private[0] if private else required(path, search)
-    return report_of(found)
+    found = mounts_on(path, search)
+    return reports_of(found) if len(found) > 1 else report_of(found[0])
 
 
 def _look_again(
@@ -192,11 +190,11 @@ def _list_lines(reports: Sequence[Report]) -> Iterator[str]:
 def report_lines(report: Report) -> Iterator[str]:
     """A mount, one subject a line."""
     yield f"{printable(report.get('source', '?'))} on {printable(report.get('mountpoint', '?'))}"
-    worker = report.get("worker")
-    of_worker = worker.get("error") if isinstance(worker, Mapping) else None
+    worker = report.get("worker", {})
     state = [printable(report[key]) for key in ("state", "data_path", "error") if report.get(key)]
     state += [f"private ({_PRIVATE})"] if report.get("private") else []
-    yield labelled("state", ", ".join([*state, *([printable(of_worker)] if of_worker else [])]))
+    state += [printable(worker["error"])] if worker.get("error") else []
+    yield labelled("state", ", ".join(state))
     if report.get("profile"):
         yield labelled("profile", printable(report["profile"]))
     if report.get("age_seconds", 0) and report.get("state") != "serving":
@@ -212,8 +210,8 @@ def report_lines(report: Report) -> Iterator[str]:
         )
         if tier.get("out_of_service"):
             yield labelled("", f"takes nothing: {printable(tier['out_of_service'])}")
-    if (report.get("index") or {}).get("frozen"):
-        yield labelled("index", f"nothing new is recorded: {printable(report['index']['frozen'])}")
+    if frozen := report.get("index", {}).get("frozen"):
+        yield labelled("index", f"nothing new is recorded: {printable(frozen)}")
     peers = report.get("peers", ())
     for peer in peers[:_MOST_PEERS]:
         error = peer.get("error") or ("it failed a moment ago" if peer.get("avoided") else "")
@@ -226,15 +224,12 @@ def report_lines(report: Report) -> Iterator[str]:
     if len(peers) > _MOST_PEERS:
         yield labelled("", "and others: see monarchfs peers")
     for key in _SHOWN:
-        values = report.get(key)
-        if isinstance(values, Mapping):
-            known = ((name, value) for name, value in values.items() if name not in _APART)
-            yield labelled(
-                key.removesuffix("_io"), ", ".join(_value(name, value) for name, value in known)
-            )
-    if renumbered := (report.get("source_io") or {}).get("renumbered_files"):
+        if key in report:
+            known = (_value(*pair) for pair in report[key].items() if pair[0] not in _APART)
+            yield labelled(key.removesuffix("_io"), ", ".join(known))
+    if renumbered := report.get("source_io", {}).get("renumbered_files"):
         yield labelled("", renumbered_text(renumbered))
-    died = worker.get("last_death") if isinstance(worker, Mapping) else None
+    died = worker.get("last_death")
     if isinstance(died, Mapping):
         ago = max(0.0, time.time() - float(died.get("unix_seconds", 0)))
         yield labelled("", f"{printable(died.get('why', '?'))}, {format_seconds(ago)} ago")

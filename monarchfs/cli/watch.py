@@ -30,7 +30,8 @@ _FAIR_STATES = ("starting", "restarting", "safe mode", "source not responding", 
 _LABEL_CELLS = 9
 
 
-# From successive reports to rates, shares, and what is left to do.
+# From successive reports to rates, shares, and what is left to do. They made sense (`status`), but
+# may be of another version, and lack anything.
 
 
 def number(report: Report, *keys: str) -> float:
@@ -61,13 +62,8 @@ class Rates:
         return counts[0] / sum(counts) if sum(counts) else None
 
     @property
-    def local_share(self) -> float | None:
-        return self.share("opens")
-
-    @property
     def evicted_files(self) -> float:
-        evictions = self.now.get("evictions")
-        keys = evictions if isinstance(evictions, Mapping) else ()
+        keys = self.now.get("evictions", ())
         return sum(self.grown("evictions", key) for key in keys) / self.seconds
 
 
@@ -169,7 +165,6 @@ def draw(view: MountView, *, footer: str = "") -> RenderableType:
 
 
 def draw_list(reports: Sequence[Report], *, footer: str = "") -> RenderableType:
-    """All mounts, one a line."""
     if not reports:
         return Group("nothing is mounted", Text(footer, style="dim"))
     table = Table(box=None, pad_edge=False, expand=False, header_style="bold cyan")
@@ -188,23 +183,20 @@ def draw_list(reports: Sequence[Report], *, footer: str = "") -> RenderableType:
 def _rows(view: MountView) -> Iterator[tuple[str, RenderableType]]:
     report, now, rates = view.report, view.details, view.rates
     yield "state", _state(report)
-    worker = report.get("worker")
-    of_worker = worker.get("error") if isinstance(worker, Mapping) else None
-    for error in (report.get("error"), of_worker):
+    for error in (report.get("error"), report.get("worker", {}).get("error")):
         if error:
             yield "", Text(printable(error), _BAD)
     if "files" not in now:
         return
     if view.old_seconds >= 1:
         yield "", Text(f"what follows is {format_seconds(view.old_seconds)} old", _FAIR)
-    for position, tier in enumerate(_tiers(now)):
+    for position, tier in enumerate(now.get("tiers", ())):
         yield "tiers" if position == 0 else "", _Tier(tier)
         if tier.get("out_of_service"):
             yield "", Text(f"takes nothing: {printable(tier['out_of_service'])}", _BAD)
-    frozen = (now.get("index") or {}).get("frozen")
-    if frozen:
+    if frozen := now.get("index", {}).get("frozen"):
         yield "index", Text(f"nothing new is recorded: {printable(frozen)}", _BAD)
-    yield "files", _listed(now.get("files"))
+    yield "files", _listed(now["files"])
     yield "copying", _copying(view)
     yield "local", _local(view)
     yield "source", _source(view)
@@ -214,7 +206,7 @@ def _rows(view: MountView) -> Iterator[tuple[str, RenderableType]]:
     relayed = f"{format_bytes(number(now, 'served', 'relayed_bytes'))} relayed"
     served = f"{format_bytes(rates.per_second('served', 'relayed_bytes'))}/s, " if rates else ""
     yield "served", Text(served + relayed)
-    evicted = _listed(now.get("evictions"))
+    evicted = _listed(now.get("evictions", {}))
     if rates and rates.evicted_files:
         evicted.append(f" ({rates.evicted_files:.1f}/s)", _FAIR)
     yield "evicted", evicted
@@ -223,13 +215,13 @@ def _rows(view: MountView) -> Iterator[tuple[str, RenderableType]]:
 def _state(report: Report) -> Text:
     state = report.get("state", "?")
     text = Text.assemble((printable(state), _style_of(state)))
-    worker = report.get("worker")
     for key, name in (("data_path", ""), ("freshness", "freshness "), ("profile", "profile ")):
         if report.get(key):
             text.append(f", {name}{printable(report[key])}")
     if "uptime_seconds" in report:
         text.append(f", up {format_seconds(number(report, 'uptime_seconds'))}")
-    if isinstance(worker, Mapping):
+    if "worker" in report:
+        worker = report["worker"]
         pid = worker.get("pid")
         text.append(", no worker" if pid is None else f", worker {printable(pid)}")
         if number(worker, "restarts"):
@@ -265,7 +257,7 @@ def _local(view: MountView) -> Text:
     text = Text(f"{format_share(opens[0], sum(opens))} of {counted(int(sum(opens)), 'open')}")
     text.append(f", {format_share(sizes[0], sum(sizes))} of {format_bytes(sum(sizes))}")
     if view.rates is not None:
-        share, sized = view.rates.local_share, view.rates.share("file_bytes")
+        share, sized = view.rates.share("opens"), view.rates.share("file_bytes")
         if share is None:
             text.append("; now no opens", "dim")
         else:
@@ -295,17 +287,8 @@ def _source(view: MountView) -> Text:
     return text
 
 
-def _listed(values: object) -> Text:
-    text = Text()
-    if isinstance(values, Mapping):
-        counted = [f"{format_count(number(values, key))} {key}" for key in values]
-        text.append(", ".join(counted))
-    return text
-
-
-def _tiers(report: Report) -> list[Mapping[str, Any]]:
-    tiers = report.get("tiers")
-    return [tier for tier in tiers if isinstance(tier, Mapping)] if isinstance(tiers, list) else []
+def _listed(values: Mapping[str, Any]) -> Text:
+    return Text(", ".join(f"{format_count(number(values, key))} {key}" for key in values))
 
 
 class _Tier:
@@ -398,7 +381,7 @@ def _line(view: MountView) -> str:
         f"stuck {format_count(number(now, 'source_io', 'stuck'))}",
     ]
     if rates is not None:
-        share = rates.local_share
+        share = rates.share("opens")
         parts[0] += f" (now {'-' if share is None else format_share(share, 1)})"
         demand = rates.per_second("source_io", "demand_read_bytes")
         source = demand + rates.per_second("source_io", "prefetch_read_bytes")

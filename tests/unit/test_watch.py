@@ -71,7 +71,7 @@ def test_another_worker_counts_anew(sections: dict[str, Any]) -> None:
     after["uptime_seconds"] += 1
     view = history.add(2.0, after)
     assert view.rates is not None
-    assert view.rates.local_share == 1.0
+    assert view.rates.share("opens") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -91,22 +91,21 @@ def test_time_left(prefetch: dict[str, Any], read_bytes: int, seconds: float | N
     assert left is None if seconds is None else left == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize(
-    "report", [{}, {"files": None}, {"files": {}, "served": 5, "tiers": "x", "worker": []}]
-)
+@pytest.mark.parametrize("report", [{}, {"files": {}, "served": {}, "tiers": [{}], "worker": {}}])
 def test_a_report_may_lack_anything(report: dict[str, Any]) -> None:
     history = history_of((0.0, report))
     Console(file=io.StringIO(), width=80).print(draw(history.add(1.0, report)))
     assert list(MountsView(list).lines(history.add(2.0, report)))
-    assert "\n".join(report_lines({**report, "files": None, "tiers": []})).startswith("? on ?\n")
+    assert "\n".join(report_lines(report)).startswith("? on ?\n")
     assert number(report, "served", "local_opens") == 0
-    assert makes_sense(report) == (not report), "another version leaves things out only"
+    assert makes_sense(report), "another version leaves things out only"
     assert makes_sense({"state": "starting", "age_seconds": None})
 
 
 def test_a_report_of_nonsense() -> None:
     for said in (
-        *('"tiers": 5', '"peers": [5]', '"worker": {"last_death": {"unix_seconds": "x"}}'),
+        *('"tiers": 5', '"files": null', '"served": 5', '"worker": []', '"peers": [5]'),
+        '"worker": {"last_death": {"unix_seconds": "x"}}',
         *('"tiers": [{"used_bytes": null}]', '"x": [1e999]', f'"files": {{"a": {10**400}}}'),
     ):
         assert not makes_sense(json.loads(f"{{{said}}}")), said
