@@ -22,8 +22,7 @@ from monarchfs.config.places import name_of
 from monarchfs.control import messages, peers, registration
 from monarchfs.exporter import broker
 from monarchfs.exporter.discovery import DiscoveredMount
-from monarchfs.exporter.http import serve
-from monarchfs.exporter.text import exposition
+from monarchfs.exporter.http import exposition, serve
 from monarchfs.exporter.wire import decode
 from monarchfs.fuse.mountinfo import MONARCHFS, Mount, read_mountinfo
 from monarchfs.metrics import NS, names
@@ -209,8 +208,9 @@ class NodeExporter:
             async with trio.open_nursery() as nursery:
                 for mount in found:
                     seen = _seen(mount)
-                    if seen is None or not _is_there(mount, seen, table):
-                        mount.close()
+                    is_heard = mount.connection is not None or mount.full
+                    if seen is None or not (is_heard or any(map(seen.means, table))):
+                        mount.close()  # the registration of a dead daemon, or none
                         continue
                     os.close(mount.registration)
                     mounts.append(seen)
@@ -241,13 +241,6 @@ def _seen(mount: DiscoveredMount) -> Seen | None:
         owner_uid=mount.owner_uid,
         entry=entry,
     )
-
-
-def _is_there(mount: DiscoveredMount, seen: Seen, table: Iterable[Mount]) -> bool:
-    """Whether it is more than the registration of a dead daemon."""
-    if mount.connection is not None or mount.full:
-        return True
-    return any(seen.means(mount) for mount in table)
 
 
 async def _ask(seen: Seen, connection: int, owner_uid: int) -> None:

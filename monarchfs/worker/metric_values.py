@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def values_now(worker: Composition) -> Values:
-    """The values at this moment, for ``text.exposition``. Takes less than a tenth of a millisecond,
+    """The values at this moment, for ``http.exposition``. Takes less than a tenth of a millisecond,
     and asks neither the source nor a disk."""
     metrics = worker.metrics
     worker.count()

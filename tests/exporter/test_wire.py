@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.exporter import node, wire
+from monarchfs.exporter.http import exposition
 from monarchfs.exporter.node import Seen, label_mounts, learn_names, page_values
-from monarchfs.exporter.text import exposition
 from monarchfs.metrics import DURATION_BOUNDS_NS, ErrorCounts, Histogram, names
 from monarchfs.metrics.counts import ERRORS, OTHER
 from monarchfs.metrics.names import FAMILIES, NODE_FAMILIES, Durations, MetricType, Values
