@@ -149,11 +149,7 @@ def _source_limits(
 
 
 def _outcomes(
-    recording: Recording,
-    facts: Facts,
-    epochs: Sequence[Epoch],
-    visits: Visits,
-    nodes: int,
+    recording: Recording, facts: Facts, epochs: Sequence[Epoch], visits: Visits, nodes: int
 ) -> list[Outcome]:
     """What the steady epoch would take with other settings; one epoch says nothing of that."""
     epoch = steady_epoch(epochs)

@@ -12,9 +12,6 @@ from monarchfs.types import EvictionPolicy
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    source: str
-    mount_point: str
-    command: str
     freshness: str
     tier_paths: tuple[str, ...]
     setup: Setup
@@ -30,9 +27,6 @@ def read_facts(facts: Mapping[str, Any]) -> Facts:
     tiers = facts.get("tiers") or ()
     prefetch = facts.get("prefetch")
     return Facts(
-        str(facts.get("source", "?")),
-        str(facts.get("mount_point", "?")),
-        " ".join(map(str, facts.get("command") or ())),
         str(facts.get("freshness", "?")),
         tuple(str(tier["path"]) for tier in tiers),
         Setup(

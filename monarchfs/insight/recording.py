@@ -163,7 +163,6 @@ class RecordingWriter:
 class Recording:
     """A recording that was opened. ``events`` reads the file anew each time, a block at a time."""
 
-    version: int
     begun: float
     seconds: float
     facts: dict[str, Any]
@@ -230,15 +229,7 @@ def open_recording(path: str | os.PathLike[str]) -> Recording:
         facts = header["facts"] | (end["facts"] if end else {})
         seconds = end["seconds"] if end else _last_moment(stream, blocks, header["origin_ns"])
     return Recording(
-        header["version"],
-        header["begun"],
-        seconds,
-        facts,
-        files,
-        end is not None,
-        place,
-        header["origin_ns"],
-        blocks,
+        header["begun"], seconds, facts, files, end is not None, place, header["origin_ns"], blocks
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from monarchfs.insight.facts import read_facts
 from monarchfs.insight.findings import count, percent
 from monarchfs.insight.results import CAUSES, TIER, Analysis, Conclusion, Epoch
 from monarchfs.insight.verdict import words_of
@@ -46,12 +45,13 @@ def aligned(grid: Grid) -> Iterator[str]:
 
 
 def headline(analysis: Analysis) -> str:
-    facts = read_facts(analysis.facts)
-    what = facts.command or "Recording"
+    facts = analysis.facts
+    what = " ".join(map(str, facts.get("command") or ())) or "Recording"
     if len(what) > _MOST_LETTERS:
         what = what[:_MOST_LETTERS] + "..."
     return (
-        f"{what}: {facts.source} at {facts.mount_point}, {format_seconds(analysis.seconds)},"
+        f"{what}: {facts.get('source', '?')} at {facts.get('mount_point', '?')},"
+        f" {format_seconds(analysis.seconds)},"
         f" {count(analysis.events, 'event')}, {count(len(analysis.epochs), 'epoch')}"
     )
 

@@ -60,10 +60,7 @@ def steady_epoch(epochs: Sequence[Epoch]) -> Epoch | None:
 
 
 def give_verdict(
-    facts: Facts,
-    epochs: Sequence[Epoch],
-    source: SourceLimits | None,
-    outcomes: Sequence[Outcome],
+    facts: Facts, epochs: Sequence[Epoch], source: SourceLimits | None, outcomes: Sequence[Outcome]
 ) -> Conclusion:
     requests = sum(epoch.span.requests for epoch in epochs)
     reservations = list(_reservations(facts, epochs))

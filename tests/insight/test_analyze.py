@@ -282,7 +282,7 @@ def test_epochs_begin_where_all_is_read_again(
     )
 )
 def test_whatever_was_recorded_can_be_shown(events: list[Event]) -> None:
-    recording = Recording(1, 0.0, 40.0, dict(FACTS), many_files(20, 3), True, Path(), 0, [])
+    recording = Recording(0.0, 40.0, dict(FACTS), many_files(20, 3), True, Path(), 0, [])
     with patch.object(Recording, "events", events):
         found = analyze(recording)
         write_trace(recording, found.epochs, stream := StringIO())
