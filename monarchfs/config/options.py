@@ -43,7 +43,6 @@ class Option:
 
 
 def flag_of(key: str) -> str:
-    """The name of an option on the command line."""
     return key.replace("_", "-")
 
 
@@ -128,15 +127,10 @@ OPTIONS: Mapping[str, Option] = {
         toml='["NAME"]',
     ),
     "peer_name": Option(
-        values.parse_name,
-        "NAME",
-        "which of the peers this node is (default: its host name)",
+        values.parse_name, "NAME", "which of the peers this node is (default: its host name)"
     ),
     "peer_port": Option(
-        values.parse_peer_port,
-        "PORT",
-        "where peers serve each other (default: 9466)",
-        toml="PORT",
+        values.parse_peer_port, "PORT", "where peers serve each other (default: 9466)", toml="PORT"
     ),
     "peer_key": Option(
         values.parse_path,

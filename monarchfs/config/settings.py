@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from monarchfs.config.model import PlainSettings, PrefetchMode, Profile, TierSpec
-from monarchfs.config.options import OPTIONS
+from monarchfs.config.options import OPTIONS, flag_of
 from monarchfs.types import UsageError
 
 Layer = Mapping[str, object]
@@ -123,7 +123,7 @@ def from_mount_options(texts: Iterable[str]) -> Layer:
 def from_flags(flags: Mapping[str, object]) -> Layer:
     """The layer that command line flags make; None stands for a flag that was not given."""
     return {
-        key: parse_value(key, value, f"--{key.replace('_', '-')}")
+        key: parse_value(key, value, f"--{flag_of(key)}")
         for key, value in flags.items()
         if value is not None
     }

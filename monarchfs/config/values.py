@@ -171,7 +171,6 @@ def parse_name(value: object) -> str:
 
 
 def parse_count(value: object) -> int:
-    """A whole number from 1 to 4096."""
     text = _text(value).strip()
     if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= 4096:
         raise UsageError(f"'{text}' is not a count: use a whole number from 1 to 4096")
@@ -247,12 +246,8 @@ def parse_floor(value: object) -> float:
 
 def parse_memory(value: object) -> int:
     """Bytes, as ``512M`` (powers of 1024); 0 for ``0`` or ``off``."""
-    text = _text(value).strip().lower()
-    if text in ("0", "off", "none"):
-        return 0
-    match = _SIZE.fullmatch(text)
-    size = 0 if match is None or match["unit"] == "%" else _bytes_of(match)
-    if not 0 < size < _LARGEST_SIZE:
+    size = _amount(_text(value).strip().lower())
+    if size is None:
         raise UsageError(f"'{_text(value)}' is not a size: write it like 512M, or 0")
     return size
 
@@ -260,16 +255,13 @@ def parse_memory(value: object) -> int:
 def parse_rate(value: object) -> int:
     """Bytes per second, as ``20M`` (powers of 1024); 0 for ``0`` or ``off``."""
     text = _text(value).strip().lower().removesuffix("/s")
-    if text in ("0", "off", "none"):
-        return 0
-    match = _SIZE.fullmatch(text)
-    rate = 0 if match is None or match["unit"] == "%" else _bytes_of(match)
-    if 0 < rate < _LEAST_RATE and text.isdecimal():
-        raise UsageError(f"{rate} means bytes per second: write a unit, as in {rate}M")
-    if not 0 < rate < _LARGEST_SIZE:
+    rate = _amount(text)
+    if rate is None:
         raise UsageError(
             f"'{_text(value)}' is not a rate: write it like 20M (bytes per second), or off"
         )
+    if 0 < rate < _LEAST_RATE and text.isdecimal():
+        raise UsageError(f"{rate} means bytes per second: write a unit, as in {rate}M")
     return rate
 
 
@@ -303,6 +295,15 @@ def parse_flag(value: object) -> bool:
     if text in _FALSE:
         return False
     raise UsageError(f"'{text}' is neither yes nor no: use true or false")
+
+
+def _amount(text: str) -> int | None:
+    """A number of bytes; 0 for ``0`` or ``off``, None for what is none."""
+    if text in ("0", "off", "none"):
+        return 0
+    match = _SIZE.fullmatch(text)
+    size = 0 if match is None or match["unit"] == "%" else _bytes_of(match)
+    return size if 0 < size < _LARGEST_SIZE else None
 
 
 def _bytes_of(match: re.Match[str]) -> int:
