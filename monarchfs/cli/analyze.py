@@ -21,7 +21,6 @@ from monarchfs.types import OperationError, UsageError
 
 
 def analyze_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the analysis."""
     if arguments.darshan:
         return _analyze_darshan(arguments)
     if len(arguments.file) > 1:

@@ -73,9 +73,7 @@ def _asked_at_home(
     overdue = f"your home, or a directory for scratch, does not answer within {seconds:g} s"
     try:
         bounded_value(
-            lambda: bool(config_from(arguments, source, environ)),
-            timeout=seconds,
-            overdue=overdue,
+            lambda: bool(config_from(arguments, source, environ)), timeout=seconds, overdue=overdue
         )
     except OperationError as error:
         settings = settings_from(arguments)

@@ -66,7 +66,6 @@ def helper_page(parser: argparse.ArgumentParser) -> str:
 
 
 def write_pages(directory: Path) -> list[Path]:
-    """Writes all pages; their paths."""
     # argparse breaks lines for the terminal it runs in.
     os.environ["COLUMNS"] = "80"
     pages = {
@@ -176,7 +175,6 @@ _COMPLETED: Mapping[str, Mapping[str, object]] = {
 
 
 def completion_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the completion for a shell; returns 0."""
     print(completion_for(build_parser(), arguments.shell))
     return 0
 

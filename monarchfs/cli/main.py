@@ -18,13 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-from monarchfs.cli.output import (
-    INTERRUPTED,
-    complain,
-    die_of_interrupt,
-    output_written,
-    prepare_streams,
-)
+from monarchfs.cli.output import complain, output_written, prepare_streams
 from monarchfs.cli.parser import SHORT_HELP, build_parser
 from monarchfs.system import inherited
 from monarchfs.system.limits import explained, unmet
@@ -56,8 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # of argparse, which has printed what --help or --version asks for
         raise SystemExit(output_written(end.code if isinstance(end.code, int) else 1)) from None
     except KeyboardInterrupt as interrupt:
-        complain(str(interrupt) or "interrupted", INTERRUPTED)
-        return die_of_interrupt(output_written(INTERRUPTED))
+        code = output_written(complain(str(interrupt) or "interrupted", 128 + signal.SIGINT))
+        # A shell script stops if its child dies of the signal, and goes on after any exit code.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        return code  # SIGINT is blocked
 
 
 def _outcome(arguments: Sequence[str]) -> int:

@@ -13,12 +13,7 @@ from monarchfs.cli.output import complain
 from monarchfs.cli.parser import MOUNT_OPTIONS
 from monarchfs.config.files import from_file, from_system_file
 from monarchfs.config.personal import Personal, acts_for_another, read_personal
-from monarchfs.config.places import (
-    DefaultPlaces,
-    default_places,
-    places_without_home,
-    resolve_user,
-)
+from monarchfs.config.places import DefaultPlaces, default_places, places_without_home, resolve_user
 from monarchfs.config.settings import Layer, Settings, from_flags, from_mount_options, merge
 from monarchfs.config.values import parse_path
 from monarchfs.fuse.mountinfo import storage_of

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
 import time
 from argparse import Namespace
@@ -24,9 +23,6 @@ from monarchfs.types import OperationError
 
 Report = Mapping[str, Any]
 """What a mount says of itself; of another version, perhaps."""
-
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit code that a shell shows for who died of SIGINT."""
 
 _EVERY_SECONDS = 0.1
 _CLEAR = "\r\033[K"
@@ -89,14 +85,6 @@ def output_written(code: int, program: str = "monarchfs") -> int:
         if code or isinstance(error, BrokenPipeError):
             return code
         return complain(f"cannot write the output: {error.strerror}", 1, program)
-
-
-def die_of_interrupt(code: int) -> int:
-    """Ends this process by SIGINT: a shell script stops if its child dies of the signal, and goes
-    on after any exit code. Returns ``code`` if SIGINT is blocked."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGINT)
-    return code
 
 
 def show_result(arguments: Namespace, result: object, text: str | Iterable[str]) -> None:

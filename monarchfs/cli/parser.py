@@ -369,7 +369,6 @@ def _add_help(commands: _Commands) -> None:
 
 
 def help_command(arguments: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Prints all commands, or the help of one."""
     parser = build_parser()
     chosen = parser if arguments.topic is None else commands_of(parser)[arguments.topic]
     chosen.print_help()

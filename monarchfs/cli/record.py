@@ -131,7 +131,6 @@ def _record_in_child(
 
 
 def _summary(recorder: EventRecorder, output: str) -> str:
-    """One line."""
     parts = [
         f"{counted(recorder.events, 'event')} of {counted(recorder.files, 'file')} in"
         f" {format_seconds(recorder.seconds)}: {output}, {format_bytes(recorder.written)}"

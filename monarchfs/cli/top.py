@@ -97,7 +97,7 @@ class Feed:
         self._left = count
         self._order = attrgetter("lookups" if order == "names" else order, "bytes")
         self._interval = Interval(by_directory=by_directory)
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None
         self._processes: dict[int | str, str] = {0: "(kernel)"}
         self._sampled = self._lost = 0
         self.error = ""
@@ -105,14 +105,9 @@ class Feed:
         self._open()
 
     def _open(self) -> None:
-        self._connection, head = open_events(self._mountpoint, self._search, {"rate": RATE})
+        self.connection, head = open_events(self._mountpoint, self._search, {"rate": RATE})
         self.hidden = hidden_by(head["facts"])
         self._lost = 0
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a worker."""
-        return self._connection is not None
 
     def look(self) -> Usage | None:
         """Waits for an interval; None after the last one, or once the mount is gone."""
@@ -134,18 +129,18 @@ class Feed:
     def _receive(self, seconds: float) -> bool:
         """What comes next within this time; whether there is still a mount."""
         try:
-            if self._connection is None:
+            if self.connection is None:
                 time.sleep(min(seconds, AGAIN_SECONDS))
                 require_daemon(self._mountpoint, self._search)
                 with suppress(OperationError):  # the next worker is not there yet
                     self._open()
-            elif self._connection.received or select.select([self._connection], [], [], seconds)[0]:
-                message, content = self._connection.next(SILENCE_SECONDS)
+            elif self.connection.received or select.select([self.connection], [], [], seconds)[0]:
+                message, content = self.connection.next(SILENCE_SECONDS)
                 self._take(message.get("progress", {}), content)
         except ConnectionError:
-            if self._connection is not None:
-                self._connection.__exit__()
-            self._connection = None
+            if self.connection is not None:
+                self.connection.__exit__()
+            self.connection = None
         except OperationError as error:
             self.error = str(error)
         return not self.error
@@ -232,8 +227,9 @@ class TopView(LiveView[Usage]):
         """What the numbers do not say."""
         notes = []
         if not usage.rows:
-            asked = "nothing was asked of the mount"
-            notes.append(asked if self._feed.connected else "the mount has no worker just now")
+            gone = self._feed.connection is None
+            idle = "the mount has no worker just now" if gone else "nothing was asked of the mount"
+            notes.append(idle)
         if usage.sampled > 1:
             notes.append(f"sampled: one of {usage.sampled} files, so these are estimates")
         if usage.lost:

@@ -230,7 +230,6 @@ def _owns_the_system(uid: int) -> bool:
 
 
 def current_user() -> User:
-    """Who runs this."""
     return User(name_of(os.geteuid()), os.geteuid(), os.getegid(), tuple(os.getgroups()))
 
 

@@ -71,12 +71,7 @@ class SelfTest:
     one to be tested, ``_work`` the one on this node."""
 
     def __init__(
-        self,
-        directory: Path,
-        second: Path | None,
-        tier: Path,
-        temporary: Path,
-        files: int,
+        self, directory: Path, second: Path | None, tier: Path, temporary: Path, files: int
     ) -> None:
         """A directory of the file system, ``second`` the same one by another mount of it; ``tier``
         and ``temporary`` are on this node; how many small ``files`` an epoch has. All paths are

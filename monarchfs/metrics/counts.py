@@ -162,10 +162,8 @@ class Metrics:
         self.copies_refused_by[reason] += 1
 
     def tier_failed(self, path: str, number: int | None) -> None:
-        """Count an error of the tier at ``path``."""
         self.tier_errors += 1
         self.errors_of_tier(path).count(number)
 
     def errors_of_tier(self, path: str) -> ErrorCounts:
-        """By errno, of the tier at ``path``."""
         return self.tier_errors_by.setdefault(path, ErrorCounts())

@@ -242,8 +242,8 @@ def test_top(shown: Shown, golden: Golden) -> None:
     )
     idle = LiveRates(0.0, 0.0, 0.0, 0.0, 0.04, 0.04, {AnsweredBy.WAITED: 1.0})
     feeds = {
-        "both hidden": SimpleNamespace(connected=True, hidden=["reads", "opens"]),
-        "no worker": SimpleNamespace(connected=False, hidden=["reads"]),
+        "both hidden": SimpleNamespace(connection=1, hidden=["reads", "opens"]),
+        "no worker": SimpleNamespace(connection=None, hidden=["reads"]),
     }
     processes = [(71, "python\x1b[2J", read), (0, "(kernel)", idle)]
     several = Usage(0.0, 2.0, 8, 3, [*processes, *((100 + n, "cat", idle) for n in range(25))])
@@ -255,7 +255,7 @@ def test_top(shown: Shown, golden: Golden) -> None:
             for who in ("process", "directory")
         )
         shown.put(f"# {name}", *by_process.lines(nothing))
-        if feed.connected:
+        if feed.connection:
             shown.put("# processes", *by_process.lines(several))
             shown.put("# directories", *by_directory.lines(directories))
             drawn = by_process.draw(several, 10, "q quits")
