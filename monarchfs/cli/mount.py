@@ -137,11 +137,8 @@ def config_and_personal(
 ) -> tuple[str | None, Personal]:
     """The file that replaces the machine's and the user's own, if one is named, and the user's own
     settings that count. Raises UsageError."""
-    options, flag = (
-        from_mount_options(arguments.options or ()),
-        from_flags({"user": arguments.user}),
-    )
-    user = {**options, **flag}.get("user")
+    options = from_mount_options(arguments.options or ())
+    user = {**options, **from_flags({"user": arguments.user})}.get("user")
     name = user if isinstance(user, str) else None
     own = read_personal(environ, name, at_home=_home_answers(name, environ))
     return arguments.config if arguments.config is not None else own.config, own

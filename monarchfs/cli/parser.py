@@ -62,8 +62,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
-        is_command = isinstance(action, argparse._SubParsersAction) or action.dest == "topic"
-        if is_command:
+        if isinstance(action, argparse._SubParsersAction) or action.dest == "topic":
             self.error(f"there is no command '{value}'{did_you_mean(str(value), choices)}")
         self.error(f"there is no {action.metavar} '{value}': use {', '.join(choices)}")
 

@@ -8,7 +8,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from monarchfs.control.messages import (
@@ -28,8 +28,8 @@ class ConnectionEnded(OperationError):
     """It ended without a reply: the worker died or was replaced, say."""
 
 
-class Connection:
-    """A client's connection to the supervisor of one mount; a context manager."""
+class Connection(AbstractContextManager["Connection"]):
+    """A client's connection to the supervisor of one mount."""
 
     def __init__(self, socket_path: str, timeout: float) -> None:
         """Connects within ``timeout`` seconds; raises OperationError if nobody listens."""
@@ -63,9 +63,6 @@ class Connection:
                 if time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_SECONDS)
-
-    def __enter__(self) -> Connection:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._socket.close()

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -66,9 +66,9 @@ def about(directory: str) -> dict[str, Value]:
     return found
 
 
-class SelfTest:
-    """A context manager; all that it made is gone when it ends. ``root`` is its directory below the
-    one to be tested, ``_work`` the one on this node."""
+class SelfTest(AbstractContextManager["SelfTest"]):
+    """All that it made is gone when the block ends. ``root`` is its directory below the one to be
+    tested, ``_work`` the one on this node."""
 
     def __init__(
         self, directory: Path, second: Path | None, tier: Path, temporary: Path, files: int
@@ -91,9 +91,6 @@ class SelfTest:
                 ) from None
         self.root, self._work, self._tier = made
         self._second = self.root if second is None else second / self.root.name
-
-    def __enter__(self) -> SelfTest:
-        return self
 
     def __exit__(self, *_raised: object) -> None:
         """Raises OperationError if something stays."""
