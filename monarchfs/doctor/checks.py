@@ -36,12 +36,9 @@ class Check:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Check:
-        numbers = {
-            k: v for k, v in fields.items() if k not in ("name", "state", "detail", "remedy")
-        }
-        return cls(
-            fields["name"], Severity(fields["state"]), fields["detail"], fields["remedy"], numbers
-        )
+        numbers = dict(fields)
+        name, state, detail, remedy = map(numbers.pop, ("name", "state", "detail", "remedy"))
+        return cls(name, Severity(state), detail, remedy, numbers)
 
 
 Probe = Callable[[], Iterable[Check]]

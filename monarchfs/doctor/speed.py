@@ -97,13 +97,7 @@ def _measured(call: Callable[[], dict[str, Any]], timeout: float) -> dict[str, A
 
 
 def judge_source_speed(rates: SourceRates) -> Check:
-    numbers: dict[str, Value] = {
-        "read_bytes_per_second": rates.read_bytes_per_second,
-        "open_seconds": rates.open_seconds,
-        "threads": rates.threads,
-        "sampled_bytes": rates.sampled_bytes,
-        "sampled_files": rates.sampled_files,
-    }
+    numbers: dict[str, Value] = asdict(rates)
     if rates.read_bytes_per_second is None or rates.open_seconds is None:
         detail = "no file was found within a second that could be read"
         return warning("source_speed", detail, "see whether it holds files", **numbers)
@@ -121,13 +115,7 @@ def judge_source_speed(rates: SourceRates) -> Check:
 def judge_tier_speed(path: str, rates: TierRates, of_source: SourceRates | None) -> Check:
     source_rate = of_source.read_bytes_per_second if of_source else None
     ratio = rates.read_bytes_per_second / source_rate if source_rate else None
-    numbers: dict[str, Value] = {
-        "path": path,
-        "write_bytes_per_second": rates.write_bytes_per_second,
-        "read_bytes_per_second": rates.read_bytes_per_second,
-        "sampled_bytes": rates.sampled_bytes,
-        "times_source": ratio,
-    }
+    numbers: dict[str, Value] = {"path": path, **asdict(rates), "times_source": ratio}
     detail = (
         f"{path}: writes {rates.write_bytes_per_second / 1e6:.0f} MB/s,"
         f" reads {rates.read_bytes_per_second / 1e6:.0f} MB/s"

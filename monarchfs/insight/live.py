@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import add
 
 from monarchfs.insight.recording import EVENT, HANDED, AnsweredBy, File, Kind
 
@@ -50,10 +51,8 @@ class _Sum:
     spans: list[int] = field(default_factory=list)
 
     def add(self, other: _Sum) -> None:
-        self.kinds = [one + more for one, more in zip(self.kinds, other.kinds, strict=True)]
-        self.answered = [
-            one + more for one, more in zip(self.answered, other.answered, strict=True)
-        ]
+        self.kinds = [*map(add, self.kinds, other.kinds)]
+        self.answered = [*map(add, self.answered, other.answered)]
         self.bytes += other.bytes
         self.spans += other.spans
 
