@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from monarchfs.cli.output import Progress, failed, format_count, renumbered_text, show_result
+from monarchfs.cli.output import Progress, failed, renumbered_text, show_result
 from monarchfs.config.places import search_of
 from monarchfs.config.values import parse_path
 from monarchfs.control.client import ConnectionEnded, connect
@@ -30,7 +30,14 @@ from monarchfs.supervisor.recover import (
     required,
 )
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import counted, format_bytes, format_seconds, in_columns, plural
+from monarchfs.system.sizes import (
+    counted,
+    format_bytes,
+    format_count,
+    format_seconds,
+    in_columns,
+    plural,
+)
 from monarchfs.types import OperationError, UsageError
 
 ASK_SECONDS = 5.0

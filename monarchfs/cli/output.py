@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes, format_count
 from monarchfs.types import OperationError
 
 Report = Mapping[str, Any]
@@ -135,11 +135,6 @@ class Progress(AbstractContextManager["Progress"]):
 
 
 # Numbers for people.
-
-
-def format_count(count: float) -> str:
-    """``1,234,567``."""
-    return f"{count:,.0f}"
 
 
 def labelled(label: str, text: str) -> str:

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from monarchfs.cli.ask import AGAIN_SECONDS
 from monarchfs.cli.live import LiveView, show
-from monarchfs.cli.output import format_count
 from monarchfs.cli.record import HIDDEN, hidden_by, open_events
 from monarchfs.config.places import Search, search_of
 from monarchfs.control.client import Connection
@@ -27,7 +26,7 @@ from monarchfs.insight.recording import AnsweredBy, File
 from monarchfs.insight.tables import Grid, aligned
 from monarchfs.supervisor.recover import require_daemon
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes
+from monarchfs.system.sizes import format_bytes, format_count
 from monarchfs.types import OperationError, UsageError
 
 RATE = 20_000

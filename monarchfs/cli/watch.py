@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from monarchfs.cli.live import LiveView
-from monarchfs.cli.output import Report, format_count, format_share, list_row
+from monarchfs.cli.output import Report, format_share, list_row
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import counted, format_bytes, format_seconds
+from monarchfs.system.sizes import counted, format_bytes, format_count, format_seconds
 
 _SMOOTH_SECONDS = 30.0
 """What time is left is told from the pace of this long."""

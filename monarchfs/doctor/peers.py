@@ -49,7 +49,12 @@ def peers(config: Config) -> Iterator[Check]:
         remedy = "apt-get install nginx-light"
         yield problem("nginx", "nginx, which peers need, is not installed", remedy)
         return
-    yield judge_nginx(program, _build_of(program))
+    asked = [program, "-V"]
+    environ = {"PATH": SYSTEM_PATH}
+    done = subprocess.run(
+        asked, capture_output=True, text=True, timeout=_VERSION_SECONDS, env=environ, check=False
+    )
+    yield judge_nginx(program, done.stderr)
     try:
         # As the mount names it, whose secret has the name in it.
         source = os.path.realpath(config.source) if config.source else ""
@@ -66,21 +71,8 @@ def peers(config: Config) -> Iterator[Check]:
     yield from judge_peers(ask_all(found, address, authorised=bool(config.source)))
 
 
-def _build_of(program: str) -> str:
-    """What `nginx -V` says."""
-    done = subprocess.run(
-        [program, "-V"],
-        capture_output=True,
-        text=True,
-        timeout=_VERSION_SECONDS,
-        env={"PATH": SYSTEM_PATH},
-        check=False,
-    )
-    return done.stderr
-
-
 def judge_nginx(program: str, build: str) -> Check:
-    """Whether it can check tokens."""
+    """Whether it can check tokens, by what `nginx -V` says."""
     version = build.partition("nginx/")[2].split("\n")[0].split(" ")[0]
     numbers: dict[str, Value] = {"path": program, "version": version}
     if SECURE_LINK not in build:

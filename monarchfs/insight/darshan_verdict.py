@@ -13,14 +13,13 @@ from monarchfs.insight.findings import (
     SENTENCES,
     SHORTEST_SECONDS,
     WORTH_SAYING,
-    count,
     kind_of,
     percent,
 )
 from monarchfs.insight.fitting import blocks
 from monarchfs.insight.results import Conclusion
 from monarchfs.insight.tables import Grid, lines_of
-from monarchfs.system.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import counted, format_bytes, format_seconds
 
 _MOST_OF_IT = 0.9
 """The dataset's directory is where so much of what was read lies."""
@@ -155,7 +154,7 @@ def _verdict(found: DarshanAnalysis, job: JobReads, listed: str | None) -> Concl
     if found.reads < FEWEST_REQUESTS or found.seconds < SHORTEST_SECONDS:
         line = (
             f"No verdict: the job read too little below {found.source}"
-            f" ({count(found.reads, 'read')} in {format_seconds(found.seconds)})."
+            f" ({counted(found.reads, 'read')} in {format_seconds(found.seconds)})."
         )
         return Conclusion("unknown", 0, [line], reservations)
     words = _words(found, listed)
@@ -211,9 +210,9 @@ def _words(found: DarshanAnalysis, listed: str | None) -> dict[str, str]:
         "small": percent(found.small_share or 0),
         "order": order if sequential <= 1 - WORTH_SAYING else "",
         "share": percent(_of_names(found)),
-        "files": count(len(found.files), "file"),
+        "files": counted(len(found.files), "file"),
         "list": listed or "LIST, which analyze writes with --list LIST,",
-        "sparse": count(len(sparse), "file"),
+        "sparse": counted(len(sparse), "file"),
         "whole": format_bytes(sum(one.extent for one in sparse)),
         "read": format_bytes(sum(one.once for one in sparse)),
     }
@@ -233,7 +232,7 @@ def _reservations(found: DarshanAnalysis, job: JobReads) -> Iterator[str]:
     if found.waited_share == 1.0:
         yield "Threads that read at the same time count one by one: the waiting may be less."
     if found.written_files:
-        written = count(found.written_files, "file")
+        written = counted(found.written_files, "file")
         yield f"{written} that the job wrote, too, are left out: a mount is read-only."
     if found.other_bytes > found.bytes * WORTH_SAYING:
         yield f"{format_bytes(found.other_bytes)} were read elsewhere: see --source."
@@ -249,7 +248,7 @@ def _headline(found: DarshanAnalysis) -> str:
     what = found.commands[0] if found.commands and found.commands[0] else "Job"
     where = f"{found.source} ({found.file_system})" if found.file_system else found.source
     return (
-        f"{what}: {count(len(found.files), 'file')} read below {where}, in"
+        f"{what}: {counted(len(found.files), 'file')} read below {where}, in"
         f" {format_seconds(found.seconds)}, by {found.readers:,} of {found.processes:,} processes"
     )
 
@@ -287,7 +286,7 @@ def _grids(found: DarshanAnalysis) -> Iterator[Grid]:
 
 def _pattern_lines(found: DarshanAnalysis) -> Iterator[str]:
     mean = found.bytes / (found.reads or 1)
-    line = f"{count(found.reads, 'read')} of {format_bytes(mean)} on average"
+    line = f"{counted(found.reads, 'read')} of {format_bytes(mean)} on average"
     if found.small_share is not None and found.sequential_share is not None:
         line += (
             f"; {percent(found.small_share)} below 100 KB, {percent(found.sequential_share)}"
@@ -296,6 +295,6 @@ def _pattern_lines(found: DarshanAnalysis) -> Iterator[str]:
     yield f"{line}."
     files = len(found.files) or 1
     yield (
-        f"{count(len(found.files), 'file')} of {format_bytes(found.extent_bytes / files)} on"
+        f"{counted(len(found.files), 'file')} of {format_bytes(found.extent_bytes / files)} on"
         f" average, each opened {sum(one.opens for one in found.files) / files:.1f} times."
     )

@@ -75,7 +75,3 @@ def kind_of(waited_share: float) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f}%"
-
-
-def count(number: float, one: str) -> str:
-    return f"{number:,.0f} {one}{'' if round(number) == 1 else 's'}"

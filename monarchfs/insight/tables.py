@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from monarchfs.insight.findings import count, percent
+from monarchfs.insight.findings import percent
 from monarchfs.insight.results import CAUSES, TIER, Analysis, Conclusion, Epoch
 from monarchfs.insight.verdict import words_of
 from monarchfs.system.escaping import printable
-from monarchfs.system.sizes import format_bytes, format_seconds, in_columns
+from monarchfs.system.sizes import counted, format_bytes, format_seconds, in_columns
 
 _MOST_LETTERS = 100
 
@@ -52,7 +52,7 @@ def headline(analysis: Analysis) -> str:
     return (
         f"{what}: {facts.get('source', '?')} at {facts.get('mount_point', '?')},"
         f" {format_seconds(analysis.seconds)},"
-        f" {count(analysis.events, 'event')}, {count(len(analysis.epochs), 'epoch')}"
+        f" {counted(analysis.events, 'event')}, {counted(len(analysis.epochs), 'epoch')}"
     )
 
 
@@ -72,7 +72,7 @@ def pattern_lines(analysis: Analysis) -> Iterator[str]:
     yield f"Reads within a file: {within or 'none'}; {format_bytes(found.read_bytes)} on average."
     yield f"{percent(found.whole_files)} of files were read whole in an epoch."
     sizes = [
-        f"{count(row['files'], 'file')} up to {format_bytes(row['up_to_bytes'])}"
+        f"{counted(row['files'], 'file')} up to {format_bytes(row['up_to_bytes'])}"
         for row in found.sizes
         if row["files"]
     ]

@@ -12,7 +12,6 @@ from monarchfs.insight.findings import (
     SENTENCES,
     SHORTEST_SECONDS,
     WORTH_SAYING,
-    count,
     kind_of,
     percent,
 )
@@ -30,7 +29,7 @@ from monarchfs.insight.results import (
     Outcome,
     SourceLimits,
 )
-from monarchfs.system.sizes import format_bytes, format_seconds
+from monarchfs.system.sizes import counted, format_bytes, format_seconds
 
 _GAIN = 0.95
 AS_IT_WAS = "as it was"
@@ -68,7 +67,7 @@ def give_verdict(
     if epoch is None or requests < FEWEST_REQUESTS or epoch.seconds < SHORTEST_SECONDS:
         found = "no epoch" if epoch is None else f"an epoch of {format_seconds(epoch.seconds)}"
         line = (
-            f"No verdict: the recording is too short ({found}, {count(requests, 'request')})."
+            f"No verdict: the recording is too short ({found}, {counted(requests, 'request')})."
             f" Record an epoch of {SHORTEST_SECONDS:g} s or more; two are better."
         )
         return Conclusion("unknown", epoch.number if epoch else 0, [line], reservations)
@@ -100,9 +99,10 @@ def _reservations(facts: Facts, epochs: Sequence[Epoch]) -> Iterator[str]:
     if facts.hidden & {"reads", "opens"}:
         yield "A mount with `--data-path direct` has every open and read recorded."
     if facts.dropped:
-        yield f"{count(facts.dropped, 'event')} came too fast and were not recorded."
+        yield f"{counted(facts.dropped, 'event')} came too fast and were not recorded."
     if facts.gaps:
-        yield f"Nothing was recorded in {count(facts.gaps, 'interval')} (the worker was replaced)."
+        gaps = counted(facts.gaps, "interval")
+        yield f"Nothing was recorded in {gaps} (the worker was replaced)."
     if len(epochs) < 2:
         yield (
             "One epoch was recorded: nothing was read again, so later epochs, which read from the"
@@ -140,7 +140,7 @@ def _causes(
 ) -> Iterator[str]:
     shares = [seconds / (epoch.span.waiting or 1) for seconds in epoch.span.shared]
     ranked = sorted(range(len(CAUSES)), key=lambda cause: -shares[cause])
-    files = f"{count(epoch.files.source, 'file')} ({format_bytes(epoch.files.source_bytes)})"
+    files = f"{counted(epoch.files.source, 'file')} ({format_bytes(epoch.files.source_bytes)})"
     words = {"files": files, "freshness": facts.freshness}
     for cause in ranked[:2]:
         if shares[cause] < WORTH_SAYING:
@@ -181,7 +181,7 @@ def _limit(source: SourceLimits) -> str:
     return SENTENCES[limit].format(
         slow_reads=percent(source.slow_share_of_reads),
         slow_time=percent(source.slow_share_of_time),
-        slow_files=count(source.slow_files, "file"),
+        slow_files=counted(source.slow_files, "file"),
         example=source.example,
         rate=format_bytes(source.bytes_per_second),
         median=format_seconds(source.median),

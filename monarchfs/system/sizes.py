@@ -1,4 +1,4 @@
-"""Sizes, times and tables as people read them."""
+"""Numbers, sizes, times and tables as people read them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,11 @@ def format_seconds(seconds: float) -> str:
             parts.append(f"{count} {unit}")
     shown = parts[:2]
     return " ".join(shown[:1] if len(shown) > 1 and shown[1].startswith("0 ") else shown)
+
+
+def format_count(count: float) -> str:
+    """``1,234,567``."""
+    return f"{count:,.0f}"
 
 
 def counted(count: int, one: str, many: str = "") -> str:
