@@ -1,4 +1,5 @@
 /* Answers to OPEN. See _opens.h. */
+#define _GNU_SOURCE
 #include "_opens.h"
 
 #include "_queue.h"
@@ -36,8 +37,13 @@ static void answer_with_handle(uint64_t unique, uint64_t fh, const void *out, si
 		queue_put(&end, sizeof(end), NEW);
 }
 
-static uint32_t flags_now(void)
+/* O_DIRECT reads of the tier's file may need an alignment that those of the source's do not. So the kernel sends them
+ * here: they may have any. */
+static uint32_t flags_of(const struct fuse_in_header *in, bool backed)
 {
+	bool direct = ((const struct fuse_open_in *)(in + 1))->flags & O_DIRECT;
+	if (backed)
+		return direct ? OPEN_PASSTHROUGH | FOPEN_DIRECT_IO : OPEN_PASSTHROUGH;
 	return __atomic_load_n(&flags, __ATOMIC_RELAXED);
 }
 
@@ -48,7 +54,7 @@ static bool answer_open(const struct fuse_in_header *in, uint64_t unique, enum d
 	struct backed_open_out out = {0};
 	if (table_add(in->nodeid, unique, ANSWERING, &out.fh, &out.backing_id) < 0)
 		return false;
-	out.open_flags = out.backing_id ? OPEN_PASSTHROUGH : flags_now();
+	out.open_flags = flags_of(in, out.backing_id);
 	answer_with_handle(in->unique, out.fh, &out, sizeof(out), counted, by, started_ns);
 	return true;
 }

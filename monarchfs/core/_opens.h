@@ -9,8 +9,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* fuse_open_out of linux/fuse.h since 6.9. With any other flag than OPEN_PASSTHROUGH the open would fail
- * (fs/fuse/iomode.c). */
+/* fuse_open_out of linux/fuse.h since 6.9. Beside OPEN_PASSTHROUGH it may have FOPEN_DIRECT_IO, which sends the reads
+ * here all the same: with FOPEN_KEEP_CACHE the open would fail (fs/fuse/iomode.c). */
 struct backed_open_out {
 	uint64_t fh;
 	uint32_t open_flags;

@@ -189,7 +189,7 @@ class Answerer:
                 handle = self._files.known_open(node)
                 if handle is None:
                     return None
-                opened, _backing_id = self._register_open(handle, hooks.current()[1])
+                opened, _backing_id = self._register_open(handle, hooks.current()[1], body)
                 self._durations.open_local.observe(now_ns() - started)
                 return opened
             case protocol.READ:
@@ -274,7 +274,7 @@ class Answerer:
 
     # -- opens and reads
 
-    def _register_open(self, handle: FileHandle, unique: int) -> tuple[bytes, int]:
+    def _register_open(self, handle: FileHandle, unique: int, body: bytes) -> tuple[bytes, int]:
         """The answer to an OPEN, and the backing id in it. The number in it owns the handle from
         now on. Raises OSError ENFILE."""
         try:
@@ -284,6 +284,8 @@ class Answerer:
             raise
         if backing_id:
             flags = packing.FOPEN_PASSTHROUGH
+            if packing.OPEN_IN.unpack_from(body)[0] & os.O_DIRECT:  # see core/_opens.c
+                flags |= packing.FOPEN_DIRECT_IO
         elif handle.direct or self._relay.direct:
             flags = packing.FOPEN_DIRECT_IO
         else:
@@ -377,7 +379,7 @@ class Answerer:
         except BaseException:
             handle.release()
             raise
-        opened, backing_id = self._register_open(handle, request.unique)
+        opened, backing_id = self._register_open(handle, request.unique, request.body)
         if handle.local and not backing_id:
             self._relay.offer(node)
         duration = self._durations.open_local if handle.local else self._durations.open_source

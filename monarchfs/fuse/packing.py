@@ -14,7 +14,7 @@ FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_CACHE_DIR = 1 << 3
 FOPEN_PASSTHROUGH = 1 << 7
-"""Alone: with FOPEN_KEEP_CACHE the open fails (fs/fuse/iomode.c, fuse_file_passthrough_open)."""
+"""Not with FOPEN_KEEP_CACHE: the open fails (fs/fuse/iomode.c, fuse_file_passthrough_open)."""
 
 
 def drops_listings(release: str) -> bool:

@@ -117,8 +117,8 @@ def ways_to_read(path: Path, data: bytes) -> None:
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
     direct = os.open(path, os.O_RDONLY | os.O_DIRECT)
     with open(direct, "rb"), mmap.mmap(-1, 1 << 20) as buffer:
-        assert os.preadv(direct, [buffer], 4096) == 1 << 20
-        assert buffer[:] == data[4096 : 4096 + (1 << 20)]
+        assert os.preadv(direct, [buffer], 777) == 1 << 20, "no alignment is asked for"
+        assert buffer[:] == data[777 : 777 + (1 << 20)]
 
 
 @pytest.mark.smoke
@@ -138,7 +138,7 @@ def test_every_way_to_read_uncached_and_resident(work: Bench, source: Path, data
     assert status["data_path"] == data_path
     served, passes = status["served"], data_path == "passthrough"
     assert (served["passthrough_opens"] > before) == passes
-    assert (served["relayed_bytes"] == relayed) == passes
+    assert (served["relayed_bytes"] - relayed == 1 << 20) == passes  # that by O_DIRECT
 
 
 def test_mounting_over_the_source_itself(work: Bench, source: Path) -> None:
