@@ -100,7 +100,6 @@ def ways_to_read(path: Path, data: bytes) -> None:
         for flags in (mmap.MAP_SHARED, mmap.MAP_PRIVATE):
             with mmap.mmap(fd, 0, flags=flags, prot=mmap.PROT_READ) as mapped:
                 assert mapped[:] == data
-        libc = ctypes.CDLL(None)
         libc.mmap.restype = ctypes.c_void_p
         address = libc.mmap(None, ctypes.c_size_t(size), 1, 1, fd, ctypes.c_long(0))
         assert os.lseek(fd, 0, os.SEEK_END) == size

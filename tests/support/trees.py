@@ -112,6 +112,7 @@ def content(path: bytes) -> bytes | str:
 def attributes(path: bytes) -> dict[str, object]:
     st = os.lstat(path)
     found: dict[str, object] = {name: getattr(st, name) for name in COMPARED}
+    found["access"] = [os.access(path, mode) for mode in (os.X_OK, os.R_OK | os.X_OK)]
     if stat.S_ISLNK(st.st_mode):
         found["target"] = os.readlink(path)
     names = os.listxattr(path, follow_symlinks=False)
