@@ -34,7 +34,7 @@ async def purge(index: Index, before_ns: int) -> None:
     """Forget versions that were outdated before then: before this mount, so that no kernel asks for
     them."""
     try:
-        while index.nodes.purge_outdated(before_ns, PURGE_BATCH):
+        while index.nodes.purge_outdated(before_ns, PURGE_BATCH) or index.nodes.purging:
             await trio.lowlevel.checkpoint()
     except IndexWriteError as exc:
         log.warning("outdated inodes stay recorded: %s", exc)

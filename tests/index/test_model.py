@@ -7,10 +7,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from monarchfs.cache.cache import purge
 from monarchfs.cache.index import Index, problems
 from monarchfs.types import (
     ROOT_INO,
@@ -197,11 +199,9 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(before=st.integers(0, 3))
     def purge(self, before: int) -> None:
         gone = [i for i, ns in self.stale.items() if ns < before and i not in self.replicas]
-        purged = 0
         # A call may stop where the last one began.
-        for _ in range(2):
-            purged += self.index.nodes.purge_outdated(before, 1000)
-        assert purged == len(gone)
+        purged = [self.index.nodes.purge_outdated(before, 1000) for _ in range(2)]
+        assert sum(purged) == len(gone)
         for ino in gone:
             node = self.nodes.pop(ino)
             if self.by_source.get(node.stat.ino) == ino:
@@ -695,25 +695,21 @@ def test_a_purged_number_never_stands_for_anything_again(
     assert index.nodes.node(old.ino) is None
 
 
-def test_a_purged_directory_takes_its_names_along_in_steps(index: Index) -> None:
-    directory = directory_found(index, ROOT_INO, b"d", 20)
-    tools.add_listing(index, directory, *((b"%d" % i, 100 + i) for i in range(50)))
+def test_purging_gets_to_the_end_in_steps(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a directory with many names, and past those that stay."""
+    directory = directory_found(index, ROOT_INO, b"d", 300)
+    tools.add_listing(index, directory, *((b"%d" % i, 400 + i) for i in range(50)))
     index.nodes.mark_outdated(directory, tools.NOW)
-    assert index.nodes.purge_outdated(tools.NOW + 1, 20) == 0
+    assert index.nodes.purge_outdated(tools.NOW + 5, 20) == 0
     assert len(tools.names_in(index, directory)) == 30
-    assert sum(index.nodes.purge_outdated(tools.NOW + 1, 20) for _ in range(4)) == 1
-    assert index.listings.entries(directory, 0, 100) == []
-    assert index.listings.listing(directory) is None
-
-
-def test_purging_gets_to_the_end_past_those_that_stay(index: Index) -> None:
     nodes = [found(index, b"%d" % i, 10 + i) for i in range(200)]
     for i, node in enumerate(nodes):
         index.nodes.mark_outdated(node.ino, tools.NOW + (0 if i >= 180 else 10))
-    purged = [index.nodes.purge_outdated(tools.NOW + 5, 3) for _ in range(40)]
-    assert max(purged) == 3
-    assert sum(purged) == 20
+    monkeypatch.setattr("monarchfs.cache.cache.PURGE_BATCH", 3)
+    trio.run(purge, index, tools.NOW + 5)
     assert index.nodes.count_nodes() == 181
+    assert index.listings.entries(directory, 0, 100) == []
+    assert index.listings.listing(directory) is None
 
 
 def test_names_come_in_order_and_by_prefix(index: Index) -> None:

@@ -216,8 +216,8 @@ class NodeTables:
 
         At most ``limit`` in one transaction (about 10 us each); returns how many. Each call goes
         on where the last one ended and examines a bounded number, so a call may find none and the
-        next one some. The numbers are never given out again. A directory with many names takes
-        several calls.
+        next one some, until ``purging`` is false. The numbers are never given out again. A
+        directory with many names takes several calls.
         """
         start = self._purged_to
         rows = self._env.rows(self._env.db.stale, start, b"", limit * _EXAMINED_PER_PURGED)
@@ -239,7 +239,14 @@ class NodeTables:
         if chosen:
             purged = self._env.write(lambda txn: self._purge(txn, chosen, limit))
         self._purged_to = reached + b"\0" if reached else b""
+        if purged < len(chosen):  # a directory, which has names left
+            self._purged_to = chosen[purged]
         return purged
+
+    @property
+    def purging(self) -> bool:
+        """Whether ``purge_outdated`` has not come to the end of what there is to examine."""
+        return bool(self._purged_to)
 
     def _purge(self, txn: Any, keys: list[bytes], names_limit: int) -> int:
         purged = 0
