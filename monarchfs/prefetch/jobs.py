@@ -93,6 +93,10 @@ class CopyJobs:
         if job.over and self._jobs.get(job.ino) is job:
             del self._jobs[job.ino]
 
+    def resident(self, nodes: Sequence[Node]) -> set[int]:
+        """The numbers of those of which there is nothing to copy. About 5 us each."""
+        return self._cache.resident_each(nodes)
+
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.
 

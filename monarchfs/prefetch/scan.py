@@ -178,12 +178,13 @@ class Scan:
         if self._jitter_seconds:
             self._random.shuffle(nodes)
         directories: list[int] = []
-        for node in nodes:
-            if node is None or node.stat is None:
-                continue
+        there = [node for node in nodes if node is not None and node.stat is not None]
+        # In a later mount, or after another worker, that may be all of them.
+        resident = self._jobs.resident(there)
+        for node in there:
             if node.stat.is_directory:
                 directories.append(node.ino)
-            elif node.stat.is_regular:
+            elif node.stat.is_regular and node.ino not in resident:
                 self._jobs.want(node.ino, Priority.SCANNED)
         return directories
 
