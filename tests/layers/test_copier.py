@@ -265,7 +265,6 @@ async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) ->
         for name in wanted:
             assert await mirror.state(name) == "resident", name
         assert mirror.metrics.copies_completed == len(wanted)
-        # Nor what is here already: each costs the event loop as much as a copy.
         mirror.copier.jobs.want = None  # type: ignore[assignment, method-assign]
         await scan.everything()
 
