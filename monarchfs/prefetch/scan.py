@@ -130,7 +130,8 @@ class Scan:
                     else:
                         self._skip(repr(path), exc, before)
                 else:
-                    self._jobs.want(node.ino, Priority.LISTED)
+                    if not self._jobs.resident([node]):
+                        self._jobs.want(node.ino, Priority.LISTED)
             if seconds is None or not again:
                 break
             await trio.sleep(seconds)

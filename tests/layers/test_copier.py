@@ -267,6 +267,7 @@ async def test_the_scan_wants_every_regular_file_and_nothing_else(area: Area) ->
         assert mirror.metrics.copies_completed == len(wanted)
         mirror.copier.jobs.want = None  # type: ignore[assignment, method-assign]
         await scan.everything()
+        await scan.listed(map(str.encode, wanted))
 
 
 @pytest.mark.parametrize(
