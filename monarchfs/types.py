@@ -6,6 +6,7 @@ paths of files are ``bytes``, because the kernel promises nothing about their en
 
 from __future__ import annotations
 
+import errno
 import os
 import stat as stat_module
 from dataclasses import dataclass
@@ -377,6 +378,14 @@ class DirectoryChanged(SourceChanged):
 class Archived(OSError):
     """The file's bytes are in an archive, perhaps on tape, and are not to be brought back for a
     copy that nobody waits for."""
+
+
+class ReplicaLost(OSError):
+    """A replica is missing, or is not the file that was written (errno ESTALE): the index is wrong
+    about it. Any other OSError of the store is about the tier."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(errno.ESTALE, reason, name)
 
 
 class IndexUnusable(MonarchError):

@@ -40,7 +40,6 @@ from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.segments import SegmentRecords, Written
 from monarchfs.cache.store.checksum import checksum, combine
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.read import read_full
 from monarchfs.cache.store.segments import SMALL_BYTES
 from monarchfs.cache.store.tier import Tier
@@ -55,6 +54,7 @@ from monarchfs.types import (
     IndexWriteError,
     Node,
     Replica,
+    ReplicaLost,
     ReplicaState,
     TierSize,
 )

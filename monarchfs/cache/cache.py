@@ -18,11 +18,9 @@ from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.reservations import OUT_OF_DESCRIPTORS, Reservations
 from monarchfs.cache.scrub import Scrub
-from monarchfs.cache.store.errors import ReplicaLost
-from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.writer import CopyWriter
-from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaState
+from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaLost, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -151,10 +149,6 @@ class Cache:
             self.accounts.handle(Accessed(node.ino, replica.tier))
         return replica
 
-    def share(self, replica: OpenReplica) -> None:
-        """One more ``release`` is due for it."""
-        replica.uses += 1
-
     def gives(self, replica: OpenReplica) -> bool:
         """Whether it is what ``acquire`` gives: it is open, sound and recorded."""
         return self.accounts.opened.get(replica.ino) is replica and not replica.bad
@@ -248,7 +242,7 @@ class Cache:
         for tier in accounts.all_tiers.due():
             error: OSError | None = None
             try:
-                if await accounts.threads.run(find_again, tier):
+                if await accounts.threads.run(tier.find_again):
                     self._replaced(tier)
                 await accounts.threads.run(tier.probe)
             except OSError as exc:

@@ -32,7 +32,6 @@ from typing import Any, TextIO
 from monarchfs.cache import tier_comparison as comparison
 from monarchfs.cache.index import Index, LastClose, last_close, problems, remove_aside, set_aside
 from monarchfs.cache.store.allocator import allocated
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.files import FAN_OUTS
 from monarchfs.cache.store.segments import within
 from monarchfs.cache.store.tier import Tier
@@ -43,6 +42,7 @@ from monarchfs.types import (
     IndexUnusable,
     MonarchError,
     Replica,
+    ReplicaLost,
     ReplicaState,
     TierFile,
     TierTotals,

@@ -22,7 +22,6 @@ from monarchfs.cache.placement.events import Action, Loaded, PlacementEvent
 from monarchfs.cache.readers import Readers
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.segments import SegmentRecords
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.files import FAN_OUTS
 from monarchfs.cache.store.segments import within
 from monarchfs.cache.store.tier import Tier
@@ -31,7 +30,14 @@ from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Outage, Tiers
 from monarchfs.metrics import Metrics
 from monarchfs.system.listeners import Listeners
-from monarchfs.types import IndexWriteError, Replica, ReplicaState, TierFile, TierTotals
+from monarchfs.types import (
+    IndexWriteError,
+    Replica,
+    ReplicaLost,
+    ReplicaState,
+    TierFile,
+    TierTotals,
+)
 
 log = logging.getLogger(__name__)
 

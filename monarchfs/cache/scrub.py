@@ -10,10 +10,9 @@ from collections.abc import Callable
 import trio
 
 from monarchfs.cache.accounts import Accounts
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.tier import Tier
 from monarchfs.system.threads import run_sync
-from monarchfs.types import Replica, ReplicaState
+from monarchfs.types import Replica, ReplicaLost, ReplicaState
 
 log = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
 """Which opens make the kernel read the replica itself, and through which backing file.
 
-The supervisor alone may register a backing file. So resident files are offered to it before they
-are opened, in the background, and an open takes the id that is there; one that finds none waits for
-it, while other requests go on. Where there are too many ids, the oldest of those that no open uses
-is given back. An id keeps the blocks of its file occupied: it is given back before the removal of a
-replica counts as done.
+The supervisor alone may register a backing file (``supervisor/backing.py``). So resident files are
+offered to it before they are opened, in the background, and an open takes the id that is there; one
+that finds none waits for it, while other requests go on. Where there are too many ids, the oldest
+of those that no open uses is given back. An id keeps the blocks of its file occupied: it is given
+back before the removal of a replica counts as done.
 
 The C part (``core/_resident.h``) counts the opens of each inode, and holds every one to the
 kernel's rule: what the first open was answered with, a backing id or none, all have until the last
@@ -21,19 +21,95 @@ import errno
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import trio
 
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.files import FileHandle, Files
-from monarchfs.fuse.backing import MOST_AT_ONCE, BackingIds, Offer, Question, Send
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.session import hooks
 from monarchfs.metrics import Metrics
 from monarchfs.types import Replica, ReplicaState
+
+Send = Callable[[dict[str, Any]], bool]
+"""Sends the supervisor a message; whether that was possible at once."""
+
+Offer = tuple[int, str, int]
+"""A file: its tier's place among the tiers, its path there, its inode number."""
+
+MOST_AT_ONCE = 32
+"""Files in one message: as many as the supervisor takes."""
+
+
+@dataclass(eq=False, slots=True)
+class Question:
+    """Constant: ``number``. Changing: the answer, complete once ``done`` is set: ``ids`` in the
+    order of the files, 0 for those that were refused, and why the last one was."""
+
+    number: int
+    done: trio.Event = field(default_factory=trio.Event)
+    ids: list[int] = field(default_factory=list)
+    code: int = 0
+    reason: str = ""
+
+
+class BackingIds:
+    """Requested from the supervisor, and released. Only the caller ever waits for an answer.
+
+    Constant: how messages are sent. Changing: the questions that the supervisor has not
+    answered, and the ids that could not be released so far."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._questions: dict[int, Question] = {}
+        self._unsent: list[int] = []
+        self._number = 0
+
+    def ask(self, offers: Sequence[Offer]) -> Question | None:
+        """Offer files, at most MOST_AT_ONCE. A caller that stops waiting calls ``drop``. None if
+        the supervisor takes no message now."""
+        question = self._next()
+        message = {"event": "back", "number": question.number, "files": offers}
+        if not self._send(message):
+            return None
+        self._questions[question.number] = question
+        return question
+
+    def drop(self, question: Question) -> None:
+        """The caller no longer waits for the answer."""
+        self._questions.pop(question.number, None)
+
+    def release(self, ids: list[int]) -> trio.Event:
+        """Set once the kernel has closed the files, but for opens of them; at once where that
+        cannot be known."""
+        question = self._next()
+        self._unsent += ids
+        message = {"event": "unback", "number": question.number, "ids": self._unsent}
+        if self._send(message):
+            self._unsent = []
+            self._questions[question.number] = question
+        else:
+            question.done.set()
+        return question.done
+
+    def answered(self, number: int, ids: list[int], code: int, reason: str) -> None:
+        """The supervisor's answer to either."""
+        question = self._questions.pop(number, None)
+        if question is None:
+            if ids := [one for one in ids if one]:
+                self.release(ids)
+            return
+        question.ids, question.code, question.reason = ids, code, reason
+        question.done.set()
+
+    def _next(self) -> Question:
+        self._number += 1
+        return Question(self._number)
+
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from monarchfs.cache.index import Index, OnChange, set_aside
 from monarchfs.cache.index.recovery import INDEX_DIRECTORY
-from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.tier import Tier
 from monarchfs.config.model import Config, DataPath, PrefetchMode
 from monarchfs.fuse.mountinfo import RENUMBERING, is_user_space, type_of_device
@@ -199,7 +198,7 @@ def _open_tier(fd: int, path: str, number: int, directory: str) -> Tier:
             tier.files.parts_directory.make()
         except FileNotFoundError:
             # The directory was removed under an earlier worker, which may have made another.
-            find_again(tier)
+            tier.find_again()
     return tier
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.cache import health
+from monarchfs.cache import tiers
 from tests.support.asynchronous import clock as clock
 from tests.support.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.support.lookups import Hours
@@ -37,5 +37,5 @@ def files(area: Area) -> Area:
 @pytest.fixture(autouse=True)
 def probes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that failed is probed whenever the cache is looked after, not seconds later."""
-    monkeypatch.setattr(health, "FIRST_PROBE_SECONDS", 0.0)
-    monkeypatch.setattr(health, "LAST_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(tiers, "FIRST_PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(tiers, "LAST_PROBE_SECONDS", 0.0)

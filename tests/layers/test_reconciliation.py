@@ -15,7 +15,6 @@ from monarchfs.cache import reconciliation
 from monarchfs.cache.index import set_aside
 from monarchfs.cache.index.replicas import Replicas
 from monarchfs.cache.reconciliation import Reconciliation
-from monarchfs.cache.store.place import find_again
 from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.tier_comparison import MissingFile
 from monarchfs.cache.tiers import Outage
@@ -292,7 +291,7 @@ async def test_a_directory_that_comes_while_another_one_is_looked_at(
             looked.append(files)
             if len(looked) == 7:
                 shutil.rmtree(mirror.tier.path)
-                assert find_again(mirror.tier)
+                assert mirror.tier.find_again()
             return []
 
         monkeypatch.setattr(FaultyFiles, "complete", complete)

@@ -19,7 +19,7 @@ import trio
 from hypothesis import HealthCheck, Phase, settings, stateful
 from hypothesis import strategies as st
 
-from monarchfs.cache import health, replicas
+from monarchfs.cache import replicas
 from monarchfs.cache import tiers as cache_tiers
 from monarchfs.cache.cache import purge
 from monarchfs.cache.index.recovery import set_aside
@@ -92,8 +92,8 @@ class Model(stateful.RuleBasedStateMachine):
         patch = mock.patch.object
         for patched in (
             patch(time, "time_ns", self.hours.time_ns),
-            patch(health, "FIRST_PROBE_SECONDS", 0.0),
-            patch(health, "LAST_PROBE_SECONDS", 0.0),
+            patch(cache_tiers, "FIRST_PROBE_SECONDS", 0.0),
+            patch(cache_tiers, "LAST_PROBE_SECONDS", 0.0),
             patch(cache_tiers, "SPACE_MAX_AGE_SECONDS", 0.0),
             patch(fill, "WHOLE_BYTES", 200 * KIB),
             patch(placement, "PARTIAL_ROOM_BYTES", 256 * KIB),

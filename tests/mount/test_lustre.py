@@ -12,8 +12,8 @@ import pytest
 
 from bench.pfs import INSTANT, ParallelFileSystem, set_layout
 from monarchfs.core.units import Unit
-from monarchfs.source import PosixSource
 from monarchfs.source.direct import DirectDescriptor
+from monarchfs.source.posix import PosixSource
 from tests.support import surroundings
 from tests.support.mounting import Bench, asked, requires_mounts, run, wait_for
 

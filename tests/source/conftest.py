@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monarchfs.source import PosixSource
+from monarchfs.source.posix import PosixSource
 from tests.support.asynchronous import nursery as nursery
 from tests.support.asynchronous import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.support.faults import FaultySource, keep_no_directories

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from monarchfs.source import PosixSource
+from monarchfs.source.posix import PosixSource
 from monarchfs.types import DirectoryChanged, DirRef, SourceChanged
 from tests.source.tools import everything, open_descriptors, ref
 from tests.support.faults import close_directories

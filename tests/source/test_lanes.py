@@ -17,10 +17,11 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.source import SingleFlight, Source
 from monarchfs.source import source as source_module
 from monarchfs.source.lanes import Call, LaneThreads, lend
 from monarchfs.source.releases import FEW_THREADS, MOST_THREADS, Releases
+from monarchfs.source.single_flight import SingleFlight
+from monarchfs.source.source import Source
 from monarchfs.types import Lane, MonarchError, SourceChanged
 from tests.source.tools import open_descriptors, soon
 from tests.support.faults import FaultySource

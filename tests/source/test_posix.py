@@ -18,10 +18,9 @@ from unittest.mock import Mock
 import pytest
 
 from monarchfs.core.units import Unit
-from monarchfs.source import PosixSource
 from monarchfs.source import posix as posix_module
 from monarchfs.source.direct import TRIALS, DirectDescriptor
-from monarchfs.source.posix import Found
+from monarchfs.source.posix import Found, PosixSource
 from monarchfs.system.file_system_type import FUSE
 from monarchfs.types import DirRef, FileType, SourceChanged, SourceStat, SourceVersion
 from tests.source.tools import everything, open_descriptors, ref

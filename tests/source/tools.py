@@ -7,7 +7,7 @@ from pathlib import Path
 import trio
 import trio.testing
 
-from monarchfs.source import PosixSource, SourceEntry
+from monarchfs.source.posix import PosixSource, SourceEntry
 from monarchfs.types import DirRef
 
 

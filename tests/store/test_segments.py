@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monarchfs.cache.store import ReplicaLost, Tier, _records, listed
+from monarchfs.cache.store import Tier, _records, listed
 from monarchfs.cache.store.checksum import checksum
 from monarchfs.cache.store.segments import Allocator, SegmentFiles, allocated
-from monarchfs.types import TierFile
+from monarchfs.types import ReplicaLost, TierFile
 from tests.store.tools import KIB, code_of, files_below, mode_of, name_of, needs_root
 from tests.support.surroundings import no_file_larger_than
 
@@ -99,9 +99,9 @@ def test_verifying_is_paced_and_reads_no_neighbour(own: SegmentFiles) -> None:
 
 
 def test_only_who_made_a_segment_writes_to_it(path: Path, own: SegmentFiles) -> None:
-    own.create(ONE)
+    own._make(ONE)
     with pytest.raises(FileExistsError):
-        own.create(ONE)
+        own._make(ONE)
     assert codes(own.write_each([(ONE, 0, b"a" * 8192)])) == [None]
     other = open_segments(path)
     results = other.write_each([(ONE, 0, b"b"), (TWO, 0, b"c"), (ONE, 4096, b"d")])
@@ -309,7 +309,7 @@ def test_what_is_noted_is_found(path: Path, begun: Tier) -> None:
     assert mode_of(path / "segments") == 0o700
     # Not another segment's, by whatever name.
     os.rename(path / LIST, path / f"segments/{TWO:016x}.list")
-    segments.create(TWO)
+    segments._make(TWO)
     os.truncate(path / f"segments/{TWO:016x}", 64 * KIB)
     assert segments.noted(TWO) == []
 

@@ -14,12 +14,11 @@ from unittest.mock import Mock
 import pytest
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from monarchfs.cache.store import ReplicaLost, Tier, listed, read_full, read_nowait
+from monarchfs.cache.store import Tier, listed, read_full, read_nowait
 from monarchfs.cache.store import files as on_disk
 from monarchfs.cache.store.checksum import BLOCK_BYTES, checksum, combine, digests
-from monarchfs.cache.store.place import find_again
 from monarchfs.core.units import Unit
-from monarchfs.types import SourceStat, SourceVersion, TierFile
+from monarchfs.types import ReplicaLost, SourceStat, SourceVersion, TierFile
 from monarchfs.worker import opening
 from tests.store import tools
 from tests.store.tools import NAME, name_of
@@ -177,7 +176,7 @@ def test_a_later_worker_begins_whatever_became_of_a_tier(
     if code:
         with monkeypatch.context() as patch:  # the former one is gone for good
             patch.setattr(os.path, "samestat", Mock(side_effect=OSError(code, "")))
-            assert find_again(later)
+            assert later.find_again()
     later.probe()
     assert [entry.name for entry in path.iterdir()] == ["parts"]
     later.close()
@@ -586,7 +585,7 @@ def test_in_place_of_files(
         lambda: files.create_part(NAME, 4),
         lambda: files.write_whole(NAME, b"good"),
         lambda: files.write_whole(name_of(9), b"good"),
-        lambda: segments.create(ONE),
+        lambda: segments._make(ONE),
     ):
         with pytest.raises(FileExistsError):
             make()

@@ -3,12 +3,11 @@
 ``tier`` connects the parts of one: ``replica_files`` has replicas with a file each, ``segments``
 those that share files. ``allocator`` places them there, ``segment_lists`` and ``listed`` note what
 lies there. ``directory`` and ``files`` say what a single file must be, ``trials`` what a file
-system does. ``checksum`` and ``verify`` tell whether a replica still is what was written, ``read``
-reads an open one.
+system does. ``read`` reads an open replica and, with ``checksum``, tells whether it still is what
+was written.
 """
 
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.read import read_full, read_nowait
 from monarchfs.cache.store.tier import Tier
 
-__all__ = ["ReplicaLost", "Tier", "read_full", "read_nowait"]
+__all__ = ["Tier", "read_full", "read_nowait"]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from monarchfs.cache.store import files as on_disk
-from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.types import ReplicaLost
 
 logger = logging.getLogger(__name__)
 

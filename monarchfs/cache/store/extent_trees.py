@@ -14,8 +14,8 @@ import threading
 from monarchfs.cache.store import files as on_disk
 from monarchfs.cache.store.allocator import allocated
 from monarchfs.cache.store.directory import Directory
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.segment_lists import SEGMENT_NAME
+from monarchfs.types import ReplicaLost
 
 
 class ExtentTrees:

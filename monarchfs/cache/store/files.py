@@ -12,9 +12,8 @@ import os
 import re
 import stat as stat_module
 
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.system.file_system_type import IN_MEMORY, file_system_type
-from monarchfs.types import Data
+from monarchfs.types import Data, ReplicaLost
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

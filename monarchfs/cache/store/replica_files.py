@@ -30,10 +30,9 @@ from collections.abc import Callable, Iterable
 from monarchfs.cache.store import files as on_disk
 from monarchfs.cache.store.checksum import BLOCK_BYTES, checksum, combine, digests
 from monarchfs.cache.store.directory import Directory, Remarks
-from monarchfs.cache.store.errors import ReplicaLost
-from monarchfs.cache.store.verify import read_digests, unpaced
+from monarchfs.cache.store.read import read_digests, unpaced
 from monarchfs.core.units import Unit
-from monarchfs.types import SPARSE_MIN_BYTES, Data, TierFile
+from monarchfs.types import SPARSE_MIN_BYTES, Data, ReplicaLost, TierFile
 
 ARRIVAL_SECONDS = 0.1
 """A thread waits this long for the next bytes from the source."""

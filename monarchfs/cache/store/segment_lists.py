@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from monarchfs.cache.store import files as on_disk
 from monarchfs.cache.store import listed
 from monarchfs.cache.store.directory import Directory
-from monarchfs.cache.store.errors import ReplicaLost
-from monarchfs.types import TierFile
+from monarchfs.types import ReplicaLost, TierFile
 
 SEGMENT_NAME = re.compile(r"[0-9a-f]{16}")
 _LIST = re.compile(r"[0-9a-f]{16}\.list")

@@ -36,11 +36,10 @@ from monarchfs.cache.store.allocator import (
 )
 from monarchfs.cache.store.checksum import combine
 from monarchfs.cache.store.directory import Directory, Remarks
-from monarchfs.cache.store.errors import ReplicaLost
 from monarchfs.cache.store.extent_trees import ExtentTrees, data_ranges
+from monarchfs.cache.store.read import read_digests, unpaced
 from monarchfs.cache.store.segment_lists import SEGMENT_NAME, SegmentLists, segment_name
-from monarchfs.cache.store.verify import read_digests, unpaced
-from monarchfs.types import Data, TierFile
+from monarchfs.types import Data, ReplicaLost, TierFile
 
 __all__ = [
     "ALIGN_BYTES", "SEGMENT_BYTES", "SMALL_BYTES", "Allocator", "SegmentFiles", "allocated",
@@ -109,11 +108,6 @@ class SegmentFiles:
         os.close(self._dir_fd)
 
     # Writing
-
-    def create(self, segment: int) -> None:
-        """Make an empty segment. Raises FileExistsError if there is one."""
-        with self._lock:
-            self._make(segment)
 
     def write_each(self, records: Sequence[tuple[int, int, Data]]) -> list[int | OSError]:
         """Write each (segment, offset, data). Returns for each its checksum, or its error.
@@ -301,6 +295,7 @@ class SegmentFiles:
                     os.close(held.fd)
 
     def _make(self, segment: int) -> None:
+        """Under the lock. Raises FileExistsError if there is one."""
         fd = self._files.create(segment_name(segment))
         st = os.fstat(fd)
         self._let_go(segment)

@@ -17,11 +17,10 @@ from collections.abc import Callable
 
 from monarchfs.cache.store import files as on_disk
 from monarchfs.cache.store import trials
-from monarchfs.cache.store.errors import ReplicaLost
+from monarchfs.cache.store.read import unpaced
 from monarchfs.cache.store.replica_files import ReplicaFiles
 from monarchfs.cache.store.segments import SegmentFiles
-from monarchfs.cache.store.verify import unpaced
-from monarchfs.types import Replica, Space
+from monarchfs.types import Replica, ReplicaLost, Space
 
 
 class Tier:
@@ -36,7 +35,7 @@ class Tier:
         self, dir_fd: int, path: str, tier_id: int, *, directory: str | None = None
     ) -> None:
         """``dir_fd`` (not O_PATH: syncfs(2)) stays the caller's and may be closed afterwards.
-        ``directory`` is its path, for finding it again (``cache.store.place``). Raises OSError, but
+        ``directory`` is its path, for ``find_again``. Raises OSError, but
         not for what shows with the first use, and may pass."""
         self.id = tier_id
         self.directory = directory
@@ -79,6 +78,28 @@ class Tier:
                 os.close(fd)
             self._opened.clear()
             self._fds.clear()
+
+    def find_again(self) -> bool:
+        """Use the directory that has the path of the tier's now; whether it is another one: its
+        disk may have come back, or the directory was removed.
+
+        Makes the directory if it is gone. Raises OSError; PermissionError for one that is not ours,
+        or that others may write to.
+        """
+        if self.directory is None:
+            return False
+        try:
+            fd = os.open(self.directory, on_disk.DIRECTORY)
+        except FileNotFoundError:
+            os.mkdir(self.directory, 0o700)
+            fd = os.open(self.directory, on_disk.DIRECTORY)
+        try:
+            st = os.fstat(fd)
+            if st.st_uid != os.geteuid() or stat.S_IMODE(st.st_mode) & 0o022:
+                raise PermissionError(errno.EACCES, "Belongs to others now", self.directory)
+            return self.reopen(fd)
+        finally:
+            os.close(fd)
 
     def reopen(self, dir_fd: int) -> bool:
         """Continue in the directory ``dir_fd`` (it stays the caller's). Returns whether it differs.
