@@ -44,8 +44,7 @@ from bench.versions import (
     write_version,
 )
 from monarchfs.cache.store._records import punch
-from monarchfs.cache.store.extent_trees import data_ranges
-from monarchfs.cache.store.segments import SegmentFiles
+from monarchfs.cache.store.segments import SegmentFiles, data_ranges
 from monarchfs.types import TierFile
 
 SEED = int(os.environ.get("KILL_SEED", "1"))

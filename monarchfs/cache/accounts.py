@@ -8,8 +8,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 import trio
 
@@ -39,9 +37,9 @@ from monarchfs.cache.record_lookup import RecordLookup
 from monarchfs.cache.removals import Removals
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.segments import SegmentRecords, Written
+from monarchfs.cache.store.allocator import SMALL_BYTES
 from monarchfs.cache.store.checksum import checksum, combine
 from monarchfs.cache.store.read import read_full
-from monarchfs.cache.store.segments import SMALL_BYTES
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers
@@ -65,15 +63,10 @@ MOVE_BYTES = 1 << 20
 CLOSED_SECONDS = 10.0
 """A replica that stays open for so long stays where it is: its old blocks would stay occupied."""
 
-_EVICTED = {
-    EvictionReason.OUTDATED: "evicted: the source does not have this version any more",
-    EvictionReason.POLICY: "evicted for another file",
-    EvictionReason.PRESSURE: "evicted because its tier has less room",
-}
 
-
-class ReplicaHolder(Protocol):
-    """A part that opens replicas without ``OpenReplica``. Its methods raise nothing."""
+class ReplicaHolder:
+    """A part that opens replicas without ``OpenReplica``. Its methods raise nothing. This one opens
+    none: in some mounts only this process opens and reads replicas."""
 
     def stored(self, ino: int) -> None:
         """It has become resident, in a file of its own."""
@@ -81,32 +74,11 @@ class ReplicaHolder(Protocol):
     def let_go(self, ino: int) -> trio.Event | None:
         """The replica's file is being removed. The event is set when the file is no longer kept
         open here; None if it is not kept open."""
+        return None
 
     def withdraw(self, ino: int) -> None:
         """The replica is going: open it no more, but where the kernel allows nothing else. Until
         that ends there is an ``OpenReplica``."""
-
-
-class NoHolder:
-    """For mounts in which only this process opens and reads replicas."""
-
-    def stored(self, ino: int) -> None: ...
-
-    def let_go(self, ino: int) -> None: ...
-
-    def withdraw(self, ino: int) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CacheOptions:
-    """Replicas of up to ``shared_bytes`` share files with others. ``keeps_foreign``: whether files
-    that other nodes own are kept."""
-
-    eviction: EvictionPolicy = EvictionPolicy.KEEP
-    reserve_percent: float = 10.0
-    partial_min_bytes: int = PARTIAL_MIN_BYTES
-    shared_bytes: int = SMALL_BYTES
-    keeps_foreign: bool = True
 
 
 class Accounts:
@@ -125,27 +97,33 @@ class Accounts:
         threads: TierThreads,
         nursery: trio.Nursery,
         readers: Readers,
-        options: CacheOptions,
+        *,
+        eviction: EvictionPolicy,
+        reserve_percent: float,
+        partial_min_bytes: int = PARTIAL_MIN_BYTES,
+        shared_bytes: int = SMALL_BYTES,
+        keeps_foreign: bool = True,
         headroom: Callable[[], MemoryHeadroom] | None = None,
         owns: Callable[[bytes, int], bool] | None = None,
         awaited: Callable[[int], bool] = lambda ino: False,
     ) -> None:
-        """``headroom`` says how much memory is left for tiers in memory; ``readers`` read replicas
-        without asking; for ``owns`` and ``awaited`` see
+        """``readers`` read replicas without asking. Replicas of up to ``shared_bytes`` share files
+        with others; ``keeps_foreign``: whether files that other nodes own are kept. ``headroom``
+        says how much memory is left for tiers in memory; for ``owns`` and ``awaited`` see
         ``RecordLookup``."""
         self.index = index
         self.threads = threads
         self.readers = readers
         self.reasons = ReasonLog()
         self.on_outdated: Listeners[[int]] = Listeners()
-        """Hear of each inode whose version the source no longer has."""
+        """Hear of each inode whose version the source was seen not to have any more."""
         self.on_corrupt: Listeners[[int]] = Listeners()
         """Hear of each inode of which the kernel may have read wrong bytes."""
         self.on_room: Listeners[[]] = Listeners()
         """Hear when files that found no tier may find one now."""
         self.on_replaced: Listeners[[int]] = Listeners()
         """Hear of each tier whose directory is another one now, without the parts of copies."""
-        self.holder: ReplicaHolder = NoHolder()
+        self.holder = ReplicaHolder()
         self.opened: dict[int, OpenReplica] = {}
         self.busy: dict[int, bytes] = {}
         self.bad: dict[int, Replica] = {}
@@ -153,12 +131,12 @@ class Accounts:
         self.placement = Placement(
             [tier.id for tier, _size in tiers],
             self.lookup,
-            eviction=options.eviction,
-            partial_min_bytes=options.partial_min_bytes,
-            reserve_percent=options.reserve_percent,
+            eviction=eviction,
+            partial_min_bytes=partial_min_bytes,
+            reserve_percent=reserve_percent,
         )
-        self.eviction = options.eviction
-        self.keeps_foreign = options.keeps_foreign
+        self.eviction = eviction
+        self.keeps_foreign = keeps_foreign
         self.metrics = metrics
         self.nursery = nursery
         self.all_tiers = Tiers(
@@ -168,7 +146,7 @@ class Accounts:
             self.handle,
             metrics,
             headroom or MemoryProbe().read,
-            options.reserve_percent,
+            reserve_percent,
             self.readers,
         )
         self.tiers = self.all_tiers.by_id
@@ -182,7 +160,7 @@ class Accounts:
             self.readers,
             threads,
             self.placement,
-            most_bytes=options.shared_bytes,
+            most_bytes=shared_bytes,
         )
         self.removals = Removals(
             index,
@@ -221,10 +199,6 @@ class Accounts:
         """``state`` of each, where there is one."""
         records = self.index.replicas.replicas_of(inos)
         return {ino: record for ino, record in records.items() if record.tier in self.tiers}
-
-    def outdated(self, node: Node) -> None:
-        """The source was seen to hold another version than the node stands for."""
-        self.on_outdated(node.ino)
 
     # -- replicas that go
 
@@ -319,7 +293,7 @@ class Accounts:
                     self.metrics.evictions_policy += 1
                 case EvictionReason.PRESSURE:
                     self.metrics.evictions_pressure += 1
-            self.reasons.put(action.ino, Cause.EVICTED, _EVICTED[action.reason])
+            self.reasons.put(action.ino, Cause.EVICTED, action.reason.value)
         self.removals.start_each([(action.ino, record) for action, record in going])
         gone = {action.ino for action, _ in going}
         stay = [action for action in actions if action.ino not in gone]
@@ -385,7 +359,7 @@ class Mover:
                 await removal.done.wait()
             shares = bool(record.segment) and self._accounts.segments.takes(to.id, record.size)
             if not shares:
-                self._accounts.index.replicas.begin_copy(ino, to.id, record.name)
+                self._accounts.index.replicas.begin_copies([(ino, to.id, record.name)])
             moved = await self._copy_and_commit(ino, record, to, shares=shares)
         except ReplicaLost as exc:
             corrupt = True

@@ -17,7 +17,6 @@ from monarchfs.cache.placement.events import Accessed, Known
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.cache.reservations import OUT_OF_DESCRIPTORS, Reservations
-from monarchfs.cache.scrub import Scrub
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.writer import CopyWriter
 from monarchfs.types import Data, IndexWriteError, Node, Replica, ReplicaLost, ReplicaState
@@ -258,7 +257,3 @@ class Cache:
         accounts.removals.replaced(tier.id)
         accounts.segments.replaced(tier)
         accounts.reconciliation.begin_tier(tier)
-
-    async def scrub(self, rate: int) -> None:
-        """Read replicas again at ``rate`` bytes a second, for ever; drop those that are corrupt."""
-        await Scrub(self.accounts, rate).run()

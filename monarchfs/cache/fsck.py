@@ -568,7 +568,7 @@ class TierCheck:
 
     def _forget(self, ino: int, record: Replica) -> None:
         """The record and its file: in this order, so that no record is ever without its file."""
-        self._index.replicas.drop_replica(ino)
+        self._index.replicas.drop_replicas([ino])
         if record.segment:
             return  # the next mount gives its room back
         if record.state is ReplicaState.PARTIAL:
@@ -608,7 +608,7 @@ def forget_lost(index: Index, report: FsckReport) -> None:
     while lost := index.replicas.lost_in_reboot(_BATCH):
         for ino, record in lost:
             what = source_path(index, ino) or record.name.hex()
-            index.replicas.drop_replica(ino)
+            index.replicas.drop_replicas([ino])
             if not record.segment:
                 index.replicas.file_gone(record.tier, record.name)
             detail = "its copy was not synced before the machine went down"

@@ -22,31 +22,31 @@ class Readers(Protocol):
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         """The index has this complete replica of each node: a new one, or one at another place."""
 
-    def invalidate(self, ino: int) -> None:
+    def invalidate(self, ino: int, /) -> None:
         """Its replica must not be read any more, even by readers that have it open."""
 
-    def try_remove(self, ino: int) -> bool:
+    def try_remove(self, ino: int, /) -> bool:
         """``invalidate``, unless the file is open or being read: then False."""
 
-    def reading(self, ino: int) -> bool:
+    def reading(self, ino: int, /) -> bool:
         """Whether a thread still reads a replica that was invalidated, or replaced by ``stored``:
         its bytes must stay. Once this is False it stays so."""
 
     def expire(self, ino: int) -> None:
         """The source has another version: open handles keep this one, and no open gets it."""
 
-    def use(self, ino: int) -> None:
+    def use(self, ino: int, /) -> None:
         """Count a use of it by Python, which ends with ``unuse``."""
 
-    def unuse(self, ino: int) -> None: ...
+    def unuse(self, ino: int, /) -> None: ...
 
-    def used(self, ino: int) -> bool:
+    def used(self, ino: int, /) -> bool:
         """Whether the kernel has it open, as far as it says so, or Python uses it."""
 
     def open_inodes(self) -> Collection[int]:
         """What the kernel has open, as far as it says so."""
 
-    def seen(self, ino: int) -> bool:
+    def seen(self, ino: int, /) -> bool:
         """Whether they have opened or read its replica."""
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:

@@ -111,7 +111,7 @@ class Reconciliation:
             return False
         part = next((part for part in tier.files.parts() if part.name == name), None)
         if part is None:
-            self._index.replicas.drop_replica(ino)
+            self._index.replicas.drop_replicas([ino])
             return False
         self._index.replicas.put_replica(ino, record._replace(allocated_bytes=part.allocated_bytes))
         return True
@@ -250,7 +250,7 @@ class Reconciliation:
     async def _drop(self, ino: int, record: Replica) -> None:
         now = self._index.replicas.replica(ino)
         if now is None:
-            self._index.replicas.drop_replica(ino)
+            self._index.replicas.drop_replicas([ino])
         elif (now.tier, now.name) == (record.tier, record.name):
             return  # copied anew meanwhile
         tier = self._tiers.by_id.get(record.tier)
@@ -313,7 +313,7 @@ class Reconciliation:
         of it do not read the tier yet."""
         self._metrics.replicas_lost += 1
         self.lost[tier.id] += 1
-        self._index.replicas.drop_replica(ino)
+        self._index.replicas.drop_replicas([ino])
         self._readers.invalidate(ino)
 
     async def _adopt(self, tier: Tier, orphans: list[TierFile]) -> None:

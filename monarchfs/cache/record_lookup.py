@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
 from itertools import islice
 
 from monarchfs.cache.index.index import Index
@@ -17,27 +16,12 @@ MOST_NAMES = 1_000
 """So many names are looked at for one search of foreign replicas, which takes about 2 ms."""
 
 
-@dataclass(eq=False, slots=True)
-class _Search:
-    """Through the names of a tier, round and round: ``after``, where the last one ended."""
-
-    after: bytes = b""
-
-
-@dataclass(eq=False, slots=True)
-class _Searches:
-    """Of one tier: for any replica, and for foreign ones; ``own_in_turn``, how many names in turn
-    were no foreign ones'; ``own_alone``: none of them is."""
-
-    any: _Search = field(default_factory=_Search)
-    foreign: _Search = field(default_factory=_Search)
-    own_in_turn: int = 0
-    own_alone: bool = False
-
-
 class RecordLookup:
     """Constant: its parts, which others change; ``awaited``, which tells whether a file is about to
-    be opened; ``owns``. Changing: the searches through each tier."""
+    be opened; ``owns``. Changing, of the searches through the names of each tier, round and
+    round: ``_after``, where the last one ended, by tier and whether it was for foreign replicas;
+    ``_own_in_turn``, how many names in turn were no foreign ones'; ``_own_alone``, the tiers where
+    none of them is."""
 
     def __init__(
         self,
@@ -58,7 +42,9 @@ class RecordLookup:
         self._readers = readers
         self.owns = owns
         self.awaited = awaited
-        self._tiers: defaultdict[int, _Searches] = defaultdict(_Searches)
+        self._after: dict[tuple[int, bool], bytes] = {}
+        self._own_in_turn: Counter[int] = Counter()
+        self._own_alone: set[int] = set()
 
     def allocated_bytes(self, ino: int, tier: int) -> int | None:
         record = None if ino in self._busy else self._index.replicas.replica(ino)
@@ -75,22 +61,21 @@ class RecordLookup:
     def any(self, tier: int) -> Iterator[int]:
         """Each replica once, from where the last search ended. Names are hashes, so the order is
         random."""
-        return (ino for _name, ino in self._names(tier, self._tiers[tier].any))
+        return (ino for _name, ino in self._names(tier, foreign=False))
 
     def foreign(self, tier: int) -> Iterator[int]:
         """The same, only foreign ones, among so many names."""
-        searches = self._tiers[tier]
-        if self.owns is None or searches.own_alone:
+        if self.owns is None or tier in self._own_alone:
             return
-        for name, ino in islice(self._names(tier, searches.foreign), MOST_NAMES):
+        for name, ino in islice(self._names(tier, foreign=True), MOST_NAMES):
             if self.owns(name, 0) or not self.is_foreign(ino):
-                searches.own_in_turn += 1
+                self._own_in_turn[tier] += 1
             else:
-                searches.own_in_turn = 0
+                self._own_in_turn[tier] = 0
                 yield ino
         totals = self._index.replicas.tier_totals().get(tier, TierTotals())
-        if searches.own_in_turn >= totals.resident + totals.partial + totals.found:
-            searches.own_alone = True
+        if self._own_in_turn[tier] >= totals.resident + totals.partial + totals.found:
+            self._own_alone.add(tier)
 
     def is_foreign(self, ino: int) -> bool:
         record = self._index.replicas.replica(ino)
@@ -100,18 +85,18 @@ class RecordLookup:
 
     def foreign_stored(self) -> None:
         """There is one more of them."""
-        for searches in self._tiers.values():
-            searches.own_in_turn, searches.own_alone = 0, False
+        self._own_in_turn.clear()
+        self._own_alone.clear()
 
-    def _names(self, tier: int, search: _Search) -> Iterator[tuple[bytes, int]]:
-        start = after = search.after
+    def _names(self, tier: int, *, foreign: bool) -> Iterator[tuple[bytes, int]]:
+        start = after = self._after.get((tier, foreign), b"")
         wrapped = False
         while True:
             rows = self._index.replicas.names(tier, b"", after, NAMES_BATCH)
             for name, ino in rows:
                 if wrapped and name > start:
                     return
-                search.after = name
+                self._after[tier, foreign] = name
                 yield name, ino
             if rows:
                 after = rows[-1][0]

@@ -178,7 +178,7 @@ class Reservations:
         reservation.fd = tier.files.open_part(record.name, record.size)
         try:
             # It grows from now on: after a crash its blocks have to be counted anew.
-            self._accounts.index.replicas.begin_copy(node.ino, tier.id, record.name)
+            self._accounts.index.replicas.begin_copies([(node.ino, tier.id, record.name)])
         except IndexWriteError as exc:
             reservation.close_now()
             self._accounts.reasons.put(node.ino, Cause.UNRECORDED, str(exc))

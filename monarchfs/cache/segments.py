@@ -26,7 +26,7 @@ import trio
 from monarchfs.cache.index.index import Index
 from monarchfs.cache.placement.placement import Placement
 from monarchfs.cache.readers import Readers
-from monarchfs.cache.store.segments import SEGMENT_BYTES, SMALL_BYTES, Allocator, allocated
+from monarchfs.cache.store.allocator import SEGMENT_BYTES, SMALL_BYTES, Allocator, allocated
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.cache.tiers import Tiers

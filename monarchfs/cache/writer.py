@@ -16,13 +16,7 @@ from typing import cast
 import trio
 
 from monarchfs.cache.accounts import Accounts
-from monarchfs.cache.placement.events import (
-    Abandoned,
-    Dropped,
-    PlacementEvent,
-    Stored,
-    Suspended,
-)
+from monarchfs.cache.placement.events import Abandoned, Dropped, PlacementEvent, Stored
 from monarchfs.cache.reasons import Cause
 from monarchfs.cache.replicas import Reservation
 from monarchfs.cache.reservations import Reservations
@@ -120,7 +114,7 @@ class CopyWriter:
         if reservation.shares:
             ino, name = reservation.node.ino, reservation.name
             try:
-                self._accounts.index.replicas.begin_copy(ino, reservation.tier.id, name)
+                self._accounts.index.replicas.begin_copies([(ino, reservation.tier.id, name)])
             except IndexWriteError as exc:
                 raise unrecorded(exc) from exc
             reservation.shares = False
@@ -176,7 +170,7 @@ class CopyWriter:
             allocated = self._record_part(reservation, chunk_bytes, present, in_flight=False)
         else:
             self._accounts.removals.gone(reservation.tier.id, reservation.name)
-        self._end(reservation, Suspended(reservation.node.ino, allocated))
+        self._end(reservation, Stored([(reservation.node.ino, allocated)]))
         reservation.close_now()
 
     def checkpoint(self, reservation: Reservation, chunk_bytes: int, present: bytes) -> None:
@@ -215,10 +209,10 @@ class CopyWriter:
         await reservation.close()
         record = self._accounts.index.replicas.replica(ino)
         if record is not None and not self._accounts.forget([(ino, record.tier)]):
-            self._end(reservation, Suspended(ino, record.allocated_bytes))
+            self._end(reservation, Stored([(ino, record.allocated_bytes)]))
             return
         part = replica_of(reservation, ReplicaState.PARTIAL, allocated)
-        self._end(reservation, Suspended(ino, allocated))
+        self._end(reservation, Stored([(ino, allocated)]))
         self._accounts.handle(Dropped(ino, part.tier, allocated))
         await self._accounts.removals.finish(ino, part)
 

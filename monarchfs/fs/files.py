@@ -12,7 +12,7 @@ from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.invalidation import Invalidation
 from monarchfs.fs.racy_opens import RacyOpens
 from monarchfs.fs.residency import Residency
-from monarchfs.metadata.kernel import Kernel
+from monarchfs.metadata.cached_listings import Kernel
 from monarchfs.metadata.tree import Entry, Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.copier import Copier

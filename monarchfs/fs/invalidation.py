@@ -8,7 +8,7 @@ import trio
 
 from monarchfs.cache.cache import Cache
 from monarchfs.fs.residency import Residency
-from monarchfs.metadata.kernel import Kernel
+from monarchfs.metadata.cached_listings import Kernel
 from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.copier import Copier
 from monarchfs.types import ROOT_INO, IndexWriteError, MonarchError, Node

@@ -98,13 +98,13 @@ class Residency:
         if reason is not None:
             return self._said(node, reason)
         if state == "partial":
-            return "it is copied in part; the rest follows when it is opened" + self._if_kept()
+            kept = (
+                "" if self._copies.jobs.keeps else " by a mount that copies (not --prefetch none)"
+            )
+            return f"it is copied in part; the rest follows when it is opened{kept}"
         if self._copies.jobs.keeps:
             return "not opened yet"
         return "nothing is copied (--prefetch none), but by monarchfs warm"
-
-    def _if_kept(self) -> str:
-        return "" if self._copies.jobs.keeps else " by a mount that copies (not --prefetch none)"
 
     def _reason(self, node: Node) -> Reason | None:
         reasons = self._cache.reasons

@@ -322,10 +322,7 @@ class Xattrs:
         index = self._index
         directory = self._tree.known.directory(parent)
         asked_ns = time.time_ns()
-        nodes: list[Node | None] = []
-        for name in names:
-            dirent = index.nodes.dirent(parent, name)
-            nodes.append(None if dirent is None else index.nodes.node(dirent.ino))
+        nodes = [index.nodes.named(parent, name) for name in names]
         entries = [
             (name, None if node is None else node.stat.version)
             for name, node in zip(names, nodes, strict=True)

@@ -22,15 +22,14 @@ from monarchfs.fs.xattrs import Xattrs
 from monarchfs.fuse import packing, protocol
 from monarchfs.fuse.estale_retries import KEPT_OF_LISTINGS_NS, EstaleRetries
 from monarchfs.fuse.handle_table import HandleTable
-from monarchfs.fuse.handleless_reads import HandlelessReads
-from monarchfs.fuse.handles import Handles, opened_by
+from monarchfs.fuse.handles import HandlelessReads, Handles, opened_by
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.passthrough import Passthrough
 from monarchfs.fuse.relay import Relay
 from monarchfs.fuse.session import hooks
 from monarchfs.insight.recording import AnsweredBy
 from monarchfs.metadata.tree import Missing, Tree
-from monarchfs.metrics import Metrics
+from monarchfs.metrics import Histogram, Metrics
 from monarchfs.types import Data
 
 log = logging.getLogger(__name__)
@@ -64,8 +63,8 @@ Asking = Callable[[FuseRequest], Coroutine[Any, Any, Answer]]
 
 
 class Answerer:
-    """Constant: its parts; ``_asking``, who answers what is not known, by opcode. Changing: which
-    threads were refused an inode."""
+    """Constant: its parts; ``_asking``, by opcode who answers what is not known, and where the time
+    of that counts (None: it does so itself). Changing: which threads were refused an inode."""
 
     def __init__(
         self,
@@ -88,23 +87,23 @@ class Answerer:
         self._xattrs = xattrs
         self._interrupts = interrupts
         self._metrics = metrics
-        self._durations = metrics.requests
+        self._durations = durations = metrics.requests
         self._relay = relay
         self._passthrough = passthrough
         self._nursery = nursery
         self._refused = EstaleRetries(tree.known)
         self._refused_listings = EstaleRetries(tree.known, KEPT_OF_LISTINGS_NS)
-        self._asking: Mapping[int, Asking] = {
-            protocol.LOOKUP: self._lookup,
-            protocol.GETATTR: self._getattr,
-            protocol.READLINK: self._readlink,
-            protocol.OPEN: self._open,
-            protocol.READ: self._read,
-            protocol.STATFS: self._statfs,
-            protocol.GETXATTR: self._getxattr,
-            protocol.LISTXATTR: self._listxattr,
-            protocol.OPENDIR: self._opendir,
-            protocol.ACCESS: self._access,
+        self._asking: Mapping[int, tuple[Asking, Histogram | None]] = {
+            protocol.LOOKUP: (self._lookup, durations.lookup_source),
+            protocol.GETATTR: (self._getattr, durations.getattr_source),
+            protocol.READLINK: (self._readlink, durations.readlink),
+            protocol.OPEN: (self._open, None),
+            protocol.READ: (self._read, None),
+            protocol.STATFS: (self._statfs, durations.statfs),
+            protocol.GETXATTR: (self._getxattr, None),
+            protocol.LISTXATTR: (self._listxattr, None),
+            protocol.OPENDIR: (self._opendir, durations.opendir),
+            protocol.ACCESS: (self._access, None),
         }
 
     def take_over(self) -> int:
@@ -317,11 +316,14 @@ class Answerer:
     # -- what has to be asked for
 
     async def _ask(self, scope: trio.CancelScope, request: FuseRequest) -> None:
-        code, by = errno.EINTR, AnsweredBy.UNKNOWN
+        code, by, started = errno.EINTR, AnsweredBy.UNKNOWN, now_ns()
         data: Data = b""
         try:
             with scope:
-                by, data = await self._asking[request.opcode](request)
+                ask, duration = self._asking[request.opcode]
+                by, data = await ask(request)
+                if duration is not None:
+                    duration.observe(now_ns() - started)
                 code = 0
         except OSError as exc:
             code = exc.errno or errno.EIO
@@ -344,27 +346,20 @@ class Answerer:
             self._metrics.request_errors.count(code)
 
     async def _lookup(self, request: FuseRequest) -> Answer:
-        started = now_ns()
         parent, name = request.node, request.body[:-1]
         found = await self._tree.names.lookup(parent, name)
-        self._durations.lookup_source.observe(now_ns() - started)
         if not isinstance(found, Missing):
             self._relay.asked(parent, name, found)
         return AnsweredBy.SOURCE, packing.entry(found)
 
     async def _getattr(self, request: FuseRequest) -> Answer:
-        started = now_ns()
         again = self._refused.again(request.node, request.thread)
         with self._refused.noting(request.node, request.thread, last=False):
             found = await self._files.attributes(request.node, again=again)
-        self._durations.getattr_source.observe(now_ns() - started)
         return AnsweredBy.SOURCE, packing.attributes(found)
 
     async def _readlink(self, request: FuseRequest) -> Answer:
-        started = now_ns()
-        target = await self._tree.attributes.target(request.node)
-        self._durations.readlink.observe(now_ns() - started)
-        return AnsweredBy.SOURCE, target
+        return AnsweredBy.SOURCE, await self._tree.attributes.target(request.node)
 
     async def _open(self, request: FuseRequest) -> Answer:
         started = now_ns()
@@ -398,10 +393,7 @@ class Answerer:
         return by, data
 
     async def _statfs(self, request: FuseRequest) -> Answer:
-        started = now_ns()
-        found = await self._tree.attributes.statfs()
-        self._durations.statfs.observe(now_ns() - started)
-        return AnsweredBy.SOURCE, packing.statfs(found)
+        return AnsweredBy.SOURCE, packing.statfs(await self._tree.attributes.statfs())
 
     async def _getxattr(self, request: FuseRequest) -> Answer:
         started = now_ns()
@@ -419,11 +411,9 @@ class Answerer:
         return AnsweredBy.SOURCE, _sized(request.body, b"".join(name + b"\0" for name in names))
 
     async def _opendir(self, request: FuseRequest) -> Answer:
-        started = now_ns()
         again = self._refused_listings.again(request.node, request.thread)
         with self._refused_listings.noting(request.node, request.thread):
             await self._directories.open(request.node, again=again)
-        self._durations.opendir.observe(now_ns() - started)
         # Its number is all that READDIRPLUS has to know, also of another worker.
         return AnsweredBy.SOURCE, packing.OPEN_OUT.pack(request.node, 0, 0)
 

@@ -90,11 +90,7 @@ def mount_on_the_way(path: str, mounts: list[Mount] | None = None) -> Mount | No
 def connection_of(device: int) -> int | None:
     """The connection of an open /dev/fuse: the minor number of its mounts. None where the kernel
     does not say it (before Linux 6.18)."""
-    with open(f"/proc/self/fdinfo/{device}", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("fuse_connection:"):
-                return int(line.split()[1])
-    return None
+    return _fdinfo(device, "fuse_connection:")
 
 
 def mount_of(path: str) -> Mount | None:
@@ -117,11 +113,15 @@ def type_of_device(device: int) -> str:
 def mount_id(descriptor: int) -> int:
     """In which mount something open is (proc_pid_fdinfo(5)): the kernel alone is asked, also of
     what was opened as a place (O_PATH). Raises OSError."""
+    if (number := _fdinfo(descriptor, "mnt_id:")) is None:
+        raise OSError(errno.ENOSYS, "the kernel names no mount")
+    return number
+
+
+def _fdinfo(descriptor: int, key: str) -> int | None:
     with open(f"/proc/self/fdinfo/{descriptor}", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("mnt_id:"):
-                return int(line.split()[1])
-    raise OSError(errno.ENOSYS, "the kernel names no mount")
+        found = next((line for line in file if line.startswith(key)), None)
+    return None if found is None else int(found.split()[1])
 
 
 def is_network_type(fstype: str) -> bool:
@@ -137,13 +137,8 @@ def is_user_space(fstype: str) -> bool:
     return fstype == "fuse" or (fstype.startswith("fuse.") and fstype not in _LOCAL_FUSE)
 
 
-def is_network_filesystem(path: str) -> bool:
-    """Whether ``path``, or the nearest existing directory above it, is on a network file system."""
-    return storage_of(path) == "network"
-
-
 def storage_of(path: str) -> str:
-    """As ``config.places.StorageOf``."""
+    """As ``config.places.StorageOf``, of ``path`` or the nearest existing directory above it."""
     while not os.path.exists(path) and os.path.dirname(path) != path:
         path = os.path.dirname(path)
     mount = mount_of(path)

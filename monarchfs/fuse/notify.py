@@ -30,7 +30,7 @@ FORGET_SECONDS = 1.0
 
 
 class Notifier:
-    """The ``Kernel`` of ``monarchfs.metadata.kernel``. On the event loop.
+    """The ``Kernel`` of ``metadata.cached_listings``. On the event loop.
 
     Changing: what is still to be done, each thing once; ``failed``, how often the kernel refused.
     """
@@ -47,13 +47,11 @@ class Notifier:
         return len(self._waiting)
 
     def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
-        """Forget its attributes and, unless ``attributes_only``, its pages. Does not block."""
         self._put(ino, attributes_only and self._waiting.get(ino, True))
 
     async def forget_attributes(self, ino: int) -> None:
-        """Forget the attributes of an inode before this returns, or after FORGET_SECONDS. Raises
-        nothing. (For attributes alone the kernel takes no lock that a request may hold:
-        fuse_reverse_inval_inode.)"""
+        """After FORGET_SECONDS it is left to a thread. (For attributes alone the kernel takes no
+        lock that a request may hold: fuse_reverse_inval_inode.)"""
         with trio.move_on_after(FORGET_SECONDS):
             try:
                 await run_sync(session.invalidate_inode, ino, True, abandon_on_cancel=True)
@@ -63,7 +61,6 @@ class Notifier:
         self.invalidate_inode(ino, attributes_only=True)
 
     def invalidate_entry(self, parent: int, name: bytes) -> None:
-        """Forget what a name stands for. Does not block."""
         self._put((parent, name), False)
 
     async def room(self) -> None:

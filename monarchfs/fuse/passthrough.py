@@ -28,6 +28,7 @@ from typing import Any
 
 import trio
 
+from monarchfs.cache.accounts import ReplicaHolder
 from monarchfs.cache.replicas import OpenReplica
 from monarchfs.fs.files import FileHandle, Files
 from monarchfs.fuse.relay import Relay
@@ -162,7 +163,7 @@ def kernel_reads(files: int, size: int, *, free_opens: bool) -> bool:
     return not free_opens or files == 0 or size >= files * SMALL_BYTES
 
 
-class Passthrough:
+class Passthrough(ReplicaHolder):
     """All methods run on the event loop.
 
     Constant: its parts. Changing: ``possible``, whether files are offered; ids by inode, the oldest

@@ -109,7 +109,8 @@ class InitRequest(NamedTuple):
 
 
 class InitReply(NamedTuple):
-    """The reply to FUSE_INIT; ``flags`` are those that are in force from then on."""
+    """The reply to FUSE_INIT, in the order of ``INIT_OUT``; ``flags`` are those that are in force
+    from then on."""
 
     unique: int
     major: int
@@ -154,55 +155,21 @@ def parse_init_reply(reply: bytes) -> InitReply:
         raise ProtocolError(f"FUSE_INIT was refused with error {-error}")
     if length != len(reply) or length < OUT_HEADER.size + INIT_OUT.size:
         raise ProtocolError(f"a reply to FUSE_INIT of {len(reply)} bytes (says {length})")
-    (
-        major,
-        minor,
-        max_readahead,
-        flags,
-        max_background,
-        congestion_threshold,
-        max_write,
-        time_gran,
-        max_pages,
-        map_alignment,
-        flags2,
-        max_stack_depth,
-        *_,
-    ) = INIT_OUT.unpack_from(reply, OUT_HEADER.size)
+    fields = INIT_OUT.unpack_from(reply, OUT_HEADER.size)
+    major, minor, max_readahead, flags, *limits, flags2, max_stack_depth = fields[:12]
     if flags & InitFlag.INIT_EXT:
         flags |= flags2 << 32
-    return InitReply(
-        unique,
-        major,
-        minor,
-        max_readahead,
-        InitFlag(flags),
-        max_background,
-        congestion_threshold,
-        max_write,
-        time_gran,
-        max_pages,
-        map_alignment,
-        max_stack_depth,
+    return InitReply._make(
+        (unique, major, minor, max_readahead, InitFlag(flags), *limits, max_stack_depth)
     )
 
 
 def build_init_reply(reply: InitReply) -> bytes:
     """The bytes of ``reply``: what `parse_init_reply` takes apart."""
-    return OUT_HEADER.pack(OUT_HEADER.size + INIT_OUT.size, 0, reply.unique) + INIT_OUT.pack(
-        reply.major,
-        reply.minor,
-        reply.max_readahead,
-        reply.flags & 0xFFFFFFFF,
-        reply.max_background,
-        reply.congestion_threshold,
-        reply.max_write,
-        reply.time_gran,
-        reply.max_pages,
-        reply.map_alignment,
-        reply.flags >> 32,
-        reply.max_stack_depth,
-        *(0,) * 6,
+    unique, major, minor, max_readahead, flags, *limits, max_stack_depth = reply
+    low, high = flags & 0xFFFFFFFF, flags >> 32
+    return OUT_HEADER.pack(OUT_HEADER.size + INIT_OUT.size, 0, unique) + INIT_OUT.pack(
+        major, minor, max_readahead, low, *limits, high, max_stack_depth, *(0,) * 6
     )
 
 

@@ -20,7 +20,8 @@ from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.session import hooks
 from monarchfs.metadata.freshness import OPEN_ATTRIBUTES_SECONDS
 from monarchfs.metadata.tree import Entry
-from monarchfs.types import FreshnessMode, Node, Replica, ReplicaState
+from monarchfs.metrics import Histogram, Metrics
+from monarchfs.types import FreshnessMode, Lane, Node, Replica, ReplicaState
 
 MOST_TIERS = 64
 """As in _resident.h; what further tiers hold is read by Python."""
@@ -191,6 +192,14 @@ class Relay:
 
     # -- as Readers
 
+    invalidate = staticmethod(hooks.resident_stop)
+    try_remove = staticmethod(hooks.resident_retire)
+    reading = staticmethod(hooks.resident_reading)
+    use = staticmethod(hooks.resident_use)
+    unuse = staticmethod(hooks.resident_unuse)
+    used = staticmethod(hooks.resident_used)
+    seen = staticmethod(hooks.resident_seen)
+
     def stored(self, replicas: Sequence[tuple[Node, Replica]]) -> None:
         files = self._files
         for node, replica in replicas:
@@ -202,15 +211,6 @@ class Relay:
         if self.misses is not None:
             self.misses.forget([node.ino for node, _replica in replicas])
 
-    def invalidate(self, ino: int) -> None:
-        hooks.resident_stop(ino)
-
-    def try_remove(self, ino: int) -> bool:
-        return hooks.resident_retire(ino)
-
-    def reading(self, ino: int) -> bool:
-        return hooks.resident_reading(ino)
-
     def expire(self, ino: int) -> None:
         hooks.resident_expire(ino)
         if self.misses is not None:
@@ -218,18 +218,6 @@ class Relay:
 
     def exclude(self, ino: int, *, excluded: bool) -> bool:
         return self.misses is not None and self.misses.exclude(ino, excluded=excluded)
-
-    def use(self, ino: int) -> None:
-        hooks.resident_use(ino)
-
-    def unuse(self, ino: int) -> None:
-        hooks.resident_unuse(ino)
-
-    def used(self, ino: int) -> bool:
-        return hooks.resident_used(ino)
-
-    def seen(self, ino: int) -> bool:
-        return bool(hooks.resident_seen(ino))
 
     def serve(self, tier_id: int, dir_fd: int | None) -> None:
         number = self._tiers.setdefault(tier_id, len(self._tiers))
@@ -253,7 +241,7 @@ class Relay:
         worker that had been killed let go of since, for ever."""
         while True:
             self.catch_up()
-            hooks.take_again()
+            hooks.take_again()  # nothing without a journal; microseconds
             self._leave_long()
             await trio.sleep(CATCH_UP_SECONDS)
 
@@ -278,3 +266,42 @@ class Relay:
 
     def open_inodes(self) -> Collection[int]:
         return [ino for _number, ino, _unique, _backing_id in hooks.table_list()]
+
+
+def count_threads(metrics: Metrics) -> list[tuple[Lane, str, int, int, list[int]]]:
+    """Bring the metrics up to date with what the threads have done (_counts.h). Returns their calls
+    of the source since the last call, for ``Source.count_elsewhere``."""
+    more, took = hooks.counts_take()
+    requests = metrics.requests
+    metrics.relayed_bytes += more["answered_bytes"]
+    metrics.source_opens += more["untold_opens"]
+    metrics.local_opens += more["resident_opens"]
+    metrics.local_file_bytes += more["resident_bytes"]
+    metrics.passthrough_opens += more["backed_opens"]
+    metrics.thread_wait_ns += took["open_source"][0] + took["read_source"][0]
+    metrics.source_wait_ns += more["source_ns"]
+    metrics.memory_wait_ns += more["memory_ns"]
+    metrics.tier_wait_ns += more["tier_ns"]
+    metrics.peer_wait_ns += more["peer_ns"]
+    metrics.copy_wait_ns += more["copy_ns"]
+    _add(requests.lookup_local, *took["lookup"])
+    _add(requests.lookup_source, *took["lookup_source"])
+    _add(requests.open_local, *took["open_local"])
+    _add(requests.read_local, *took["read_local"])
+    _add(requests.open_source, *took["open_source"])
+    _add(requests.read_source, *took["read_source"])
+    bounds = len(requests.read_source.counts)
+    return [
+        (lane, function, size, took[name][0], took[name][1][:bounds])
+        for lane, function, name, size in (
+            (Lane.DEMAND, "read", "source", more["source_bytes"]),
+            (Lane.BACKGROUND, "read", "ahead", more["ahead_bytes"]),
+            (Lane.DEMAND, "stat", "stat", 0),
+        )
+    ]
+
+
+def _add(durations: Histogram, total_ns: int, counts: list[int]) -> None:
+    durations.total_ns += total_ns
+    for bucket in range(len(durations.counts)):
+        durations.counts[bucket] += counts[bucket]

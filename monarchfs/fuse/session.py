@@ -39,10 +39,6 @@ on_interrupt = _session.set_interrupt_handler
 on_request = _session.set_request_handlers
 """Have ``Answerer.answer`` and ``Answerer.answer_known`` answer requests."""
 
-take_again = _session.take_again
-"""Begin anew with what an earlier worker's threads had in hand that have died since; nothing
-without a journal. Microseconds."""
-
 
 def invalidate_inode(ino: int, attributes_only: bool) -> None:
     """Have the kernel forget the attributes of an inode and, unless ``attributes_only``, its pages.

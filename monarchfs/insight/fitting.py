@@ -11,7 +11,6 @@ from monarchfs.cache.placement.events import (
     Place,
     RoomWanted,
     Stored,
-    Suspended,
     TierSeen,
     Wanted,
 )
@@ -134,7 +133,7 @@ def fit(
             fitted.whole.add(size)
         else:
             granted = _grow(placement, ino, occupied)
-            placement.handle(Suspended(ino, blocks(granted)))
+            placement.handle(Stored([(ino, blocks(granted))]))
             kept = granted * size // occupied
             fitted.tiers[action.tier].add(kept)
             fitted.partial.add(kept)

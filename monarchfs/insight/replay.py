@@ -17,7 +17,6 @@ from monarchfs.cache.placement.events import (
     PlacementEvent,
     RoomWanted,
     Stored,
-    Suspended,
     TierSeen,
     Wanted,
     Weighed,
@@ -101,7 +100,7 @@ class SimulatedNode(NoReplicas):
         if not isinstance(place, Place):
             return
         occupied = blocks(size if place.whole else self._grow(ino, size))
-        self._handle(Stored([(ino, occupied)]) if place.whole else Suspended(ino, occupied))
+        self._handle(Stored([(ino, occupied)]))
         self.stored += 1
         self._at[ino] = place.tier, occupied
 

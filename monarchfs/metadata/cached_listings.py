@@ -1,4 +1,5 @@
-"""What the kernel may have of directories: listings in its page cache, and missing names. Pure.
+"""What the kernel may have of directories: listings in its page cache, and missing names. Pure. And
+how it is told to forget.
 
 A listing in the page cache has names and types, no attributes. Those come along when the kernel has
 to ask (readdirplus), which is cheaper than one look-up for each. So it is shown a listing again
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MOST_KEPT = 100_000
 """Directories whose shown listing is remembered; those of others are shown again."""
@@ -125,3 +126,22 @@ class NegativeDentries:
         names = self._names.pop(ino, ())
         self._count -= 1 if names is None else len(names)
         return names or ()
+
+
+class Kernel(Protocol):
+    """Invalidating what the kernel does not have passes."""
+
+    def invalidate_inode(self, ino: int, *, attributes_only: bool = False) -> None:
+        """Forget the attributes of an inode and, unless ``attributes_only``, its pages, mapped
+        ones too. Done soon, in a thread: never blocks."""
+
+    async def forget_attributes(self, ino: int) -> None:
+        """Forget the attributes of an inode before this returns, or soon where that takes long. May
+        be called by requests, because the kernel waits for nothing to do it. Raises nothing."""
+
+    def invalidate_entry(self, parent: int, name: bytes) -> None:
+        """Forget what ``name`` stands for, or that it stands for nothing. Never blocks."""
+
+    async def room(self) -> None:
+        """Wait until few invalidations are left to be done. Never to be called by a request: the
+        kernel may be waiting for its answer before it can invalidate."""

@@ -10,9 +10,9 @@ from contextlib import aclosing, suppress
 
 import trio
 
-from monarchfs.metadata.cached_listings import BARE_SECONDS
+from monarchfs.cache.index.listings import FoundName
+from monarchfs.metadata.cached_listings import BARE_SECONDS, Kernel
 from monarchfs.metadata.freshness import FOREVER_SECONDS, NS, past_racy_window
-from monarchfs.metadata.kernel import Kernel
 from monarchfs.metadata.known import KnownMetadata
 from monarchfs.metadata.recorder import Recorder
 from monarchfs.metadata.shared_names import Entries, SharedNames
@@ -45,9 +45,6 @@ AHEAD_SECONDS = 10.0
 
 REFRESH_SECONDS = 30.0
 """A source that takes longer for one call of a refresh is not waited for."""
-
-FoundName = tuple[bytes, FileType, int, int]
-"""A name as readdir gives it: name, type, source ino, device."""
 
 Row = tuple[Dirent, Node | None, float, float]
 """An entry with its node, and the timeouts of name and attributes. The node is None where its
@@ -133,7 +130,7 @@ class Directories:
                 raise
             # Too old for anybody else to believe.
             with suppress(IndexWriteError):
-                sequence = self.index.listings.begin_listing(ino)
+                sequence = self.index.listings.begin_listing()
                 await self.finish_listing(ino, sequence, Listing(0, 0, 0, lists_all=False))
 
     def _due(self, ino: int, now_ns: int) -> int | None:
@@ -180,7 +177,7 @@ class Directories:
         if answer is None:
             return False
         asked_ns, listing = answer
-        sequence = self.index.listings.begin_listing(ino)
+        sequence = self.index.listings.begin_listing()
         for at in range(0, len(listing.entries), LISTING_BATCH):
             batch = [(*entry, 0) for entry in listing.entries[at : at + LISTING_BATCH]]
             self.index.listings.add_entries(ino, sequence, batch, asked_ns)
@@ -208,7 +205,7 @@ class Directories:
         directory = self._known.directory(ino)
         count, asked_ns = 0, time.time_ns()
         entries: Entries = []
-        sequence = self.index.listings.begin_listing(ino)
+        sequence = self.index.listings.begin_listing()
         with self._recorder.estale_if_replaced(ino):
             stat = await self._source.call(lane, self._source.posix.stat, directory, b"")
             async with aclosing(self._source.list(directory, lane, batch_names)) as batches:

@@ -47,8 +47,7 @@ class Finder:
     async def _step(self, parent: int, name: bytes, *, ask: bool) -> Node | None:
         if ask:
             return await self._tree.names.find(parent, name, Lane.DEMAND)
-        dirent = self._tree.index.nodes.dirent(parent, name)
-        return None if dirent is None else self._tree.index.nodes.node(dirent.ino)
+        return self._tree.index.nodes.named(parent, name)
 
     async def _walk(self, path: str, *, ask: bool) -> Node:
         try:

@@ -15,17 +15,10 @@ from typing import TypeVar
 
 import trio
 
+from monarchfs.metadata.cached_listings import Kernel
 from monarchfs.metadata.directories import REFRESH_SECONDS, Differences
-from monarchfs.metadata.kernel import Kernel
 from monarchfs.metadata.tree import Tree
-from monarchfs.types import (
-    ROOT_INO,
-    FileType,
-    IndexWriteError,
-    Lane,
-    Node,
-    OperationError,
-)
+from monarchfs.types import ROOT_INO, FileType, IndexWriteError, Lane, Node, OperationError
 
 T = TypeVar("T")
 

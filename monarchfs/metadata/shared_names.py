@@ -165,7 +165,7 @@ class SharedNames:
         """Add what was found a moment ago: the caller may have waited since it looked."""
         since_ns = time.time_ns() - RECENT_NS
         for name in names:
-            if name not in found and (node := self._node(parent, name)) is not None:
+            if name not in found and (node := self._index.nodes.named(parent, name)) is not None:
                 known = node.fetched_ns > since_ns and self._known.lookup(parent, name)
                 if isinstance(known, Entry):
                     found[name] = known.node
@@ -181,25 +181,21 @@ class SharedNames:
         """For a name."""
         self.source_seconds = _mean(self.source_seconds, seconds)
 
-    def _node(self, parent: int, name: bytes) -> Node | None:
-        dirent = self._index.nodes.dirent(parent, name)
-        return None if dirent is None else self._index.nodes.node(dirent.ino)
-
     def _may_be_asked(self, parent: int, name: bytes, found: Mapping[bytes, Node]) -> bool:
         """A peer may not have seen yet that the source has another version: it is not asked where
         this node has."""
         if name in found:
             return False
-        node = self._node(parent, name)
+        node = self._index.nodes.named(parent, name)
         return node is None or not node.outdated
 
     def _knows_newer(self, parent: int, name: bytes, source_ino: int, true_ns: int) -> bool:
         """Whether this node has found since then what a name stands for, or that it is another file
         than ``source_ino``, or none."""
-        dirent, node = self._index.nodes.dirent(parent, name), self._node(parent, name)
+        dirent = self._index.nodes.dirent(parent, name)
         if dirent is None:
             return isinstance(self._known.lookup(parent, name), Missing)
-        if node is None:
+        if (node := self._index.nodes.node(dirent.ino)) is None:
             return False
         other = node.stat.ino != source_ino
         return node.fetched_ns >= true_ns or (other and dirent.checked_ns >= true_ns)

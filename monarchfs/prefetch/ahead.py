@@ -16,12 +16,13 @@ from collections.abc import Sequence
 import trio
 
 from monarchfs.cache.cache import Cache
+from monarchfs.metadata.directories import Row
 from monarchfs.metadata.tree import Tree
 from monarchfs.prefetch.fetch import WHOLE_BYTES
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.scan import SELF, WANTED
-from monarchfs.types import Dirent, IndexWriteError, Lane, Node
+from monarchfs.types import IndexWriteError, Lane, Node
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +52,6 @@ LOOK_BATCH = 1000
 LOOK_SECONDS, SELDOM_SECONDS = 0.05, 1.0
 """How often to check which of the files copied ahead were opened, while more are wanted: less often
 the longer nothing was opened."""
-
-
-Listed = tuple[Dirent, Node | None, float, float]
-"""See ``Directories.entries``."""
 
 
 class Allowance:
@@ -237,7 +234,7 @@ class Ahead:
             walks.end_walk(directory)
         return True
 
-    async def _find(self, directory: int, batch: list[Listed]) -> list[Node]:
+    async def _find(self, directory: int, batch: list[Row]) -> list[Node]:
         """The nodes of the entries, as far as they may be of use."""
         unknown = [
             row

@@ -459,17 +459,14 @@ class Copier:
         assert self.small is not None
         seconds, sizes = await self.small.copy(batch)
         if sizes:
-            count = len(sizes)
-            self.governor.record(
-                trio.current_time(),
-                None,
-                seconds / count,
-                sum(sizes) // count,
-                count,
-                self._source.reads_for_readers,
-            )
+            self._record(None, seconds, sum(sizes), len(sizes))
             # For a single file, what two would have taken.
             self.together.record_latency(seconds if len(sizes) > 1 else 2 * seconds)
+
+    def _record(self, target: int | None, seconds: float, size: int, count: int) -> None:
+        """So many reads of the source took so long together."""
+        now, readers = trio.current_time(), self._source.reads_for_readers
+        self.governor.record(now, target, seconds / count, size // count, count, readers)
 
     def hurry(self, inos: Sequence[int]) -> None:
         """Copy at once files that somebody waits for: beside the copies under way, and even while
@@ -505,15 +502,7 @@ class Copier:
         await fill.fetch(fetch, Lane.BACKGROUND)
         self._targets[fetch.target] -= 1
         if paced and fetch.seconds:
-            size = fetch.end - fetch.start
-            self.governor.record(
-                trio.current_time(),
-                fetch.target,
-                fetch.seconds,
-                size,
-                1,
-                self._source.reads_for_readers,
-            )
+            self._record(fetch.target, fetch.seconds, fetch.end - fetch.start, 1)
         if fetch.error is not None and fill.copy.in_background:
             # The first failed fetch is reported for all fetches of the file that are under way.
             self.jobs.failed(fill.copy.node.ino, fill.copy.priority, fetch.error)

@@ -44,12 +44,9 @@ class Copy:
         nursery: trio.Nursery,
         forget: Callable[[Copy], None],
         wake_copier: Callable[[Copy], None],
-        *,
-        trusts_times: bool,
     ) -> None:
         """``forget`` is called once it is settled, and ``wake_copier`` when a fetch or a copy has
-        ended: it may be another file's turn in the background. ``trusts_times``: the source does
-        not change, so that a file that has just been written may be copied."""
+        ended: it may be another file's turn in the background."""
         self.node = node
         self.remote = remote
         self.size = node.stat.size
@@ -69,7 +66,6 @@ class Copy:
         self._nursery = nursery
         self._forget = forget
         self.wake_copier = wake_copier
-        self._trusts_times = trusts_times
         self.changes = 0
         self._seen = node.stat.version
         self.units: list[Unit] = []
@@ -79,7 +75,7 @@ class Copy:
     @property
     def past_racy_window(self) -> bool:
         """Whether bytes that are read from now on can be told from those of a later version."""
-        return self._trusts_times or self.node.stat.version.past_racy_window(time.time_ns())
+        return self.remote.trusts_times or self.node.stat.version.past_racy_window(time.time_ns())
 
     @property
     def filling(self) -> bool:
@@ -192,7 +188,7 @@ class Copy:
         """The source has another version now: what was read of this one is not mixed with it."""
         self.changes += 1
         self.threads.hide()
-        self._cache.accounts.outdated(self.node)
+        self._cache.accounts.on_outdated(self.node.ino)
         if self.state is State.FILLING:
             self._metrics.copies_outdated += 1
             self.give_up(Cause.CHANGED, "it changed in the source while it was copied")

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from monarchfs.metrics import NS
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.scan import Scan
-
-_NS = 1_000_000_000
 
 
 class CopyIdle:
@@ -43,5 +42,5 @@ class CopyIdle:
     def _check(self) -> None:
         # A scan that finds all of it local, as that of a later worker, puts nothing off.
         if not self._busy and (self._copied or self.since is None):
-            self.since = round((time.time_ns() - self._mount_ns) / _NS, 3)
+            self.since = round((time.time_ns() - self._mount_ns) / NS, 3)
             self._copied = False

@@ -72,20 +72,17 @@ class Fetch:
         self.waiting += 1
         try:
             await self.done.wait()
-            return self._piece(offset, end)
+            if self.unit is not None and (piece := self.unit.peek(offset, end)):
+                return piece
+            if self.data is None:
+                return None
+            stop = min(end, self.end) - self.start
+            if offset == self.start and stop == len(self.data):
+                return self.data
+            return memoryview(self.data)[offset - self.start : stop]
         finally:
             self.waiting -= 1
             self._let_go()
-
-    def _piece(self, offset: int, end: int) -> Data | None:
-        if self.unit is not None and (piece := self.unit.peek(offset, end)):
-            return piece
-        if self.data is None:
-            return None
-        stop = min(end, self.end) - self.start
-        if offset == self.start and stop == len(self.data):
-            return self.data
-        return memoryview(self.data)[offset - self.start : stop]
 
     def _let_go(self) -> None:
         if self.unit is not None and self.ended and not self.waiting:

@@ -242,7 +242,7 @@ class Fill:
         try:
             data, version = await self.copy.remote.read(offset, end, Lane.DEMAND)
         except SourceChanged:
-            self._cache.accounts.outdated(self.copy.node)
+            self._cache.accounts.on_outdated(self.copy.node.ino)
             raise
         self.copy.see_version(version)
         self.copy.allow_direct_reads()

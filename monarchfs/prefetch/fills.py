@@ -29,8 +29,7 @@ brought."""
 
 
 class Fills:
-    """Constant: its parts; ``nodes``, who share large files (None: nobody). Changing: ``files`` of
-    the jobs."""
+    """Constant: its parts. Changing: ``files`` of the jobs."""
 
     def __init__(
         self,
@@ -125,7 +124,6 @@ class Fills:
             self._nursery,
             self._forget,
             self._jobs.stepped,
-            trusts_times=self._trusts_times,
         )
         fill = self._files[node.ino] = Fill(copy, self._cache, self._metrics, self._nursery)
         return fill

@@ -53,15 +53,16 @@ class RemoteFile:
         *,
         trusts_times: bool,
     ) -> None:
-        """``nodes`` share it if it is large. ``trusts_times``: the source does not change, and need
-        not be asked for the version of what another node has."""
+        """``nodes`` share it if it is large. ``trusts_times``: the source does not change. It need
+        not be asked for the version of what another node has, and a file that has just been written
+        may be copied."""
         self.version = node.stat.version
         self.layout: Layout | None = None
         self.fd = -1
         self._node = node
         self._source = source
         self._cache = cache
-        self._trusts_times = trusts_times
+        self.trusts_times = trusts_times
         self._direct = DirectDescriptor()
         self._as_is = False
         self._lock: trio.Lock | None = None
@@ -157,7 +158,7 @@ class RemoteFile:
         ``ahead``: it may wait a little for another node; ``waited``: a reader may wait for it.
         Raises as ``fetch_whole``."""
         if self.spans is not None:
-            if not self._trusts_times:
+            if not self.trusts_times:
                 await self.open(lane)
             await self.spans.read(unit, ahead=ahead, waited=waited)
             if unit.elsewhere_bytes == unit.end - unit.start:

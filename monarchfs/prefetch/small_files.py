@@ -10,7 +10,6 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 import trio
 
@@ -23,7 +22,7 @@ from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.queue import Batch, CopyJob, Priority
 from monarchfs.source.source import Source
-from monarchfs.types import Archived, Lane, Node, SourceChanged
+from monarchfs.types import Archived, Node
 
 log = logging.getLogger(__name__)
 
@@ -122,12 +121,7 @@ class SmallFiles:
         nodes, owners = [place.node for place in batch.places.values()], self._jobs.owners
         self._batches += 1
         try:
-            for directory in self._misses.unopened(nodes):
-                # If it cannot be opened, its files get the error when they are copied alone.
-                with suppress(OSError, SourceChanged):
-                    await self._source.call(
-                        Lane.BACKGROUND, self._source.posix.open_directory, directory
-                    )
+            await self._source.open_directories(self._misses.unopened(nodes))
             theirs = [] if owners is None else list(filter(owners.elsewhere, nodes))
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in nodes if node.ino not in numbers])
@@ -269,7 +263,7 @@ class SmallFiles:
             return
         self._cache.writer.cancel(place)
         if served.error == CHANGED:
-            self._cache.accounts.outdated(node)
+            self._cache.accounts.on_outdated(node.ino)
         known = self._cache.index.nodes.node(ino)
         if known is None or known.outdated:
             self._metrics.copies_outdated += 1

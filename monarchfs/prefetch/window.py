@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 
 import trio
 
@@ -32,13 +31,7 @@ from monarchfs.prefetch.queue import Priority
 from monarchfs.prefetch.window_size import WindowSize
 from monarchfs.source.source import Source
 from monarchfs.system.listeners import Listeners
-from monarchfs.types import (
-    Lane,
-    Node,
-    OperationError,
-    ReplicaState,
-    SourceChanged,
-)
+from monarchfs.types import Node, OperationError, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -327,12 +320,7 @@ class Window:
             return
         if 0 < misses.source_seconds < NEAR_SECONDS:
             return
-        for directory in misses.unopened(nodes):
-            # If it cannot be opened, its files are read when they are opened.
-            with suppress(OSError, SourceChanged):
-                await self._source.call(
-                    Lane.BACKGROUND, self._source.posix.open_directory, directory
-                )
+        await self._source.open_directories(misses.unopened(nodes))
         files = self._jobs.files
         if order not in self.orders.values():
             return  # it was dropped meanwhile: nobody would give these up

@@ -29,7 +29,7 @@ from monarchfs.config.places import (
     scratch_directories,
     user_of,
 )
-from monarchfs.fuse.mountinfo import is_network_filesystem
+from monarchfs.fuse.mountinfo import storage_of
 from monarchfs.slurm.records import remove_tree
 from monarchfs.supervisor.directories import (
     LOCK,
@@ -257,7 +257,7 @@ def default_places(uid: int, environ: Mapping[str, str]) -> list[str]:
     places += [path for directory in temporary for path in own_directories(directory, uid)]
     home = environ.get("HOME") or home_of(uid) or ""
     cache_home = environ.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
-    if os.path.isabs(cache_home) and not is_network_filesystem(cache_home):
+    if os.path.isabs(cache_home) and storage_of(cache_home) != "network":
         places.append(os.path.join(cache_home, "monarchfs"))
     return [place for place in places if os.path.isdir(place)]
 

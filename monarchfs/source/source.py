@@ -6,7 +6,8 @@ from __future__ import annotations
 import errno
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -16,16 +17,10 @@ from monarchfs.core.units import Unit
 from monarchfs.metrics import DURATION_BOUNDS_NS, NS
 from monarchfs.source.direct import DirectDescriptor
 from monarchfs.source.lanes import Call, LaneThreads, SourceCounters, lend
-from monarchfs.source.posix import (
-    AttributeNames,
-    AttributeNamesEach,
-    Batch,
-    FoundEach,
-    PosixSource,
-)
+from monarchfs.source.posix import AttributeNames, AttributeNamesEach, Batch, FoundEach, PosixSource
 from monarchfs.source.releases import Releases
 from monarchfs.system.threads import RunSync, run_sync
-from monarchfs.types import DirRef, Lane, SourceStat, SourceVersion
+from monarchfs.types import DirRef, Lane, SourceChanged, SourceStat, SourceVersion
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -115,6 +110,10 @@ class Source:
         self.counters = SourceCounters()
         self.root = posix.root
         self.device = posix.device
+        self.has_layouts = posix.has_layouts
+        """Whether it is worth to ask for the layout of a file."""
+        self.on_local_disk = os.major(posix.device) != 0
+        """Whether it lies on a block device of this node. Network file systems have none."""
         self.releases = Releases(stuck_seconds=stuck_seconds)
         self.demand = LaneThreads(Lane.DEMAND, demand_threads, self.releases)
         self.background = LaneThreads(Lane.BACKGROUND, background_threads, self.releases)
@@ -256,6 +255,13 @@ class Source:
     async def open(self, directory: DirRef, name: bytes, lane: Lane) -> tuple[int, SourceStat]:
         return await self.call(lane, self.posix.open, directory, name, dispose=_close_opened)
 
+    async def open_directories(self, directories: Iterable[DirRef]) -> None:
+        """Open them for a while, for threads that nobody waits for. Whoever then asks for a file in
+        one that cannot be opened gets the error. Raises nothing."""
+        for directory in directories:
+            with suppress(OSError, SourceChanged):
+                await self.call(Lane.BACKGROUND, self.posix.open_directory, directory)
+
     def close_soon(self, fd: int) -> None:
         """Close ``fd`` without waiting: no slot. Does not block; raises nothing."""
         self.releases.soon(partial(self.posix.close, fd))
@@ -337,16 +343,6 @@ class Source:
         found = await self.call(lane, self.posix.listxattr_each, directory, entries, seconds)
         self._count_others(lane, "listxattr_each", 2 * len(found))
         return found
-
-    @property
-    def on_local_disk(self) -> bool:
-        """Whether it lies on a block device of this node. Network file systems have none."""
-        return os.major(self.device) != 0
-
-    @property
-    def has_layouts(self) -> bool:
-        """Whether it is worth to ask for the layout of a file."""
-        return self.posix.has_layouts
 
     def _count_others(self, lane: Lane, function: str, count: int) -> None:
         """A call that was counted as one operation was made for ``count`` names."""

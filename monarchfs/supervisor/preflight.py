@@ -29,8 +29,8 @@ from monarchfs.fuse.mount import check_device
 from monarchfs.fuse.mountinfo import (
     MONARCHFS,
     RENUMBERING,
-    is_network_filesystem,
     mount_of,
+    storage_of,
     type_of_device,
 )
 from monarchfs.supervisor.backing import check_privileges
@@ -440,7 +440,7 @@ def _check_apart(
 
 
 def _check_local(directory: StorageDirectory, existing: str) -> None:
-    if is_network_filesystem(existing):
+    if storage_of(existing) == "network":
         mount = mount_of(existing)
         kind = mount.fstype if mount else "unknown"
         raise UsageError(

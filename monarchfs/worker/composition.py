@@ -9,7 +9,7 @@ import trio
 
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
-from monarchfs.cache.accounts import Accounts, CacheOptions
+from monarchfs.cache.accounts import Accounts
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.index import Index, OnChange
 from monarchfs.cache.tier_threads import TierThreads
@@ -22,8 +22,7 @@ from monarchfs.fuse.handle_table import HandleTable
 from monarchfs.fuse.interrupts import Interrupts
 from monarchfs.fuse.notify import Notifier
 from monarchfs.fuse.passthrough import Passthrough
-from monarchfs.fuse.relay import Relay
-from monarchfs.fuse.thread_counts import count_threads
+from monarchfs.fuse.relay import Relay, count_threads
 from monarchfs.metadata.find import Finder
 from monarchfs.metadata.freshness import NS, Freshness
 from monarchfs.metadata.tree import Tree
@@ -127,11 +126,9 @@ class Composition:
             TierThreads(config.local_threads, quietly),
             nursery,
             self.relay,
-            CacheOptions(
-                config.evict,
-                config.reserve_percent,
-                keeps_foreign=nodes is None or config.share is not ShareMode.PARTITION,
-            ),
+            eviction=config.evict,
+            reserve_percent=config.reserve_percent,
+            keeps_foreign=nodes is None or config.share is not ShareMode.PARTITION,
             owns=None
             if nodes is None or config.share is ShareMode.REPLICATE
             else nodes.share.owns_some,

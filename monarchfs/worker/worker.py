@@ -14,6 +14,7 @@ import trio
 # The session comes before anything that imports pyfuse3.
 from monarchfs.fuse import session as fuse_session  # isort: skip
 from monarchfs.cache.cache import purge
+from monarchfs.cache.scrub import Scrub
 from monarchfs.config.model import PrefetchMode
 from monarchfs.metadata.freshness import NS
 from monarchfs.prefetch.queue import Priority
@@ -125,7 +126,7 @@ class Worker:
                     (fd,) = fds
                     self._nursery.start_soon(answer_client, self._commands, message["request"], fd)
                 case "again":
-                    fuse_session.take_again()
+                    fuse_session.hooks.take_again()
                 case "stop":
                     self._unmounted = True
                     break
@@ -160,7 +161,7 @@ class Worker:
         if self._exporter is not None:
             start(self._exporter.run)
         if config.scrub_bytes_per_second:
-            start(parts.cache.scrub, config.scrub_bytes_per_second)
+            start(Scrub(parts.cache.accounts, config.scrub_bytes_per_second).run)
         if parts.touch is not None:
             start(parts.touch.run)
         if not parts.restarts:

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from monarchfs.cache.store.segments import SMALL_BYTES
+from monarchfs.cache.store.allocator import SMALL_BYTES
 from tests.support import mounting, on_disk, trees
 from tests.support.fake_mounts import interpreter_for
 from tests.support.programs import execute

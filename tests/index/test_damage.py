@@ -164,7 +164,7 @@ def full(directory: Path) -> None:
     for i, ino in enumerate(inos):
         index.replicas.put_replica(ino, tools.replica(i))
     index.nodes.mark_outdated(inos[3])
-    index.replicas.begin_copy(inos[4], 1, tools.replica(99).name)
+    index.replicas.begin_copies([(inos[4], 1, tools.replica(99).name)])
     index.replicas.record_found_files(2, [tools.tier_file(50)])
     index.segments.begin_segments(0, [tools.SEGMENT])
     index.replicas.put_replicas([(40, tools.shared(101, 0)), (41, tools.shared(102, 4096))])
@@ -464,7 +464,7 @@ def prepared(disk: Path) -> Index:
     )
     index.replicas.put_replica(20, tools.replica(20))
     index.replicas.put_replica(21, tools.replica(21))
-    index.replicas.begin_copy(22, 0, tools.name_of(22))
+    index.replicas.begin_copies([(22, 0, tools.name_of(22))])
     index.replicas.record_found_files(0, [tools.tier_file(30)])
     return index
 
@@ -512,8 +512,8 @@ def test_a_disk_that_fails_freezes_the_index_and_nothing_else(disk: Path, how: s
     # What lies in the tiers is as the disk says.
     for refused in (
         lambda: index.replicas.put_replica(known.ino, tools.replica(1)),
-        lambda: index.replicas.drop_replica(20),
-        lambda: index.replicas.begin_copy(known.ino, 0, tools.name_of(1)),
+        lambda: index.replicas.drop_replicas([20]),
+        lambda: index.replicas.begin_copies([(known.ino, 0, tools.name_of(1))]),
         lambda: index.replicas.mark_durable([20]),
         lambda: index.replicas.record_found_files(0, [tools.tier_file(1)]),
         lambda: index.replicas.claim(known.ino, tools.name_of(30), 100),
@@ -560,7 +560,7 @@ def test_a_write_about_the_tiers_that_meets_the_failure_is_refused(disk: Path) -
     index = prepared(disk)
     abort(disk)
     with pytest.raises(IndexWriteError, match="Read-only"):
-        index.replicas.drop_replica(20)
+        index.replicas.drop_replicas([20])
     assert index.environment.frozen is not None
     assert index.replicas.replica(20) == tools.replica(20)
     index.close()

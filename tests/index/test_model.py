@@ -161,7 +161,7 @@ class IndexMachine(RuleBasedStateMachine):
     def listed(
         self, parent: int, found: dict[bytes, tuple[int, int]], now: int, lists_all: bool
     ) -> None:
-        sequence = self.index.listings.begin_listing(parent)
+        sequence = self.index.listings.begin_listing()
         self.new(sequence)
         for name, (ino, mode) in found.items():
             type_ = FileType.of_mode(mode)
@@ -260,7 +260,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(tier=TIERS, copy=COPIES)
     def begin_copy(self, tier: int, copy: int) -> None:
-        self.index.replicas.begin_copy(16, tier, tools.name_of(copy))
+        self.index.replicas.begin_copies([(16, tier, tools.name_of(copy))])
         self.journal.add((tier, tools.name_of(copy)))
 
     @rule(tier=TIERS, copy=COPIES)
@@ -279,7 +279,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(ino=INOS)
     def drop_replica(self, ino: int) -> None:
-        self.index.replicas.drop_replica(ino)
+        self.index.replicas.drop_replicas([ino])
         if ino in self.replicas:
             self.forget(ino, lies_there=True)
 
@@ -578,7 +578,7 @@ def test_xattrs_and_their_errors_are_remembered(index: Index) -> None:
 
 def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
     found(index, b"before", 10)
-    sequence = index.listings.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing()
     found(index, b"meanwhile", 11)
     index.listings.add_entries(ROOT_INO, sequence, [(b"seen", FileType.REGULAR, 12, 0)], tools.NOW)
     tools.finish_listing(index, ROOT_INO, sequence)
@@ -587,7 +587,7 @@ def test_a_name_found_while_a_listing_runs_outlives_it(index: Index) -> None:
 
 def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: Index) -> None:
     """Where listings lack names that look-ups find, those are not shown."""
-    sequence = index.listings.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing()
     for name, ino in ((b"a", 10), (b".snapshot", 11)):
         found(index, name, ino)
     index.listings.add_entries(ROOT_INO, sequence, [(b"a", FileType.REGULAR, 10, 0)], tools.NOW)
@@ -598,7 +598,7 @@ def test_a_name_found_while_a_listing_runs_that_has_it_is_a_listed_one(index: In
 
 def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None:
     tools.add_listing(index, ROOT_INO, (b"a", 10), (b"gone", 11))
-    first, second = index.listings.begin_listing(ROOT_INO), index.listings.begin_listing(ROOT_INO)
+    first, second = index.listings.begin_listing(), index.listings.begin_listing()
     a = [(b"a", FileType.REGULAR, 10, 0)]
     index.listings.add_entries(ROOT_INO, second, a, tools.NOW)
     index.listings.add_entries(ROOT_INO, first, a, tools.NOW)
@@ -609,7 +609,7 @@ def test_two_listings_at_once_remove_only_what_neither_saw(index: Index) -> None
 
 def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index) -> None:
     tools.add_listing(index, ROOT_INO, *((b"%d" % i, 100 + i) for i in range(2000)))
-    sequence = index.listings.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing()
     steps = index.listings.finish_listing(ROOT_INO, sequence, Listing(*3 * (tools.NOW + 1,), True))
     next(steps)
     assert 0 < len(index.listings.entries(ROOT_INO, 2, 3000)) < 2000
@@ -621,7 +621,7 @@ def test_finishing_a_long_listing_goes_in_steps_and_may_be_left_off(index: Index
 
 def test_a_directory_of_unknown_types_keeps_the_types_that_are_known(index: Index) -> None:
     record_found(index, ROOT_INO, b"d", tools.source_stat(20, mode=tools.DIRECTORY), b"", tools.NOW)
-    sequence = index.listings.begin_listing(ROOT_INO)
+    sequence = index.listings.begin_listing()
     rows = [(b"d", FileType.UNKNOWN, 20, 0), (b"e", FileType.UNKNOWN, 21, 0)]
     index.listings.add_entries(ROOT_INO, sequence, rows, tools.NOW)
     types = {d.name: d.type for d, _ in index.listings.entries(ROOT_INO, 2, 10)}
@@ -687,7 +687,7 @@ def test_a_purged_number_never_stands_for_anything_again(
     assert index.nodes.purge_outdated(tools.NOW + 1, 10) == 1
     assert index.xattrs.xattr(old.ino, b"user.a") is None
     if listed is not None:
-        sequence = index.listings.begin_listing(ROOT_INO)
+        sequence = index.listings.begin_listing()
         index.listings.add_entries(ROOT_INO, sequence, [(b"a", listed, 10, 0)], tools.NOW)
         dirent = index.nodes.dirent(ROOT_INO, b"a")
         assert dirent is not None

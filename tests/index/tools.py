@@ -76,7 +76,7 @@ def rooted(directory: Path) -> Index:
 
 
 def add_listing(index: Index, parent: int, *names: tuple[bytes, int]) -> None:
-    sequence = index.listings.begin_listing(parent)
+    sequence = index.listings.begin_listing()
     index.listings.add_entries(
         parent, sequence, [(n, FileType.REGULAR, i, 0) for n, i in names], NOW
     )

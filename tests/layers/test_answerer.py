@@ -203,7 +203,7 @@ async def test_no_more_come_than_may_wait(asked: Asked, monkeypatch: pytest.Monk
         return AnsweredBy.SOURCE, b""
 
     async with asked() as (_, requests):
-        monkeypatch.setattr(requests.answerer, "_asking", {protocol.LOOKUP: look_up})
+        monkeypatch.setattr(requests.answerer, "_asking", {protocol.LOOKUP: (look_up, None)})
         for requests.number in (RESENT, RESENT, 4, 6):
             assert requests.pauses == []
             assert requests.look_up("a") is None
@@ -427,7 +427,7 @@ class Passing:
         answer = self.answerer.answer_known(opcode, ino, body)
         if answer is None:
             request = FuseRequest(self._unique, self._unique, 0, opcode, ino, body)
-            _by, answer = await self.answerer._asking[opcode](request)
+            _by, answer = await self.answerer._asking[opcode][0](request)
         assert not isinstance(answer, int)
         return bytes(answer)
 

@@ -8,6 +8,7 @@ import pytest
 import trio
 import trio.testing
 
+from monarchfs.cache.scrub import Scrub
 from monarchfs.cache.store.files import replica_path
 from monarchfs.fuse import session
 from monarchfs.fuse.relay import Relay
@@ -209,7 +210,7 @@ async def test_a_replica_that_was_found_corrupt_is_read_from_the_source(
         handle = await mirror.open("0")
         damage(mirror.tier, mirror.replica(ino), 70_000)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(mirror.cache.scrub, 1 << 40)
+            nursery.start_soon(Scrub(mirror.cache.accounts, 1 << 40).run)
             await until(lambda: mirror.metrics.replicas_corrupt == 1, "the scrub to find it")
             nursery.cancel_scope.cancel()
         assert forgotten == [ino]

@@ -32,7 +32,7 @@ def give_layouts(
             raise OSError(errno.ENODATA, "no layout")
         return layouts[name]
 
-    mirror.posix.has_layouts = True
+    mirror.posix.has_layouts = mirror.source.has_layouts = True
     monkeypatch.setattr(os, "getxattr", getxattr)
 
 

@@ -15,8 +15,9 @@ import trio.testing
 from monarchfs.cache.index import set_aside
 from monarchfs.cache.index.environment import Environment
 from monarchfs.cache.reasons import Cause
-from monarchfs.cache.store.segment_lists import SegmentLists
-from monarchfs.cache.store.segments import SegmentFiles, allocated
+from monarchfs.cache.store.allocator import allocated
+from monarchfs.cache.store.listed import SegmentLists
+from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.types import Replica, TierFile
 from tests.support.faults import FaultySegments, FaultyTier, disk_is_full
 from tests.support.mirror import ALL_ROOM, KIB, MIB, Area, Mirror, content, until
@@ -315,7 +316,7 @@ async def test_nor_does_the_next_worker_punch_without_the_sync(
     async with copied(area, 2, sound=False) as (mirror, names, inos):
         await mirror.cache.accounts.sync()
         old = mirror.replica(inos[0])
-        mirror.index.replicas.drop_replica(inos[0])  # and is killed
+        mirror.index.replicas.drop_replicas([inos[0]])  # and is killed
     with monkeypatch.context() as patch:
         patch.setattr(Environment, "sync", disk_is_full)
         async with area.mount(copies=False, sound=False) as mirror:

@@ -11,9 +11,9 @@ import trio.testing
 from trio.testing import MockClock
 
 from monarchfs.metadata import attributes as attributes_module
-from monarchfs.metadata import unanswered
+from monarchfs.metadata import stale_on_timeout
 from monarchfs.metadata.directories import LISTING_BATCH
-from monarchfs.metadata.unanswered import GRACE_SECONDS, PROBE_SECONDS, Unanswered
+from monarchfs.metadata.stale_on_timeout import GRACE_SECONDS, PROBE_SECONDS, Unanswered
 from monarchfs.source.posix import Batches
 from monarchfs.types import ROOT_INO, DirRef, Lane
 from tests.support.faults import disk_is_full
@@ -94,7 +94,7 @@ async def test_a_long_listing_is_no_silence(files: Area, clock: MockClock, hours
 
 async def test_how_long_others_have(clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as storage targets are known. tests/mount/test_hang.py has readers wait for some."""
-    monkeypatch.setattr(unanswered, "MOST_UNEXPLAINED", 3)
+    monkeypatch.setattr(stale_on_timeout, "MOST_UNEXPLAINED", 3)
     questions = Unanswered()
     assert questions.patience(("a",), [1], 5) == 5
     questions.add(("a",), [1])

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from monarchfs.cache.store.segments import SMALL_BYTES
+from monarchfs.cache.store.allocator import SMALL_BYTES
 from monarchfs.supervisor.backing import MOST_IDS, BackingRefused, check, find_beneath
 from tests.support import mounting, surroundings
 from tests.support.fake_mounts import NOBODY, Area, interpreter_for

@@ -27,8 +27,8 @@ from monarchfs.cache.index.meta import Meta
 from monarchfs.cache.index.nodes import NodeTables
 from monarchfs.cache.index.replicas import Replicas
 from monarchfs.cache.index.segments import Segments
+from monarchfs.cache.store.listed import SegmentLists
 from monarchfs.cache.store.replica_files import ReplicaFiles
-from monarchfs.cache.store.segment_lists import SegmentLists
 from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.cache.store.tier import Tier
 from monarchfs.cache.writer import CopyWriter

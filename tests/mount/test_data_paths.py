@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from monarchfs.cache.store.segments import SMALL_BYTES
+from monarchfs.cache.store.allocator import SMALL_BYTES
 from monarchfs.config.places import OWNER
 from tests.support import trees
 from tests.support.mounting import Bench, Mount, requires_fuse, requires_root, run, wait_for

@@ -249,7 +249,7 @@ def spoil_shared(cache: Cache, number: int) -> None:
 def forget_segment(index: Index, tier: Tier) -> None:
     """No record knows of it."""
     for _, ino in index.segments.segment_records(tier.id, SEGMENT):
-        index.replicas.drop_replica(ino)
+        index.replicas.drop_replicas([ino])
     index.segments.segment_gone(tier.id, SEGMENT)
 
 
@@ -273,13 +273,13 @@ def do_damage(cache: Cache, how: str) -> None:
                 os.truncate(file, SIZE - 1)
                 file.chmod(0o400)
             case "an interrupted copy":
-                index.replicas.begin_copy(12345, tier.id, b"i" * 16)
+                index.replicas.begin_copies([(12345, tier.id, b"i" * 16)])
                 fd = tier.files.create_part(b"i" * 16, 1 << 20)
                 tier.files.write(fd, 0, b"x" * (128 << 10))
                 os.close(fd)
             case "an interrupted removal":
                 ino, _ = next(iter(index.replicas.all()))
-                index.replicas.drop_replica(ino)
+                index.replicas.drop_replicas([ino])
             case "part of a file is shorter":
                 os.truncate(part, 1000)
             case "part of a file, then killed":  # between the rename and the record

@@ -281,7 +281,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             ino = self.next_ino
             self.wanted(size=size, evicts=True, again=0, owner=Owner.NOBODY)
             for item in list(self.leaving):
-                self.evicted(pick=self.leaving.index(item), named=True)
+                self.evicted(pick=self.leaving.index(item))
             copy = self.copies.get(ino)
             if copy is not None and self.may_write(copy.tier, copy.granted):
                 copy.created = True
@@ -328,10 +328,7 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
             copy = self.copies.pop(ino)
             stored.append((ino, copy.base + copy.written))
             self.replicas[ino] = (copy.tier, copy.base + copy.written)
-        if whole:
-            assert self.handle(events.Stored(stored)) == []
-        elif stored:
-            assert self.handle(events.Suspended(*stored[0])) == []
+        assert self.handle(events.Stored(stored)) == []
 
     @rule(pick=PICK)
     def abandoned(self, pick: int) -> None:
@@ -383,24 +380,23 @@ class PlacementMachine(FakeLookup, RuleBasedStateMachine):
 
     # What leaves.
 
-    def take_leaving(self, pick: int, *, named: bool) -> Leaving:
-        """The first one of an inode, or that of its tier if that is ``named``."""
+    def take_leaving(self, pick: int) -> Leaving:
+        """The first one of an inode and tier."""
         chosen = self.leaving[pick % len(self.leaving)]
-        tiers = [chosen.tier] if named else range(3)
-        item = next(o for o in self.leaving if o.ino == chosen.ino and o.tier in tiers)
+        item = next(o for o in self.leaving if (o.ino, o.tier) == (chosen.ino, chosen.tier))
         self.leaving.remove(item)
         return item
 
     @precondition(lambda self: self.leaving)
-    @rule(pick=PICK, named=st.booleans())
-    def evicted(self, pick: int, named: bool) -> None:
-        item = self.take_leaving(pick, named=named)
-        assert self.handle(events.Evicted(item.ino, item.tier if named else None)) == []
+    @rule(pick=PICK)
+    def evicted(self, pick: int) -> None:
+        item = self.take_leaving(pick)
+        assert self.handle(events.Evicted(item.ino, item.tier)) == []
 
     @precondition(lambda self: self.leaving)
     @rule(pick=PICK)
     def eviction_failed(self, pick: int) -> None:
-        item = self.take_leaving(pick, named=True)
+        item = self.take_leaving(pick)
         if item.recorded and item.ino not in self.replicas and item.ino not in self.copies:
             self.replicas[item.ino] = (item.tier, item.allocated)
         else:

@@ -106,7 +106,7 @@ STORIES: dict[str, tuple[list[int], Steps]] = {
         [
             (events.Wanted(20, GIB), events.Place(20, 0, 0, False)),
             (events.RoomWanted(20, 30 * MIB), events.Grant(20, 30 * MIB)),
-            (events.Suspended(20, 5 * MIB), None),
+            (events.Stored([(20, 5 * MIB)]), None),
             (events.Resumed(20, 0, 5 * MIB), None),
             (events.RoomWanted(20, 35 * MIB - BLOCK + 1), no_room(20, BLOCK)),
             (events.RoomWanted(20, 35 * MIB - BLOCK), events.Grant(20, 35 * MIB - BLOCK)),
@@ -126,7 +126,7 @@ STORIES: dict[str, tuple[list[int], Steps]] = {
             (events.TierSeen(0, 80 * MIB, DISK._replace(free_bytes=10 * MIB)), None),
             (events.Wanted(21, 0), placed(21, 0, 0)),
             (events.Abandoned(21), None),
-            (events.Evicted(20), None),
+            (events.Evicted(20, 0), None),
             (events.TierSeen(0, 80 * MIB, DISK), None),
             (events.Wanted(21, 5 * MIB), no_room(21, BLOCK)),
         ],
@@ -204,11 +204,10 @@ def test_tiers_are_tried_in_the_order_given_and_once_they_were_seen() -> None:
         events.Resumed(20, 0, 1),
         events.Resumed(30, 0, 5 * MIB),
         events.Stored([(99, 1)]),
-        events.Suspended(99, 1),
         events.RoomWanted(99, 1),
         events.Dropped(99, 0, 2 * MIB),
-        events.Evicted(20),
-        events.EvictionFailed(20),
+        events.Evicted(20, 0),
+        events.EvictionFailed(20, 0),
         events.Moved(20, 1),
         events.MoveFailed(20),
         events.Accessed(20, 5),
@@ -234,7 +233,7 @@ def test_a_contradiction_is_an_error_and_changes_nothing(event: events.Placement
         )
         == []
     )
-    run(placement, events.Evicted(20), events.Evicted(21))
+    run(placement, events.Evicted(20, 0), events.Evicted(21, 0))
     assert placement.ledger(0).usage == (0, GIB)
 
 
@@ -301,12 +300,12 @@ def test_what_leaves_is_not_chosen_again_while_the_books_still_show_it() -> None
         node.run(events.Wanted(ino, 0, True), events.Stored([(ino, 0)]))
     node.store(23, 10)
     assert evicted(wanted(node, 50, 5)) == [23]
-    node.run(events.Abandoned(50), events.Evicted(23))
+    node.run(events.Abandoned(50), events.Evicted(23, 0))
     node.run(events.TierSeen(0, 10 * BLOCK, Space(GIB, GIB, 100, 10)))
     assert wanted(node, 51, 1) == [goes(20, blocks=0), placed(51, 0, 0)]
     # No file may be made before one is gone.
     assert writable_bytes(node.placement.ledger(0), 0) == 0
-    node.run(events.Evicted(20))
+    node.run(events.Evicted(20, 0))
     assert writable_bytes(node.placement.ledger(0), 0) > 0
 
 
@@ -417,7 +416,7 @@ def test_a_tier_that_shrinks_gives_up_as_much_as_is_missing(eviction: EvictionPo
     # What is leaving is not missing again.
     assert node.shrink(75) == []
     assert evicted(node.shrink(65)) == [23]
-    node.run(*(events.Evicted(ino) for ino in (20, 21, 22, 23)))
+    node.run(*(events.Evicted(ino, 0) for ino in (20, 21, 22, 23)))
     assert node.shrink(65) == []
 
 
@@ -433,7 +432,7 @@ def test_others_files_push_replicas_out_of_the_last_part(eviction: EvictionPolic
     assert seen(85) == [20, 21]
     # They are not gone yet.
     assert seen(85) == []
-    node.run(events.Evicted(20), events.Evicted(21))
+    node.run(events.Evicted(20, 0), events.Evicted(21, 0))
     assert seen(105) == []
     # Nothing goes for what a copy has written a moment ago.
     node.run(events.Wanted(50, 4 * BLOCK))

@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monarchfs.cache.placement import weighted
+from monarchfs.cache.placement import policies
 from monarchfs.cache.placement.events import Accessed, Evict, EvictionReason, Move, Wanted, Weighed
 from monarchfs.cache.placement.ledger import reservation
-from monarchfs.cache.placement.policies import Lru, Policy, Sieve
-from monarchfs.cache.placement.weighted import AGEING_OPENS, MARGIN_OPENS, MARGIN_SHARE, Weighted
+from monarchfs.cache.placement.policies import (
+    AGEING_OPENS,
+    MARGIN_OPENS,
+    MARGIN_SHARE,
+    Lru,
+    Policy,
+    Sieve,
+    Weighted,
+)
 from monarchfs.types import EvictionPolicy
 from tests.placement.tools import BLOCK, Node, evicted
 
@@ -293,5 +300,5 @@ def test_a_large_file_goes_before_only_what_weighs_less() -> None:
 
 
 def test_counts_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weighted, "_LARGE", 4.0)
+    monkeypatch.setattr(policies, "_LARGE", 4.0)
     test_a_popular_file_displaces_and_old_fame_fades()

@@ -1,6 +1,6 @@
 """A placement over imagined tiers, and the look-up of what lies there."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from monarchfs.cache.placement import events
 from monarchfs.cache.placement.events import Action, Evict, Move, Place
@@ -91,13 +91,7 @@ class Node:
     def run(self, *happened: events.PlacementEvent) -> list[Action]:
         actions = []
         for event in happened:
-            match event:
-                case events.Suspended(ino, size):
-                    stored: Sequence[tuple[int, int]] = [(ino, size)]
-                case events.Stored(files):
-                    stored = files
-                case _:
-                    stored = ()
+            stored = event.files if isinstance(event, events.Stored) else ()
             for ino, size in stored:
                 self.lookup.replicas[ino] = (self.placement._copies.get(ino).tier, size)
             done = run(self.placement, event)
@@ -119,7 +113,8 @@ class Node:
         return actions
 
     def gone(self, actions: list[Action]) -> None:
-        self.run(*(events.Evicted(action.ino) for action in actions if isinstance(action, Evict)))
+        evicted = [action for action in actions if isinstance(action, Evict)]
+        self.run(*(events.Evicted(action.ino, action.tier) for action in evicted))
 
     def moved(self, move: Action) -> list[Action]:
         """A move is done, and the old file removed."""
@@ -127,7 +122,7 @@ class Node:
         _, allocated = self.lookup.replicas[move.ino]
         self.lookup.replicas[move.ino] = (move.to, allocated)
         actions = self.run(events.Moved(move.ino, allocated))
-        self.run(events.Evicted(move.ino))
+        self.run(events.Evicted(move.ino, move.tier))
         return actions
 
     def load(self, tier: int, sizes: dict[int, int]) -> None:

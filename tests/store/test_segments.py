@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.cache.store import Tier, _records, listed
+from monarchfs.cache.store.allocator import Allocator, allocated
 from monarchfs.cache.store.checksum import checksum
-from monarchfs.cache.store.segments import Allocator, SegmentFiles, allocated
+from monarchfs.cache.store.segments import SegmentFiles
 from monarchfs.types import ReplicaLost, TierFile
 from tests.store.tools import KIB, code_of, files_below, mode_of, name_of, needs_root
 from tests.support.surroundings import no_file_larger_than

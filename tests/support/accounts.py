@@ -26,9 +26,9 @@ def check_accounts(placement: Placement) -> None:
 
 
 def _check_traffic(traffic: Traffic) -> None:
-    leaving = [file for files in traffic._leaving.values() for file in files]
     for tier, ledger in traffic._ledgers.items():
-        sizes = [size for at, size in leaving if at == tier]
+        leaving = (sizes for (_, at), sizes in traffic._leaving.items() if at == tier)
+        sizes = [size for files in leaving for size in files]
         assert ledger.leaving_bytes == sum(sizes)
         assert ledger.leaving_files == len(sizes)
         going = [move for move in traffic._moves.values() if move.tier == tier and not move.dropped]

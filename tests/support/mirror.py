@@ -15,10 +15,10 @@ from typing import Any
 import trio
 
 from monarchfs import types
-from monarchfs.cache.accounts import Accounts, CacheOptions
+from monarchfs.cache.accounts import Accounts
 from monarchfs.cache.cache import Cache
 from monarchfs.cache.index import Index
-from monarchfs.cache.store.segments import SMALL_BYTES, allocated
+from monarchfs.cache.store.allocator import SMALL_BYTES, allocated
 from monarchfs.cache.tier_threads import TierThreads
 from monarchfs.core.misses import Misses
 from monarchfs.fs.files import FileHandle, Files
@@ -143,13 +143,11 @@ class Area:
                     threads,
                     nursery,
                     WholeReaders(),
-                    CacheOptions(
-                        eviction,
-                        reserve_percent=1,
-                        partial_min_bytes=partial_min_bytes,
-                        shared_bytes=SMALL_BYTES if shares else 0,
-                    ),
-                    headroom,
+                    eviction=eviction,
+                    reserve_percent=1,
+                    partial_min_bytes=partial_min_bytes,
+                    shared_bytes=SMALL_BYTES if shares else 0,
+                    headroom=headroom,
                 )
                 cache = Cache(accounts)
                 freshness = Freshness(mode, int(ttl * NS), time.time_ns())

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import trio
@@ -419,7 +419,7 @@ class Following:
         room = SimpleNamespace(room_for=lambda _size: (None, []))
         self.window = Window(
             cast(Any, SimpleNamespace(nodes=self._nodes)),
-            cast(Any, SimpleNamespace(reads_for_readers=(0, 0))),
+            cast(Any, SimpleNamespace(reads_for_readers=(0, 0), open_directories=AsyncMock())),
             cast(Any, SimpleNamespace(index=index, usage=room, readers=NoReaders())),
             cast(Any, SimpleNamespace(on_step=Listeners(), keeps=False, files={})),
             cast(Any, self.memory),

@@ -317,19 +317,15 @@ class Environment:
         txn.put(records.META_NEXT, ID.pack(self.next_id), db=self.db.meta)
         return first
 
-    def skip_numbers(self) -> None:
-        """Never give out again a number that an earlier process may have given out unrecorded.
+    def skip_numbers_after(self, number: int) -> None:
+        """Never give out a number that another process may have given out unrecorded since the
+        machine was started, if it began with ``number``. Raises IndexWriteError.
 
-        A mount, and so the kernel, may know numbers from an index that was frozen or set aside. So
-        each process starts above the recorded number by the age of the boot in units of
+        A mount, and so the kernel, may know numbers from an index that was lost, frozen or set
+        aside. So each process starts above that number by the age of the boot in units of
         ``_NUMBER_NS``. Until the next process starts, it gives out fewer numbers than that.
         """
         # Recorded at once, because later records rely on it.
-        self.write(lambda txn: self.new_ids(txn, _most_since_boot()))
-
-    def skip_numbers_after(self, number: int) -> None:
-        """Never give out a number that another process may have given out since the machine was
-        started, if it began with ``number``: its index may be lost. Raises IndexWriteError."""
         skipped = number + _most_since_boot() - self.next_id
         if skipped > 0:
             self.write(lambda txn: self.new_ids(txn, skipped))

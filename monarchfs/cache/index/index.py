@@ -114,7 +114,7 @@ class Index:
             or left in (LastClose.KILLED, LastClose.CRASHED)
             or recovery.has_set_aside(directory)
         ):
-            index.environment.skip_numbers()
+            index.environment.skip_numbers_after(index.environment.next_id)
         return index
 
     def close(self, *, clean: bool = True) -> None:

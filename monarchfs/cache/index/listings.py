@@ -78,8 +78,8 @@ class Listings:
 
     # Recording a listing.
 
-    def begin_listing(self, parent: int) -> int:
-        """The sequence number of a listing of ``parent`` that starts now.
+    def begin_listing(self) -> int:
+        """The sequence number of a listing that starts now.
 
         Call it before the source's directory is opened: then ``finish_listing`` does not remove
         names that ``record_found_each`` records meanwhile.

@@ -28,14 +28,7 @@ from monarchfs.cache.index.records import (
 )
 from monarchfs.cache.index.replicas import Replicas
 from monarchfs.cache.index.xattrs import XattrTables
-from monarchfs.types import (
-    ROOT_INO,
-    Dirent,
-    DirRef,
-    IndexUnusable,
-    Node,
-    SourceStat,
-)
+from monarchfs.types import ROOT_INO, Dirent, DirRef, IndexUnusable, Node, SourceStat
 
 _EXAMINED_PER_PURGED = 8
 
@@ -83,6 +76,11 @@ class NodeTables:
             return None
         value = self._env.get(self._env.db.entries, key + cookie)
         return unpack_dirent(int.from_bytes(cookie, "big"), value)
+
+    def named(self, parent: int, name: bytes) -> Node | None:
+        """What a name stands for; None if no look-up has found that."""
+        dirent = self.dirent(parent, name)
+        return None if dirent is None else self.node(dirent.ino)
 
     def dirref(self, ino: int) -> DirRef | None:
         """The directory ``ino`` as the source knows it; None if an ancestor is not recorded.

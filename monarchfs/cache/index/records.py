@@ -33,16 +33,7 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from monarchfs.types import (
-    Data,
-    Dirent,
-    FileType,
-    Listing,
-    Node,
-    Replica,
-    ReplicaState,
-    SourceStat,
-)
+from monarchfs.types import Data, Dirent, FileType, Listing, Node, Replica, ReplicaState, SourceStat
 
 FORMAT = b"monarchfs index"
 SCHEMA_VERSION = 4

@@ -251,13 +251,9 @@ class Replicas:
 
     # Writing.
 
-    def begin_copy(self, ino: int, tier: int, name: bytes) -> None:
-        """A file of this name may lie in the tier from now on, until ``put_replica`` records it or
-        ``file_gone`` says that it does not."""
-        self.begin_copies([(ino, tier, name)])
-
     def begin_copies(self, copies: Sequence[tuple[int, int, bytes]]) -> None:
-        """``begin_copy`` of each (number, tier, name), in one transaction."""
+        """A file of each (number, tier, name) may lie in the tier from now on, until
+        ``put_replica`` records it or ``file_gone`` says that it does not. One transaction."""
         rows = [(PLACE_KEY.pack(tier, name), ID.pack(ino)) for ino, tier, name in copies]
 
         def put(txn: Any) -> None:
@@ -274,7 +270,7 @@ class Replicas:
     def put_replica(self, ino: int, replica: Replica, in_flight: bool = False) -> None:
         """Record a replica in place of the former one, and update the totals of both tiers.
 
-        Ends the journal entry of ``begin_copy``, unless the replica is ``in_flight``: still being
+        Ends the journal entry of ``begin_copies``, unless the replica is ``in_flight``: still being
         written, so that a crash may leave it other than recorded. If the former replica has another
         file, journals that. If another number has this file (two of one version), removes that
         number's record.
@@ -333,15 +329,12 @@ class Replicas:
 
         return self._env.write(put, of_tiers=True)
 
-    def drop_replica(self, ino: int) -> None:
-        """Remove its record, even if it is lost; its file is in the journal until ``file_gone``.
-
-        No record is no error. If this raises, the record stays, and so must the file.
-        """
-        self.drop_replicas([ino])
-
     def drop_replicas(self, inos: Sequence[int]) -> None:
-        """``drop_replica`` of each, in one transaction."""
+        """Remove their records, even lost ones, in one transaction; their files are in the journal
+        until ``file_gone``.
+
+        No record is no error. If this raises, the records stay, and so must the files.
+        """
         keys = [ID.pack(ino) for ino in inos]
 
         def drop(txn: Any) -> None:

@@ -121,7 +121,8 @@ class RoomWanted(PlacementEvent):
 
 @dataclass(frozen=True, slots=True)
 class Stored(PlacementEvent):
-    """Copies are complete: each (number, bytes) occupies that many bytes. Its reservation ends."""
+    """Copies are complete, or suspended: the replica of each (number, bytes), whole or partial,
+    occupies that many bytes. Its reservation ends."""
 
     files: Sequence[tuple[int, int]]
 
@@ -134,15 +135,6 @@ class Resized(PlacementEvent):
     ino: int
     tier: int
     more_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Suspended(PlacementEvent):
-    """A copy is suspended: its partial replica occupies ``allocated_bytes``. Its reservation
-    ends."""
-
-    ino: int
-    allocated_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +172,10 @@ class Dropped(PlacementEvent):
 
 @dataclass(frozen=True, slots=True)
 class Evicted(PlacementEvent):
-    """The file of an evicted, dropped or moved replica is removed.
-
-    ``tier`` matters only if files of the inode are leaving several tiers. Without it, the event is
-    about the file that began to leave first.
-    """
+    """The file of an evicted, dropped or moved replica is removed."""
 
     ino: int
-    tier: int | None = None
+    tier: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +183,7 @@ class EvictionFailed(PlacementEvent):
     """The file or its record could not be removed: it stays, and counts as a replica."""
 
     ino: int
-    tier: int | None = None
+    tier: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +281,8 @@ class Grant:
 class EvictionReason(Enum):
     """Why a replica is evicted. Users see this."""
 
-    OUTDATED = "outdated"
-    """The source no longer has that version, or the replica belongs to no known file."""
+    OUTDATED = "evicted: the source does not have this version any more"
+    """Or the replica belongs to no known file."""
     POLICY = "evicted for another file"
     PRESSURE = "evicted because its tier has less room"
 

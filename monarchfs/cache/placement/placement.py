@@ -42,7 +42,6 @@ from monarchfs.cache.placement.events import (
     Resumed,
     RoomWanted,
     Stored,
-    Suspended,
     TierBack,
     TierLost,
     TierSeen,
@@ -53,8 +52,7 @@ from monarchfs.cache.placement.events import (
 from monarchfs.cache.placement.ledger import Ledger, reservation
 from monarchfs.cache.placement.policies import make_policy
 from monarchfs.cache.placement.shifting import Shifting
-from monarchfs.cache.placement.traffic import Traffic
-from monarchfs.cache.placement.under_way import CopiesUnderWay
+from monarchfs.cache.placement.traffic import CopiesUnderWay, Traffic
 from monarchfs.cache.placement.victims import Budget, ReplicaLookup, Victims
 from monarchfs.types import EvictionPolicy
 
@@ -122,8 +120,6 @@ class Placement:
                 self._copies.store(files)
             case Resized(ino, tier, more_bytes):
                 self._traffic.resize(ino, tier, more_bytes)
-            case Suspended(ino, allocated_bytes):
-                self._copies.store([(ino, allocated_bytes)])
             case Abandoned(ino):
                 self._copies.abandon(ino)
             case Resumed(ino, tier):
@@ -133,10 +129,10 @@ class Placement:
                 self._copies.resume(event)
             case Dropped(ino, tier, allocated_bytes):
                 self._drop(ino, tier, allocated_bytes)
-            case Evicted(ino, at):
-                self._traffic.removed(ino, at)
-            case EvictionFailed(ino, at):
-                self._traffic.removal_failed(ino, at)
+            case Evicted(ino, tier):
+                self._traffic.removed(ino, tier)
+            case EvictionFailed(ino, tier):
+                self._traffic.removal_failed(ino, tier)
             case Known(ino, tier):
                 self.ledger(tier)
                 self._policy.known(tier, ino)

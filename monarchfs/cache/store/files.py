@@ -157,9 +157,5 @@ def same_directory(one: int, other: int) -> bool:
 def sync_file_system(fd: int, path: str) -> None:
     """syncfs(2); ``path`` is for the error."""
     if _libc.syncfs(fd) != 0:
-        raise _last_error(path)
-
-
-def _last_error(path: str | None) -> OSError:
-    code = ctypes.get_errno()
-    return OSError(code, os.strerror(code), path)
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
