@@ -1,4 +1,5 @@
-"""Finding files to copy ahead of the job: the whole tree, or a list of paths."""
+"""Finding files to copy ahead of the job: the whole tree, or a list of paths. And, for reports of
+jobs, since when nothing is left to copy."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import errno
 import logging
 import os
 import stat
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from random import Random
@@ -14,6 +16,7 @@ import trio
 
 from monarchfs.metadata.directories import Row
 from monarchfs.metadata.tree import Tree
+from monarchfs.metrics import NS
 from monarchfs.prefetch.jobs import RETRY_SECONDS, CopyJobs
 from monarchfs.prefetch.open_first import MOST_WAITING
 from monarchfs.prefetch.queue import Priority
@@ -208,3 +211,39 @@ def _may_pass(exc: Exception) -> bool:
 
 SELF = (b".", b"..")
 WANTED = (FileType.DIRECTORY, FileType.REGULAR, FileType.UNKNOWN)
+
+
+class CopyIdle:
+    """Constant: what it watches, when the mount was made. Changing: ``since``, the last time at
+    which copying ran dry (None before the first); whether anything was copied after that."""
+
+    KEPT = ("since",)
+
+    def __init__(self, jobs: CopyJobs, scan: Scan, mount_ns: int) -> None:
+        self._jobs = jobs
+        self._scan = scan
+        self._mount_ns = mount_ns
+        self.since: float | None = None
+        self._copied = False
+        jobs.on_step.add(self._copy_ended)
+        scan.on_end.add(self._check)
+
+    @property
+    def since_uptime_seconds(self) -> float | None:
+        """Seconds from the mount until nothing was left to copy; None while something is, and where
+        nothing ever was."""
+        return None if self._busy else self.since
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._jobs.active or len(self._jobs.queue) or self._scan.running)
+
+    def _copy_ended(self, _inos: Sequence[int]) -> None:
+        self._copied = True
+        self._check()
+
+    def _check(self) -> None:
+        # A scan that finds all of it local, as that of a later worker, puts nothing off.
+        if not self._busy and (self._copied or self.since is None):
+            self.since = round((time.time_ns() - self._mount_ns) / NS, 3)
+            self._copied = False

@@ -29,11 +29,10 @@ from monarchfs.metadata.tree import Tree
 from monarchfs.metrics import Metrics
 from monarchfs.prefetch.ahead import Ahead
 from monarchfs.prefetch.copier import Copier
-from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.jobs import CopyJobs
 from monarchfs.prefetch.named_files import NamedFiles
 from monarchfs.prefetch.order import Orders
-from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.scan import CopyIdle, Scan
 from monarchfs.prefetch.small_files import SmallFiles
 from monarchfs.prefetch.touch import Touch
 from monarchfs.prefetch.warm import Warming

@@ -15,11 +15,10 @@ import trio.testing
 
 from monarchfs.prefetch import ahead, copier
 from monarchfs.prefetch.ahead import Ahead
-from monarchfs.prefetch.copy_idle import CopyIdle
 from monarchfs.prefetch.fetch import CHUNK_BYTES
 from monarchfs.prefetch.jobs import RETRY_SECONDS
 from monarchfs.prefetch.queue import Priority
-from monarchfs.prefetch.scan import Scan
+from monarchfs.prefetch.scan import CopyIdle, Scan
 from monarchfs.types import FreshnessMode
 from tests.support.faults import disk_is_full
 from tests.support.mirror import MIB, Area, Mirror, content, until

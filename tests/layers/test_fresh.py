@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from monarchfs.fs import racy_opens
+from monarchfs.fs import files as files_module
 from monarchfs.fs.files import FileHandle
 from monarchfs.fuse import notify, session
 from monarchfs.fuse.notify import Notifier
@@ -217,7 +217,7 @@ async def test_what_is_new_holds_for_a_tick(area: Area, hours: Hours, mode: Fres
 async def test_pages_from_the_tick_of_a_change_are_not_kept(
     area: Area, hours: Hours, mode: FreshnessMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(racy_opens, "KEPT", 2)
+    monkeypatch.setattr(files_module, "RACY_OPENS_KEPT", 2)
     async with area.mount(mode=mode, ttl=60) as mirror:
 
         async def keeps(name: str) -> bool:
