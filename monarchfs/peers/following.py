@@ -8,6 +8,8 @@ import os
 import random
 import socket
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import trio
 
@@ -19,6 +21,7 @@ from monarchfs.peers.nodes import Peers
 from monarchfs.system.threads import run_sync
 from monarchfs.types import Lane
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
@@ -38,22 +41,28 @@ MAX_ANSWER_BYTES = 1 << 20
 THREADS = 8
 
 
-def ask(
+async def ask(
     number: int,
     path: str,
     body: bytes | None,
     seconds: float,
     most_bytes: int,
+    decode: Callable[[bytes], T],
+    threads: trio.CapacityLimiter,
     lane: Lane = Lane.BACKGROUND,
-) -> bytes:
-    """What a peer's worker answers to a POST, or to a GET if ``body`` is None. Waits for it.
-    ``lane``: a peer that failed is asked what no reader waits for, to find out whether it is back.
-    Raises OSError and PeerError."""
-    probe = lane is not Lane.DEMAND
-    status, data = _replicas.ask(number, path, body, seconds, most_bytes, probe)
-    if status != 200:
-        raise PeerError(f"status {status}")
-    return data
+) -> T:
+    """What a peer's worker answers to a POST, or to a GET if ``body`` is None, decoded by one of
+    ``threads``. ``lane``: a peer that failed is asked what no reader waits for, to find out whether
+    it is back. Raises OSError and PeerError."""
+
+    def answer() -> T:
+        probe = lane is not Lane.DEMAND
+        status, data = _replicas.ask(number, path, body, seconds, most_bytes, probe)
+        if status != 200:
+            raise PeerError(f"status {status}")
+        return decode(data)
+
+    return await run_sync(answer, abandon_on_cancel=True, limiter=threads)
 
 
 def avoided(number: int) -> bool:
@@ -179,17 +188,9 @@ class Following:
     async def _ask(self, number: int, follower: Follower) -> tuple[bool, int]:
         """Ask once. Returns whether to ask again at once, and how many rows came."""
         path = f"/ask/catalogue?{follower.query()}"
-        data = await run_sync(
-            ask,
-            number,
-            path,
-            None,
-            ANSWER_SECONDS,
-            MAX_ANSWER_BYTES,
-            abandon_on_cancel=True,
-            limiter=self._threads,
+        page = await ask(
+            number, path, None, ANSWER_SECONDS, MAX_ANSWER_BYTES, decode_page, self._threads
         )
-        page = decode_page(data)
         self.heard[number] = trio.current_time()
         void, again = follower.take_page(page)
         if void:

@@ -29,7 +29,6 @@ from monarchfs.peers.messages import (
     encode_names_question,
 )
 from monarchfs.peers.ownership import Ownership
-from monarchfs.system.threads import run_sync
 from monarchfs.types import DirRef, Lane, MonarchError, Node, PeerListing, PeerNames
 
 T = TypeVar("T")
@@ -115,14 +114,12 @@ class NameOwners:
         if not question.demand:
             await self._following.until_started(owner)
         question = question._replace(most_age_ns=max(0, question.most_age_ns))
-
-        def ask_and_decode() -> T:
-            body, seconds = encode_names_question(question), _answer_seconds(question)
-            seconds += MARGIN_SECONDS
-            return decode(ask(owner, path, body, seconds, MOST_ANSWER_BYTES, _lane_of(question)))
-
+        body, lane = encode_names_question(question), _lane_of(question)
+        seconds = _answer_seconds(question) + MARGIN_SECONDS
         try:
-            return await run_sync(ask_and_decode, abandon_on_cancel=True, limiter=self._threads)
+            return await ask(
+                owner, path, body, seconds, MOST_ANSWER_BYTES, decode, self._threads, lane
+            )
         except (OSError, PeerError) as exc:
             log.debug("peer %d says nothing about names: %s", owner, exc)
             return None

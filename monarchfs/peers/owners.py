@@ -26,7 +26,6 @@ from monarchfs.peers.messages import (
     encode_wanted,
 )
 from monarchfs.peers.node_share import NodeShare
-from monarchfs.system.threads import run_sync
 from monarchfs.types import Node
 
 log = logging.getLogger(__name__)
@@ -89,22 +88,20 @@ class Owners:
         await self._following.until_started(owner)
         began = trio.current_time()
         try:
-            data = await run_sync(
-                ask,
+            page = await ask(
                 owner,
                 f"/ask/want?seconds={MOST_SECONDS:g}",
                 encode_wanted([row for _, row in wanted]),
                 MOST_SECONDS + MARGIN_SECONDS,
                 MAX_ANSWER_BYTES,
-                abandon_on_cancel=True,
-                limiter=self._threads,
+                decode_page,
+                self._threads,
             )
-            rows = decode_page(data).rows
         except (OSError, PeerError) as exc:
             log.debug("peer %d copies nothing for this node: %s", owner, exc)
             failed += wanted
             return
-        _replicas.put(owner, rows)
+        _replicas.put(owner, page.rows)
         if trio.current_time() - began >= MOST_SECONDS:
-            there = {row.name for row in rows if row.segment}
+            there = {row.name for row in page.rows if row.segment}
             late += [node for node, row in wanted if row.name not in there]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -341,9 +342,8 @@ class SpanNodes:
         self.digests.put(name, digests)
 
     async def read(self, owner: int, path: str, unit: Unit, digests: bytes) -> int:
-        read = unit.read_elsewhere
         return await run_sync(
-            read,
+            unit.read_elsewhere,
             _replicas.range,
             owner,
             path,
@@ -401,18 +401,16 @@ class SpanNodes:
         part = (0, 0) if unit is None else (unit.start % SPAN_BYTES, unit.end - unit.start)
         question = [WantedSpan(s.name, span, *part, s.priority, s.path) for s, span in wanted]
         try:
-            data = await run_sync(
-                ask,
+            answers = await ask(
                 owner,
                 "/ask/spans",
                 encode_spans(question),
                 ANSWER_SECONDS,
                 MAX_ANSWER_BYTES,
+                partial(decode_held, count=len(wanted)),
+                self._threads,
                 lane,
-                abandon_on_cancel=True,
-                limiter=self._threads,
             )
-            answers = decode_held(data, len(wanted))
         except (OSError, PeerError) as exc:
             log.debug("peer %d does not answer about spans: %s", owner, exc)
             self._look()

@@ -13,8 +13,7 @@ from math import prod
 from monarchfs.config.settings import escape_option
 from monarchfs.control.client import request
 from monarchfs.control.registration import Registered
-from monarchfs.peers.certificates import key_and_certificate
-from monarchfs.peers.credentials import read_site_key
+from monarchfs.peers.credentials import key_and_certificate, read_site_key
 from monarchfs.peers.nodes import MAX_NODES, PeerNode
 from monarchfs.peers.web_server import find_nginx
 from monarchfs.slurm.job import NODE, Job

@@ -13,8 +13,13 @@ from functools import partial
 from pathlib import Path
 
 from monarchfs.config import Config, User
-from monarchfs.peers import credentials, web_server
-from monarchfs.peers.certificates import key_and_certificate, public_key_pin
+from monarchfs.peers import web_server
+from monarchfs.peers.credentials import (
+    key_and_certificate,
+    mount_secret,
+    public_key_pin,
+    read_site_key,
+)
 from monarchfs.peers.nodes import PeerNode, Peers, parse_nodes
 from monarchfs.peers.web_server import WebServerOptions, configuration, find_nginx
 from monarchfs.supervisor.identity import acting_as, open_file_as, popen_as
@@ -52,7 +57,7 @@ def find_peers(config: Config) -> Peers | None:
     if config.peer_key is None:
         raise UsageError("peers need a key that all of them have: give its file with --peer-key")
     try:
-        key = credentials.read_site_key(config.peer_key)
+        key = read_site_key(config.peer_key)
     except OSError as error:
         raise UsageError(
             f"the key {config.peer_key} cannot be read: {error.strerror}: see --peer-key"
@@ -61,7 +66,7 @@ def find_peers(config: Config) -> Peers | None:
         raise UsageError("peers need nginx, which is not installed: apt-get install nginx-light")
     user = config.user
     groups = {user.gid, *user.groups}
-    secret = credentials.mount_secret(key, user.uid, groups, os.fsencode(config.source))
+    secret = mount_secret(key, user.uid, groups, os.fsencode(config.source))
     return Peers(tuple(nodes), own, secret, public_key_pin(secret) if config.peer_tls else "")
 
 

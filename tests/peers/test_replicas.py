@@ -21,7 +21,7 @@ import pytest
 from monarchfs.cache.store.checksum import checksum, digests
 from monarchfs.core import _units
 from monarchfs.core.units import Unit
-from monarchfs.peers import _replicas, certificates, credentials, web_server
+from monarchfs.peers import _replicas, credentials, web_server
 from monarchfs.peers.nodes import PeerNode
 from monarchfs.supervisor import peering
 from monarchfs.types import OperationError, SourceStat
@@ -295,13 +295,13 @@ def in_thread(do: Callable[[], T]) -> T:
 
 @pytest.fixture
 def encrypting(tmp_path: Path) -> Iterator[Peer]:
-    with a_peer(tmp_path, certificates.key_and_certificate(SECRET)) as peer:
+    with a_peer(tmp_path, credentials.key_and_certificate(SECRET)) as peer:
         yield peer
     _replicas.pin("")
 
 
 def expect(secret: str, peer: Peer) -> None:
-    _replicas.pin(certificates.public_key_pin(secret))
+    _replicas.pin(credentials.public_key_pin(secret))
     _replicas.peer(0, f"https://127.0.0.1:{peer.port}")
 
 
@@ -342,7 +342,7 @@ sys.stdout.buffer.write(got[0])
 def test_a_handshake_fits_into_half_of_a_pool_thread_s_stack(encrypting: Peer) -> None:
     """STACK_BYTES of core/_pool.c."""
     data = encrypting.data[:5000]
-    words = [certificates.public_key_pin(SECRET), f"https://127.0.0.1:{encrypting.port}", token()]
+    words = [credentials.public_key_pin(SECRET), f"https://127.0.0.1:{encrypting.port}", token()]
     command = [sys.executable, "-c", HANDSHAKE, *words, str(checksum(data)), str(SEGMENT)]
     assert subprocess.check_output(command, timeout=30) == data
 
@@ -359,7 +359,7 @@ def test_without_tls_it_gives_nothing(encrypting: Peer) -> None:
 def test_openssl_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_names, **_path: None)
     with pytest.raises(OperationError, match="apt-get install openssl"):
-        certificates.public_key_pin(SECRET)
+        credentials.public_key_pin(SECRET)
 
 
 # Secrets and tokens, and the address on which a node serves

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from monarchfs.core._units import GONE, READ, WRONG
 from monarchfs.core.units import Unit
-from monarchfs.peers import span_sharing
+from monarchfs.peers import _replicas, span_sharing
 from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import parse_nodes
 from monarchfs.peers.ownership import Ownership
@@ -152,7 +152,7 @@ def test_what_an_owner_will_not_have_is_read_from_the_source(how: str) -> None:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> SpanNodes:
     """As node 0 of 2 sees them."""
-    monkeypatch.setattr(span_sharing, "ask", lambda *_: b"no answer about spans")
+    monkeypatch.setattr(_replicas, "ask", lambda *_: (200, b"no answer about spans"))
     monkeypatch.setattr(span_sharing, "avoided", lambda _: False)
     share = NodeShare(Ownership(parse_nodes("ab", 1)))
     others: Any = SimpleNamespace(starts=lambda _: False, nodes="ab")
