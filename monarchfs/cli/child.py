@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from monarchfs.cli.output import complain
 from monarchfs.system import inherited
-from monarchfs.system.parent_death import die_with_parent
+from monarchfs.system.privileges import die_with_parent
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """Exit codes as of shells (POSIX, 2.8.2); a signal N that ended the command makes 128 + N."""

@@ -13,8 +13,13 @@ from typing import Any, TextIO
 
 from monarchfs.config import Config, User
 from monarchfs.supervisor.directories import SUPERVISOR_LOG, open_log
-from monarchfs.supervisor.identity import acting_as, open_file_as, regular, roots_place
-from monarchfs.system.effective_access import may_access
+from monarchfs.supervisor.identity import (
+    acting_as,
+    may_access,
+    open_file_as,
+    regular,
+    roots_place,
+)
 from monarchfs.system.escaping import OneLine
 from monarchfs.system.logs import BoundedLog, Lossy, keep_small, suspend, write_at_once
 from monarchfs.system.trusted import TrustedPath, Untrusted

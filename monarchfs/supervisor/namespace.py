@@ -4,7 +4,7 @@ Root only needs a mount namespace. Anybody else makes a user namespace with it, 
 and gid are mapped to themselves and all other ids to 65534 (user_namespaces(7)). Access by
 supplementary groups still works, because the kernel keeps its own numbers.
 
-For processes of one thread: setns(2) and unshare(2) refuse others.
+For processes of one thread: setns(2) and unshare(2) refuse others. (Python has them since 3.12.)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from monarchfs.system import libc
 from monarchfs.types import OperationError
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -73,7 +74,7 @@ def leave_for_own() -> bool:
     uid, gid = os.geteuid(), os.getegid()
     as_user = uid != 0
     flags = _CLONE_NEWNS | (_CLONE_NEWUSER if as_user else 0)
-    if (code := _call("unshare", flags)) != 0:
+    if (code := libc.error_of("unshare", flags)) != 0:
         raise OperationError(_refusal(code, as_user=as_user))
     if as_user:
         try:
@@ -84,7 +85,7 @@ def leave_for_own() -> bool:
                 f" AppArmor does that): {_REMEDY}"
             ) from None
     propagation = ctypes.c_ulong(_MS_REC | _MS_SLAVE)
-    if (code := _call("mount", b"none", b"/", None, propagation, None)) != 0:
+    if (code := libc.error_of("mount", b"none", b"/", None, propagation, None)) != 0:
         # mount(2): the root directory is no mount point.
         remedy = ": in a chroot, bind it on itself first" if code == errno.EINVAL else ""
         raise OperationError(f"cannot make the mounts private: {os.strerror(code)}{remedy}")
@@ -95,8 +96,8 @@ def join(spaces: Spaces) -> None:
     """Moves this process into namespaces that another one made, with the root as working directory.
     Raises OSError."""
     if spaces.users is not None:
-        _checked("setns", spaces.users, _CLONE_NEWUSER)
-    _checked("setns", spaces.mounts, _CLONE_NEWNS)
+        libc.call("setns", spaces.users, _CLONE_NEWUSER)
+    libc.call("setns", spaces.mounts, _CLONE_NEWNS)
     # That has moved us to the namespace's own root, which is not ours in a chroot (setns(2)).
     if not os.path.samestat(os.fstat(spaces.root), os.stat("/")):
         os.fchdir(spaces.root)
@@ -105,9 +106,8 @@ def join(spaces: Spaces) -> None:
 
 def bind(existing: str, path: str) -> None:
     """Shows the mount on ``existing`` on ``path`` as well. Raises OSError."""
-    _checked(
-        "mount", os.fsencode(existing), os.fsencode(path), None, ctypes.c_ulong(_MS_BIND), None
-    )
+    flags = ctypes.c_ulong(_MS_BIND)
+    libc.call("mount", os.fsencode(existing), os.fsencode(path), None, flags, None)
 
 
 def map_ids(inside_uid: int, inside_gid: int, uid: int, gid: int) -> None:
@@ -133,15 +133,3 @@ def _refusal(code: int, *, as_user: bool) -> str:
         errno.EPERM: "the kernel's settings, a container or a chroot forbids it",
     }.get(code, os.strerror(code))
     return f"you may not make a user namespace here ({why}): {_REMEDY}"
-
-
-def _checked(name: str, *arguments: object) -> None:
-    if (code := _call(name, *arguments)) != 0:
-        raise OSError(code, os.strerror(code))
-
-
-def _call(name: str, *arguments: object) -> int:
-    """A function of libc that returns 0 or sets errno: the error, or 0. (os.unshare and os.setns
-    need Python 3.12.)"""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return ctypes.get_errno() if getattr(libc, name)(*arguments) != 0 else 0

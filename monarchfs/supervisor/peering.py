@@ -24,7 +24,7 @@ from monarchfs.peers.nodes import PeerNode, Peers, parse_nodes
 from monarchfs.peers.web_server import WebServerOptions, configuration, find_nginx
 from monarchfs.supervisor.identity import acting_as, open_file_as, popen_as
 from monarchfs.system.bounded import answer_within
-from monarchfs.system.parent_death import die_with_parent
+from monarchfs.system.privileges import die_with_parent
 from monarchfs.types import OperationError, UsageError
 
 log = logging.getLogger(__name__)

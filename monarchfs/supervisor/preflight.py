@@ -35,7 +35,13 @@ from monarchfs.fuse.mountinfo import (
 )
 from monarchfs.supervisor.backing import check_privileges
 from monarchfs.supervisor.directories import recorded_directories, refuse_foreign
-from monarchfs.supervisor.identity import acting_as, become, roots_place, user_name
+from monarchfs.supervisor.identity import (
+    acting_as,
+    become,
+    may_access,
+    roots_place,
+    user_name,
+)
 from monarchfs.supervisor.logs import check_log_file
 from monarchfs.supervisor.probe import (
     Mountpoint,
@@ -48,7 +54,6 @@ from monarchfs.supervisor.probe import (
 )
 from monarchfs.supervisor.registration import check_runtime_dir
 from monarchfs.system.bounded import Answer, bounded_call, bounded_value
-from monarchfs.system.effective_access import may_access
 from monarchfs.system.limits import explained
 from monarchfs.system.sizes import format_bytes
 from monarchfs.system.trusted import Untrusted

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 
+from monarchfs.system import libc
+
 FUSE = 0x65735546
 LUSTRE = 0x0BD00BD0
 IN_MEMORY = frozenset({0x01021994, 0x858458F6})
@@ -13,16 +15,12 @@ IN_MEMORY = frozenset({0x01021994, 0x858458F6})
 _LOCAL_WITHOUT_DEVICE = IN_MEMORY | {0x794C7630, 0x9123683E, 0x2FC12FC1, 0xCA451A4E}
 """Besides overlayfs, btrfs, ZFS, bcachefs."""
 
-_libc = ctypes.CDLL(None, use_errno=True)
-
 
 def file_system_type(fd: int) -> int:
     """By f_type of statfs(2), the first word of the struct (120 bytes on 64-bit machines). Raises
     OSError."""
     buffer = ctypes.create_string_buffer(256)
-    if _libc.fstatfs(fd, buffer) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+    libc.call("fstatfs", fd, buffer)
     return ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
 
 

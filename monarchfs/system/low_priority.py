@@ -6,7 +6,6 @@ ioprio_set(2)). A worker lacks the privilege to raise them again, so these threa
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import platform
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import outcome
 import trio
 
+from monarchfs.system import libc
 from monarchfs.system.threads import RunSync, ThreadQueue, run_sync
 
 log = logging.getLogger(__name__)
@@ -150,9 +150,7 @@ def lower_this_thread(nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, max(nice, os.getpriority(os.PRIO_PROCESS, 0)))
         number = _IOPRIO_SET.get(platform.machine())
         if number is not None:
-            syscall = partial(ctypes.CDLL(None, use_errno=True).syscall, number)
-            if syscall(_WHO_PROCESS, 0, _LOWEST_OF_BEST_EFFORT) != 0:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            libc.call("syscall", number, _WHO_PROCESS, 0, _LOWEST_OF_BEST_EFFORT)
     except OSError as error:
         log.warning("copying keeps the priority of everything else: %s", error.strerror)
 
