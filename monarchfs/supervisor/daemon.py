@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Collection
 from functools import partial
 
+from monarchfs.system.bounded import failure, raise_failure
 from monarchfs.system.inherited import close_all_but, drop_streams
-from monarchfs.system.limits import explained
-from monarchfs.types import MonarchError, OperationError, UsageError
+from monarchfs.types import MonarchError, OperationError
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +67,8 @@ def run_in_background(
     if message == {"ok": True}:
         return pid
     _wait(pid)
-    if "usage" in message:
-        raise UsageError(message["usage"])
-    raise OperationError(message.get("error", "the daemon was killed while it started"))
+    raise_failure(message)
+    raise OperationError("the daemon was killed while it started")
 
 
 def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int]) -> None:
@@ -81,15 +80,10 @@ def _become_daemon(run: Callable[[Report], int], pipe: int, keep: Collection[int
         # The caller's descriptors (a lock of a batch script, say) must not live as long as we do.
         close_all_but({pipe, *keep})
         code = run(partial(_report, pipe))
-    except UsageError as error:
-        _tell(pipe, {"usage": str(error)})
-    except MonarchError as error:
-        _tell(pipe, {"error": str(error)})
-    except OSError as error:
-        _tell(pipe, {"error": explained(error)})
     except Exception as error:
-        log.exception("unexpected error")
-        _tell(pipe, {"error": f"unexpected {error!r}"})
+        if not isinstance(error, (MonarchError, OSError)):
+            log.exception("unexpected error")
+        _tell(pipe, failure(error))
     finally:
         os._exit(code)
 

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,12 +38,11 @@ def bounded_talk(
     silence: float,
     overdue: str,
     heard: Callable[[Any], None],
-    keep: Sequence[int] = (),
 ) -> Any:
     """As `bounded_call`, for a long call that reports its progress: ``heard`` gets that.
 
     Raises OperationError(``overdue``) if it says nothing for ``silence`` seconds. No descriptors
-    are returned; those in ``keep`` are open there, too.
+    are returned.
     """
 
     def told(theirs: socket.socket) -> Answer:
@@ -52,10 +51,11 @@ def bounded_talk(
 
         return call(tell), ()
 
-    with _child(told, silence, overdue, keep) as ours:
+    with _child(told, silence, overdue, ()) as ours:
         while "progress" in (message := _decoded(ours.recv(_REPLY_BYTES), overdue)):
             heard(message["progress"])
-    return _result_of(message)
+    raise_failure(message)
+    return message["result"]
 
 
 def bounded_call(
@@ -72,7 +72,9 @@ def bounded_call(
     # Not by MSG_CMSG_CLOEXEC, because socket.recv_fds ignores flags in many releases of Python.
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
-    return _result_of(_decoded(reply, overdue)), descriptors
+    answer = _decoded(reply, overdue)
+    raise_failure(answer)
+    return answer["result"], descriptors
 
 
 def bounded_value(call: Callable[[], Any], *, timeout: float, overdue: str) -> Any:
@@ -140,12 +142,23 @@ def _decoded(reply: bytes, overdue: str) -> dict[str, Any]:
     return answer
 
 
-def _result_of(answer: dict[str, Any]) -> Any:
+def failure(error: Exception) -> dict[str, Any]:
+    """What a child tells of the error that ended it, for `raise_failure`."""
+    if isinstance(error, UsageError):
+        return {"usage": str(error)}
+    if isinstance(error, MonarchError):
+        return {"error": str(error)}
+    if isinstance(error, OSError):
+        return {"error": explained(error)}
+    return {"error": unmet(error) or f"unexpected {error!r}"}
+
+
+def raise_failure(answer: Mapping[str, Any]) -> None:
+    """UsageError or OperationError, if ``answer`` tells of a `failure`."""
     if "usage" in answer:
         raise UsageError(answer["usage"])
     if "error" in answer:
         raise OperationError(answer["error"])
-    return answer["result"]
 
 
 def _answer_and_exit(
@@ -157,14 +170,8 @@ def _answer_and_exit(
             _leave_parent_behind({channel.fileno(), *keep})
             result, descriptors = call()
             reply = {"result": result}
-        except UsageError as error:
-            reply = {"usage": str(error)}
-        except MonarchError as error:
-            reply = {"error": str(error)}
-        except OSError as error:
-            reply = {"error": explained(error)}
         except Exception as error:  # noqa: BLE001 - raised again in the parent, as text
-            reply = {"error": unmet(error) or f"unexpected {error!r}"}
+            reply = failure(error)
         socket.send_fds(channel, [json.dumps(reply).encode()], descriptors)
     finally:
         os._exit(0)
