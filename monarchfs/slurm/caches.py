@@ -18,7 +18,6 @@ from typing import Any
 from monarchfs.config.model import TierSpec, User
 from monarchfs.config.places import ROOT_CACHE_DIR
 from monarchfs.slurm.records import (
-    Busy,
     locked,
     make_directory,
     names_in,
@@ -30,6 +29,7 @@ from monarchfs.slurm.records import (
 from monarchfs.slurm.shares import Share, record_of, share_key
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.directories import in_use, tree_size
+from monarchfs.system.locks import Busy
 from monarchfs.system.sizes import format_bytes
 from monarchfs.types import OperationError, TierSize
 
@@ -166,7 +166,7 @@ def measure(site: Site, seconds: float) -> None:
         }
         if not all(size.whole for size in sizes.values()):
             continue
-        with suppress(Busy, OSError), locked(share.lock, 0.0):
+        with suppress(OperationError, OSError), locked(share.lock, 0.0):
             path = _record_path(site, cache.key)
             # Unless a job has used it meanwhile.
             if (record := read_record(path)) and read_cache(site, cache.key) == cache:

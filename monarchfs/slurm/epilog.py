@@ -12,7 +12,6 @@ from monarchfs.slurm import caches, daemon, recordings
 from monarchfs.slurm.job import Job, JobId
 from monarchfs.slurm.prolog import sweep_words
 from monarchfs.slurm.records import (
-    Busy,
     locked,
     prepare,
     read_record,
@@ -24,6 +23,7 @@ from monarchfs.slurm.report import Status, dataset_report, job_report, keep_repo
 from monarchfs.slurm.shares import Share, every_share, shares_of
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.recover import unmount_found
+from monarchfs.system.locks import Busy
 from monarchfs.types import MonarchError
 
 _LEAST_SECONDS = 2.0

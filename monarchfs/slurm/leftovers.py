@@ -26,7 +26,6 @@ from monarchfs.slurm import caches
 from monarchfs.slurm.epilog import end_share, last_status
 from monarchfs.slurm.job import JobId, job_ids
 from monarchfs.slurm.records import (
-    Busy,
     locked,
     names_in,
     read_record,
@@ -47,6 +46,7 @@ from monarchfs.supervisor.recover import (
 )
 from monarchfs.supervisor.registration import remove_registration, unlink_as
 from monarchfs.system.bounded import answer_within
+from monarchfs.system.locks import Busy
 from monarchfs.types import MonarchError, OperationError
 
 YOUNG_SECONDS = 600.0

@@ -22,7 +22,6 @@ from monarchfs.config.model import User
 from monarchfs.slurm import daemon
 from monarchfs.slurm.job import Job, JobId
 from monarchfs.slurm.records import (
-    Busy,
     locked,
     make_directory,
     names_in,
@@ -92,7 +91,7 @@ def end(share: Share, job: JobId) -> None:
         write_text(place + _OVER, "")
         with locked(place + _LOCK, time.monotonic() + _ENDING_SECONDS):
             pass
-    except (Busy, OSError) as error:
+    except (OperationError, OSError) as error:
         log.warning("job %s: the end of its recording may be missing: %s", job, error)
 
 
@@ -209,7 +208,7 @@ def _remove_old(site: Site) -> None:
     """What a node that crashed has left: whoever works on it holds the lock on its facts."""
     for name in names_in(site.recordings):
         path = os.path.join(site.recordings, name)
-        with suppress(Busy, OSError):
+        with suppress(OperationError, OSError):
             if name.endswith(_FACTS) and time.time() - os.stat(path).st_mtime > _OLD_SECONDS:
                 place = path.removesuffix(_FACTS)
                 with locked(path, time.monotonic()):

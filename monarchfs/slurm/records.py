@@ -27,19 +27,17 @@ import json
 import os
 import re
 import stat
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.directories import OPEN_DIRECTORY
-from monarchfs.system.locks import try_lock
+from monarchfs.system import locks
 from monarchfs.system.trusted import Untrusted, make_directories
 from monarchfs.types import OperationError
 
 _MOST_BYTES = 1 << 20
-_POLL_SECONDS = 0.03
 
 
 def prepare(site: Site) -> None:
@@ -225,21 +223,6 @@ def names_in(path: str, *, hidden: bool = False) -> list[str]:
         return []
 
 
-class Busy(OperationError):
-    """Somebody else has the lock."""
-
-
-@contextmanager
-def locked(path: str, deadline: float) -> Iterator[None]:
-    """Holds the lock ``path`` inside the block. Raises Busy if it is not free by ``deadline``
-    (time.monotonic); tries at least once. The kernel frees it when its holder dies; executed
-    children do not keep it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        while not try_lock(descriptor):
-            if time.monotonic() >= deadline:
-                raise Busy(f"another job's prolog or epilog still holds {path}")
-            time.sleep(_POLL_SECONDS)
-        yield
-    finally:
-        os.close(descriptor)
+def locked(path: str, deadline: float) -> AbstractContextManager[None]:
+    """Holds the lock ``path`` inside the block. Raises as `locks.locked`."""
+    return locks.locked(path, deadline, f"another job's prolog or epilog still holds {path}")

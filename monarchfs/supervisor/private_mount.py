@@ -45,7 +45,7 @@ from monarchfs.supervisor.start import mount_and_supervise, take_over
 from monarchfs.supervisor.takeover import OtherRelease, StandbyConnection, own
 from monarchfs.system.inherited import drop_streams
 from monarchfs.system.limits import explained
-from monarchfs.system.locks import named_lock
+from monarchfs.system.locks import locked
 from monarchfs.types import MonarchError, OperationError
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def lease_mount(spec: MountSpec, stem: str, deadline: float, search: Search) -> 
     sweep(spec.places.runtime_dir)
     overdue = f"the mount of {spec.source} that another process makes does not come about"
     attempts = 0
-    with named_lock(stem + STARTING, deadline, overdue):
+    with locked(stem + STARTING, deadline, overdue, removes=True):
         while attempts < _ATTEMPTS:
             lease = MountLease.take_lease(stem, search)
             if lease is not None:
@@ -154,7 +154,7 @@ def _run_daemon(spec: MountSpec, stem: str, deadline: float, search: Search, rep
     with ExitStack() as undo:
         # An earlier daemon of the same job may still be letting go.
         overdue = f"an earlier mount of {spec.source} does not end"
-        undo.enter_context(named_lock(stem + KEPT, deadline, overdue))
+        undo.enter_context(locked(stem + KEPT, deadline, overdue, removes=True))
         daemon = NamespaceDaemon(spec, stem, search)
         undo.callback(daemon.let_go)
         daemon.mount_or_join(deadline)
@@ -246,7 +246,8 @@ class NamespaceDaemon:
             raise OperationError(f"another process owns the mount of {self._spec.source}")
         overdue = f"another mount of {self._spec.source} does not come about, and does not end"
         until = time.monotonic() + MOST_END_SECONDS
-        self._mount_lock.enter_context(named_lock(self._mount_stem + KEPT, until, overdue))
+        kept = self._mount_stem + KEPT
+        self._mount_lock.enter_context(locked(kept, until, overdue, removes=True))
         self._leases.listen(self._mount_stem)
 
     def _stand_by(self, control: str, owner_uid: int, lease: MountLease | None) -> None:
@@ -428,7 +429,8 @@ def sweep(runtime_dir: str) -> None:
         stem, suffix = os.path.splitext(os.path.join(runtime_dir, name))
         if suffix not in (KEPT, STARTING):
             continue
-        with suppress(OperationError), named_lock(stem + suffix, 0.0, "somebody lives"):
+        lock = locked(stem + suffix, 0.0, "somebody lives", removes=True)
+        with suppress(OperationError), lock:
             if suffix == KEPT:
                 with suppress(FileNotFoundError):
                     os.unlink(stem + SOCKET)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from monarchfs.types import OperationError
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.03
 
 
 def try_lock(descriptor: int) -> bool:
@@ -33,33 +33,35 @@ def is_named(descriptor: int, name: str, directory: int | None = None) -> bool:
     return os.path.samestat(st, os.fstat(descriptor))
 
 
+class Busy(OperationError):
+    """Somebody else has the lock."""
+
+
 @contextmanager
-def named_lock(path: str, deadline: float, overdue: str) -> Iterator[None]:
-    """Has the file locked, in a directory that only we can change. It exists while somebody has it,
-    or was killed with it. Waits for it; raises OperationError(``overdue``) at ``deadline``
-    (time.monotonic()), and where the file cannot be made."""
-    while (descriptor := _made_and_locked(path)) is None:
-        if time.monotonic() > deadline:
-            raise OperationError(overdue)
-        time.sleep(_POLL_SECONDS)
-    try:
-        yield
-    finally:
-        os.unlink(path)
-        os.close(descriptor)
-
-
-def _made_and_locked(path: str) -> int | None:
+def locked(path: str, deadline: float, busy: str, *, removes: bool = False) -> Iterator[None]:
+    """Has the file locked inside the block; it is made if it is missing, in a directory that only
+    we can change. ``removes``: it exists while somebody has it, or was killed with it. Executed
+    children do not keep it. Waits for it; raises Busy(``busy``) at ``deadline``
+    (time.monotonic()), having tried at least once, and OperationError where the file cannot be
+    made."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        descriptor = os.open(path, flags, 0o600)
-    except OSError as error:
-        raise OperationError(f"cannot make {path}: {error.strerror}") from None
-    try:
-        if try_lock(descriptor) and is_named(descriptor, path):
-            return descriptor
-    except BaseException:
-        os.close(descriptor)
-        raise
-    os.close(descriptor)
-    return None
+    while True:
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise OperationError(f"cannot make {path}: {error.strerror}") from None
+        try:
+            while not try_lock(descriptor):
+                if time.monotonic() >= deadline:
+                    raise Busy(busy)
+                time.sleep(_POLL_SECONDS)
+            if removes and not is_named(descriptor, path):
+                continue
+            try:
+                yield
+            finally:
+                if removes:
+                    os.unlink(path)
+            return
+        finally:
+            os.close(descriptor)
