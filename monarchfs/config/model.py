@@ -21,6 +21,23 @@ either changes, so that a supervisor does not hand its mount to a worker of anot
 would not understand it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """What a worker and its successors inherit. ``tiers`` are the dataset's directories in the
+    order of the tiers, ``handles`` is the table of open files, ``requests`` the request journal,
+    ``counts`` memory for counts, ``metrics`` and ``peers`` listening sockets, if there are any."""
+
+    fuse: int
+    source: int
+    state: int
+    tiers: tuple[int, ...]
+    handles: int
+    counts: int | None
+    requests: int | None
+    metrics: int | None = None
+    peers: int | None = None
+
+
 class PrefetchMode(Enum):
     """What is copied without being asked for: nothing, opened files, those and as much again of
     the small ones beside them, all, or a list's files."""

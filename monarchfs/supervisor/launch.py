@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import monarchfs
@@ -30,23 +29,6 @@ _CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT})
 _CLOSED_SECONDS = 1.0
 _MOST_THREADS = 64
 _MOST_FRAMES = 12
-
-
-@dataclass(frozen=True, slots=True)
-class Descriptors:
-    """What a worker and its successors inherit. ``tiers`` are the dataset's directories in the
-    order of the tiers, ``handles`` is the table of open files, ``counts`` memory for counts,
-    ``metrics`` and ``peers`` listening sockets, if there are any."""
-
-    fuse: int
-    source: int
-    state: int
-    tiers: tuple[int, ...]
-    handles: int
-    counts: int
-    requests: int | None
-    metrics: int | None = None
-    peers: int | None = None
 
 
 def module_command(module: str) -> tuple[str, ...]:

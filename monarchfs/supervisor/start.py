@@ -19,6 +19,7 @@ from functools import partial
 from types import FrameType
 
 from monarchfs.config import Config
+from monarchfs.config.model import Descriptors
 from monarchfs.fuse.connection import FuseConnection
 from monarchfs.fuse.handle_table import make_memory, make_table
 from monarchfs.fuse.mount import mount
@@ -31,7 +32,7 @@ from monarchfs.supervisor.backing import BackingFiles
 from monarchfs.supervisor.daemon import Report, ending_signals
 from monarchfs.supervisor.directories import open_state_dir, open_tiers
 from monarchfs.supervisor.failover import LARGEST_INIT, Failover
-from monarchfs.supervisor.launch import Descriptors, module_command
+from monarchfs.supervisor.launch import module_command
 from monarchfs.supervisor.logs import log_as_daemon, log_to_stderr
 from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.peering import address_of, find_peers, open_peer_server

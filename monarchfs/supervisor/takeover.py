@@ -22,12 +22,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from monarchfs.config import Config
-from monarchfs.config.model import PROTOCOL_VERSION
+from monarchfs.config.model import PROTOCOL_VERSION, Descriptors
 from monarchfs.control import messages
 from monarchfs.control.peers import peer_uid, short_socket_path
 from monarchfs.peers.nodes import Peers
 from monarchfs.supervisor.clients import reply
-from monarchfs.supervisor.launch import Descriptors, has_only_threads
+from monarchfs.supervisor.launch import has_only_threads
 from monarchfs.system.locks import try_lock
 from monarchfs.types import OperationError
 

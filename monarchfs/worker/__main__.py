@@ -46,7 +46,7 @@ async def run(bootstrap: Bootstrap, log_filter: FewOfEach) -> int:
                 nursery.start_soon(worker.parts.interrupts.watch)
                 await worker.start()
             except (OSError, MonarchError) as exc:
-                state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+                state_dir = f"/proc/self/fd/{bootstrap.fds.state}"
                 error = explained(exc) if isinstance(exc, OSError) else str(exc)
                 error = error.replace(state_dir, bootstrap.config.state_dir)
                 await channel.send({"event": "failed", "error": error})
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(str(exc))
     # The supervisor decides where standard error goes.
     log_filter = FewOfEach()
-    handler = BoundedLog(bootstrap.state_fd, WORKER_LOG)
+    handler = BoundedLog(bootstrap.fds.state, WORKER_LOG)
     handler.addFilter(log_filter)
     handler.setFormatter(OneLine("%(asctime)s worker %(levelname)s %(message)s"))
     logging.basicConfig(level=bootstrap.config.log_level.upper(), handlers=[handler])

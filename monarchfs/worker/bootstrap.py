@@ -10,7 +10,7 @@ from typing import Any
 
 import trio
 
-from monarchfs.config.model import PROTOCOL_VERSION, Config
+from monarchfs.config.model import PROTOCOL_VERSION, Config, Descriptors
 from monarchfs.control.peers import peer_uid
 from monarchfs.types import OperationError
 
@@ -21,27 +21,19 @@ OTHER_RELEASE = "it is of a release that the running supervisor cannot talk to: 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """See ``supervisor.launch.start_worker``."""
+    """See ``supervisor.mounted.Mounted.start_worker``."""
 
     config: Config
-    mount_ns: int
-    fuse_fd: int
+    fds: Descriptors
     init_fd: int
     channel_fd: int
-    handles_fd: int
-    source_fd: int
-    state_fd: int
-    tier_fds: tuple[int, ...]
-    metrics_fd: int | None = None
-    restarts: int = 0
-    safe: bool = False
-    waits: bool = False
-    source_root: tuple[int, int] | None = None
-    passes: bool = False
-    requests_fd: int | None = None
-    counts_fd: int | None = None
-    peers: dict[str, Any] | None = None
-    peers_fd: int | None = None
+    source_root: tuple[int, int]
+    peers: dict[str, Any] | None
+    mount_ns: int
+    restarts: int
+    safe: bool
+    waits: bool
+    passes: bool
 
     @classmethod
     def read(cls, fd: int) -> Bootstrap:
@@ -52,26 +44,17 @@ class Bootstrap:
         if message["speaks"] != PROTOCOL_VERSION:
             send(fds["channel"], {"event": "failed", "error": OTHER_RELEASE})
             raise OperationError(OTHER_RELEASE)
+        init, channel, tiers = fds.pop("init"), fds.pop("channel"), tuple(fds.pop("tiers"))
+        fds.setdefault("counts")  # a supervisor of an earlier release has none
+        plain = ("mount_ns", "restarts", "safe", "waits", "passes")
         return cls(
             Config.from_json(message["config"]),
-            message["mount_ns"],
-            fds["fuse"],
-            fds["init"],
-            fds["channel"],
-            fds["handles"],
-            fds["source"],
-            fds["state"],
-            tuple(fds["tiers"]),
-            fds["metrics"],
-            message["restarts"],
-            message["safe"],
-            message["waits"],
+            Descriptors(**fds, tiers=tiers),
+            init,
+            channel,
             tuple(message["source_root"]),
-            message["passes"],
-            fds["requests"],
-            fds.get("counts"),  # a supervisor of an earlier release has none
             message.get("peers"),
-            fds.get("peers"),
+            **{name: message[name] for name in plain},
         )
 
     @property

@@ -87,12 +87,12 @@ class Composition:
 
         # What earlier workers of this mount left. Threads take up the requests in a journal, but in
         # safe mode they leave all to Python.
-        self.handle_table = table = HandleTable(bootstrap.handles_fd, fuse_session.hooks)
+        self.handle_table = table = HandleTable(bootstrap.fds.handles, fuse_session.hooks)
         self.relays = not bootstrap.safe
-        takes = self.relays or bootstrap.requests_fd is not None
+        takes = self.relays or bootstrap.fds.requests is not None
         table.enter_worker(fuse_session.RELAY_THREADS if takes else 0)
         posix = PosixSource(
-            bootstrap.source_fd, root=bootstrap.source_root, has_layouts=table.has_layouts
+            bootstrap.fds.source, root=bootstrap.source_root, has_layouts=table.has_layouts
         )
         table.has_layouts = posix.has_layouts
         self.root_ino = posix.root.ino
@@ -203,7 +203,7 @@ class Composition:
         for tier in config.tiers:
             metrics.errors_of_tier(tier.path)
         self._kept = keep_counts(
-            bootstrap.counts_fd,
+            bootstrap.fds.counts,
             {
                 "mount": metrics,
                 "source": source.counters,
@@ -291,17 +291,17 @@ class Composition:
         fuse_session.on_interrupt(self.interrupts.on_interrupt)
         self.session = fuse_session.Session(
             bootstrap.init_fd,
-            bootstrap.fuse_fd,
+            bootstrap.fds.fuse,
             relays=takes,
             free_opens=self.relay.free_opens,
             waiting_reads=config.source_threads if self.relays else 0,
-            journal=bootstrap.requests_fd,
+            journal=bootstrap.fds.requests,
         )
 
     def _open_index(self, bootstrap: Bootstrap, posix: PosixSource) -> Index:
         """The index of this mount, which tells the threads of C and the peers of changes."""
         config, table = self.config, self.handle_table
-        state_dir = f"/proc/self/fd/{bootstrap.state_fd}"
+        state_dir = f"/proc/self/fd/{bootstrap.fds.state}"
         on_change = OnChange(
             fuse_session.hooks.names_forget,
             fuse_session.hooks.names_forget_ino,
@@ -360,7 +360,7 @@ def _who_reads(table: HandleTable, config: Config, index: Index, *, passes: bool
 
 def _job_nodes(bootstrap: Bootstrap, index: Index) -> JobNodes | None:
     """None: this mount shares nothing. Raises OperationError."""
-    if bootstrap.peers is None or bootstrap.peers_fd is None:
+    if bootstrap.peers is None or bootstrap.fds.peers is None:
         return None
     # Mounts that share nothing do not load libcurl.
     try:
@@ -370,4 +370,4 @@ def _job_nodes(bootstrap: Bootstrap, index: Index) -> JobNodes | None:
             f"peers need libcurl, which cannot be loaded: {error}: apt-get install libcurl4"
         ) from None
 
-    return JobNodes(bootstrap.peers, bootstrap.peers_fd, index)
+    return JobNodes(bootstrap.peers, bootstrap.fds.peers, index)

@@ -86,12 +86,12 @@ def forget_earlier_mounts(
     inode numbers each time that it is mounted, number, size and times tell nothing: they may be
     another file's by now. Removes what lies in the tiers then, closes the index and removes it.
     True if the index has to be opened again. Raises OSError."""
-    fstype = type_of_device(bootstrap.source_root[0]) if bootstrap.source_root else ""
+    fstype = type_of_device(bootstrap.source_root[0])
     if not is_user_space(fstype) or (fstype not in RENUMBERING and _numbers_stay(index, source)):
         return False
     left = [
         f"/proc/self/fd/{fd}/{entry.name}"
-        for fd in bootstrap.tier_fds
+        for fd in bootstrap.fds.tiers
         for entry in os.scandir(fd)
         if _COPIES.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
     ]
@@ -181,7 +181,7 @@ def open_tiers(config: Config, bootstrap: Bootstrap, index: Index) -> list[tuple
             ),
             spec.size,
         )
-        for spec, fd in zip(config.tiers, bootstrap.tier_fds, strict=not bootstrap.safe)
+        for spec, fd in zip(config.tiers, bootstrap.fds.tiers, strict=not bootstrap.safe)
     ]
 
 

@@ -56,12 +56,12 @@ class Worker:
         self._channel = channel
         self._nursery = nursery
         self._log_filter = log_filter
-        self._said = KeptHints(f"/proc/self/fd/{bootstrap.state_fd}", bootstrap.mount_ns)
+        self._said = KeptHints(f"/proc/self/fd/{bootstrap.fds.state}", bootstrap.mount_ns)
         window = parts.window if parts.relays else None
         self._announcing = Announcing(window, parts.cache.accounts, self._said)
         recordings = Recordings(fuse_session.hooks, parts)
         self._commands = Commands(parts, recordings, self._announcing)
-        self._exporter = _exporter(parts, bootstrap.metrics_fd)
+        self._exporter = _exporter(parts, bootstrap.fds.metrics)
         self._interrupted: list[int] = []
         self._leaving = self._unmounted = False
 

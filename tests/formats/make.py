@@ -26,6 +26,7 @@ from monarchfs.cache.index.environment import DATABASES
 from monarchfs.cache.index.recovery import mark_closed
 from monarchfs.cache.store.checksum import checksum
 from monarchfs.config import Config, User
+from monarchfs.config.model import Descriptors
 from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.control.registration import Registration
@@ -43,7 +44,6 @@ from monarchfs.slurm.shares import record_of, share_key
 from monarchfs.slurm.site import Site
 from monarchfs.supervisor.directories import Holder, TierOwner, write_holder, write_owner
 from monarchfs.supervisor.directories import write_record as write_tiers
-from monarchfs.supervisor.launch import Descriptors
 from monarchfs.supervisor.mounted import Mounted
 from monarchfs.supervisor.takeover import Handover
 from monarchfs.types import ReplicaState, SourceVersion, TierFile

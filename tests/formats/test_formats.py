@@ -191,7 +191,7 @@ def test_counts(memory: list[int]) -> None:
 def test_what_processes_tell_each_other(memory: list[int]) -> None:
     memory.append(os.open(FROZEN / "bootstrap.json", os.O_RDONLY))
     told = Bootstrap.read(os.dup(memory[-1]))
-    assert (told.config, told.tier_fds, told.channel_fd) == (make.config(), (13, 14), 23)
+    assert (told.config, told.fds.tiers, told.channel_fd) == (make.config(), (13, 14), 23)
     assert (told.restarts, told.safe, told.waits, told.source_root) == (3, True, True, (2, 3))
     message, expected = json.loads((FROZEN / "handover.json").read_text()), make.handover()
     handed = Handover.from_json(message, expected.all_descriptors)

@@ -17,11 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monarchfs.config import User
+from monarchfs.config.model import Descriptors
 from monarchfs.fuse.handle_table import make_table
 from monarchfs.supervisor import restart_policy
 from monarchfs.supervisor.directories import LOCK, take_lock
 from monarchfs.supervisor.failover import Reaper
-from monarchfs.supervisor.launch import Descriptors, WorkerProcess
+from monarchfs.supervisor.launch import WorkerProcess
 from monarchfs.supervisor.takeover import MOST_STANDBYS, Handover, StandbyConnection, Standbys
 from monarchfs.supervisor.vital_signs import (
     ASLEEP_SECONDS,
