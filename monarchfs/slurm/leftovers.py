@@ -13,9 +13,10 @@ import pwd
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from monarchfs.config.places import DATASET_ID, OWNER, Search, user_of
 from monarchfs.control.registration import find_mounts
@@ -80,14 +81,16 @@ class Sweeper:
         self.notes: list[str] = []
         """What could not be looked at, and why; what other commands are there for."""
 
-    @contextmanager
-    def _put(self, kind: str, path: str, why: str) -> Iterator[Leftover]:
-        """Notes something. The block says whether it is ``removed``, or raises."""
+    def _put(self, kind: str, path: str, why: str, remove: Callable[[], bool | None]) -> None:
+        """Notes something, and removes it if that is wanted. ``remove`` raises MonarchError or
+        OSError, or returns False, if it cannot be removed now."""
         leftover = Leftover(kind, path, why)
         self.found.append(leftover)
+        if not self.remove:
+            return
         try:
-            yield leftover
-            if self.remove and not leftover.removed:
+            leftover.removed = remove() is not False
+            if not leftover.removed:
                 leftover.error = "it is in use again"
         except (MonarchError, OSError) as error:
             leftover.error = str(error)
@@ -106,10 +109,8 @@ class Sweeper:
             if registered in mounted or is_alive(registered):
                 continue
             why = f"its process {registered.entry.supervisor_pid} is gone"
-            with self._put("registration", registered.socket_path, why) as one:
-                if self.remove:
-                    remove_registration(registered.stem, registered.owner_uid)
-                    one.removed = True
+            remove = partial(remove_registration, registered.stem, registered.owner_uid)
+            self._put("registration", registered.socket_path, why, remove)
 
     def sockets(self, search: Search) -> None:
         """Sockets without a registration that nobody listens on."""
@@ -117,18 +118,15 @@ class Sweeper:
             for path in dead_sockets(directory):
                 owner = os.lstat(path).st_uid
                 if os.geteuid() in (0, owner):
-                    with self._put("socket", path, "nobody listens there any more") as one:
-                        if self.remove:
-                            unlink_as(owner, path)
-                            one.removed = True
+                    why = "nobody listens there any more"
+                    self._put("socket", path, why, partial(unlink_as, owner, path))
 
     def mounts(self, search: Search) -> None:
         """Mounts whose daemon is dead."""
         for found in find_all(search):
-            if found.mount is None or not _is_dead(found):
-                continue
-            with self._put("mount", found.mountpoint, "its daemon is dead") as one:
-                one.removed = self.remove and _unmount(found)
+            if found.mount is not None and _is_dead(found):
+                remove = partial(_unmount, found)
+                self._put("mount", found.mountpoint, "its daemon is dead", remove)
 
     # Of root
 
@@ -145,23 +143,20 @@ class Sweeper:
                 if job in stay or entered > young:
                     continue
                 path = os.path.join(share.directory, "jobs", str(job))
-                with self._put("job", path, "it is over") as one:
-                    one.removed = self.remove and _leave(share, job)
+                self._put("job", path, "it is over", partial(_leave, share, job))
         for directory in (site.environments, os.path.dirname(site.facts(0))):
             for name in names_in(directory):
                 path = os.path.join(directory, name)
                 is_over = name.isdecimal() and int(name) not in stay
                 if is_over and os.lstat(path).st_mtime < young:
-                    with self._put("job", path, "it is over") as one:
-                        one.removed = self.remove and unlink(path)
+                    self._put("job", path, "it is over", partial(unlink, path))
 
     def shares(self, site: Site) -> None:
         """Mounts that no job uses, and that have lingered long enough."""
         for share in every_share(site):
             if share.jobs() or share.idle_seconds() < max(site.linger_seconds, 1.0):
                 continue
-            with self._put("share", share.directory, "no job uses it") as one:
-                one.removed = self.remove and _end(share)
+            self._put("share", share.directory, "no job uses it", partial(_end, share))
 
     def caches(self, site: Site) -> None:
         """Caches of users that are gone, copies that nobody counts, and what was thrown away."""
@@ -177,16 +172,13 @@ class Sweeper:
             for name in names_in(tier):
                 if KEY.fullmatch(name) and name not in known:
                     path = os.path.join(tier, name)
-                    with self._put("copies", path, "no index counts them") as one:
-                        one.removed = self.remove and _remove_uncounted(Share(site, name), path)
+                    remove = partial(_remove_uncounted, Share(site, name), path)
+                    self._put("copies", path, "no index counts them", remove)
         for path, uid in plain.items():
             if uid in gone:
                 self._discard_plain(site, path, uid)
         for path in caches.trash_in(site):
-            with self._put("trash", path, "it was thrown away") as one:
-                if self.remove:
-                    remove_tree(path)
-                    one.removed = True
+            self._put("trash", path, "it was thrown away", partial(remove_tree, path))
 
     def budget(self, site: Site) -> None:
         """Unmounted caches beyond the budget of their tier, the least recently used first."""
@@ -200,14 +192,12 @@ class Sweeper:
                 self._discard(site, key, f"the budget of {tier.path} is exceeded")
 
     def _discard(self, site: Site, key: str, why: str) -> None:
-        with self._put("cache", site.cache(key), why) as one:
-            one.removed = self.remove and caches.discard(site, key, why)
+        self._put("cache", site.cache(key), why, partial(caches.discard, site, key, why))
 
     def _discard_plain(self, site: Site, path: str, uid: int) -> None:
         state = os.path.join(site.cache_dir, "state", os.path.basename(path)[:_ID_DIGITS])
         if not in_use(state) and not in_use(path, OWNER):
-            with self._put("cache", path, f"user {uid} is gone") as one:
-                one.removed = self.remove and _remove_plain(path, state)
+            self._put("cache", path, f"user {uid} is gone", partial(_remove_plain, path, state))
 
     def _gone_users(self, site: Site, uids: Set[int]) -> set[int]:
         """Those of the users whom no look has found for `GONE_USER_SECONDS`: one look may fail for
