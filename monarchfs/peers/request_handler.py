@@ -26,54 +26,44 @@ BINARY = "application/octet-stream"
 JSON = "application/json"
 
 
-class RequestHandler:
-    """Constant: what knows this node's replicas, what copies wanted files, what answers about
-    large files, and what about names."""
+async def answer(
+    catalogue: Catalogue,
+    copies: CopyService,
+    spans: SpanService,
+    names: NameService | None,
+    request: HttpRequest,
+) -> HttpResponse:
+    """One request. ``names``: None if this mount says nothing about names."""
+    try:
+        match request.method, request.path:
+            case "GET", "/ask/catalogue":
+                page = _page(catalogue, request.query)
+            case "POST", "/ask/want":
+                wanted = decode_wanted(request.body)
+                await copies.copy_wanted(wanted, _seconds(request.query))
+                page = catalogue.rows([one.name for one in wanted])
+            case "POST", "/ask/spans":
+                held = [await spans.answer(one) for one in decode_spans(request.body)]
+                return HttpResponse(encode_held(held), content_type=BINARY)
+            case "POST", "/ask/names" if names is not None:
+                known = await names.answer(decode_names_question(request.body))
+                return HttpResponse(encode_names(known), content_type=JSON)
+            case "POST", "/ask/listing" if names is not None:
+                listing = await names.listing(decode_names_question(request.body))
+                return HttpResponse(encode_listing(listing), content_type=JSON)
+            case _:
+                return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
+    except (PeerError, KeyError, ValueError) as error:
+        text = f"This is no request: {error}\n"
+        return HttpResponse(text.encode(), HTTPStatus.BAD_REQUEST)
+    return HttpResponse(encode_page(page), content_type=BINARY)
 
-    def __init__(
-        self,
-        catalogue: Catalogue,
-        copies: CopyService,
-        spans: SpanService,
-        names: NameService | None,
-    ) -> None:
-        """``names``: None if this mount says nothing about names."""
-        self._catalogue = catalogue
-        self._copies = copies
-        self._spans = spans
-        self._names = names
 
-    async def answer(self, request: HttpRequest) -> HttpResponse:
-        """One request."""
-        try:
-            match request.method, request.path:
-                case "GET", "/ask/catalogue":
-                    page = self._page(request.query)
-                case "POST", "/ask/want":
-                    wanted = decode_wanted(request.body)
-                    await self._copies.copy_wanted(wanted, _seconds(request.query))
-                    page = self._catalogue.rows([one.name for one in wanted])
-                case "POST", "/ask/spans":
-                    held = [await self._spans.answer(one) for one in decode_spans(request.body)]
-                    return HttpResponse(encode_held(held), content_type=BINARY)
-                case "POST", "/ask/names" if self._names is not None:
-                    answer = await self._names.answer(decode_names_question(request.body))
-                    return HttpResponse(encode_names(answer), content_type=JSON)
-                case "POST", "/ask/listing" if self._names is not None:
-                    listing = await self._names.listing(decode_names_question(request.body))
-                    return HttpResponse(encode_listing(listing), content_type=JSON)
-                case _:
-                    return HttpResponse(b"There is nothing here\n", HTTPStatus.NOT_FOUND)
-        except (PeerError, KeyError, ValueError) as error:
-            text = f"This is no request: {error}\n"
-            return HttpResponse(text.encode(), HTTPStatus.BAD_REQUEST)
-        return HttpResponse(encode_page(page), content_type=BINARY)
-
-    def _page(self, query: str) -> Page:
-        values = {key: value[0] for key, value in parse_qs(query, keep_blank_values=True).items()}
-        if "after" in values:
-            return self._catalogue.page(bytes.fromhex(values["after"]))
-        return self._catalogue.changes(int(values["incarnation"]), int(values["since"]))
+def _page(catalogue: Catalogue, query: str) -> Page:
+    values = {key: value[0] for key, value in parse_qs(query, keep_blank_values=True).items()}
+    if "after" in values:
+        return catalogue.page(bytes.fromhex(values["after"]))
+    return catalogue.changes(int(values["incarnation"]), int(values["since"]))
 
 
 def _seconds(query: str) -> float | None:

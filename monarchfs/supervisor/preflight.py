@@ -22,7 +22,7 @@ from resource import (
 )
 from typing import BinaryIO
 
-from monarchfs.config import Config, PrefetchMode, TierSpec, User
+from monarchfs.config import Config, TierSpec, User
 from monarchfs.config.places import DefaultPlaces, build_config
 from monarchfs.config.settings import Settings
 from monarchfs.fuse.mount import check_device
@@ -140,8 +140,8 @@ def checked(spec: MountSpec, deadline: float, undo: ExitStack) -> tuple[Config, 
         raise UsageError(
             f"{what.path}: the kernel cannot check ACLs of NFSv4 for others: leave out allow_other"
         )
-    _check_lists(config)
     if config.prefetch_list is not None:
+        _check_readable(config.prefetch_list, user)
         complaint = _complaint_of_list(config.prefetch_list, what, config.mountpoint, user)
         if complaint is not None:
             log.warning("%s", complaint)
@@ -164,14 +164,8 @@ def _check_overlap(source: OpenedSource, mountpoint: Mountpoint) -> None:
         )
 
 
-def _check_lists(config: Config) -> None:
-    """Raises UsageError for a file that the worker is to read and could not."""
-    if config.prefetch is PrefetchMode.FILE:
-        assert config.prefetch_list is not None
-        _check_readable(config.prefetch_list, config.user)
-
-
 def _check_readable(path: str, user: User) -> None:
+    """Raises UsageError for a list that the worker is to read and could not."""
     reason = ""
     with acting_as(user):
         try:

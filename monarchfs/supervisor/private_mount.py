@@ -401,16 +401,14 @@ class NamespaceDaemon:
 
     def _ends(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not self._has_ended():
-            if time.monotonic() > deadline:
+        while self._supervisor is not None:
+            if os.waitpid(self._supervisor, os.WNOHANG) != (0, 0):
+                self._supervisor = None
+            elif time.monotonic() > deadline:
                 return False
-            time.sleep(_POLL_SECONDS)
+            else:
+                time.sleep(_POLL_SECONDS)
         return True
-
-    def _has_ended(self) -> bool:
-        if self._supervisor is not None and os.waitpid(self._supervisor, os.WNOHANG) != (0, 0):
-            self._supervisor = None
-        return self._supervisor is None
 
     def _find(self) -> FoundMount | None:
         return find_one(self._spec.source, lambda _: [self._spec.places.runtime_dir])

@@ -26,7 +26,7 @@ from monarchfs.peers.node_share import NodeShare
 from monarchfs.peers.nodes import Peers
 from monarchfs.peers.owners import Owners
 from monarchfs.peers.ownership import Ownership
-from monarchfs.peers.request_handler import RequestHandler
+from monarchfs.peers.request_handler import answer
 from monarchfs.peers.span_sharing import SpanDigests, SpanNodes, SpanService
 from monarchfs.prefetch.copier import Copier
 from monarchfs.prefetch.jobs import CopyJobs
@@ -87,7 +87,7 @@ class Peering:
         names = None
         if tree.freshness.serves_stale:
             names = NameService(tree, copies, nodes.name_owners, nursery)
-        self._requests = RequestHandler(self._catalogue, copies, span_service, names)
+        self._answer = partial(answer, self._catalogue, copies, span_service, names)
         self._cache = cache
         self._mode = mode
         _replicas.owners(ownership.tables, ownership.own)
@@ -104,7 +104,7 @@ class Peering:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
             answers = partial(serve, connections=CONNECTIONS, most_body_bytes=MOST_BODY_BYTES)
-            nursery.start_soon(answers, self._listener, self._requests.answer)
+            nursery.start_soon(answers, self._listener, self._answer)
             nursery.start_soon(self.following.run)
             if self._mode is ShareMode.PARTITION:
                 nursery.start_soon(drop_foreign, self._cache, self._ownership, self.following)
