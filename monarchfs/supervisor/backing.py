@@ -122,24 +122,21 @@ class BackingFiles:
     def prepare(self, request: bytes) -> None:
         """Decide what to ask of the kernel that sent this FUSE_INIT. Raises OperationError for what
         is no FUSE_INIT, and where passthrough is required and not offered."""
+        if not self._wanted:
+            return
         try:
-            self.stack_depth = self._depth(request)
+            flags = parse_init_request(request).flags
         except ProtocolError as error:
             raise OperationError(f"FUSE_INIT failed: {error}") from None
-
-    def _depth(self, request: bytes) -> int:
-        if not self._wanted:
-            return 0
-        if InitFlag.PASSTHROUGH not in parse_init_request(request).flags:
-            return self._impossible(
+        if InitFlag.PASSTHROUGH not in flags:
+            self._impossible(
                 "the kernel does not offer it; it needs Linux 6.9 or later with"
                 " CONFIG_FUSE_PASSTHROUGH"
             )
-        if not _may_register():
-            return 0
-        mounts = [mount_of(f"/proc/self/fd/{tier}") for _path, tier in self._tiers]
-        # Not 2 everywhere: it would keep others from mounting an overlayfs on this mount.
-        return 2 if any(m is not None and m.fstype in _STACKED for m in mounts) else 1
+        elif _may_register():
+            mounts = [mount_of(f"/proc/self/fd/{tier}") for _path, tier in self._tiers]
+            # Not 2 everywhere: it would keep others from mounting an overlayfs on this mount.
+            self.stack_depth = 2 if any(m and m.fstype in _STACKED for m in mounts) else 1
 
     def try_passthrough(self) -> None:
         """FUSE_INIT is answered: find out whether the kernel allows passthrough to this process and
@@ -174,11 +171,10 @@ class BackingFiles:
             memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             self.most = most_ids(memory)
 
-    def _impossible(self, reason: str) -> int:
+    def _impossible(self, reason: str) -> None:
         if self._needed:
             raise OperationError(_refusal(reason))
         log.debug("no passthrough: %s", reason)
-        return 0
 
     def __len__(self) -> int:
         return len(self._ids)

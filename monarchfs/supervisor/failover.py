@@ -107,7 +107,6 @@ class Phase(Enum):
 _BEGINNING = frozenset({Phase.STARTING, Phase.QUIETING, Phase.JOINING})
 _LIVING = _BEGINNING | {Phase.SERVING}
 _IMPATIENT = frozenset({Phase.LEAVING, Phase.ENDING, Phase.QUIETING})
-_TIMED = frozenset({Phase.HUNG, Phase.PAUSING, Phase.STARTING, Phase.JOINING})
 
 
 class Failover:
@@ -186,11 +185,9 @@ class Failover:
         if self.phase in _IMPATIENT or ends or self.reaper.waits:
             return now + _SOON_SECONDS
         silent = self._vital_signs is not None and self._vital_signs.silent_seconds
-        times = [now + (_SILENT_LOOK_SECONDS if silent else _LOOK_SECONDS)]
+        times = [now + (_SILENT_LOOK_SECONDS if silent else _LOOK_SECONDS), self._until]
         if self._loads_ahead:
             times.append(self._load_at if self._next.worker is None else math.inf)
-        if self.phase in _TIMED:
-            times.append(self._until)
         return min(times)
 
     def tick(self) -> None:
@@ -290,14 +287,11 @@ class Failover:
         try:
             worker = self._mount.start_worker(restarts=self.restarts, safe=safe)
         except OperationError as error:
-            self._not_started(str(error), now)
+            self.last_death = (str(error), time.time())
+            self._log.say(logging.ERROR, str(error))
+            self._enter(Phase.PAUSING, now + self._restart_policy.not_started())
             return
         self._begin(worker, waits=False)
-
-    def _not_started(self, why: str, now: float) -> None:
-        self.last_death = (why, time.time())
-        self._log.say(logging.ERROR, why)
-        self._enter(Phase.PAUSING, now + self._restart_policy.not_started())
 
     def _begin(self, worker: WorkerProcess, *, waits: bool) -> None:
         """``waits``: it is loaded, or will be soon, and begins when it is told to."""

@@ -78,11 +78,8 @@ class Commands:
         """The commands that tell of themselves, and may hear more than the request."""
         self._files = NamedFiles(parts.tree, parts.finder)
 
-    def knows(self, command: object) -> bool:
-        return command in COMMANDS
-
     async def answer(self, request: dict[str, Any], stream: trio.SocketStream) -> None:
-        """Carry out a request that it ``knows``, and send the progress and the reply."""
+        """Carry out a request of `COMMANDS`, and send the progress and the reply."""
         so_far: dict[str, Any] = {}
         seconds = _TELL_SECONDS.get(request["command"], USUAL_TELL_SECONDS)
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -305,7 +302,7 @@ async def answer_client(commands: Commands, request: dict[str, Any], fd: int) ->
     with trio.socket.from_stdlib_socket(socket.socket(fileno=fd)) as connection:
         stream, command = trio.SocketStream(connection), request["command"]
         error = f"unknown command {command!a}"
-        if commands.knows(command):
+        if command in COMMANDS:
             try:
                 await commands.answer(request, stream)
                 return
