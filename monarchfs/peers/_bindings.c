@@ -54,16 +54,15 @@ static PyObject *put(PyObject *Py_UNUSED(self), PyObject *args)
 	return PyLong_FromUnsignedLong(kept);
 }
 
-static PyObject *remove_all(PyObject *Py_UNUSED(self), PyObject *given)
+/* Without the GIL: there may be millions. */
+static void remove_all(uint64_t peer)
 {
-	uint64_t peer;
-	if (!number_in(given, &peer))
-		return NULL;
 	Py_BEGIN_ALLOW_THREADS
 	places_remove_all((unsigned)peer);
 	Py_END_ALLOW_THREADS
-	Py_RETURN_NONE;
 }
+
+TELLS_NUMBER(remove_all)
 
 static PyObject *available(PyObject *Py_UNUSED(self), PyObject *arg)
 {
@@ -165,26 +164,14 @@ static PyObject *counts(PyObject *Py_UNUSED(self), PyObject *given)
 			     bool_of(fetch_avoided((unsigned)peer)));
 }
 
-static PyObject *retry(PyObject *Py_UNUSED(self), PyObject *given)
+static PyObject *seconds_of(int64_t ns)
 {
-	uint64_t peer;
-	if (!number_in(given, &peer))
-		return NULL;
-	return none_unless(fetch_retry((unsigned)peer));
+	return PyFloat_FromDouble((double)ns / 1e9);
 }
 
-static PyObject *failures_fd(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(none))
-{
-	return PyLong_FromLong(fetch_failures_fd());
-}
-
-static PyObject *pause_of(PyObject *Py_UNUSED(self), PyObject *given)
-{
-	uint64_t peer;
-	if (!number_in(given, &peer))
-		return NULL;
-	return PyFloat_FromDouble((double)fetch_pause_ns((unsigned)peer) / 1e9);
-}
+ASKS_OF_NUMBER(fetch_retry, none_unless)
+ASKS_OF_NUMBER(fetch_pause_ns, seconds_of)
+ASKS(fetch_failures_fd, PyLong_FromLong)
 
 static PyObject *known(PyObject *Py_UNUSED(self), PyObject *given)
 {
@@ -208,7 +195,7 @@ static PyMethodDef methods[] = {
 	{"put", put, METH_VARARGS,
 	 "put(peer, rows): the replicas (name, checksum, size, tier, segment, offset) that a peer has; segment 0:\n"
 	 "that it has no more. How many were entered."},
-	{"remove_all", remove_all, METH_O, "remove_all(peer): it has none any more."},
+	{"remove_all", py_remove_all, METH_O, "remove_all(peer): it has none any more."},
 	{"available", available, METH_O, "available(name): whether a peer has it that is not avoided."},
 	{"peer", py_fetch_peer, METH_VARARGS, "peer(number, url): where it serves its tiers; '': nowhere. Raises OSError."},
 	{"pin", pin, METH_O, "pin(digest): the public key that peers must have; \"\" without TLS. Raises OSError."},
@@ -224,9 +211,9 @@ static PyMethodDef methods[] = {
 	 "ask(peer, path, body, seconds, most, probe=False): status and bytes of the answer of the peer's worker; POST\n"
 	 "unless body is None. Waits for the peer. Raises OSError: EAGAIN while it is avoided. probe: no reader waits, so\n"
 	 "it may find out whether the peer is back."},
-	{"retry", retry, METH_O, "retry(peer): a probe may ask it now, and a second after it fails again. Raises OSError."},
-	{"failures_fd", failures_fd, METH_NOARGS, "failures_fd(): an eventfd(2) to which each failure of a peer is added."},
-	{"pause", pause_of, METH_O, "pause(peer): the seconds for which a probe has to wait."},
+	{"retry", py_fetch_retry, METH_O, "retry(peer): a probe may ask it now, and a second after it fails again. Raises OSError."},
+	{"failures_fd", py_fetch_failures_fd, METH_NOARGS, "failures_fd(): an eventfd(2) to which each failure of a peer is added."},
+	{"pause", py_fetch_pause_ns, METH_O, "pause(peer): the seconds for which a probe has to wait."},
 	{"counts", counts, METH_O,
 	 "counts(peer): files, bytes, wrong, failed, nanoseconds, whether it is avoided."},
 	{"bypassed", py_want_bypassed, METH_NOARGS, "bypassed(): how many files their owners were not asked for, because that takes too long."},
