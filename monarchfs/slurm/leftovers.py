@@ -197,7 +197,7 @@ class Sweeper:
     def _discard_plain(self, site: Site, path: str, uid: int) -> None:
         state = os.path.join(site.cache_dir, "state", os.path.basename(path)[:_ID_DIGITS])
         if not in_use(state) and not in_use(path, OWNER):
-            self._put("cache", path, f"user {uid} is gone", partial(_remove_plain, path, state))
+            self._put("cache", path, f"user {uid} is gone", partial(remove_tree, path))
 
     def _gone_users(self, site: Site, uids: Set[int]) -> set[int]:
         """Those of the users whom no look has found for `GONE_USER_SECONDS`: one look may fail for
@@ -263,12 +263,9 @@ def is_unserved(found: FoundMount) -> bool:
     return bool(answer_within(_LOOK_SECONDS, code, otherwise=None) == errno.ENOTCONN)
 
 
-def _unmount(found: FoundMount) -> bool:
-    if not _is_dead(found):
-        return False
+def _unmount(found: FoundMount) -> None:
     if not remove_by_force(found, time.monotonic() + _UMOUNT_SECONDS).gone:
         raise OperationError(f"try umount -l {found.mountpoint} as root")
-    return True
 
 
 def _leave(share: Share, job: JobId) -> bool:
@@ -304,13 +301,6 @@ def _of_plain_mounts(cache_dir: str, old: float) -> dict[str, int]:
             if st.st_mtime <= old:
                 found[path] = st.st_uid
     return found
-
-
-def _remove_plain(path: str, state: str) -> bool:
-    if in_use(state) or in_use(path, OWNER):
-        return False
-    remove_tree(path)
-    return True
 
 
 def _user_exists(uid: int) -> bool:
