@@ -61,7 +61,7 @@ class Share:
 
     @property
     def directory(self) -> str:
-        return self.site.share(self.key)
+        return os.path.join(self.site.shares, self.key)
 
     @property
     def lock(self) -> str:

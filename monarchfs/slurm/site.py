@@ -105,9 +105,6 @@ class Site:
     def shares(self) -> str:
         return os.path.join(self.run_dir, "shares")
 
-    def share(self, key: str) -> str:
-        return os.path.join(self.shares, key)
-
     @property
     def environments(self) -> str:
         return os.path.join(self.run_dir, "env")
