@@ -19,7 +19,7 @@ from monarchfs.supervisor.channel import WorkerChannel
 from monarchfs.supervisor.identity import popen_as
 from monarchfs.supervisor.vital_signs import Activity
 from monarchfs.system.limits import explained
-from monarchfs.system.parent_death import die_with_parent
+from monarchfs.system.privileges import die_with_parent
 from monarchfs.system.process_stat import stat_fields
 from monarchfs.types import OperationError
 
