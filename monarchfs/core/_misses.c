@@ -371,13 +371,18 @@ static void answered(struct entry *entry)
 	make_window_room();
 }
 
-/* How much of a file was read since it was opened. What is resident by now, its readers read from the tier. */
+/* How much of a file was read since it was opened. */
 static void note_read(struct entry *entry)
 {
-	if (!entry->bytes || entry->over || !entry->answered || resident_used(entry->ino))
+	if (!entry->bytes || !entry->answered)
 		return;
-	if (entry->bytes->size >= HEAD_FILE_BYTES)
-		heads_read = entry->answered < entry->bytes->size / HEAD_PART ? heads_read + 1 : 0;
+	bool counts = entry->bytes->size >= HEAD_FILE_BYTES;
+	if (counts && entry->answered >= entry->bytes->size / HEAD_PART)
+		heads_read = 0;
+	else if (entry->over || resident_used(entry->ino))
+		return; /* more of it was read from the tier, perhaps, or will be */
+	else
+		heads_read += counts;
 	entry->answered = 0;
 }
 
