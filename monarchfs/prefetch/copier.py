@@ -475,6 +475,9 @@ class Copier:
         if small is None or not self.jobs.keeps or self._cache.reconciling:
             return
         small.take_events()
+        for fill in filter(None, map(self.files.get, inos)):
+            if fill.copy.filling and fill.copy.size <= WHOLE_BYTES:
+                fill.fetch_now(0, fill.copy.chunks.count)  # its copy may be giving way
         known = self._cache.index.nodes.nodes_of(inos)
         nodes = [node for ino in inos if (node := self._copyable(ino, known.get(ino))) is not None]
         others = [node for node in nodes if not self._is_small(node)]
