@@ -218,6 +218,8 @@ def spawn_as(
         ) from None
     except OSError as error:
         raise OperationError(f"cannot run {command[0]}: {explained(error)}") from None
+    except subprocess.SubprocessError as error:  # of preexec_fn, for want of memory
+        raise OperationError(f"cannot run {command[0]}: {error}") from None
 
 
 def describe_threads(pid: int) -> list[str]:

@@ -118,11 +118,12 @@ class Supervisor:
         if owner.recv(1):
             self._told_to_end("the owner")
             return
-        self._selector.unregister(owner)
         # Those of other jobs cannot stand by before the owner is known to them.
         if self._standbys.wanted() or takeover.others_have(self.mounted.handover):
             # Nothing is put back: one of them goes on, as if this process had been killed, too.
             os.kill(os.getpid(), signal.SIGKILL)
+        # Not before: what fails for want of a descriptor is tried again.
+        self._selector.unregister(owner)
         self._told_to_end("the owner's death")
 
     def _told_to_end(self, by: str) -> None:
