@@ -290,6 +290,9 @@ class Warm:
                 counts.resident -= names
                 counts.resident_bytes -= names * size
                 counts.local_bytes -= names * size
+                reason = self._cache.reasons.get(ino)
+                if reason is not None and reason.cause is Cause.FOREIGN:
+                    continue  # its owner keeps it
                 counts.refused += names
                 counts.refused_bytes += size
                 self._refused_need += self._cache.usage.room_for(size)[0]
