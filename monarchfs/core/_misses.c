@@ -374,16 +374,17 @@ static void answered(struct entry *entry)
 /* How much of a file was read since it was opened. */
 static void note_read(struct entry *entry)
 {
-	if (!entry->bytes || !entry->answered)
+	size_t read = __atomic_load_n(&entry->answered, __ATOMIC_RELAXED);
+	if (!entry->bytes || !read)
 		return;
 	bool counts = entry->bytes->size >= HEAD_FILE_BYTES;
-	if (counts && entry->answered >= entry->bytes->size / HEAD_PART)
+	if (counts && read >= entry->bytes->size / HEAD_PART)
 		heads_read = 0;
 	else if (entry->over || resident_used(entry->ino))
 		return; /* more of it was read from the tier, perhaps, or will be */
 	else
 		heads_read += counts;
-	entry->answered = 0;
+	__atomic_store_n(&entry->answered, 0, __ATOMIC_RELAXED);
 }
 
 void misses_released(uint64_t ino)
