@@ -94,8 +94,9 @@ class CopyJobs:
             del self._jobs[job.ino]
 
     def resident(self, nodes: Sequence[Node]) -> set[int]:
-        """The numbers of those of which there is nothing to copy. About 5 us each."""
-        return self._cache.resident_each(nodes)
+        """The numbers of those of which there is nothing to copy. About 5 us each. None while the
+        tiers are compared with the index: what it has may be gone."""
+        return set() if self._cache.reconciling else self._cache.resident_each(nodes)
 
     def want(self, ino: int, priority: Priority) -> None:
         """Copy the file some time, unless nothing is to be copied or it is there already.

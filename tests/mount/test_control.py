@@ -317,10 +317,10 @@ def test_pins_hold_what_is_found_later(
 def test_a_command_with_a_mistake_in_it_costs_only_itself(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever a command runs into, the worker goes on."""
     answer = AsyncMock(side_effect=KeyError("x"))
-    broken: Any = SimpleNamespace(knows=lambda _: True, answer=answer)
+    broken: Any = SimpleNamespace(answer=answer)
     ours, theirs = socket.socketpair()
     with ours:
-        trio.run(commands.answer_client, broken, {"command": "x"}, theirs.detach())
+        trio.run(commands.answer_client, broken, {"command": "pin"}, theirs.detach())
         assert "unexpectedly" in assert_refused(ours.recv(4096))
     assert "KeyError" in caplog.text
 
