@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +279,8 @@ def test_a_mount_is_taken_back_if_who_waits_for_it_is_killed(root_work: Area) ->
         daemon.suspend()
         process.kill()
         process.wait()
-        daemon.resume()
+        with suppress(psutil.NoSuchProcess):  # it was one that looked at the source, before it
+            daemon.resume()
     wait_for(lambda: is_gone(daemon.pid), "the daemon to end")
     assert_unmounted(root_work)
 
