@@ -203,7 +203,7 @@ static PyObject *py_misses_window_state(PyObject *Py_UNUSED(self), PyObject *Py_
 
 ASKS(misses_source_ns, number_of)
 
-ASKS(misses_heads, bool_of)
+ASKS(misses_headers, bool_of)
 
 /* Takes the bytes over. */
 static PyObject *object_of(struct miss_bytes *bytes)
@@ -325,7 +325,7 @@ static PyMethodDef methods[] = {
 	METHOD(misses_window_limit, METH_O),
 	METHOD(misses_window_state, METH_NOARGS),
 	METHOD(misses_source_ns, METH_NOARGS),
-	METHOD(misses_heads, METH_NOARGS),
+	METHOD(misses_headers, METH_NOARGS),
 	METHOD(names_put, METH_VARARGS),
 	METHOD(names_forget, METH_VARARGS),
 	METHOD(names_forget_ino, METH_O),

@@ -19,8 +19,8 @@
  * calls the source under `source_lock`. A thread that asked the source answers first and closes the file
  * afterwards, because close(2) may block, too.
  *
- * If readers read only the beginning of files of at least HEAD_FILE_BYTES, opens of these are left to Python, which reads
- * what is asked for. One in HEAD_PROBES is read as a whole, to see whether that is still so.
+ * If readers read only the headers of files of at least HEADER_FILE_BYTES, opens of these are left to Python, which reads
+ * what is asked for. One in HEADER_PROBES is read as a whole, to see whether that is still so.
  *
  * A hanging source: after a second a request is left to Python, and its thread is not counted. If 256 requests
  * wait in Python, opens that no thread has begun go on waiting here, where one takes 0.3 KB (in Python 20). Files
@@ -51,10 +51,10 @@
 #define BUCKETS (1U << 16)
 #define MOST_ENTRIES (1U << 17) /* some 160 bytes each */
 #define MOST_EVENTS 65536
-#define HEAD_FILE_BYTES (256U << 10) /* as in prefetch/fetch.py */
-#define HEAD_PART 4 /* who reads less than one part of so many reads its beginning alone */
-#define HEAD_FILES 8 /* closed so one after the other */
-#define HEAD_PROBES 64
+#define HEADER_FILE_BYTES (256U << 10) /* as in prefetch/fetch.py */
+#define HEADER_SHARE 4 /* a header is less than the file's size by this */
+#define HEADER_FILES 8 /* so many in a row say that readers want headers */
+#define HEADER_PROBES 64
 
 /* `source_lock` guards all of this. */
 
@@ -116,7 +116,8 @@ static pthread_cond_t no_answers = PTHREAD_COND_INITIALIZER; /* signalled when a
 
 static bool serving;
 static uint64_t source_ns; /* what it takes for a file, on average */
-static unsigned heads_read, heads_left; /* how many files in a row were closed so; how many opens were left to Python */
+static unsigned headers_read; /* files in a row of which only the header was read */
+static unsigned headers_left; /* opens that were left to Python for that */
 
 /* -- bytes. Under `source_lock`, like everything up to the functions for Python */
 
@@ -377,13 +378,13 @@ static void note_read(struct entry *entry)
 	size_t read = __atomic_load_n(&entry->answered, __ATOMIC_RELAXED);
 	if (!entry->bytes || !read)
 		return;
-	bool counts = entry->bytes->size >= HEAD_FILE_BYTES;
-	if (counts && read >= entry->bytes->size / HEAD_PART)
-		heads_read = 0;
+	bool counts = entry->bytes->size >= HEADER_FILE_BYTES;
+	if (counts && read >= entry->bytes->size / HEADER_SHARE)
+		headers_read = 0;
 	else if (entry->over || resident_used(entry->ino))
 		return; /* more of it was read from the tier, perhaps, or will be */
 	else
-		heads_read += counts;
+		headers_read += counts;
 	__atomic_store_n(&entry->answered, 0, __ATOMIC_RELAXED);
 }
 
@@ -840,6 +841,12 @@ static bool enqueue(struct entry *entry, const struct fuse_in_header *in, size_t
 }
 
 /* Under `source_lock`. */
+static bool reads_headers(void)
+{
+	return headers_read >= HEADER_FILES;
+}
+
+/* Under `source_lock`. */
 static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t length, bool kept,
 		  uint64_t started_ns)
 {
@@ -848,10 +855,11 @@ static bool takes(struct entry *entry, const struct fuse_in_header *in, size_t l
 	bool large = entry->version.size > MISS_MOST_BYTES;
 	if (large && !entry->bytes && entry->state != READING)
 		return false;
-	bool heads = heads_read >= HEAD_FILES && entry->version.size >= HEAD_FILE_BYTES;
-	if (in->opcode == FUSE_OPEN && heads && !entry->bytes && entry->state == REMOTE && ++heads_left % HEAD_PROBES)
+	bool opens = in->opcode == FUSE_OPEN;
+	if (opens && reads_headers() && entry->version.size >= HEADER_FILE_BYTES && !entry->bytes &&
+	    entry->state == REMOTE && ++headers_left % HEADER_PROBES)
 		return false;
-	if (in->opcode == FUSE_OPEN &&
+	if (opens &&
 	    (!opens_read_only(in) || (!entry->bytes && !large && !make_room(entry->version.size))))
 		return false; /* an open file has to stay in memory */
 	return enqueue(entry, in, length, kept, started_ns);
@@ -1007,12 +1015,12 @@ uint64_t misses_source_ns(void)
 	return __atomic_load_n(&source_ns, __ATOMIC_RELAXED);
 }
 
-bool misses_heads(void)
+bool misses_headers(void)
 {
 	pthread_mutex_lock(&source_lock);
-	bool heads = heads_read >= HEAD_FILES;
+	bool headers = reads_headers();
 	pthread_mutex_unlock(&source_lock);
-	return heads;
+	return headers;
 }
 
 void misses_serve(bool no_opens)

@@ -143,8 +143,8 @@ void misses_window_state(struct miss_window *state);
 /* What the source takes for a small file, on average; 0: not known. */
 uint64_t misses_source_ns(void);
 
-/* Whether readers read only the beginning of files, of those that are not quite small. */
-bool misses_heads(void);
+/* Whether readers read only the headers of files, of those of 256 KiB or more. */
+bool misses_headers(void);
 
 /* Take an OPEN or a READ: true if it is answered, or will be. `kept`: the journal has it. */
 bool misses_took(const void *request, size_t length, bool kept, uint64_t started_ns);

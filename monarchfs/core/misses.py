@@ -222,9 +222,9 @@ class Misses:
         return int(self._hooks.misses_source_ns()) / 1e9
 
     @property
-    def heads(self) -> bool:
-        """Whether readers read only the beginning of files (of HEAD_FILE_BYTES or more)."""
-        return bool(self._hooks.misses_heads())
+    def reads_headers(self) -> bool:
+        """Whether readers read only the headers of files (of HEADER_FILE_BYTES or more)."""
+        return bool(self._hooks.misses_headers())
 
     def forget(self, inos: list[int]) -> None:
         """Each is resident, or another version: it is served otherwise from now on. Who has it open

@@ -20,7 +20,7 @@ from monarchfs.cache.cache import Cache
 from monarchfs.cache.reasons import Cause
 from monarchfs.metrics import Metrics
 from monarchfs.metrics.counts import NS
-from monarchfs.prefetch.fetch import CHUNK_BYTES, HEAD_FILE_BYTES, WHOLE_BYTES, Fetch, State
+from monarchfs.prefetch.fetch import CHUNK_BYTES, HEADER_FILE_BYTES, WHOLE_BYTES, Fetch, State
 from monarchfs.prefetch.fill import Fill
 from monarchfs.prefetch.fills import Fills
 from monarchfs.prefetch.governor import BesideReaders, Governor, RateLimiter, TargetLimit
@@ -50,8 +50,8 @@ YIELD_SECONDS = 1.0
 (``BesideReaders``), but for files that are read in sequence or in large pieces."""
 
 BRIEF_SECONDS = 0.002, 0.004
-"""What the shortest fetch then takes, about as long as a reader's own. The rest takes as long, or
-longer by as much as the fetch was larger."""
+"""What the shortest fetch then takes, about as long as a reader's own. The rest takes as long;
+after a larger fetch, longer by as many times."""
 
 JUDGED_READS = 32
 JUDGED_SECONDS = 0.05
@@ -401,10 +401,11 @@ class Copier:
         return self._trusts_times or node.stat.version.past_racy_window(time.time_ns())
 
     def _gives_way(self, node: Node, now: float) -> bool:
-        """Whether the copy of a small file gives way to readers: they read little of such files."""
-        if node.stat.size < HEAD_FILE_BYTES or now >= self._yields_until:
+        """Whether a small file's copy gives way to readers: they want headers of such files."""
+        if node.stat.size < HEADER_FILE_BYTES or now >= self._yields_until:
             return False
-        return self.small is not None and self.small.heads and not self.beside_readers.free
+        small = self.small
+        return small is not None and small.misses.reads_headers and not self.beside_readers.free
 
     def _with_others(self, node: Node, priority: Priority) -> list[Node]:
         """The node, and the next small files of the queue that are to be copied with it."""

@@ -14,8 +14,8 @@ from monarchfs.types import Data
 WHOLE_BYTES = 1 << 20
 """Files up to this size are fetched in one read and written in one go."""
 
-HEAD_FILE_BYTES = 256 << 10
-"""As in _misses.c. Who reads a little of such a file does not wait for all of it."""
+HEADER_FILE_BYTES = 256 << 10
+"""As in _misses.c. A reader of a little of such a file does not wait for all of it."""
 
 MOST_AHEAD_BYTES = 4 << 20
 """A sequential reader's data are fetched so far ahead of it: one read of the source per megabyte

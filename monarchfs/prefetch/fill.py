@@ -20,7 +20,7 @@ from monarchfs.prefetch.chunks import CLAIMED, MISSING, PRESENT, ChunkMap
 from monarchfs.prefetch.copy import Copy
 from monarchfs.prefetch.fetch import (
     CHUNK_BYTES,
-    HEAD_FILE_BYTES,
+    HEADER_FILE_BYTES,
     MOST_AHEAD_BYTES,
     WHOLE_BYTES,
     Fetch,
@@ -119,7 +119,7 @@ class Fill:
         if self.copy.size > WHOLE_BYTES:
             at_random = self._at_random and not follows
         else:
-            at_random = self.copy.size >= HEAD_FILE_BYTES
+            at_random = self.copy.size >= HEADER_FILE_BYTES
         if small and at_random and self._touch(first, last):
             return  # a chunk, or all of it, would cost many times what is asked for
         self.fetch_now(first, last)

@@ -312,7 +312,7 @@ class BesideReaders:
         if math.isinf(self._retry_at):
             self._retry_at, self._usual = now + FIRST_SECONDS, seconds
         if seconds * VERY_SLOW_TIMES < self._usual:
-            self._usual = seconds  # they read in another way now: less at once
+            self._usual = seconds  # readers ask for less at once now
         # Reads differ: of what few of them took, the least says nothing.
         alone = self.at_once == 0 or seconds < self._usual
         self._usual += (seconds - self._usual) * (LEARNS_ALONE if alone else LEARNS_BESIDE)

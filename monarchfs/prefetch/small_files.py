@@ -65,7 +65,7 @@ class SmallFiles:
     ) -> None:
         """``files`` gets what cannot be read in this way; ``opened`` is told of each file that was
         opened, and how often."""
-        self._misses = misses
+        self.misses = misses
         self._source = source
         self._cache = cache
         self._jobs = jobs
@@ -92,17 +92,12 @@ class SmallFiles:
             busy = self._storing == SIDE_BY_SIDE
             self._sleep = trio.CancelScope(deadline=math.inf if busy else self._store_by)
             with self._sleep:
-                await trio.lowlevel.wait_readable(self._misses.events_fd)
+                await trio.lowlevel.wait_readable(self.misses.events_fd)
             self.take_events()
             with trio.CancelScope() as self._pause:
                 await trio.sleep(0 if self._jobs.hurried else pause_seconds)
 
     # -- for the copier
-
-    @property
-    def heads(self) -> bool:
-        """As in ``Misses``."""
-        return self._misses.heads
 
     def want(self, places: Sequence[Reservation], priority: Priority) -> Batch:
         """Make a batch for ``copy``. Files of it that are read for a reader meanwhile also count
@@ -121,7 +116,7 @@ class SmallFiles:
         nodes, owners = [place.node for place in batch.places.values()], self._jobs.owners
         self._batches += 1
         try:
-            await self._source.open_directories(self._misses.unopened(nodes))
+            await self._source.open_directories(self.misses.unopened(nodes))
             theirs = [] if owners is None else list(filter(owners.elsewhere, nodes))
             numbers = {node.ino for node in theirs}
             self._fetch([node for node in nodes if node.ino not in numbers])
@@ -152,13 +147,13 @@ class SmallFiles:
 
     def _fetch(self, nodes: Sequence[Node]) -> None:
         nodes = [node for node in nodes if self._jobs.get(node.ino).batch is not None]
-        for ino in self._misses.fetch(nodes, self._batches):
+        for ino in self.misses.fetch(nodes, self._batches):
             wanted = self._no_more(ino)
             assert wanted is not None
             self._files.copy_alone(wanted.places[ino], wanted.priority)
             wanted.end_one()
         if hurried := [node.ino for node in nodes if self._jobs.get(node.ino).hurried]:
-            self._misses.hurry(hurried)
+            self.misses.hurry(hurried)
 
     def hurry(self, inos: Sequence[int]) -> None:
         """Somebody waits until these are stored. No checkpoint."""
@@ -166,7 +161,7 @@ class SmallFiles:
         if not jobs:
             return
         self._fetch(self._take_asked(jobs))  # who waits has no time to wait for other nodes
-        self._misses.hurry([job.ino for job in jobs])
+        self.misses.hurry([job.ino for job in jobs])
         self._complete |= any(self._jobs.get(node.ino).hurried for node, *_ in self._waiting)
         self._pause.cancel()
         self._begin_storing()
@@ -191,7 +186,7 @@ class SmallFiles:
 
     def take_events(self) -> None:
         """Handle what was served since the last call. No checkpoint."""
-        events = self._misses.served()
+        events = self.misses.served()
         others = [served.ino for served in events if self._jobs.get(served.ino).batch is None]
         nodes = self._cache.index.nodes.nodes_of(others)
         for served in events:

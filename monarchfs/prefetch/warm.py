@@ -61,7 +61,6 @@ _NOTED_BYTES = 4000
 """What an index keeps under one key is small: requests that name too many files are not noted."""
 
 _REFUSED = (Cause.NO_ROOM, Cause.NO_TIER)
-_RESIDENT = ReplicaState.RESIDENT
 
 
 class What(Enum):
@@ -284,7 +283,9 @@ class Warm:
             records = self._cache.accounts.states(inos)
             for ino, names in Counter(inos).items():
                 node, record = self._cache.index.nodes.node(ino), records.get(ino)
-                if node is None or node.outdated or (record and record.state is _RESIDENT):
+                if node is None or node.outdated:
+                    continue
+                if record is not None and record.state is ReplicaState.RESIDENT:
                     continue
                 size = node.stat.size
                 counts.resident -= names
@@ -314,7 +315,7 @@ class Warm:
 
     def _end(self, ino: int, record: Replica | None, versions: int, names: int) -> None:
         counts = self.counts
-        if record is not None and record.state is _RESIDENT:
+        if record is not None and record.state is ReplicaState.RESIDENT:
             self._resident(ino, record.size, names)
             counts.copied += names
             counts.copied_bytes += record.size

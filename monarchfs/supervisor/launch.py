@@ -196,8 +196,9 @@ class WorkerProcess:
 def spawn_as(
     user: User, command: list[str], inherited: Sequence[int], *, stdout: int, stderr: int | None
 ) -> subprocess.Popen[bytes]:
-    """Starts a program of ours as ``user``, with a clean environment. It is killed if this process
-    dies: whoever gets the locks next has its index and tiers alone. Raises OperationError."""
+    """Starts a program of ours as ``user``, with a clean environment. The kernel kills it if this
+    process dies: who gets the locks next has the index and the tiers alone. Raises
+    OperationError."""
     try:
         return subprocess.Popen(
             command,

@@ -366,8 +366,9 @@ def own(handover: Handover) -> int | None:
 
 
 def others_have(handover: Handover) -> bool:
-    """Whether another process has the mount's locks, too, and so would go on with it. Waits for the
-    end of one that is dying. The caller has them no more then."""
+    """Whether another process has the mount's locks, too, and so would go on with the mount. Waits
+    for the end of a process that is dying. The caller's own lock on the state directory is free for
+    a moment, and is its own again only if this is False."""
     lock = handover.locks[0]
     other = os.open(f"/proc/self/fd/{lock}", os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(other, lock, inheritable=False)
