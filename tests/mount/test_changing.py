@@ -251,8 +251,7 @@ def test_a_change_between_the_check_and_the_answer_is_not_seen(work: Bench) -> N
         reader = threading.Thread(
             target=lambda: got.append(os.pread(file.fileno(), ASKED, AT)), daemon=True
         )
-        told = work.path / "told"
-        with slow_checks(worker, told):
+        with slow_checks(worker, told := work.path / "told"):
             reader.start()
             wait_for(lambda: checked(worker, reader, told), "the check to have its answer")
             descriptor = os.open(source / "f", os.O_WRONLY)

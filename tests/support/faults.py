@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
@@ -41,7 +42,8 @@ class Gate:
                 return
             event = threading.Event()
             self._waiting.append(event)
-        self._token.run_sync_soon(self._tell)
+        with suppress(trio.RunFinishedError):  # the test may have seen who waits, and ended
+            self._token.run_sync_soon(self._tell)
         assert event.wait(60), "the test never opened the gate"
 
     def _tell(self) -> None:
